@@ -163,7 +163,7 @@ class Kind(Enum):
         "EPC027",
         "Unreadable file",
         "The configuration names a link to nowhere, a folder, a pipe, or a file without read permission.",
-        "Fetch the file, as the message says, or correct the path or the pattern.",
+        "Fetch the file, as the message explains, or correct the path or the pattern.",
     )
     OUTSIDE_PROJECT = (
         "EPC022",
@@ -325,7 +325,7 @@ class Kind(Enum):
         "EPC219",
         "Unsupported output",
         "An output is not a tensor: it is a sequence, a map or an optional value, such as that of `ZipMap`.",
-        "Keep the tensor that it is made of, as the message says.",
+        "Keep the tensor that it is made of: the message names it.",
     )
     NOT_COMPILABLE = (
         "EPC218",
@@ -480,7 +480,7 @@ class Kind(Enum):
     INVALID_WHEEL = (
         "EPC502",
         "Invalid wheel",
-        "The wheel does not contain what its manifest or its RECORD says.",
+        "The wheel does not contain what its manifest or its RECORD lists.",
         "Remove stray files from the output folder, let the build backend pack all others, and build again.",
     )
     LARGE_WHEEL = (
@@ -523,7 +523,7 @@ class Kind(Enum):
         "EPC509",
         "Not in the sdist",
         "The sdist does not contain a file from which the wheel is built.",
-        "Change what leaves it out, or switch the hook off for sdists, as the message says.",
+        "Change what leaves it out, or switch the hook off for sdists, as the message explains.",
     )
     RECORDED_SAMPLES = (
         "EPC510",
@@ -537,7 +537,7 @@ class Kind(Enum):
 class Key:
     """A key of ``[tool.epcontext]``: names of keys, and indices of list items, from the outside in.
 
-    ``model``: the path of the model in whose table the key is, because an index says little, and one
+    ``model``: the path of the model in whose table the key is, because an index tells little, and one
     glob can match several models. ``name``: the name of that model, if its table has one.
     """
 
@@ -633,7 +633,7 @@ class Problem:
         return cls(kind, str(key), message, hint, key, settings)
 
     def text(self, names: KeyNames | None = None) -> str:
-        """The problem as a message, in which ``names`` says how keys are called."""
+        """The problem as a message, with the keys as ``names`` names them."""
         location = printable(self.where(names))
         lines = [f"{location}: {self.kind.id}" if location else self.kind.id]
         lines.append(_indented(self.account, "    "))
@@ -735,7 +735,7 @@ class EpcontextError(Exception):
         )
 
     def text(self, names: KeyNames | None = None, headline: str | None = None) -> str:
-        """All problems as one message below ``headline``, in which ``names`` says how keys are called."""
+        """All problems as one message below ``headline``, with the keys as ``names`` names them."""
         count = f" ({len(self.problems)} problems)" if len(self.problems) > 1 else ""
         lines = [f"{headline or self.headline}{count}:"]
         return "\n".join([*lines, *(problem.text(names) for problem in self.problems)])
@@ -792,6 +792,6 @@ class SdistError(EpcontextError):
 
 
 class WheelError(EpcontextError):
-    """The wheel does not contain what its manifest or its RECORD says."""
+    """The wheel does not contain what its manifest or its RECORD lists."""
 
     headline = "invalid wheel"

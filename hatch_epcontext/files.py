@@ -35,7 +35,7 @@ STAGING_PREFIX, _PREFIX_BESIDE = "hatch-epcontext-", ".epcontext-"
 """How the names of temporary folders begin: in the system's folder for them, and beside a user's files."""
 
 _MARKER = ".lock"
-"""The file in a temporary folder that says whose it is, and is locked as long as the folder is used."""
+"""The file in a temporary folder that names its owner, and is locked as long as the folder is used."""
 
 _OURS = "hatch-epcontext made the folder {}, and removes it when nobody has locked this file.\n"
 """What a marker contains, with the folder's name: without it nothing is removed, whatever that name is.
@@ -44,7 +44,7 @@ A copy of the folder has another name, and belongs to who made it.
 """
 
 _LOCKED_BYTE = 1000
-"""What is locked of a marker on Windows, where nobody can read it then: it is behind the text."""
+"""What is locked of a marker on Windows, which makes it unreadable: it is behind the text."""
 
 _BINARY = getattr(os, "O_BINARY", 0)
 
@@ -92,13 +92,13 @@ def patiently(action: Callable[[], T]) -> T:
 
 
 def remove(file: Path) -> None:
-    """Remove ``file``, after an error that says more than one about this would."""
+    """Remove ``file``, after an error that matters more than one about this would."""
     with contextlib.suppress(OSError):
         patiently(lambda: file.unlink(missing_ok=True))
 
 
 def is_in_use(error: OSError) -> bool:
-    """Whether another program may have the file open that ``error`` is about. Only Windows says so."""
+    """Whether another program may have the file open that ``error`` is about. Only Windows reports it."""
     number = getattr(error, "winerror", None)
     # To open a file is a function of C, which has one number for all of these.
     is_of_c = sys.platform == "win32" and number is None and error.errno == errno.EACCES
@@ -128,7 +128,7 @@ def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
         return patiently(lambda: temporary.replace(file))
     except BaseException as error:
         remove(temporary)
-        # A write does not say to which file.
+        # The error of a write does not name the file.
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             raise OSError(error.errno, error.strerror, str(file)) from error
         raise
@@ -169,7 +169,7 @@ def temp_dir(parent: Path | None = None) -> Iterator[Path]:
         folder.rmdir()
         raise
     try:
-        # Locked before it says whose folder this is: others leave it alone until then, and after that.
+        # Locked before it names the owner: others leave it alone until then, and after that.
         _lock(marker)
         os.write(marker, _OURS.format(folder.name).encode())
         # Resolved, because a temporary folder is often behind a link, and EPs compare paths.
@@ -427,7 +427,7 @@ _MAX_OF_OUTPUT = 100 * 10**6
 
 
 class Output(Enum):
-    """What this package writes where a user names a file: how it begins, and where it says who wrote it."""
+    """What this package writes where a user names a file: how it begins, and where it names its author."""
 
     PAGE = rb'<!DOCTYPE html>\n<html lang="en"><head>.{,99}name="generator" content="hatch-epcontext [0-9]'
     REPORT = rb'\{\n  "failures": .*\n  "generator": "hatch-epcontext [0-9]'

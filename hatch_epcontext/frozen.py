@@ -1,7 +1,7 @@
 """Frozen dataclasses that are cheap to define, for modules that every build imports.
 
 Such a process defines about a hundred of them, and Python writes and compiles six methods for each. Here all
-classes share them. That they are frozen, type checkers say.
+classes share them. Type checkers ensure that they are frozen.
 """
 
 from __future__ import annotations

@@ -472,16 +472,16 @@ class _Progress:
         self.pulse = Heartbeat()
 
     def running(self, line: str) -> None:
-        """Say what runs: on the terminal, because nobody knows whether the front end shows it."""
+        """Show what runs: on the terminal, because the front end may not show it."""
         from hatch_epcontext.text import printable
 
         seconds = time.monotonic() - self._start
         shown = f"epcontext ({seconds:.0f} s): {printable(line)}"
-        if self._terminal is None or not self._terminal.say(shown):
+        if self._terminal is None or not self._terminal.show(shown):
             self._info(line)
 
     def finished(self, line: str) -> None:
-        """Say what is finished, in the output of the build."""
+        """Print what is finished, in the output of the build."""
         self._info(line)
         if self._terminal is None:
             self.pulse.mark_reported()

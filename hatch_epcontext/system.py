@@ -33,7 +33,7 @@ _FULL_IN_WORDS = re.compile(
 )
 
 _NO_ROOM = 64 << 10
-"""Bytes below which a file system counts as full: libraries that fail to write there rarely say why."""
+"""Bytes below which a file system counts as full: libraries that fail to write there rarely report why."""
 
 
 def check_apart(report: Path | None, place: Path) -> None:
@@ -71,7 +71,7 @@ def check_folder(folder: Path) -> None:
             Problem(Kind.FILE_EXISTS, str(existing), message, "Choose another place.")
         )
     with writing("a result", existing, str(folder), OutputError):
-        # Tried, because no system says reliably whether a folder can be written to.
+        # Tried, because no system reports reliably whether a folder can be written to.
         try:
             tempfile.TemporaryFile(dir=existing).close()
         except OSError as error:
@@ -88,7 +88,7 @@ def check_file(path: Path, kind: Output) -> None:
         except (FileNotFoundError, NotADirectoryError):
             check_folder(path.parent)
             if sys.platform == "win32" and path.parent.is_dir():
-                # Tried with another name, because Windows says of one that is too long that there is no file.
+                # Tried with another name, because Windows reports no file for one that is too long.
                 other = path.with_name(f"~{os.getpid():05}{path.name[6:]}")
                 other.touch(exist_ok=False)
                 remove(other)
@@ -179,7 +179,7 @@ def _room(folder: Path) -> str:
         mount = next(each for each in (existing, *existing.parents) if os.path.ismount(each))
         usage = shutil.disk_usage(existing)
     except (OSError, StopIteration):
-        return "The file system does not say how much is left."
+        return "The file system does not report how much is left."
     if hasattr(os, "statvfs") and (counts := os.statvfs(existing)).f_files and not counts.f_favail:
         return f"The file system {mount} has room for no more files, however small."
     left = f"The file system {mount} has {show_size(usage.free)} of {show_size(usage.total)} left."

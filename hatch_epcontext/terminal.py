@@ -28,7 +28,7 @@ class Terminal:
         with contextlib.suppress(OSError, ValueError):
             self._close()
 
-    def say(self, line: str) -> bool:
+    def show(self, line: str) -> bool:
         """Show ``line``, which has no control characters; False if that is not possible now.
 
         Never waits, and never raises an error.
@@ -46,8 +46,8 @@ class Terminal:
 def find_terminal(environ: Mapping[str, str]) -> Terminal | None:
     """The terminal of this process, if the output of this process does not go there anyway.
 
-    None in CI, in the background, and where the front end itself writes to something else: then nobody
-    wants to see lines there.
+    None in CI, in the background, and where the front end itself writes to something else: lines would
+    disturb there.
     """
     if environ.get("CI", "").lower() not in _OFF:
         return None

@@ -14,7 +14,7 @@ _MAX_ALLOWED = 12
 _UNPRINTABLE = re.compile(
     # Control characters, but no tab; DEL; marks that change the direction of text; and separators.
     r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069"
-    # Those that nobody sees.
+    # Invisible characters.
     r"\xad\u200b-\u200f\u2060-\u2064\ufeff\U000e0000-\U000e007f"
     # Halves of characters, which file names can have and no output takes.
     r"\ud800-\udfff]"
@@ -32,8 +32,8 @@ _HOST = rf"""(?:(?:\*\*\*@)?{_IPV6}|(?!(?:\*\*\*@)?{_IPV6})[^\s/:'"]*)"""
 def printable(text: str, *, lines: bool = False) -> str:
     r"""``text`` as a terminal or a page can show it, whoever wrote it.
 
-    Control characters, which a terminal obeys, characters that nobody sees, and marks that change the
-    direction of text become escapes such as ``\x1b``. Tabs stay, and line breaks only with ``lines``.
+    Control characters, invisible characters and marks that change the direction of text become escapes
+    such as ``\x1b``. Tabs stay, and line breaks only with ``lines``.
     """
 
     def escaped(found: re.Match[str]) -> str:

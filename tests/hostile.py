@@ -305,7 +305,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "offset in words": (external(offset="ten"), "the tensor 'w'"),
     "offset of 10^5 digits": (external(offset="9" * 10**5), "the tensor 'w'"),
     "negative offset": (external(offset="-16"), "the tensor 'w'"),
-    "huge offset": (external(offset=str(2**50)), "is shorter than the model says"),
+    "huge offset": (external(offset=str(2**50)), "is shorter than the model requires"),
     "length in words": (external(length="0x10"), "the tensor 'w'"),
     "negative length": (external(length="-1"), "the tensor 'w'"),
     "wrong length": (external(length="12"), "the tensor 'w'"),
@@ -330,7 +330,10 @@ HOSTILE: dict[str, tuple[Make, str]] = {
         external(lambda folder: (folder / "data.bin").mkdir()),
         "is not a regular file",
     ),
-    "data that is too short": (external(_sparse("data.bin", 3)), "is shorter than the model says"),
+    "data that is too short": (
+        external(_sparse("data.bin", 3)),
+        "is shorter than the model requires",
+    ),
 }
 
 if sys.platform != "win32":

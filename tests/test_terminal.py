@@ -24,7 +24,7 @@ HOOK = """
 import os
 from hatch_epcontext.terminal import find_terminal
 terminal = find_terminal(os.environ)
-print("none" if terminal is None else "shown" if terminal.say("A LINE") else "not now")
+print("none" if terminal is None else "shown" if terminal.show("A LINE") else "not now")
 """
 
 FRONT_END = """

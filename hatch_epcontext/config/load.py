@@ -221,5 +221,5 @@ def _size(size: int | str | None) -> int | None:
     try:
         return None if size is None else parse_size(size)
     except ValueError:
-        # An invalid size is a problem already, and then nobody gets this configuration.
+        # An invalid size is a problem already: `load` raises first.
         return None

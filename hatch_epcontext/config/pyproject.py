@@ -193,7 +193,7 @@ class PyprojectNames(KeyNames):
 
     @property
     def warnings(self) -> list[str]:
-        """A warning for each question in a comment, which nobody has answered."""
+        """A warning for each question in a comment, which is not answered."""
         return [
             f"{FILE}:{question.line}: is still a question, and open dimensions without a size were "
             f"tried with 1: {question.text}"

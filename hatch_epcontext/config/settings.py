@@ -273,7 +273,7 @@ class BuildSettings(BuildTable):
 
     @property
     def trust(self) -> tuple[str, ...] | None:
-        """The public keys of those whose documents in the shared cache are used; None for everybody's."""
+        """The trusted public keys of the shared cache; None to trust everybody's documents."""
         return None if self.cache_trust == "all" else self.cache_keys
 
 

@@ -1,4 +1,4 @@
-"""Several shapes of one model: each becomes a model of its own, with a name that says its shape."""
+"""Several shapes of one model: each becomes a model of its own, with a name that has its shape."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def expand(model: Model, table: ModelTable) -> tuple[Model, ...]:
 
 
 def _forms(model: Model, table: ModelTable) -> Iterator[Model]:
-    """``model`` in the sizes of its ``table``, in the configured order; several have names that say them."""
+    """``model`` in the sizes of its ``table``, in the configured order; several have them in their names."""
     for key, suffix in (("shapes", _suffix_of_shapes), ("dims", _suffix_of_dims)):
         if len(listed := _tables(getattr(table, key))) > 1:
             other = {each: _first(getattr(table, each)) for each in _KEYS if each != key}

@@ -217,7 +217,7 @@ class NarrowableTable:
         "The size in bytes from which a weight goes there.", otherwise=1024, check=_BYTES
     )
     static_shapes: bool | None = _key(
-        "Fix the model's dimensions as `dims` and `shapes` say. With `false` they stay open, and "
+        "Fix the model's dimensions to `dims` and `shapes`. With `false` they stay open, and "
         "`dims` and `shapes` are only the sizes of the dummy inputs: see `docs/shapes.md`.",
         when_missing="by provider and device",
     )

@@ -309,7 +309,7 @@ def replace(
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A replacement of nodes by others that compute the same; ``name`` says in messages what it does.
+    """A replacement of nodes by others that compute the same; ``name`` is what it does, for messages.
 
     ``operators``: those that it replaces, as `graph.operator` writes them. ``apply(model, types, refused)``
     changes the model in place where a node's operator is in ``refused``, and returns how many nodes it has

@@ -181,7 +181,7 @@ class _Undoing:
 
     def _move(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         """A copy of ``node`` for the floats of quantized integers, beside the node itself, which goes if
-        nobody reads it any more.
+        it is not read any more.
         """
         data = node.input if node.op_type == "Concat" else node.input[:1]
         known = {name: its for name in data if isinstance(its := self.known.get(name), _Quantized)}

@@ -42,7 +42,7 @@ def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> 
     """Return the files of the external data of ``model``, which is in ``folder``.
 
     They are relative to ``folder``, with forward slashes, sorted. ``location`` is that of problems.
-    Raises ModelError when a tensor does not say where its data is, and when a file is outside the
+    Raises ModelError when a tensor does not name where its data is, and when a file is outside the
     folder, is missing, is no regular file, is too short, or is larger than a model can need. Nothing of
     them is read.
     """
@@ -67,7 +67,7 @@ def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> 
         elif isinstance(found, Rejection):
             add(f"the external data {name!r} {found.message}", found.hint)
         elif found.st_size < end:
-            message = f"the external data {name!r} is shorter than the model says."
+            message = f"the external data {name!r} is shorter than the model requires."
             add(message, "Save the model and its data again.")
         elif reason := too_large(found, end):
             add(f"the external data {name!r} {reason}.")
@@ -104,7 +104,7 @@ _NO_FILE = Rejection("is not a regular file.", "Save the model and its data agai
 _LFS_POINTER = Rejection("is a Git LFS pointer, not the data itself.", "Run: git lfs pull")
 
 _MAX_OF_A_POINTER = 1024
-"""Bytes below which a file can be a pointer of Git LFS, as its specification says."""
+"""Bytes below which a file can be a pointer of Git LFS, as its specification states."""
 
 
 class _ModelFolder:
@@ -156,7 +156,7 @@ def _unusable(path: Path, status: os.stat_result) -> Rejection | None:
 
 
 def _link_to_another_place(link: Path) -> Rejection:
-    """What to say of such a link, as hubs have in their caches for each file of a model.
+    """The message about such a link, as hubs have in their caches for each file of a model.
 
     Raises FileNotFoundError if it leads nowhere.
     """

@@ -45,7 +45,7 @@ class TensorFacts:
 class Range:
     """What values an input takes, from ``low`` to ``high``, both included.
 
-    ``known``: whether the graph says so; otherwise nothing bounds the input, and the range is a guess.
+    ``known``: whether the graph shows it; otherwise nothing bounds the input, and the range is a guess.
     ``usual``: the value that the input has in normal use, such as 1 in a mask or the whole length; None if
     any value is as good. ``whole``: whether the graph uses the values as integers, whatever their dtype.
     """
@@ -73,7 +73,7 @@ class Cut:
         return bool(self.inputs or self.outputs)
 
     def within(self, other: Cut) -> Cut:
-        """This cut of a model that is cut as ``other`` says: ends that are not named are those of that."""
+        """This cut of a model that is cut by ``other``: ends that are not named are those of that."""
         return Cut(self.inputs or other.inputs, self.outputs or other.outputs)
 
     def setting(self, model: Key) -> Setting:

@@ -122,7 +122,7 @@ def operator(node: onnx.NodeProto) -> str:
 
 
 def opset(model: onnx.ModelProto) -> int:
-    """Return the version of ONNX's own operators in ``model``; 1 if it does not say it."""
+    """Return the version of ONNX's own operators in ``model``; 1 if it does not name it."""
     return max((e.version for e in model.opset_import if e.domain in STANDARD), default=1)
 
 

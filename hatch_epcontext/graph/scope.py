@@ -29,7 +29,7 @@ class Scope:
     """The graph ``part``, which is inside that of ``outer``; its values hide others of the same name.
 
     With ``nested`` the graphs inside its nodes are parts of it too, as far as their names differ. ``types``:
-    those of its values that it does not say itself; as an attribute, and so for the tensors that are
+    those of its values that it does not have itself; as an attribute, and so for the tensors that are
     ``stored``, with those of the graphs around it. None for what is not known.
     """
 

@@ -65,7 +65,7 @@ Operators = tuple[str, ...]
 class Change:
     """A change of a job's prepared models: rewriting, or unrolling.
 
-    ``refused``: the operators that the EP refuses in each model; None for all, where it does not say which.
+    ``refused``: the operators that the EP refuses in each model; None for all, where it does not name them.
     """
 
     kind: Literal["rewrite", "unroll"]
@@ -80,7 +80,7 @@ class Recipe:
     prepared models one after the other. ``options``: of the EP, in addition to the target's.
     ``takes_control_flow``: whether a model is compiled in which preparation leaves some. ``remedies``: the
     rewrites for the number format of the EP, see `number_format`; they come last. ``dequantize``: whether
-    dynamic quantization is undone, although the target does not say so.
+    dynamic quantization is undone, although the target does not require it.
     """
 
     simplifier: Simplifier
@@ -93,7 +93,7 @@ class Recipe:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the models are compiled as the target says, with its options."""
+        """Whether the models are compiled as the target requires, with its options."""
         changed = self.changes or self.options or self.last_remedies or self.dequantize
         return self.fuse and not changed
 
@@ -231,7 +231,7 @@ class Validation:
 
     @property
     def compared(self) -> tuple[Agreement, ...]:
-        """The agreements of the outputs whose comparison says something."""
+        """The agreements of the outputs whose comparison is conclusive."""
         return tuple(
             a
             for a in self.agreements

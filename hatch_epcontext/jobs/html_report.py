@@ -219,7 +219,7 @@ def _job(job: JobReport) -> ET.Element:
 
 
 def _circumstances(model: ModelReport, versions: Mapping[str, str]) -> Iterator[str]:
-    """Where and when a model was run, without which its validation says little."""
+    """Where and when a model was run, without which its validation means little."""
     if not model.day:
         return
     if model.validation.simulated:

@@ -182,7 +182,7 @@ class JobRunner:
             return None
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
-        """Compile ``job`` as ``recipe`` says into ``folder``; raises as `Executor.compile` does."""
+        """Compile ``job`` with ``recipe`` into ``folder``; raises as `Executor.compile` does."""
         with self._unchanged(job):
             return self.executor.compile(recipe.form_of(job), recipe, folder)
 
@@ -257,14 +257,14 @@ class JobRunner:
     def _waiting(self, job: Job) -> Callable[[], None]:
         beat = Heartbeat()
         line = f"{job.location}: waiting for another job or build, which compiles the same"
-        said: list[str] = []
+        printed: list[str] = []
 
         def wait() -> None:
             if self.executor.stopped:
                 message = "the build was interrupted."
                 raise BuildError(Problem(Kind.INTERRUPTED, "", message))
-            if not said:
-                said.append(line)
+            if not printed:
+                printed.append(line)
                 self.log(line)
             elif beat.due():
                 self.log(f"{line}, for {beat.seconds:.0f} s")
@@ -307,7 +307,7 @@ class JobRunner:
         return None if key is None else self._cache(job).take(key, folder, fits)
 
     def _cache(self, job: Job) -> Cache:
-        """The cache for ``job``; for one with a secret none, because nothing may say whether that changed:
+        """The cache for ``job``; for one with a secret none, because nothing may show whether that changed:
         its hash could be guessed.
         """
         return Cache(None, self.log) if job.target.has_secrets else self.cache
@@ -425,7 +425,7 @@ class _Search:
         return attempt
 
     def _attempt(self, recipe: Recipe, number: int) -> Attempt:
-        """Compile the job as ``recipe`` says, unless the cache has the result."""
+        """Compile the job with ``recipe``, unless the cache has the result."""
         key = value_sha256([self._fingerprint, to_plain(recipe)])
         folder = self._folder / f"attempt-{number}"
         if artifact := self._runner.take(self._job, key, folder):

@@ -1,4 +1,4 @@
-"""Preparing models as recipes say, once for all jobs that want the same."""
+"""Preparing models as recipes require, once for all jobs that need the same."""
 
 from __future__ import annotations
 

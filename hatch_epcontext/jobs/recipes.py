@@ -1,9 +1,9 @@
 """All ways in which a job is ever compiled, and when each of them is tried.
 
-A job is a model, or a group of models that share weights, for one target. A `Recipe` says how to prepare it
+A job is a model, or a group of models that share weights, for one target. A `Recipe` is how to prepare it
 (simplifier, changes) and how to compile it (options of the execution provider, the EP). An `Attempt` is a
 recipe that was tried. Its result is an `Artifact`, which is whole if no node is left to the CPU; or it is
-`Refused`: the simplifier or the EP says no or crashes, or there is nothing to change. All other errors end
+`Refused`: the simplifier or the EP refuses or crashes, or there is nothing to change. All other errors end
 the job: a broken model, a killed worker, a full disk.
 
 `recipes` reads as the list. Each next one is chosen by what the attempts so far have shown:
@@ -17,7 +17,7 @@ the job: a broken model, a killed worker, a full disk.
    a time; each is kept if it brings the outputs nearer. At last all rewrites together.
 6. Where it still disagrees, or is less exact than its number format: less invasive and unrolled forms of it.
 7. Where nothing is whole without a difference: all of these once more for a model that is dynamically
-   quantized, with that undone, unless its table says something about it. Of what covers only enough, that of
+   quantized, with that undone, unless its table has a key for it. Of what covers only enough, that of
    the quantized model comes first.
 
 `try_recipes` stops at the first attempt that is whole and agrees with the CPU. What only covers enough, or
@@ -269,7 +269,7 @@ def try_recipes(
 
 
 def refusal(job: Job, attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]:
-    """What the EP says of the first form that it refuses, without dynamic quantization if that was undone;
+    """What the EP reports of the first form that it refuses, without dynamic quantization if that was undone;
     or the last simplifier, if none works.
     """
     refused = [each for each in attempts if each.stopped_in == "compile"]

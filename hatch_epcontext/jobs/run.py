@@ -116,7 +116,7 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     read = read_sources(config, index, workers, staging / "check")
     sources = {source.model.name: source for source in read}
     executor: Executor
-    # A build that takes everything from the cache contacts nobody.
+    # A build that takes everything from the cache contacts no scheduler.
     if config.build.scheduler is not None and not all(j.target.from_cache for j in plan.jobs):
         from hatch_epcontext.jobs.executors.dask import DaskExecutor
 

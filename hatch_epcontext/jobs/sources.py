@@ -39,7 +39,7 @@ def read_sources(
     if problems := list(_too_large(config.models)):
         # They are not even hashed.
         raise ModelError(*problems)
-    # Whoever compiled what is now taken from the cache has checked the model for its own targets.
+    # The build that compiled what is in the cache has checked the model for its own targets.
     key_of = _unchecked_key if config.only_from_cache else _key
     keys = {model.name: key_of(model, index) for model in config.models}
     known: dict[str, ModelFacts] = {}
@@ -121,7 +121,7 @@ def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
 
 
 def _is_whole(model: Model, facts: ModelFacts) -> bool:
-    """Whether the external data of ``model`` is there; a worker says what is missing.
+    """Whether the external data of ``model`` is there; a worker reports what is missing.
 
     Facts from a shared cache name no files elsewhere, which the wheel would contain.
     """

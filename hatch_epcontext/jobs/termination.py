@@ -15,7 +15,7 @@ _SIGNALS = (signal.SIGTERM, *(s for s in signal.Signals if s.name == "SIGBREAK")
 def terminated_as_error() -> Iterator[None]:
     """While it is entered, SIGTERM raises SystemExit with the exit code of a shell, 143; a second one kills.
 
-    So does Ctrl-Break on Windows, where nobody sends SIGTERM. Not where the process has a handler of its own,
+    So does Ctrl-Break on Windows, which has no SIGTERM. Not where the process has a handler of its own,
     and not outside of its main thread, which handles signals. The earlier handlers are restored.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -86,7 +86,7 @@ def check(own_files: Collection[str]) -> None:
 
 
 def unlicensed(result: Result, names: KeyNames) -> Iterator[str]:
-    """A warning for each model of which no license is known; ``names`` says how keys are called."""
+    """A warning for each model of which no license is known; ``names`` names keys."""
     for source in _sources(result):
         if not (source.model.license or source.facts.license):
             yield (

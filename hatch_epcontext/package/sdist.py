@@ -115,7 +115,7 @@ class Sdist:
         return []
 
     def warning(self, left_out: list[str]) -> str:
-        """What to say of the files ``left_out``, which `check` returned."""
+        """The message about the files ``left_out``, which `check` returned."""
         patterns = ", ".join(to_toml(f"/{path}") for path in left_out)
         plural = "s" if len(self.makers) > 1 else ""
         return (
@@ -199,7 +199,7 @@ class Sdist:
                 f"it, set artifacts = [{to_toml('/' + each.path)}] in [tool.hatch.build.targets.sdist]."
             )
         else:
-            hint = "Nobody can build the wheel from this sdist. Change that setting."
+            hint = "The wheel cannot be built from this sdist. Change that setting."
         return Problem.at(each.key, Kind.NOT_IN_SDIST, message, f"{hint}\n{self._switch_off()}")
 
     def _not_packed(self, each: Needed) -> Problem:

@@ -226,7 +226,7 @@ _WORDS = (
         "the CPU quantizes the model's inputs and outputs, unless offload_graph_io_quantization is 0",
     ),
 )
-"""How reasons in the EP's log begin, or what is in them, and what they mean; empty for those that say
+"""How reasons in the EP's log begin, or what is in them, and what they mean; empty for those that mean
 nothing. All others are shown as they are."""
 
 
@@ -453,7 +453,7 @@ PROVIDER = Provider(
         "Shapes must be fixed.",
         (
             "It leaves the quantization of inputs and outputs to the CPU. Where a model would not be whole "
-            "for that, the build compiles it with `offload_graph_io_quantization = 0` and says so, unless "
+            "for that, the build compiles it with `offload_graph_io_quantization = 0` and reports it, unless "
             "the option is set."
         ),
         (

@@ -1,7 +1,7 @@
 """``python -m hatch_epcontext.worker``: answer the requests in lines of standard input, one by one.
 
 Each line is a list in JSON: the action, the request as text, the folder where it works, and flags. Lines of
-standard output say what it does, and have the reply and its code: see `hatch_epcontext.worker.protocol`.
+standard output report what it does, and have the reply and its code: see `hatch_epcontext.worker.protocol`.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def explained(
 
     An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled,
     and ``key`` is its model's place in the configuration, if it has one. ``refused`` gives the sentence that
-    says why nothing of it was compiled, if the EP does. ``optimizes``: whether ONNX Runtime optimizes it.
+    reports why nothing of it was compiled, if the EP does. ``optimizes``: whether ONNX Runtime optimizes it.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Fix the constants, shapes and dims of a source model, as its configuration says, and say what it lacks."""
+"""Fix the constants, shapes and dims of a source model, as configured, and report what it lacks."""
 
 from __future__ import annotations
 

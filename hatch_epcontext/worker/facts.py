@@ -33,7 +33,7 @@ class ModelFacts:
     hold its external data, relative to its folder, with forward slashes.
 
     ``own_inputs`` are those of the file itself; ``constants`` are the values that the configuration
-    gives inputs, each with its dtype and shape. ``license`` is what the file's metadata says;
+    gives inputs, each with its dtype and shape. ``license`` is that of the file's metadata;
     ``dynamic``: whether it is dynamically quantized.
     """
 
@@ -147,7 +147,7 @@ class Slice:
 
 
 SENSITIVE = 10.0
-"""Decibels above a limit below which a run, or the emulation of one, says that other inputs may be beyond it:
+"""Decibels above a limit below which a run, or its emulation, shows that other inputs may be beyond it:
 from one input to another float16 costs as much."""
 
 GAIN = 6.0
@@ -165,7 +165,7 @@ NOTHING = -1000.0
 
 
 class AgreementStatus(Enum):
-    """What a comparison of one output with the CPU EP's says."""
+    """The result of comparing one output with the CPU EP's."""
 
     AGREES = "agrees"
     """It is within the limits."""

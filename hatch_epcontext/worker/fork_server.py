@@ -154,7 +154,7 @@ class _Server:
     def _fork(self, connection: socket.socket) -> int | None:
         server = os.getpid()
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads, whose locks a fork inherits and nobody releases. There is one
+            # Python 3.12 warns of threads, whose locks a fork inherits and never releases. There is one
             # here, which ONNX Runtime starts when it is imported: it sleeps until there is work for it,
             # and this process gives it none. The rehearsal's sessions have ended, with their threads.
             warnings.filterwarnings(
@@ -251,7 +251,7 @@ def _kill_children(keep: Container[int] = ()) -> None:
     """End all children of this process except those to ``keep``, with all that they started."""
     end = time.monotonic() + _GRACE
     while _has_children() and time.monotonic() < end:
-        # A list is only complete when nobody ends while it is read.
+        # A list is only complete when no process ends while it is read.
         found = [child for child in {*_children(), *_children()} if child not in keep]
         if not found:
             return
@@ -259,7 +259,7 @@ def _kill_children(keep: Container[int] = ()) -> None:
             with contextlib.suppress(OSError):
                 os.kill(child, signal.SIGKILL)
         for child in found:
-            # Not -1: nobody else must wait for those to keep.
+            # Not -1: those to keep are waited for elsewhere.
             with contextlib.suppress(OSError):
                 os.waitpid(child, os.WNOHANG)
         time.sleep(0.002)

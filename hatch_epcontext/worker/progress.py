@@ -18,8 +18,8 @@ def report_to(send: Callable[[bytes], object]) -> None:
 
 
 def step(text: str) -> None:
-    """Say what begins now, such as ``"opening the source model on the CPU"``."""
-    # A model is run several times: that takes less time than to say it.
+    """Report what begins now, such as ``"opening the source model on the CPU"``."""
+    # A model is run several times: that takes less time than to report it.
     if [text] == _last:
         return
     _last[:] = [text]

@@ -1,4 +1,4 @@
-"""Why an EP leaves nodes to the CPU: what its log says of them, and what decides their shapes."""
+"""Why an EP leaves nodes to the CPU: what its log reports of them, and what decides their shapes."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class _Session:
             for name, array in arrays.items()
             for output, before in self.outputs.items()
             if array.shape == before.shape and array.dtype == before.dtype
-            # Values that are all the same, such as zeros at the beginning, say nothing.
+            # Values that are all the same, such as zeros at the beginning, show nothing.
             if array.size and (array != array.flat[0]).any() and np.array_equal(array, before)
         }
         self.kept.states.update(found)
@@ -190,7 +190,7 @@ class _Session:
 
 
 class Recorder:
-    """What a process of the app keeps below ``folder``, as ``settings`` say."""
+    """What a process of the app keeps below ``folder``, as ``settings`` require."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._folder = folder

@@ -62,7 +62,7 @@ class _Watch(threading.Thread):
     def begin(self, run: _TimedRun | None) -> None:
         """Watch ``run``, and no other one."""
         self._run = run
-        # It looks at the run after it has said when it wakes, so it misses none.
+        # It looks at the run after it has set when it wakes, so it misses none.
         if run is not None and run.end < self._wakes:
             self._changed.set()
 

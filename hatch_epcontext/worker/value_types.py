@@ -45,7 +45,7 @@ def types_of_runtime(
 
     None if it cannot open the model with ``session_options``.
     """
-    # It says the types of outputs only, so all values are made that.
+    # It has the types of outputs only, so all values are made that.
     extended = onnx.ModelProto()
     extended.CopyFrom(model)
     wanted = list(names)
@@ -56,7 +56,7 @@ def types_of_runtime(
     try:
         session = open_session(extended.SerializeToString(), session_options)
     except Exception:
-        # What is not known stays unknown, and whoever runs the model says why it does not open.
+        # What is not known stays unknown, and running the model reports why it does not open.
         return {}
     outputs = {each.name: each for each in session.get_outputs()}
     found = (outputs[name] for name in wanted if name in outputs)

@@ -74,7 +74,7 @@ class RefusedNode:
 class Findings:
     """The nodes that count, which are those that depend on the values of inputs, and the refused ones.
 
-    ``growing``: whether preparation may make many nodes of few, so that their number says little.
+    ``growing``: whether preparation may make many nodes of few, so that their number means little.
     """
 
     flow: Dependencies
@@ -287,7 +287,7 @@ def _has_string_classes(node: onnx.NodeProto) -> bool:
 
 
 def _fixed_values(main: onnx.GraphProto) -> frozenset[str]:
-    """The values whose shapes the file says, with all sizes."""
+    """The values whose shapes the file has, with all sizes."""
     values = (*main.value_info, *main.output)
     return frozenset(
         value.name

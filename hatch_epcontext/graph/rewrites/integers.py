@@ -1,7 +1,7 @@
 """Operators of integers (QOperator graphs) as those of floats between DequantizeLinear and QuantizeLinear.
 
 EPs fuse these three into their own operator of integers. ONNX Runtime's `ContribOperators.md` and ONNX's
-`Operators.md` say which operands have which scale.
+`Operators.md` define which operands have which scale.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def unroll_loop(
     if not trips:
         return None if trips is None or len(body.output) - 1 > len(states) else (0, states)
     _check(trips, builder)
-    # The first output says whether it goes on.
+    # The first output decides whether it goes on.
     repeated = Body(body, body.output[1:], states, builder)
     true = builder.store(_filled(body, 1, True))
     for trip in range(trips):

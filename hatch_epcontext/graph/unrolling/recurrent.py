@@ -57,7 +57,7 @@ class _Layer:
         return self.builder.clip(value, -limit, limit)
 
     def active(self, function: Activation, value: str, *, is_sum: bool = True) -> str:
-        """``function`` of ``value``, which is clipped first as the node says."""
+        """``function`` of ``value``, which is clipped first as the node requires."""
         if limit := graph.attribute(self.node, "clip", 0.0):
             value = self.clipped(value, limit)
         elif is_sum and function.is_flat:

@@ -20,7 +20,7 @@ _MAX_FORMS = 8
 """Ways to one value that are followed."""
 
 INVALID = (ValueError, TypeError, IndexError, KeyError, ArithmeticError)
-"""What is raised for a malformed node: opening a session says why."""
+"""What is raised for a malformed node: opening a session reports why."""
 
 _EVERYTHING = (-math.inf, math.inf)
 

@@ -56,7 +56,7 @@ def is_mask_name(name: str) -> bool:
 
 
 def is_length_name(name: str) -> bool:
-    """Whether an input with this name says how long another one is."""
+    """Whether an input with this name gives the length of another one."""
     return bool(_LENGTH.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)))
 
 
@@ -80,7 +80,7 @@ def image_range(scale: Bounds, offset: Bounds) -> Range:
 
 
 def dimension_kind(facts: TensorFacts, axis: int, *, is_state: bool) -> DimensionKind:
-    """What the open dimension ``axis`` of an input is, as far as its name and place say so.
+    """What the open dimension ``axis`` of an input is, as far as its name and place show it.
 
     ``is_state``: whether the input is the state of a recurrent layer.
     """

@@ -30,13 +30,13 @@ Operands = Sequence[Any]
 """The inputs of a node as arrays; None for one that is left out."""
 
 _IR_VERSION = 8
-"""That of a model of one node; it says nothing about the operators."""
+"""That of a model of one node; it does not concern the operators."""
 
 
 class KnownValues(Scope):
     """Shapes and small constants of all graphs of ``model`` with these ``inputs``.
 
-    Everything is None that cannot be known, also where the model is invalid: opening a session says why.
+    Everything is None that cannot be known, also where the model is invalid: opening a session reports why.
     """
 
     def __init__(self, model: onnx.ModelProto, inputs: Iterable[TensorFacts]) -> None:
@@ -133,7 +133,7 @@ _COMPUTED = _BROADCASTING | {
 
 
 def _is_large(node: onnx.NodeProto, operands: Operands) -> bool:
-    """Whether the result has more values than are looked at, as far as its operands say so."""
+    """Whether the result has more values than are looked at, as far as its operands show it."""
     if node.op_type == "ConstantOfShape":
         return math.prod(map(int, operands[0])) > _MAX_VALUES
     if node.op_type == "Range":

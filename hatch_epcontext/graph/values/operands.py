@@ -15,7 +15,7 @@ from hatch_epcontext.graph.values.forms import INVALID, clip_bounds
 from hatch_epcontext.graph.values.known import KnownValues
 
 _MAX_CLIP = 1e4
-"""The largest limit that says something about the values: exporters also write those of a dtype."""
+"""The largest limit that tells something about the values: exporters also write those of a dtype."""
 
 _MAX_CHANGED = 8
 """The largest size that an input sets freely, such as the times that something is repeated."""
@@ -26,7 +26,7 @@ class Limit:
     """The operand number ``operand`` is between ``low`` and ``high``, both included.
 
     ``kind``: ``"index"`` must not be left; ``"length"`` neither, and ``high`` is infinite where the graph
-    does not say what is measured; ``"clip"`` is where values make a difference; a ``"mask"`` is true or
+    does not name what is measured; ``"clip"`` is where values make a difference; a ``"mask"`` is true or
     false; ``"choice"`` is one of the values with which a number is compared. ``usual`` is the value in
     normal use.
     """
@@ -65,7 +65,7 @@ def _lengths(operand: int, size: int | None) -> Iterator[Limit]:
 
 
 _Axis = int | tuple[str, int]
-"""An axis, or the attribute that says which, and its default."""
+"""An axis, or the attribute that names it, and its default."""
 
 
 def _size(node: onnx.NodeProto, known: KnownValues, of: int, axis: _Axis) -> int | None:

@@ -1,4 +1,4 @@
-"""What values the inputs of a model take, as far as its graph says so.
+"""What values the inputs of a model take, as far as its graph shows it.
 
 Each input is followed forwards, through what keeps its values or changes them linearly, to the nodes
 that bound it: tables from which it chooses, positions, lengths, limits.
@@ -142,7 +142,7 @@ def _range_of(facts: TensorFacts, reached: _Reached, tensors: Sequence[TensorFac
 def _known_range(
     facts: TensorFacts, reached: _Reached, tensors: Sequence[TensorFacts]
 ) -> Range | None:
-    """What the graph, or the input's name, says of its values; None if nothing does."""
+    """What the graph, or the input's name, tells of its values; None if nothing does."""
     indices = [each for each in reached.limits if each[1].kind == "index" and not each[0].truth]
     is_integer = not is_float(numpy_dtype(facts.dtype))
     if facts.dtype == "bool":
@@ -238,7 +238,7 @@ def _length(
 
 
 def measured_sizes(facts: TensorFacts, tensors: Sequence[TensorFacts]) -> list[int]:
-    """The size that the length ``facts`` measures, as far as names and shapes say so.
+    """The size that the length ``facts`` measures, as far as names and shapes show it.
 
     Axis 1 is that of time, unless the axis 2 is longer: features can come first.
     """

@@ -48,7 +48,7 @@ def default_root() -> Path | None:
 
 
 class Cache:
-    """Artifacts and their validations, each by a key that says what it is; see `folder` for their places.
+    """Artifacts and their validations, each by a key that identifies it; see `folder` for their places.
 
     ``root`` is None when the build does not use the user's cache. ``warn`` gets a line for each damaged
     artifact, and one when the folder cannot be used; the build then goes on without it. What the
@@ -141,7 +141,7 @@ class Cache:
                 except filelock.Timeout:
                     on_wait()
         except (OSError, NotImplementedError):
-            # `store` says that the folder cannot be written.
+            # `store` reports that the folder cannot be written.
             yield
             return
         try:

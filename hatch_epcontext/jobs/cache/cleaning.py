@@ -120,7 +120,7 @@ class Store:
                     shutil.rmtree(folder)
 
     def _remove_leftovers(self, before: datetime.datetime | None = None) -> None:
-        """Remove what killed builds left: folders that nobody uses, and files unchanged since ``before``."""
+        """Remove what killed builds left: unused folders, and files unchanged since ``before``."""
         sweep(self.root / LAYOUT / STAGING)
         for path in list(self._leftovers()):
             # It can be that of a running build, which removes it itself.

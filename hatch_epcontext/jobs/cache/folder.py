@@ -6,7 +6,7 @@ of an artifact; ``v5/locks/``; ``v5/cut/``, which `cutting` describes; ``v5/inde
 describes; ``v5/staging/`` with what is not yet, or no longer, an artifact; and ``reports/`` with the report
 of each project's last build.
 
-Only a folder that nobody else can write to is used (`untrusted`). So what is in it is what builds of this
+Only a folder that no other user can write to is used (`untrusted`). So what is in it is what builds of this
 user wrote, as long as nothing damages it: a file that has changed is compared with its record.
 """
 
@@ -53,7 +53,7 @@ def untrusted(root: Path) -> str | None:
         try:
             status = folder.stat()
         except OSError:
-            # It cannot be written either, as `write_entry` says.
+            # It cannot be written either, as `write_entry` reports.
             return None
         if sys.platform == "win32":
             continue

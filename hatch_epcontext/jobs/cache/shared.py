@@ -240,7 +240,7 @@ class SharedCache:
         self.transport.write(statement_path(statement.kind, statement.name), content)
 
     def _check_key(self) -> None:
-        """Raises TransportError if nobody would use what the build's own key signs."""
+        """Raises TransportError if the build's own key is not trusted: its artifacts would never be used."""
         if self._key is None or self._trust is None:
             return
         if self._signing().public_key(self._key) not in self._trust:

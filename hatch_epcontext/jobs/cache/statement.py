@@ -1,4 +1,4 @@
-"""Statements of a shared cache: what somebody says of an artifact, a validation or a model, and signs.
+"""Statements of a shared cache: what somebody states of an artifact, a validation or a model, and signs.
 
 A statement has its kind and its full name, so one in the place of another is noticed. Of an artifact it has
 the size and the sha256 of the archive; all others have their text themselves.
@@ -30,7 +30,7 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class Statement:
-    """``archive``: that of an artifact; ``text``: what all others say. ``versions``: of the packages that
+    """``archive``: that of an artifact; ``text``: what all others state. ``versions``: of the packages that
     made it; ``time``: when it was signed.
     """
 
@@ -62,7 +62,7 @@ def statement_path(kind: Kind, name: str) -> str:
 
 
 def read_signed(data: str | bytes) -> Signed:
-    """The statement in ``data`` with its signature, which nobody has verified; raises DamagedError."""
+    """The statement in ``data`` with its signature, which is not verified yet; raises DamagedError."""
     try:
         signed = from_json(data, Signed)
         # JSON can have characters that are no Unicode.

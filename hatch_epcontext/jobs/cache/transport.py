@@ -72,7 +72,7 @@ class TransportError(Exception):
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether it may be missing: a bucket that cannot be listed does not say what is."""
+        """Whether it may be missing: a bucket that cannot be listed does not report it."""
         return self.failure in (FailureReason.MISSING, FailureReason.DENIED)
 
 
@@ -161,7 +161,7 @@ _BACKENDS: Mapping[str, _Backend] = {
 
 
 _LOGGERS = ("aiobotocore", "asyncio", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs")
-"""What the backends log to; nobody sees it in a build that configures no logging."""
+"""What the backends log to; without configured logging a build does not show it."""
 
 
 class _Stopwatch:

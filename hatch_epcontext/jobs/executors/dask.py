@@ -136,7 +136,7 @@ class DaskExecutor:
         self._jobs: dict[str, _RunningJob] = {}
         # The addresses of the workers that have worked for this build.
         self._places: set[str] = set()
-        # The workers of the cluster, and when the scheduler said so.
+        # The workers of the cluster, and when the scheduler reported them.
         self._cluster_seen: tuple[float, Mapping[str, Any]] = (0.0, {})
         self._beat = Heartbeat()
         # The thread of the client's connection must not wait for anything.
@@ -251,7 +251,7 @@ class DaskExecutor:
                 workers=list(names),
                 on_error="return",
             )
-            # One that was lost meanwhile says nothing about the others.
+            # One that was lost meanwhile tells nothing about the others.
             cluster = self._cluster()
             found = {
                 address: each
@@ -425,7 +425,7 @@ class DaskExecutor:
             raise BuildError(Problem(Kind.INTERRUPTED, "", message))
 
     def _handle(self, event: Mapping[str, Any]) -> None:
-        """Handle what a worker says, to this build or to another one."""
+        """Handle what a worker reports, to this build or to another one."""
         if event["build"] != self._info.id:
             return
         if "log" in event and self._workers.log is not None:

@@ -92,7 +92,7 @@ class ToValidate:
 
 @dataclass(frozen=True)
 class RemoteTask:
-    """Compile ``job`` with the recipe ``work``, or validate what ``work`` says.
+    """Compile ``job`` with the recipe ``work``, or validate what ``work`` names.
 
     ``files``: by the paths that the job names. ``versions``: those that the job's fingerprint has.
     ``number`` is that of the job in its build, and all jobs with numbers below ``oldest`` have ended.
@@ -109,7 +109,7 @@ class RemoteTask:
 
 @dataclass(frozen=True)
 class Description:
-    """What a worker says of a target: its versions, and why it cannot run artifacts."""
+    """What a worker reports of a target: its versions, and why it cannot run artifacts."""
 
     versions: Mapping[str, str]
     reason_not_to_run: str | None
@@ -257,7 +257,7 @@ class _Build:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        """End what runs here when dask has cancelled a task: the build has ended, or nobody waits for it.
+        """End what runs here when dask has cancelled a task: the build has ended, or needs no result.
 
         The client cancels no single task of a build that goes on.
         """

@@ -29,7 +29,7 @@ class Executor(Protocol):
         """Why the job's result cannot be run there, if that is known without asking the EP."""
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
-        """Compile ``job`` as ``recipe`` says into ``folder``, which it makes.
+        """Compile ``job`` with ``recipe`` into ``folder``, which it makes.
 
         Raises BuildError for problems that no other recipe can solve.
         """

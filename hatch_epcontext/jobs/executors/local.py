@@ -66,7 +66,7 @@ _ACCIDENTS = frozenset(
         Kind.WORKER_LOST,
     }
 )
-"""What says nothing about a recipe: a weaker result would stay in the cache."""
+"""What tells nothing about a recipe: a weaker result would stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class LocalExecutor:
             prepared = self.preparations.get(job, plain, worker)
         except BuildError as error:
             known = error.is_only(_FAULTS_OF_SIMPLIFIERS) and not isinstance(error, ModelError)
-            # What the float form of a model lacks says nothing about the model.
+            # What the float form of a model lacks tells nothing about the model.
             if _has_accident(error) or not (known or recipe.dequantize):
                 raise
             return Refused("prepare", error.problems)
@@ -202,7 +202,7 @@ class LocalExecutor:
             target=target,
             folder=str(folder),
         )
-        # Hashed and validated when nobody writes to it any more, and the device is free.
+        # Hashed and validated when it is complete, and the device is free.
         with self._device(job.target), contextlib.closing(worker):
             return worker.call(request, self._scratch("compile"), location=job.location, step="")
 

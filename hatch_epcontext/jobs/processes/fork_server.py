@@ -58,7 +58,7 @@ class Fork:
     def send(self, command: WorkerCommand, seconds: float) -> None:
         self._messages.begin(command)
         self._connection.settimeout(seconds)
-        # Whoever waits finds out that it has ended.
+        # The waiting thread sees that it has ended.
         with contextlib.suppress(OSError):
             self._connection.sendall(command.order)
 
@@ -142,7 +142,7 @@ class ForkServer:
     def exit_code(self, is_started: bool) -> int:
         """The exit code of a worker of which this server has sent none, because it has ended itself.
 
-        Raises ServerGoneError if that says nothing about the worker: it never started, or what the server
+        Raises ServerGoneError if that tells nothing about the worker: it never started, or what the server
         does for all has crashed.
         """
         if self._is_for_one:

@@ -45,7 +45,7 @@ _NO_MEMORY = re.compile(
     r"|can't start new thread",
     re.IGNORECASE,
 )
-"""How Python, C++ and ONNX Runtime say that memory is short."""
+"""How Python, C++ and ONNX Runtime report that memory is short."""
 
 _LESS_MEMORY = "Run fewer jobs at once (build.jobs), or build on a machine with more memory."
 
@@ -81,7 +81,7 @@ _STOPPED = 0xC000013A
 
 
 class Heartbeat:
-    """When to say that something still runs: after ten seconds, and then after thirty without a word.
+    """When to report that something still runs: after ten seconds, then after thirty without a line.
 
     Threads may use it at the same time.
     """
@@ -194,7 +194,7 @@ class Workers:
         self._processes.exit()
 
     def expect(self, providers: Iterable[Provider]) -> None:
-        """Say for which ``providers`` workers will compile, before the first one starts."""
+        """Announce for which ``providers`` workers will compile, before the first one starts."""
         names = {each.name for each in providers if each.simulator}
         self._processes.simulated = tuple(sorted(names))
 
@@ -212,7 +212,7 @@ class Workers:
         try:
             yield worker
         finally:
-            # After any error, such as an interruption, nobody waits for it.
+            # After any error, such as an interruption, its reply is not needed.
             worker.close()
 
     @property
@@ -241,7 +241,7 @@ class Worker:
         """Return when it has ended, with all that it started."""
         self._end()
         for order in self._orders:
-            # Nobody writes to it any more, and it stays until the end of the build.
+            # It is complete, and stays until the end of the build.
             order.log.hide_secrets()
         self._orders.clear()
 
@@ -346,7 +346,7 @@ class Worker:
         return None
 
     def _report(self, beat: Heartbeat, order: WorkerCommand, location: str) -> None:
-        """Say what runs, if it is time for that."""
+        """Report what runs, if it is time for that."""
         progress, pulse = self._workers.progress, self._workers.pulse
         is_long = beat.due()
         if progress is None or not (is_long or (pulse is not None and pulse.due())):
@@ -378,24 +378,24 @@ def _explained(
     )
     errors = order.log.tail(only_errors=True) if has_log else ""
     log = errors if not has_log or found.kind in _FOUND_BY_WORKERS else order.log.tail()
-    said = tuple(hide_values(each, order.secrets) for each in found.causes)
+    own = tuple(hide_values(each, order.secrets) for each in found.causes)
     found = replace(
-        found, location=location, message=message, hint=hint or None, log=log or None, causes=said
+        found, location=location, message=message, hint=hint or None, log=log or None, causes=own
     )
     output = f"{message}\n{log}"
     if full := full_disk_problem(order.folder, location, output):
-        # What the worker says itself has the path.
+        # The worker's own message has the path.
         return found if found.kind is Kind.SYSTEM_ERROR else replace(full, log=found.log)
     if found.kind in _EP_FAILED and (lacking := missing(errors)):
         message = f"the EP cannot load its own libraries, because {lacking} is missing."
         return Problem(Kind.UNLOADABLE_LIBRARY, location, message, lacking.advice, log=errors)
     key, size = Key() / "build" / "memory-limit", show_size(memory_limit or 0)
-    causes = (*said, *_small_address_space())
+    causes = (*own, *_small_address_space())
     # Without a limit, a log may have warnings about memory: only that of a crash counts.
     has_crashed = found.kind is Kind.WORKER_CRASHED
     if not _NO_MEMORY.search(output if memory_limit or has_crashed else message):
         if memory_limit:
-            # Some EPs only say that they cannot do what they could do with more memory.
+            # Some EPs only report that they cannot do what they could do with more memory.
             causes = (f"Or the worker had too little memory: {key} is {size}.", *causes)
         return found if found.kind is Kind.SYSTEM_ERROR else replace(found, causes=causes)
     limit = Setting(key, f"{-(-2 * (memory_limit or 0) // 10**6)} MB")
@@ -410,7 +410,7 @@ def _explained(
 
 
 def _small_address_space() -> tuple[str, ...]:
-    """That the shell of this build limits the address space, if it does: EPs do not say so."""
+    """That the shell of this build limits the address space, if it does: EPs do not report it."""
     if sys.platform == "win32":
         return ()
     import resource

@@ -16,7 +16,7 @@ _MAX_REASON = 400
 
 
 class InvalidReplyError(Exception):
-    """A reply that is not one; the message says why."""
+    """A reply that is not one; the message explains why."""
 
 
 def read_reply(text: bytes, request: Request[ReplyT]) -> ReplyT:

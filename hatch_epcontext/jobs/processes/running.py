@@ -31,7 +31,7 @@ from hatch_epcontext.worker.protocol import (
 _ADDED = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONSAFEPATH": "1",
-    # What a worker prints before it ends abruptly often says why: buffers of Python and of C would be lost.
+    # What a worker prints before it ends abruptly often tells why: buffers of Python and of C would be lost.
     "PYTHONUNBUFFERED": "1",
     "PYTHONUTF8": "1",
 }
@@ -223,7 +223,7 @@ class Interpreter:
 
     def _write(self, order: bytes) -> None:
         assert self._process.stdin is not None, "it is a pipe"
-        # Whoever waits finds out that it has ended, also by `close`.
+        # The waiting thread sees that it has ended, also by `close`.
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(order)
             self._process.stdin.flush()

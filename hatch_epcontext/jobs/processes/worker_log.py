@@ -69,7 +69,7 @@ class WorkerLog:
             log(self._shown(self._rest))
 
     def hide_secrets(self) -> None:
-        """Replace secrets in the file, which nobody writes any more: it stays until the end of the build."""
+        """Replace secrets in the file, which is complete: it stays until the end of the build."""
         if self._secrets and 0 < self.size <= LOG_LIMIT:
             text = narrow(self.path.read_bytes()).decode("utf-8", "replace")
             self.path.write_bytes(hide_values(text, self._secrets).encode())

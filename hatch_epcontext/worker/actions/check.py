@@ -153,7 +153,7 @@ def _check_outputs(main: onnx.GraphProto, model: Model) -> Iterator[Problem]:
 
 def _tensors_of(scope: Scope, output: str) -> list[str]:
     """The tensors of which nodes make the value ``output``, or itself if it is no sequence or the like."""
-    # Which values are no tensors, the operators say: files have types of few values.
+    # The operators decide which values are no tensors: files have types of few values.
     node = scope.maker(output)
     if node is None or refusals.MAKES.get(graph.operator(node)) not in ("sequence", "optional"):
         return [output]

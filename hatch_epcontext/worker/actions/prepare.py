@@ -164,7 +164,7 @@ def _write_fixed(model: Model, folder: Path, simplifier: Simplifier) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         copy((source.parent / name).resolve(), target)
     fix_inputs(onnx_model, model)
-    # An EP says by their names which nodes it refuses.
+    # An EP reports the nodes that it refuses by their names.
     graph.name_nodes(onnx_model.graph)
     name = f"{model.name}.fixed.onnx"
     while name in data:

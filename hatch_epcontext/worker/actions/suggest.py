@@ -45,7 +45,7 @@ _LENGTHS = (
 """Sizes that are in use; the first ones show quickly whether a graph takes any size."""
 
 _MAX_SIZES = 3
-"""Sizes that a graph takes, after which it is said to take any."""
+"""Sizes that a graph takes, after which it counts as taking any."""
 
 _BASE = 64
 """A size for the other dimensions, where none is known that the graph takes."""
@@ -75,7 +75,7 @@ _Sizes = dict[_Dim, tuple[int, str]]
 
 
 def handle(request: SuggestRequest) -> SuggestReply:
-    """Return what can be said of the request's model; sizes are only tried if that is wanted.
+    """Return what is known of the request's model; sizes are only tried if that is wanted.
 
     Raises ModelError when the file is no ONNX model.
     """

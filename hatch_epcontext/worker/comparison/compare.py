@@ -57,7 +57,7 @@ def check_runs(
 
     ``first``: its outputs for the first sample, if it was run on it already. ``only_target``: the target that
     is to allow more, if others are not. ``emulator``: that of its number format, corrected by the runs.
-    ``explain``: where there is none, it says where the model begins to differ. Raises BuildError when an
+    ``explain``: where there is none, it names where the model begins to differ. Raises BuildError when an
     output has NaN or Inf where the reference has none, or leaves the tolerance; ModelError when it takes too
     long.
     """
@@ -97,7 +97,7 @@ def check_runs(
             raise
         except BuildError as error:
             error = _explained(error, each, emulator, explain)
-            # Nothing says that the app ever has the others; but an EP that is wrong there for no reason of
+            # Nothing shows that the app ever has the others; but an EP that is wrong there for no reason of
             # its number format may be wrong elsewhere too.
             if each.usual or (emulator is not None and emulator.level(each).margin >= SENSITIVE):
                 raise error from None
@@ -125,7 +125,7 @@ def check_runs(
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """The worst agreement of each output, disagreements on inputs that nothing says are ever so large, and
+    """The worst agreement of each output, disagreements on inputs that nothing shows are ever so large, and
     the names of the samples. ``gap``: the decibels by which a sample was worse than its emulation, as far as
     they count.
     """

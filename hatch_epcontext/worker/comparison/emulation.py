@@ -42,7 +42,7 @@ from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
 
 _WORTH_RUNNING = 45.0
-"""Decibels of an emulated sample from which a run on the target says no more."""
+"""Decibels of an emulated sample from which a run on the target shows no more."""
 
 _WORST = 3
 """Samples of different natures that the target runs because they are the worst."""
@@ -168,7 +168,7 @@ class Emulator:
         """The first sample, and those that may differ on the target; of large models one of these."""
         first, *others = self.levels
         if self._model.validate.inputs not in SYNTHETIC:
-            # What the app has says more than what may be worse.
+            # What the app has counts more than what may be worse.
             return [each for each in self._expected.runs if each.on_target]
         chosen = [first.run]
         longest = max(
@@ -209,7 +209,7 @@ class Emulator:
             self.levels = [seen.get(each.run.name, each) for each in self.levels]
 
     def result(self) -> Emulation:
-        """What is to be said of it."""
+        """The sentence about it."""
         worst, margin, reason, hurt = self.worst, self.margin, None, None
         if margin < SENSITIVE:
             first = min(
@@ -469,7 +469,7 @@ class Emulator:
         """That of a long run, in the first of some steps that is beyond the limits, or in the worst.
 
         It goes round all sequences that an app can have, and keeps nothing of them: the prepared model, run
-        beside it, says what is right.
+        beside it, shows what is right.
         """
         facts, found = self._expected.facts, []
         sequences = [each for each in self._expected.runs if each.usual and len(each.feeds) > 1]
@@ -541,7 +541,7 @@ def _possible(steps: Iterator[Arrays]) -> Iterator[Arrays]:
 
 
 def _open(model: onnx.ModelProto) -> ort.InferenceSession:
-    """A session that rounds where the graph says so: optimizations remove casts and fuse nodes."""
+    """A session that rounds where the graph requires it: optimizations remove casts and fuse nodes."""
     options = cpu_options()
     options.graph_optimization_level = LEVELS["none"]
     # Its many small nodes take as long with more, and these are for other jobs.

@@ -8,7 +8,7 @@ What is near zero has more noise than signal. So the signal of an output, and of
 less than a part of what it is in other samples, a smaller part of the largest value of the output, and 32
 steps of an output that is quantized. The signal of one slice among many, such as a feature of an embedding,
 counts as no less than a part of the output's.
-`docs/validation.md` says what that means for a user.
+`docs/validation.md` explains what that means for a user.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def compare(
     ``elsewhere``: the same output of the reference for other inputs. ``quantization_step``: the step between
     its values, if it is quantized. ``rows``: for what was selected, of which each counts, the ratio of signal
     to noise of each, in decibels. ``is_state``: whether only the model itself reads it, so that single
-    features of it say nothing, and its limit is lower. Strings, booleans and other indices are equal or not.
+    features of it mean nothing, and its limit is lower. Strings, booleans and other indices are equal or not.
     Raises BuildError when the shapes differ.
     """
     if output.shape != reference.shape:
@@ -154,7 +154,7 @@ def compare(
         name, out, ref, elsewhere or Elsewhere(), nature, limits.unit, quantization_step, is_state
     )
     if exact:
-        # Each place is right or wrong: slices say no more, and of what was selected only its own ratios do.
+        # Each place is right or wrong: slices show no more, and of what was selected only its own ratios do.
         snr = agreement.snr if rows is None else None
         agreement = replace(agreement, worst=None, snr=snr)
     row = None if rows is None else _worst_row(rows, ref.shape)

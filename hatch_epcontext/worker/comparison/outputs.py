@@ -1,4 +1,4 @@
-"""What a graph says of its outputs: the nature of their values, chance, and what they depend on."""
+"""What a graph shows of its outputs: the nature of their values, chance, and what they depend on."""
 
 from __future__ import annotations
 

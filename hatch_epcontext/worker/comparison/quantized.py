@@ -190,7 +190,7 @@ def _steps(
 def _compare(
     model: Model, session: ort.InferenceSession, expected: Reference
 ) -> Iterator[Comparison]:
-    """Compare each output of ``session`` with the reference, where that says something."""
+    """Compare each output of ``session`` with the reference, where that is conclusive."""
     facts = expected.facts
     for outputs, wanted in _steps(model, session, expected):
         for name in wanted.keys() - {*facts.random, *facts.inconclusive}:

@@ -50,7 +50,7 @@ _MAX_ON_TARGET = 8
 """Given samples that are run on the target too."""
 
 _NO_SCORE = 0.05
-"""Up to here the scores and shares of a model say that there is nothing."""
+"""Up to here the scores and shares of a model mean that there is nothing."""
 
 _FEW = 4
 """Samples on which something is run that computes as the CPU does."""
@@ -212,7 +212,7 @@ def _choose_given(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
 
 
 def _scoring_first(runs: Sequence[ReferenceRun], kinds: Mapping[str, Nature]) -> list[ReferenceRun]:
-    """``runs``, first one in which all scores say something, or most: zeros are right by accident."""
+    """``runs``, first one in which all scores mean something, or most: zeros are right by accident."""
     first = runs[0]
     scores = [
         name
@@ -231,7 +231,7 @@ def _scoring_first(runs: Sequence[ReferenceRun], kinds: Mapping[str, Nature]) ->
 
 
 def _choose(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
-    """``runs``, of which the first few are run on the target too, and those in which an output says more."""
+    """``runs``, of which the first few are run on the target too, and those in which an output shows more."""
     names = {each.name for each in with_telling(runs[:_FEW], runs)}
     return [replace(each, on_target=each.name in names) for each in runs]
 

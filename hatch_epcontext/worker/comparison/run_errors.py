@@ -221,7 +221,7 @@ def _only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
 
 def _has_size_of_values(node: onnx.NodeProto, flow: Dependencies) -> bool:
     """Whether the sizes of what ``node`` makes can depend on the values of inputs."""
-    # Nobody looks into these.
+    # These are not looked into.
     if node.domain not in graph.STANDARD or graph.inner_graphs(node):
         return True
     operator = graph.operator(node)

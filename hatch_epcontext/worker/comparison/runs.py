@@ -24,7 +24,7 @@ from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import TooSlowError, run
 
 _OTHERS = 8
-"""Samples whose values say how large those of an output are."""
+"""Samples whose values show how large those of an output are."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ReferenceRun:
 
     ``candidates``: in each step the values inside the source that its selections need. ``nature`` and
     ``usual``: see `Sample`. ``on_target``: whether what is compared is run on it too, where
-    nothing says which samples tell more.
+    nothing shows which samples tell more.
     """
 
     name: str

@@ -52,7 +52,7 @@ _TIMES = frozenset(
     }
     | {*("first", "past", "present", "n", "t", "0")}
 )
-"""Words in names that say whether a state is that before a step or that behind it."""
+"""Words in names that tell whether a state is that before a step or that behind it."""
 
 
 def state_pairs(model: onnx.ModelProto, given: Mapping[str, str], key: Key) -> dict[str, str]:
@@ -181,7 +181,7 @@ def _called_states(inputs: Iterable[str], outputs: Iterable[str]) -> Iterator[tu
 
 
 def _stem(name: str) -> tuple[str, ...]:
-    """The words of ``name`` without those that say before or behind: of ``"hn"`` and ``"state_in"`` too."""
+    """The words of ``name`` without those that mean before or behind: of ``"hn"`` and ``"state_in"`` too."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
     lower = (word.lower() for word in words)
     return tuple({"hn": "h", "cn": "c"}.get(word, word) for word in lower if word not in _TIMES)

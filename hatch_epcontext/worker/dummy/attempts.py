@@ -45,7 +45,7 @@ def run_samples(
         if model.validate.inputs not in SYNTHETIC:
             return [(first, result), *((sample, run(sample)) for sample in others)], each
         further = ((sample, _try(run, sample)) for sample in others)
-        # Those that fail are extremes that the graph forbids in a way that nobody could see.
+        # Those that fail are extremes that the graph forbids in a way that cannot be seen.
         kept = [(sample, found) for sample, found in further if not isinstance(found, _FailedRun)]
         return [(first, result), *kept], each
     assert failure is not None
@@ -101,6 +101,6 @@ def _is_length(name: str, range_: Range) -> bool:
 
 
 def _only(range_: Range, number: float) -> Range:
-    """``range_`` with ``number`` as the usual value, also outside of it: the graph may say too little."""
+    """``range_`` with ``number`` as the usual value, also outside of it: the graph may show too little."""
     low, high = min(range_.low, number), max(range_.high, number)
     return replace(range_, low=low, high=high, usual=float(number))

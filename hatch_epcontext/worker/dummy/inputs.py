@@ -19,7 +19,7 @@ from hatch_epcontext.worker.dummy.synthetic import RANDOM, ZEROS, Pattern, assum
 _SEED = 20240229
 
 _SAME = {"zeros": Range(0.0, 0.0, known=False), "ones": Range(1.0, 1.0, known=False)}
-"""The ranges of the inputs of which all values are to be the same, whatever the graph says."""
+"""The ranges of the inputs of which all values are to be the same, whatever the graph requires."""
 
 _MAX_VALUES = 2**29
 """Values of a generated input: 4 GiB while they are made."""
@@ -28,7 +28,7 @@ _MAX_VALUES = 2**29
 def dummy_inputs(
     inputs: Sequence[TensorFacts], model: Model, ranges: Mapping[str, Range] | None = None
 ) -> dict[str, Array]:
-    """Return an array for each of ``inputs``, of its shape and dtype, as ``model.validate.inputs`` says.
+    """Return an array for each of ``inputs``, of its shape and dtype, as ``model.validate.inputs`` requires.
 
     These are ``"ones"``, ``"zeros"``, ``"random"``, or a path: the first one that `given_samples` yields
     there. Random values are the same in every run, and within their range in ``ranges``:

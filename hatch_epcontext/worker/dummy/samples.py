@@ -54,7 +54,7 @@ one cannot show that an output changes."""
 class Sample:
     """Dummy inputs of one run, or of several ``steps`` in which states are fed back: the first has them.
 
-    ``name`` says what they are like, such as ``"tone at 0.01"``; ``"given"`` is the only one from files, and
+    ``name`` describes them, such as ``"tone at 0.01"``; ``"given"`` is the only one from files, and
     of several each has the name that `given_samples` gives it. ``nature``: the same without the level.
     ``usual``: whether an app can have such values: all that are within what the graph bounds. Floats that
     nothing bounds may never be all zero, near silence, or very large.
