@@ -1,4 +1,4 @@
-"""Tries each open model on each target, and writes the tables in docs/models.md from the results.
+"""Tries each open model on each target, and writes the tables in benchmarks/RESULTS.md from the results.
 
     pip install -e . --group bench
     python -m benchmarks.survey run --results survey.json
@@ -30,7 +30,7 @@ from typing import Literal, get_args
 from benchmarks.models import TITLES, ZOO, OpenModel, fetch
 from benchmarks.project import TARGETS, toml
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parent / "RESULTS.md"
 
 TIMEOUT = 300.0
 """Seconds for a try."""
@@ -346,7 +346,7 @@ def main() -> None:
         choices=get_args(Outcome),
         help="try again what had this outcome; repeatable",
     )
-    writes = commands.add_parser("table", help="write the tables into docs/models.md")
+    writes = commands.add_parser("table", help="write the tables into benchmarks/RESULTS.md")
     writes.set_defaults(run=table)
     writes.add_argument("--page", type=Path, default=PAGE, help="the page")
     for each in (runs, writes):
