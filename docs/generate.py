@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -209,22 +210,15 @@ FLOAT16 = """\
 
 <!-- Generated from hatch_epcontext.providers and benchmarks/faults-*.json by docs/generate.py. -->
 
-Which operators does an EP compute wrong, and in which number format? An NPU computes a float32 model in
-float16: numbers above 65504 and below 6e-8 do not exist, and each result is rounded to 11 bits. That is no
-fault. The tables below have what is wrong although float16 has the result.
+Which operators does an EP compute wrong? An NPU computes a float32 model in float16: it has no numbers
+above 65504 or below 6e-8, and rounds each result to 11 bits. That is no fault. This page lists what is
+wrong although float16 has the right result.
 
-`python -m benchmarks.sweep` runs small graphs over all 63,488 finite float16 values on an EP, and compares
-them with the CPU. It prints what changed since the table; `--write` writes it. A result is wrong if it is
-off by more than four units in the last place of float16, or, for activations, by more than 0.002 where they
-are about 1: EPs interpolate tables. One graph that crashes or is refused does not stop the others.
+You need not know it to build: a build [rewrites](what-compiles.md#results-that-differ) an operator whose
+row names a rewrite, and [validation](validation.md) examines the others.
 
-The faults are knowledge of the providers: a build rewrites the nodes where the last column names a
-[rewrite](rewrites.md), and [validation](validation.md) looks at the others. An empty cell: no exact rewrite
-is known.
-
-Measured is only what this page says. Nothing of it was seen on hardware. **Not measured**: OpenVINO, of
-which the EP has no device on the AMD processors where this was tried, and its GPU and NPU nowhere; TensorRT
-and TensorRT RTX, which need a GPU; all other EPs. On ONNX Runtime's CPU EP the sweep finds nothing.
+It was measured on simulators only, not verified on hardware. `python -m benchmarks.sweep` runs small graphs
+over all float16 values and compares them with the CPU. EPs that are not on this page were not measured.
 """
 
 
@@ -236,12 +230,12 @@ def float16() -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
         format_ = provider.number_format(provider.devices[0], found["options"])
         assert format_ is not None
-        cases = found["cases"]
-        wrong = {name: case for name, case in cases.items() if case.get("status") == "wrong"}
-        refused = [name for name, case in cases.items() if case.get("status") == "refused"]
+        statuses = Counter(case.get("status") for case in found["cases"].values())
         options = ", ".join(f"{name} {value}" for name, value in found["options"].items())
         lines.append(
-            f"## {provider.name}\n\nSeen on {format_.seen} ({found['seen']}; {options}).\n"
+            f"## {provider.name}\n\nSeen on {format_.seen} ({found['seen']}; {options}). Of "
+            f"{len(found['cases'])} graphs it computes {statuses['wrong']} wrong, and refuses "
+            f"{statuses['refused']}: `benchmarks/{path.name}` has all of them.\n"
         )
         lines.append(
             f"It computes in {format_.name}. Results end at {format_.largest:g}, and those of "
@@ -250,13 +244,6 @@ def float16() -> str:
         )
         headings = ("operator", "where", "what it does", "rewrite")
         lines += [*_table(headings, _faults(format_.faults)), ""]
-        lines.append(
-            f"### All graphs\n\nOf {len(cases)} graphs it computes {len(wrong)} wrong, and refuses "
-            f"{len(refused)}. Of the wrong results, the table has the one with the largest error.\n"
-        )
-        rows = (_wrong(name, case) for name, case in wrong.items())
-        lines += [*_table(("graph", "wrong", "x", "right", "result"), rows), ""]
-        lines.append(f"Refused: {', '.join(_graph(name) for name in refused)}.\n")
     return "\n".join(lines)
 
 
@@ -269,7 +256,7 @@ def _faults(faults: Iterable[Fault]) -> Iterator[tuple[str, ...]]:
     for (operator, text, rewrite), where in places.items():
         yield (
             f"`{operator}`",
-            "; or ".join(filter(None, dict.fromkeys(where))),
+            "; or ".join(filter(None, dict.fromkeys(where))).replace("; or exponent", " or"),
             text,
             f"`{rewrite}`" if rewrite else "",
         )
@@ -285,16 +272,6 @@ def _where(fault: Fault) -> str:
         allowed = [f"`{value}`" if value else "missing" for value in sorted(values, reverse=True)]
         where.append(f"`{name}` {' or '.join(allowed)}")
     return ", ".join(where)
-
-
-def _wrong(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
-    of = f"{100 * case['wrong'] / case['values']:.2g}%" if case["wrong"] > 9 else str(case["wrong"])
-    values = ("" if value is None else f"{value:g}" for value in case["examples"][-1])
-    return _graph(name), of, *values
-
-
-def _graph(name: str) -> str:
-    return f"`{name}`".replace("|", "\\|")
 
 
 CONFIGURATION = """\

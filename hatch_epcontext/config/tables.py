@@ -223,14 +223,14 @@ class NarrowableTable:
     )
     unroll_limit: int | None = _key(
         "The number of nodes that a graph may get when loops and recurrent layers of a known length are "
-        "unrolled, because the EP refuses them or computes something else: see `docs/rewrites.md`. `0` "
+        "unrolled, because the EP refuses them or computes something else: see `docs/what-compiles.md`. `0` "
         "leaves them as they are.",
         otherwise=5000,
         check=_NODES,
     )
     without_rewrites: tuple[RewriteName, ...] | None = _key(
         "Rewrites that are left out, of those that avoid what the EP computes wrong or inexactly in float16: "
-        "see `docs/rewrites.md`.",
+        "see `docs/what-compiles.md`.",
         otherwise=(),
     )
     recompile: bool | None = _key(
