@@ -434,10 +434,10 @@ it.
 
 {commands}
 
-`epcontext bench` opens the source and the artifact from disk and from memory, with the blob beside the
-context model and inside it, and with the EP's runtime cache if it has one. Each opening is in a fresh
-process. The table has the median and the range of the runs, the time of the first inference, and the
-peak of memory.
+`epcontext bench` opens the source on the CPU and on the EP, and the artifact, from disk and from memory, with
+the blob beside the context model and inside it, and with the EP's runtime cache if it has one. Each opening
+is in a fresh process. The table has the median and the range of the runs, the time of the first inference,
+and the peak of memory.
 
 `--quiet` prints errors only. `--verbose` prints what workers do and their log while they run, as
 `hatch -v build` does; `-vv` also prints ONNX Runtime's whole log. `NO_COLOR` switches colors off. The exit

@@ -74,10 +74,11 @@ def bench_(
 ) -> None:
     """Measure how much faster compiled models open.
 
-    The source of each MODEL (with its shapes as in a build, and simplified) and its compiled form are opened
-    from disk and from memory, with the blob beside and inside the context model. A fresh process opens each,
-    and runs it once. The table has the medians, and in parentheses the smallest and the largest value. Memory
-    is the peak of the process when the session is open. Nothing is taken from the cache.
+    Three forms of each MODEL are opened from disk and from memory: the source on the CPU, as an app does
+    without an EP; the source on the EP (with its shapes as in a build, and simplified), which compiles it at
+    each start; and the compiled form, with the blob beside and inside the context model. A fresh process
+    opens each, and runs it once. The table has the medians, and in parentheses the smallest and the largest
+    value. Memory is the peak of the process when the session is open. Nothing is taken from the cache.
     """
     _check_outputs(json_path, plot_path)
     named = name_models(models)
@@ -128,7 +129,7 @@ def _steps(plans: dict[bool | None, Plan]) -> int:
     """The number of lines that `bench` logs: one for each compilation, and one for each case."""
     first = next(iter(plans.values()))
     opened = [2 if job.target.provider.runtime_cache else 1 for job in first.jobs]
-    return sum(len(plans) + 2 * (1 + len(plans) * count) for count in opened)
+    return sum(len(plans) + 2 * (2 + len(plans) * count) for count in opened)
 
 
 def _table(bench: Bench, *, markdown: bool) -> Table:
@@ -136,9 +137,17 @@ def _table(bench: Bench, *, markdown: bool) -> Table:
     cached = any(each.case.opened == "cache" for each in bench.measured)
     context = any(each.embedded is not None for each in bench.compiled)
     product = "EP-context load" if context else "optimized load"
-    columns = ["model", "loaded from", "blob", "normal load", "compile", product]
+    columns = [
+        "model",
+        "loaded from",
+        "blob",
+        "source on the CPU",
+        "source on the EP",
+        "compile",
+        product,
+    ]
     columns += ["+ runtime cache"] if cached else []
-    columns += ["faster", "first inference", "memory"]
+    columns += ["faster than on the EP", "faster than on the CPU", "first inference", "memory"]
     table = Table(box=box.MARKDOWN) if markdown else Table()
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -148,6 +157,7 @@ def _table(bench: Bench, *, markdown: bool) -> Table:
     order = list(dict.fromkeys(compiled.model for compiled in bench.compiled))
     for compiled in sorted(bench.compiled, key=lambda each: order.index(each.model)):
         for buffer in (False, True):
+            cpu = by_case[compiled.model, "cpu", None, buffer]
             source = by_case[compiled.model, "source", None, buffer]
             artifact = by_case[compiled.model, "artifact", compiled.embedded, buffer]
             with_cache = by_case.get((compiled.model, "cache", compiled.embedded, buffer))
@@ -156,28 +166,35 @@ def _table(bench: Bench, *, markdown: bool) -> Table:
                 compiled.model,
                 "memory" if buffer else "disk",
                 {None: "-", True: "inside", False: "beside"}[compiled.embedded],
-                *_cells(compiled, source, artifact, with_cache if cached else None),
+                *_cells(compiled, cpu, source, artifact, with_cache if cached else None),
             )
     return table
 
 
 def _cells(
-    compiled: Compiled, source: Measured, artifact: Measured, cached: Measured | None
+    compiled: Compiled,
+    cpu: Measured,
+    source: Measured,
+    artifact: Measured,
+    cached: Measured | None,
 ) -> list[str]:
-    faster = (
-        f"{source.load.median / artifact.load.median:.1f} x"
-        if source.load and artifact.load
-        else "-"
-    )
     return [
+        _cell(cpu, cpu.load, _seconds),
         _cell(source, source.load, _seconds),
         f"{compiled.seconds:.2f} s",
         _cell(artifact, artifact.load, _seconds),
         *([_cell(cached, cached.load, _seconds)] if cached else []),
-        faster,
-        " -> ".join(_cell(each, each.first, _plain_seconds) for each in (source, artifact)),
-        " -> ".join(_cell(each, each.memory, _bytes) for each in (source, artifact)),
+        _faster(source, artifact),
+        _faster(cpu, artifact),
+        " -> ".join(_cell(each, each.first, _plain_seconds) for each in (cpu, source, artifact)),
+        " -> ".join(_cell(each, each.memory, _bytes) for each in (cpu, source, artifact)),
     ]
+
+
+def _faster(before: Measured, after: Measured) -> str:
+    if before.load is None or after.load is None:
+        return "-"
+    return f"{before.load.median / after.load.median:.1f} x"
 
 
 def _cell(measured: Measured, series: Series | None, text: Callable[[Series], str]) -> str:

@@ -123,7 +123,9 @@ def _show(steps: NextSteps, models: list[NewModel], written: str) -> None:
     ]
     name, *others = map(to_toml, steps.models)
     more = f"  # or {', '.join(others)}" if others else ""
-    app = [f"from {steps.module} import load", f"session = load({name}){more}"]
+    # A traceback shows this line in a clone that has no such folder.
+    made_by = "  # made by: epcontext export" if steps.exported else ""
+    app = [f"from {steps.module} import load{made_by}", f"session = load({name}){more}"]
     _section(
         'Fill in these sizes, and remove the "#" before the line; a build names it too:', questions
     )

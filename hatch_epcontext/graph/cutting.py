@@ -82,9 +82,15 @@ def _part(
     }
     needed = {name for its in reached.values() for name in its}
     named = set(cut.inputs) if cut.inputs else set(own)
+    kept = [each for each in cut.inputs if each in needed]
+    # Outputs that lack the same inputs are one problem.
+    lacking: dict[tuple[str, ...], list[str]] = {}
     for name, its in reached.items():
-        kept = [each for each in cut.inputs if each in needed]
-        yield from _check_output(name, its, named, frozen, kept, key)
+        more = tuple(sorted(its - named - set(frozen)))
+        if more or not its & named:
+            lacking.setdefault(more, []).append(name)
+    for more, names in lacking.items():
+        yield _not_computable(names, more, kept, key)
     for name in cut.inputs:
         if name not in needed:
             message = f"no output depends on {name!r}, which is one of the inputs."
@@ -110,29 +116,25 @@ def _unknown(
             yield Problem.at(key, Kind.INVALID_CUT, message, suggestion(name, list(known)))
 
 
-def _check_output(
-    name: str,
-    reached: set[str],
-    named: set[str],
-    frozen: Collection[str],
-    kept: Sequence[str],
-    key: Key,
-) -> Iterator[Problem]:
-    more = sorted(reached - named - set(frozen))
+def _not_computable(
+    outputs: Sequence[str], more: Sequence[str], kept: Sequence[str], key: Key
+) -> Problem:
+    """The problem of ``outputs`` that need the inputs ``more`` too, or that need none at all."""
+    one = len(outputs) == 1
+    named = f"the output{'' if one else 's'} {listing([repr(each) for each in outputs])}"
     if more:
         also = f"the input{'s' if len(more) > 1 else ''} {listing([repr(each) for each in more])}"
-        yield Problem.at(
+        return Problem.at(
             key / "inputs",
             Kind.INVALID_CUT,
-            f"the output {name!r} also needs {also} of the model, which the cut takes away.",
-            "Keep what it needs, or cut behind it:",
+            f"{named} also need{'s' if one else ''} {also} of the model, which the cut takes away.",
+            "Keep what is needed, or cut behind it:",
             Setting(key / "inputs", [*kept, *more]),
         )
-    elif not reached & named:
-        yield Problem.at(
-            key / "outputs",
-            Kind.INVALID_CUT,
-            f"the output {name!r} does not depend on any input.",
-            "Name outputs behind the inputs.",
-            Setting(key / "outputs"),
-        )
+    return Problem.at(
+        key / "outputs",
+        Kind.INVALID_CUT,
+        f"{named} {'does' if one else 'do'} not depend on any input.",
+        "Name outputs behind the inputs.",
+        Setting(key / "outputs"),
+    )

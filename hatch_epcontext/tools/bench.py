@@ -22,8 +22,10 @@ from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.providers import Product
 from hatch_epcontext.worker.requests import TimeOpeningReply, TimeOpeningRequest
 
-Opened = Literal["source", "artifact", "cache"]
-"""What is opened: the prepared source, the artifact, or the artifact with the EP's runtime cache filled."""
+Opened = Literal["cpu", "source", "artifact", "cache"]
+"""What is opened: the source on the CPU, the prepared source on the target, the artifact, or the artifact
+with the EP's runtime cache filled.
+"""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ def _cases(subject: _Subject) -> Iterator[Case]:
     if subject.job.target.provider.runtime_cache is not None:
         kinds.append("cache")
     for buffer in (False, True):
+        yield Case(subject.job.name, "cpu", None, buffer)
         yield Case(subject.job.name, "source", None, buffer)
         for embedded in subject.artifacts:
             for opened in kinds:
@@ -225,7 +228,9 @@ def _request(subject: _Subject, case: Case, cache: Path) -> TimeOpeningRequest:
     artifact = next(iter(subject.artifacts.values()))
     product: Product | None = None
     path, target = Path(subject.prepared.path), job.target
-    if case.opened != "source":
+    if case.opened == "cpu":
+        path = model.path
+    elif case.opened != "source":
         artifact = subject.artifacts[case.embedded]
         product = artifact.record.product
         path = artifact.folder / artifact.record.contexts[0].model_file
@@ -236,4 +241,5 @@ def _request(subject: _Subject, case: Case, cache: Path) -> TimeOpeningRequest:
         target = replace(target, load_options={**target.load_options, option: str(cache)})
     inputs = artifact.record.contexts[0].inputs
     ranges = subject.prepared.ranges
-    return TimeOpeningRequest(str(path), target, product, case.buffer, to_run, inputs, ranges)
+    on = None if case.opened == "cpu" else target
+    return TimeOpeningRequest(str(path), on, product, case.buffer, to_run, inputs, ranges)

@@ -17,6 +17,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_environment, installed
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import count
+from hatch_epcontext.tools.project import HATCHLING, Project
 from hatch_epcontext.worker.requests import DevicesRequest
 
 TIMEOUT = 120.0
@@ -158,7 +159,8 @@ def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tup
     if not file.is_file():
         return "The folder has no pyproject.toml.", ()
     try:
-        tool = parse(file.read_text(encoding="utf-8")).get("tool", {})
+        values = parse(file.read_text(encoding="utf-8"))
+        tool = values.get("tool", {})
         table = tool.get("epcontext")
         hooks = tool.get("hatch", {}).get("build", {})
         everywhere = hooks.get("hooks", {}).get("epcontext")
@@ -168,7 +170,13 @@ def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tup
         return f"{file} cannot be read.", (problem,)
     if table is None and wheel is None and everywhere is None:
         return "This project does not use hatch-epcontext.", ()
-    if wheel is None and everywhere is None:
+    state = "The hook is switched on"
+    backend = Project(folder, values).backend
+    if backend != HATCHLING:
+        state = (
+            f"{backend} builds this project and runs no hooks: epcontext export writes the models"
+        )
+    elif wheel is None and everywhere is None:
         problem = Problem(
             Kind.INVALID_PYPROJECT,
             f"[{ROOT}]",
@@ -180,5 +188,5 @@ def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tup
         planned = plan(load(folder, table, wheel or everywhere or {}, environ))
         check_environment(planned.local_targets, planned.requirements)
     except EpcontextError as error:
-        return "The hook is switched on.", error.problems
-    return f"The hook is switched on, with {count(len(planned.jobs), 'job')}.", ()
+        return f"{state}.", error.problems
+    return f"{state}, with {count(len(planned.jobs), 'job')}.", ()

@@ -41,12 +41,13 @@ class OpenQuestion:
 class NextSteps:
     """What is left to do.
 
-    ``module``: the module with ``load``; ``models`` their names; ``dependencies``: what the app needs and
-    does not list, as strings in TOML with a reason where there is one; ``notes``: sentences; ``questions``
-    by the index of the model.
+    ``module``: the module with ``load``, and ``exported`` whether ``epcontext export`` writes it; ``models``
+    their names; ``dependencies``: what the app needs and does not list, as strings in TOML with a reason
+    where there is one; ``notes``: sentences; ``questions`` by the index of the model.
     """
 
     module: str
+    exported: bool
     models: tuple[str, ...]
     dependencies: tuple[str, ...]
     notes: tuple[str, ...]
@@ -69,7 +70,9 @@ def next_steps(root: Path, text: str) -> NextSteps:
         OpenQuestion(str(q.model.get("path") if isinstance(q.model, dict) else q.model), q.line)
         for q in Lines(text).questions.values()
     )
-    return NextSteps(module, names, tuple(_dependencies(values, config)), notes, questions)
+    exported = project.backend != HATCHLING
+    dependencies = tuple(_dependencies(values, config))
+    return NextSteps(module, exported, names, dependencies, notes, questions)
 
 
 def _with_hatchling(project: Project, config: Config) -> tuple[str, tuple[str, ...]]:
@@ -118,21 +121,36 @@ def _with_export(project: Project, config: Config) -> tuple[str, tuple[str, ...]
     front_end = "uv build" if project.backend == "uv_build" else "python -m build"
     commands = f"    epcontext export -o {folder} --overwrite\n    {front_end}"
     what = f"The build backend is {project.backend}, which does not run Hatch's hooks"
-    notes = [f"{what}: it packs a folder that you write before each build:\n{commands}"]
+    when = "before each build, and once after cloning: until then the import fails"
+    notes = [f"{what}: it packs a folder that you write {when}:\n{commands}"]
     if found is None:
         notes.append(f"No import package was found: {folder.parent} is a guess.")
-    if packing := _PACKING.get(project.backend):
-        notes.append(packing.advice(project.values, ".".join(name.parts), folder))
-    notes.append(
-        'Or change to hatchling (requires = ["hatchling", "hatch-epcontext"], build-backend = '
-        '"hatchling.build"), and call epcontext init again: then each build compiles the models.'
-    )
+    package = ".".join(name.parts)
+    if project.backend == "setuptools" and "project" not in project.values:
+        notes.append(_without_metadata(project, package))
+    elif packing := _PACKING.get(project.backend):
+        notes.append(packing.advice(project.values, package, folder))
+    if "project" in project.values:
+        notes.append(
+            'Or change to hatchling (requires = ["hatchling", "hatch-epcontext"], build-backend = '
+            '"hatchling.build"), and call epcontext init again: then each build compiles the models.'
+        )
     if inside := [path for path in _paths(config) if path.is_relative_to(folder.parent)]:
         notes.append(
             f"The backend may pack plain models, too: {_names(inside)}. Move them out of "
             f"{folder.parent}, such as to models/, or exclude them."
         )
     return ".".join((*name.parts, FOLDER)), tuple(notes)
+
+
+def _without_metadata(project: Project, package: str) -> str:
+    """What a project with ``setup.py`` or ``setup.cfg`` adds there.
+
+    With ``[tool.setuptools]`` in ``pyproject.toml``, setuptools expects ``[project]`` there too.
+    """
+    if (project.root / "setup.py").is_file():
+        return f'Add to setup() in setup.py:\n    package_data={{"{package}": ["{FOLDER}/**"]}}'
+    return f"Add to setup.cfg:\n    [options.package_data]\n    {package} = {FOLDER}/**"
 
 
 @dataclass(frozen=True)
@@ -258,15 +276,14 @@ def _marker(provider: Provider) -> str:
 
 
 def _python(values: Mapping[str, Any]) -> Iterator[str]:
-    """A note if the project is for older versions of Python than the loader."""
+    """A note if the project may be for older versions of Python than the loader."""
     given = values.get("project", {}).get("requires-python")
     oldest, older = _OLDEST_PYTHON, f"{_OLDEST_PYTHON[0]}.{_OLDEST_PYTHON[1] - 1}"
+    needed = f"the loader needs Python {oldest[0]}.{oldest[1]} or newer."
     try:
-        too_old = isinstance(given, str) and SpecifierSet(given).contains(older)
+        if given is None:
+            yield f"requires-python is not set in pyproject.toml, and {needed}"
+        elif isinstance(given, str) and SpecifierSet(given).contains(older):
+            yield f"requires-python is {to_toml(given)}, and {needed}"
     except InvalidSpecifier:
         return
-    if too_old:
-        yield (
-            f"requires-python is {to_toml(given)}, and the loader needs Python {oldest[0]}.{oldest[1]} or "
-            "newer."
-        )

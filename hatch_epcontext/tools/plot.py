@@ -10,7 +10,8 @@ from hatch_epcontext.text import printable
 from hatch_epcontext.tools.bench import Bench, Measured
 
 _SERIES = {
-    ("source", None): ("source model", "#9aa5b1"),
+    ("cpu", None): ("source model on the CPU", "#d9a441"),
+    ("source", None): ("source model on the EP", "#9aa5b1"),
     ("artifact", None): ("optimized graph", "#2f6fb3"),
     ("artifact", False): ("context, blob beside", "#2f6fb3"),
     ("artifact", True): ("context, blob inside", "#7fb0df"),

@@ -291,12 +291,13 @@ class TimeOpeningReply:
 class TimeOpeningRequest(Request[TimeOpeningReply], action="time_opening"):
     """Open the model at ``path`` on ``target``, from a ``buffer`` or from disk, and run it once.
 
-    ``product`` is None for a prepared source model. ``inputs`` are the model's, ``model`` describes
+    ``target`` is None for the source model on the CPU, and ``product`` for a prepared one. ``inputs`` are
+    the model's, ``model`` describes
     the dummy inputs, which are within ``ranges``.
     """
 
     path: str
-    target: Target
+    target: Target | None
     product: Product | None
     buffer: bool
     model: Model

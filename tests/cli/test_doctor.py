@@ -101,6 +101,8 @@ def test_the_environment_is_printed(cli: Cli, tmp_path: Path) -> None:
         (('[tool.hatch.build.hooks.epcontext]\n[tool.epcontext]\nprovider = "cpu"\n'
          'models = ["models/*.onnx"]'), "with 2 jobs.", 0),
         ('[tool.epcontext]\nprovider = "cpu"\n', "- [tool.epcontext]: EPC025", 1),
+        (('[build-system]\nbuild-backend = "maturin"\n[tool.epcontext]\nprovider = "cpu"\n'
+         'models = ["models/a.onnx"]'), "maturin builds this project and runs no hooks", 0),
         (HOOK, "- [tool.epcontext]: EPC025\n        is missing in pyproject.toml", 1),
         (f'{HOOK}[tool.epcontext]\nprovder = "cpu"\n', 'Did you mean "provider"?', 1),
         ("[tool", "cannot be read", 1),

@@ -125,6 +125,13 @@ def test_a_cut_that_is_no_model_is_an_error(
     assert "models[0].cut." in str(raised.value)
 
 
+def test_outputs_that_need_the_same_input_are_one_problem(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as raised:
+        cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", ("a",), ("b", "y", "z"))
+    (problem,) = raised.value.problems
+    assert "the outputs 'b', 'y' and 'z' also need the input 's'" in problem.message
+
+
 def test_inputs_that_no_output_needs_are_not_proposed(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as raised:
         cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", ("b",), ("a",))

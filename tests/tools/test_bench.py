@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from onnx import helper
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
@@ -20,7 +21,7 @@ from hatch_epcontext.serialize import to_json
 from hatch_epcontext.tools.bench import Bench, Case, Opened, bench
 from hatch_epcontext.worker.requests import Request
 from tests.conftest import needs_qnn
-from tests.models import interrupted, network, save, unknown_operator
+from tests.models import interrupted, model, network, save, unknown_operator, value
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,7 @@ def test_each_case_is_measured_in_each_run(project: Path, tmp_path: Path) -> Non
     }
     found, lines = run(plans, tmp_path / "bench", 2)
     kinds: list[tuple[Opened, bool | None]] = [
+        ("cpu", None),
         ("source", None),
         ("artifact", False),
         ("artifact", True),
@@ -59,7 +61,7 @@ def test_each_case_is_measured_in_each_run(project: Path, tmp_path: Path) -> Non
         for buffer in (False, True)
         for opened, embedded in kinds
     }
-    assert len(lines) == 2 + 6
+    assert len(lines) == 2 + 8
     for each in found.measured:
         assert each.load is not None
         assert each.first is not None
@@ -103,6 +105,23 @@ def test_a_runtime_cache_is_filled_before_it_is_measured(
         assert first == second
         assert json.dumps(str(runs / f"cache-{number}")) in first
     assert len(list(runs.glob("*--1"))) == 2, "no other case has a run before the first"
+
+
+def test_the_source_on_the_cpu_gets_the_inputs_that_are_frozen(
+    project: Path, tmp_path: Path
+) -> None:
+    made = model(
+        [helper.make_node("Mul", ["x", "factor"], ["y"])],
+        [value("x", [2]), value("factor", [1])],
+        [value("y", [2])],
+    )
+    save(made, project / "models" / "a.onnx")
+    toml = 'provider = "cpu"\n[[models]]\npath = "models/a.onnx"\nconstants = { factor = 2.0 }\n'
+    found, _ = run({None: planned(project, toml)}, tmp_path / "bench", 1)
+    assert [each.case.opened for each in found.measured if each.first] == [
+        *("cpu", "source", "artifact"),
+        *("cpu", "source", "artifact"),
+    ]
 
 
 def test_other_models_are_measured_when_one_cannot_be_compiled(

@@ -19,6 +19,8 @@ path = "my_app/c.onnx"
 
 def head(project: Path, more: str = "", backend: str = "hatchling.build") -> str:
     (project / "my_app" / "c.onnx").touch()
+    if "requires-python" not in more:
+        more = f'requires-python = ">=3.10"\n{more}'
     return (
         f'[build-system]\nrequires = []\nbuild-backend = "{backend}"\n'
         f'[project]\nname = "my-app"\nversion = "1"\n{more}\n'
@@ -31,7 +33,7 @@ def test_the_lines_of_the_app_are_those_of_the_project(project: Path) -> None:
     steps = next_steps(project, head(project) + TABLE + more)
     assert (steps.module, steps.models) == ("my_app.epcontext", ("c", "d"))
     (question,) = steps.questions
-    assert (question.path, question.line) == ("my_app/c.onnx", 14)
+    assert (question.path, question.line) == ("my_app/c.onnx", 15)
     chosen = next_steps(project, head(project) + '[tool.epcontext]\noutput = "x/y"\n' + TABLE)
     assert chosen.module == "x.y"
 
@@ -75,6 +77,27 @@ def test_an_older_python_and_a_missing_package_are_noted(project: Path) -> None:
     notes = next_steps(project, head(project, 'requires-python = ">=3.8"') + TABLE).notes
     assert any("create src/my_app/__init__.py" in note for note in notes)
     assert any("the loader needs Python 3.10" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("file", "advice"),
+    [
+        ("setup.py", 'package_data={"my_app": ["epcontext/**"]}'),
+        ("setup.cfg", "[options.package_data]\n    my_app = epcontext/**"),
+    ],
+)
+def test_a_project_without_metadata_in_pyproject_keeps_it_so(
+    project: Path, file: str, advice: str
+) -> None:
+    (project / file).touch()
+    (project / "my_app" / "c.onnx").touch()
+    steps = next_steps(project, TABLE)
+    notes = "\n".join(steps.notes)
+    assert steps.exported
+    assert f"in {file}:" in notes or f"to {file}:" in notes
+    assert advice in notes
+    assert "tool.setuptools" not in notes
+    assert "the loader needs Python 3.10" in notes
 
 
 @pytest.mark.parametrize(

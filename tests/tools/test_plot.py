@@ -43,7 +43,7 @@ def test_each_case_has_a_bar_with_its_median(tmp_path: Path) -> None:
     assert {"1.250 s", "0.200 s", "0.400 s", "2.000 s", "0.050 s"} <= set(found)
     assert {"a", "b", "from disk", "from memory"} <= set(found)
     assert {
-        "source model",
+        "source model on the EP",
         "context, blob beside",
         "context, blob inside",
         "context + runtime cache, blob beside",

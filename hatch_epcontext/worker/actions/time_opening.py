@@ -7,7 +7,13 @@ import time
 from pathlib import Path
 
 from hatch_epcontext.worker.requests import TimeOpeningReply, TimeOpeningRequest
-from hatch_epcontext.worker.session import context_options, open_session, options, set_model_path
+from hatch_epcontext.worker.session import (
+    context_options,
+    cpu_options,
+    open_session,
+    options,
+    set_model_path,
+)
 
 
 def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
@@ -16,11 +22,12 @@ def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
     The time does not include registering the EP's library, nor reading the file of a buffer.
     """
     path = Path(request.path)
-    session_options = (
-        options(request.target, request.target.settings.provider_options)
-        if request.product is None
-        else context_options(request.target, request.product)
-    )
+    if request.target is None:
+        session_options = cpu_options()
+    elif request.product is None:
+        session_options = options(request.target, request.target.settings.provider_options)
+    else:
+        session_options = context_options(request.target, request.product)
     contents = None
     if request.buffer:
         set_model_path(path, session_options)
@@ -31,10 +38,16 @@ def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
     memory = _peak_memory()
 
     # Imported only now, because they use memory of their own.
-    from hatch_epcontext.worker.dummy.inputs import dummy_inputs
+    from hatch_epcontext.graph import graph, reading
+    from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs
     from hatch_epcontext.worker.tensors import run
 
-    feeds = dummy_inputs(request.inputs, request.model, request.ranges)
+    model = request.model
+    feeds = dummy_inputs(request.inputs, model, request.ranges)
+    if request.target is None and model.constants:
+        # The file still has the inputs that the other forms have as constants.
+        own = map(graph.facts, graph.inputs(reading.read(path, model.key).graph))
+        feeds |= {each.name: constant(model, each) for each in own if each.name in model.constants}
     start = time.perf_counter()
     run(session, feeds)
     return TimeOpeningReply(load, time.perf_counter() - start, memory)
