@@ -53,34 +53,37 @@ PROVIDERS_INTRODUCTION = """\
 
 <!-- Generated from hatch_epcontext.providers by docs/generate.py. -->
 
-Which execution providers (EPs) and options are there, and what was tested? A provider has a name on this
-page. ONNX Runtime's name of the EP and other spellings of both are valid too, in any case.
+Which execution providers (EPs) and options can a target have, and what was tested? `provider` takes a name
+of this page, or ONNX Runtime's name of the EP, in any case.
 
-EPs accept unknown options and impossible values silently. In this package an unknown option, a value
-out of range, two options that exclude each other, and an option of an older release are errors, with a
-suggestion. If an EP is newer than this page, `allow-unknown-options = true` in the target's table
-accepts its options without a check. `true`, `false` and numbers become the strings that the EP takes,
-and so do tables where an option takes JSON, and lists where an option has one value for each chip.
-
-If an EP does not find what it needs, the error names it: a device, with all devices that there are and
-the EP's own reasons, or a library of the driver, with the package that contains it.
-
-An option counts when the model is compiled, when a session is opened, or for both. All options can be
-in `provider-options`. Options that count only when a session is opened can also be in `load-options`.
-Options that do not count then are not shipped. An address in the app's memory, such as that of a stream,
-can only come from the app: `load(name, provider_options={...})`.
-
-| system | what was tried |
+| system | what was tested |
 | --- | --- |
 | Linux, x86-64 | All tests run there: QNN on its simulator, OpenVINO and ONNX Runtime on the CPU. |
 | Windows, x86-64 | Run under Wine: the example is built and opened, with QNN's simulator. Never on Windows. |
 | Linux and Windows on Arm | Nothing was run there. Contexts for their chips are compiled elsewhere. |
 | macOS | Not tried. There are no packages of QNN for it. |
 
+## Options
+
+EPs accept unknown options and impossible values silently. A build does not: unknown names, values out of
+range, options that exclude each other, and options of older releases are errors. If your EP is newer than
+this page, set `allow-unknown-options = true` for the target.
+
+Write `true`, `false`, numbers, lists and tables as in TOML: a build turns them into the strings that the
+EP takes. `provider-options` takes all options, and `load-options` those for loading only. Options for
+compiling only are not shipped.
+
+Below, the parentheses have what an option takes, with the EP's default in bold. A *switch* takes true or
+false.
+
+Options such as `profiling_file_path` name files of the machine where they are used. Do not ship such a path:
+your app can give it, with `load(name, provider_options={...})`. `{user-cache}` in `load-options` is a folder
+on the user's machine.
+
 ## Secrets
 
-A key or a password is written as `"{env:NAME}"`, with the name of an environment variable. Options that are
-secrets take nothing else, and any other option that takes a string may have such a value:
+Write a key or a password as `"{env:NAME}"`, with the name of an environment variable. Options that are
+secrets take nothing else, and every other option that takes a string accepts it:
 
 ```toml
 [tool.epcontext.targets.ryzen]
@@ -92,36 +95,28 @@ provider-options = { encryption_key = "{env:MODEL_KEY}" }
 session = load("digits", provider_options={"encryption_key": key})
 ```
 
-Only the processes that compile and run models look up the value, in their environment. A
-[cluster](ci.md#a-cluster) takes no such target. The value is in no request, log, report,
-manifest, cache or command line; with `-vv` ONNX Runtime's own log of such a job stays short, because it
-contains all options. The manifest only has the name of the option, and the app has to give the value:
-without it the loader skips the target, and says which option is missing.
+Only the processes that compile and run the model look up the value. The manifest has only the option's
+name, so your app must give the value: otherwise the loader skips the target, and names the option.
 
-What was compiled with a secret is compiled in each build, and is not kept in the cache: the cache could
-only know from a hash whether the value has changed, and a hash of a short password can be guessed. So
-`HATCH_EPCONTEXT_FROM_CACHE` cannot take such a target.
+A target with a secret is compiled in each build: it is never in a cache, and no [cluster](ci.md#a-cluster)
+accepts it. `epcontext validate` of a model package does not run it. [Security](security.md#secrets) explains
+why.
 
-Only the project's own configuration names variables. `epcontext validate` of a model package looks up none:
-a target with a secret counts as not run, and `--allow-not-run` checks only its files.
-
-## Options that name files
-
-Options such as `profiling_file_path` and `trt_timing_cache_path` name files and folders of the build machine.
-A configuration may have them, and so may `epcontext compile`, which writes context models without a package.
-In a package the loader takes only `{user-cache}` in `load-options`. It skips a target with another file or
-folder, and the build of a wheel warns. Set an option that also counts for loading (`compile, load` in the
-tables below) in the app: `load(name, provider_options={...})`. [Trust](loader.md#trust) has the exact rules.
+## Overview
 """
 
 _SYSTEMS = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}
-_SCOPES = {"compile": "compile", "load": "load", "both": "compile, load"}
+_SCOPES = {
+    "compile": "Options for compiling",
+    "both": "Options for compiling and loading",
+    "load": "Options for loading",
+}
 _PRODUCTS = {"context": "EP contexts", "optimized": "optimized graphs"}
 
 
 def providers() -> str:
     """The page about all providers."""
-    columns = ("provider", "what it makes", "installs", "tested", "on hardware")
+    columns = ("provider", "what it makes", "tested", "on hardware")
     overview = _table(columns, map(_overview, PROVIDERS.values()))
     sections = (line for each in PROVIDERS.values() for line in _section(each))
     return "\n".join([PROVIDERS_INTRODUCTION, *overview, "", *sections])
@@ -131,7 +126,6 @@ def _overview(provider: Provider) -> tuple[str, ...]:
     return (
         f"[`{provider.name}`](#{provider.name})",
         f"{_PRODUCTS[provider.product]} for {provider.title}",
-        _code((provider.distributions[0], *provider.requirements)),
         provider.verified,
         provider.hardware,
     )
@@ -145,26 +139,32 @@ def _section(provider: Provider) -> Iterator[str]:
     yield f"## {provider.name}\n"
     made = _PRODUCTS[provider.product]
     yield f"{made[0].upper()}{made[1:]} for {provider.title}.\n"
-    yield from _table(("fact", "value"), _facts(provider))
+    yield from (f"- {name}: {value}" for name, value in _facts(provider))
+    yield from (f"- {note}" for note in provider.notes)
     yield ""
-    for note in provider.notes:
-        yield f"- {note}"
-    if provider.notes:
-        yield ""
-    if provider.options:
-        columns = ("option", "takes", "default", "counts for", "meaning")
-        yield from _table(columns, (_option(*item) for item in provider.options.items()))
-        yield ""
-    for heading, options in (
-        (
-            "Deprecated options of older releases, which the EP ignores, and what to use",
-            provider.deprecated,
-        ),
-        ("Reserved options", provider.reserved),
-    ):
+    for scope, heading in _SCOPES.items():
+        options = {
+            name: option
+            for name, option in provider.options.items()
+            if option.scope == scope and option.kind != "pointer"
+        }
         if options:
             yield f"{heading}:\n"
-            yield from (f"- `{name}`: {text}" for name, text in options.items())
+            for name, each in options.items():
+                yield f"- `{name}` ({_values(each)}): {each.doc}"
+            yield ""
+    if pointers := [name for name, each in provider.options.items() if each.kind == "pointer"]:
+        yield f"Addresses in your app's memory, which only your app can give: {_code(pointers)}.\n"
+    for heading, names in (
+        ("Options of older releases, which the EP ignores, and what to use", provider.deprecated),
+        ("Options that you cannot set", provider.reserved),
+    ):
+        if names:
+            yield f"{heading}:\n"
+            same: dict[str, list[str]] = {}
+            for name, text in names.items():
+                same.setdefault(text, []).append(name)
+            yield from (f"- {_code(alike)}: {text}" for text, alike in same.items())
             yield ""
     if provider.sources:
         yield f"Sources: {'; '.join(provider.sources)}.\n"
@@ -172,37 +172,53 @@ def _section(provider: Provider) -> Iterator[str]:
 
 def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
     if provider.ep:
-        yield "ONNX Runtime's name", f"`{provider.ep}`"
-    if provider.aliases:
-        yield "other names", _code(provider.aliases)
-    yield "runs on", _code(provider.distributions)
+        names = [provider.ep, *provider.aliases]
+        yield "Names", _code(names)
+    yield "Runs on", _code(provider.distributions)
     if provider.requirements:
-        yield "installs", _code(provider.requirements)
+        python = f" (Python {'.'.join(map(str, provider.python))} or newer)"
+        yield "Installs", _code(provider.requirements) + python
     if provider.systems:
-        yield "has packages for", ", ".join(_SYSTEMS[name] for name in provider.systems)
-    if provider.requirements:
-        yield "needs Python", f"{'.'.join(map(str, provider.python))} or newer"
+        yield "Systems", ", ".join(_SYSTEMS[name] for name in provider.systems)
     if provider.needs:
-        yield "needs", provider.needs
+        yield "Needs", provider.needs
     yield "`device`", _code(f'"{device}"' for device in provider.devices)
-    if provider.product == "context":
-        yield "`share-weights`", "yes" if provider.shares_weights else "no"
-    if provider.virtual_devices:
-        yield "`virtual-devices`", "yes"
-    yield "fixed shapes", "needed" if provider.static_shapes else "not needed"
-    devices = _code(f'"{device}"' for device in provider.open_shapes_on)
-    yield "shapes stay open by default on", devices or "no device"
-    if provider.profiles:
-        yield "`profiles`", "yes"
+    yield "Shapes", _shapes(provider)
+    others = {
+        "share-weights": provider.shares_weights,
+        "virtual-devices": provider.virtual_devices,
+        "profiles": bool(provider.profiles),
+    }
+    if supported := [name for name, has in others.items() if has]:
+        yield "Supports", _code(supported)
     limits = provider.tolerance
-    yield "tolerance", f"snr {limits.snr:g}, cosine {limits.cosine:g}"
-    yield "tested", provider.verified
-    yield "on hardware", provider.hardware
+    yield "Tolerance", f"snr {limits.snr:g}, cosine {limits.cosine:g}"
 
 
-def _option(name: str, option: Option) -> tuple[str, ...]:
-    default = f"`{option.default}`" if option.default else ""
-    return f"`{name}`", option.allowed, default, _SCOPES[option.scope], option.doc
+def _shapes(provider: Provider) -> str:
+    if provider.static_shapes:
+        return "must be fixed"
+    if not provider.open_shapes_on:
+        return "fixed unless `static-shapes = false`"
+    if set(provider.open_shapes_on) == set(provider.devices):
+        return "stay open by default"
+    devices = _code(f'"{device}"' for device in provider.open_shapes_on)
+    return f"stay open by default on {devices}"
+
+
+def _values(option: Option) -> str:
+    """What an option takes, with its default in bold."""
+    if option.kind == "bool":
+        return f"switch, **{'off' if option.default in ('', option.booleans[0]) else 'on'}**"
+    kinds = {"int": "number", "json": "table", "text": "string"}
+    taken = "secret" if option.secret else option.form or kinds[option.kind]
+    if option.kind == "int":
+        taken += f" from {option.minimum}" if option.minimum else ""
+        taken += f" up to {option.maximum}" if option.maximum is not None else ""
+    default = option.default.removesuffix(" (filled in)")
+    values = list(option.choices) or [taken, *([default] if default else [])]
+    bold = (f"**{value}**" if value == default else value for value in values)
+    return ", ".join([*bold, *(["or a list"] if option.several else [])])
 
 
 FLOAT16 = """\
@@ -395,8 +411,8 @@ ERRORS = """\
 
 <!-- Generated from hatch_epcontext.errors.Kind by docs/generate.py. -->
 
-What does an id such as `EPC012` mean? Each problem is printed with the id of its kind. An id always
-keeps its meaning.
+What does an id such as `EPC012` mean, and what do you do? Each problem is printed with the id of its
+kind, which never changes its meaning.
 """
 
 _GROUPS: Mapping[str, str] = {
@@ -418,7 +434,7 @@ def errors() -> str:
         for kind in Kind:
             if kind.id.removeprefix("EPC").startswith(digit):
                 lines.append(f"### {kind.id}\n\n**{kind.title}.** {_linked(kind.meaning)}\n")
-                lines.append(f"What to do: {_linked(kind.remedy)}\n")
+                lines.append(f"{_linked(kind.remedy)}\n")
     return "\n".join(lines)
 
 

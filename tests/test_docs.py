@@ -151,7 +151,7 @@ def test_the_page_about_other_tools_uses_flags_that_exist() -> None:
 def test_the_page_about_providers_has_every_option() -> None:
     for provider in PROVIDERS.values():
         found = PAGES["providers.md"].split(f"\n## {provider.name}\n")[1].split("\n## ")[0]
-        assert all(f"| `{option}` |" in found for option in provider.options)
+        assert all(f"`{option}`" in found for option in provider.options)
 
 
 def blocks() -> list[Any]:

@@ -73,7 +73,6 @@ PROVIDER = Provider(
         "the option names in onnxruntime-gpu 1.31.1",
     ),
     notes=(
-        "All options count when a session is opened, so they can also be in `load-options`.",
         "onnxruntime-gpu 1.31 needs CUDA 13 and cuDNN 9. Its extras `[cuda,cudnn]` install them.",
     ),
 )

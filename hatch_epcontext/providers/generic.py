@@ -25,16 +25,16 @@ PROVIDER = Provider(
     notes=(
         (
             "`library` is a package with `get_library_path()`, or the path of the library. `ep-name` is "
-            "ONNX Runtime's name of the EP. `registration-name` is the name under which the library is "
-            "registered, which some libraries use as the name of the EP."
+            "ONNX Runtime's name of the EP, and `registration-name` the name under which its library is "
+            "registered."
         ),
         "Its options are unknown, so they are not checked.",
         (
             "`epcontext doctor --library PATH` tries the library, and prints the table that uses it: see "
-            "[For authors of plugin EPs](plugin-eps.md)."
+            "[Plugin EPs](plugin-eps.md)."
         ),
         (
-            "If `library` is a path, the app has to register the library with "
+            "If `library` is a path, your app must register the library with "
             "`onnxruntime.register_execution_provider_library` before it calls `load`."
         ),
     ),

@@ -143,8 +143,8 @@ PROVIDER = Provider(
             "build reports them, and the loader asks the EP before it opens the context."
         ),
         (
-            "The plugin also offers `OpenVINOExecutionProvider.AUTO`, which writes no contexts. Only "
-            "devices of `OpenVINOExecutionProvider` itself are used."
+            "Only devices of `OpenVINOExecutionProvider` itself are used: "
+            "`OpenVINOExecutionProvider.AUTO` writes no contexts."
         ),
         (
             "`virtual-devices = true` compiles for NPUs that the machine does not have, and "

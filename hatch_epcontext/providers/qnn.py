@@ -49,7 +49,7 @@ _OPTIONS: Mapping[str, Option] = {
         scope=_BOTH,
     ),
     "backend_path": text(
-        "The backend's library, instead of `backend_type`: a file name (the loader takes no path)",
+        "The backend's library, instead of `backend_type`: a file name",
         scope=_BOTH,
     ),
     "soc_model": number("SoC to compile for, such as 60 (Snapdragon X Elite)", several=True),
@@ -450,11 +450,9 @@ PROVIDER = Provider(
         "ONNX Runtime's `ep_weight_sharing_ctx_gen`, options of `-i`",
     ),
     notes=(
-        "Shapes must be fixed.",
         (
-            "It leaves the quantization of inputs and outputs to the CPU. Where a model would not be whole "
-            "for that, the build compiles it with `offload_graph_io_quantization = 0` and reports it, unless "
-            "the option is set."
+            "It leaves the quantization of inputs and outputs to the CPU. If a model would not be whole "
+            "because of that, the build sets `offload_graph_io_quantization = 0`, and reports it."
         ),
         (
             "It compiles on Linux x86-64 and on Windows, for chips that the machine does not have. On Linux "
