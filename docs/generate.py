@@ -6,14 +6,16 @@ line and the Python API, and the JSON schema of the configuration, which is insi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeGuard, get_type_hints
 
 import click
 
@@ -443,71 +445,92 @@ COMMANDS = """\
 
 <!-- Generated from the commands' help by docs/generate.py. -->
 
-Which commands and flags are there? `pip install "hatch-epcontext[cli]"` installs `epcontext`, which runs
-the same code as the hook. The extras `qnn`, `openvino`, `tensorrt-rtx`, `gpu` and `cpu` install what it
-compiles with, such as `pip install "hatch-epcontext[cli,qnn]"`. If something is missing, a command names
-it.
+Which commands and flags are there? Install them with `pip install "hatch-epcontext[cli]"`, and what they
+compile with by the extras `qnn`, `openvino`, `tensorrt-rtx`, `gpu` and `cpu`, such as
+`"hatch-epcontext[cli,qnn]"`. They run the same code as the hook.
 
 {commands}
 
-`epcontext bench` opens the source on the CPU and on the EP, and the artifact, from disk and from memory, with
-the blob beside the context model and inside it, and with the EP's runtime cache if it has one. Each opening
-is in a fresh process. The table has the median and the range of the runs, the time of the first inference,
-and the peak of memory.
+The exit code is 0 for success, 1 if something failed, and 2 for wrong usage or an invalid configuration.
 
-`--quiet` prints errors only. `--verbose` prints what workers do and their log while they run, as
-`hatch -v build` does; `-vv` also prints ONNX Runtime's whole log. `NO_COLOR` switches colors off. The exit
-code is 0 when everything is done, 1 when something failed, and 2 when the usage or the configuration is
-invalid.
+Completion in the shell: `eval "$(_EPCONTEXT_COMPLETE=bash_source epcontext)"` in `~/.bashrc`, the same with
+`zsh_source` in `~/.zshrc`, or `_EPCONTEXT_COMPLETE=fish_source epcontext | source` for fish.
 
-Completion in the shell: `eval "$(_EPCONTEXT_COMPLETE=bash_source epcontext)"` in `~/.bashrc`, the same
-with `zsh_source` in `~/.zshrc`, or `_EPCONTEXT_COMPLETE=fish_source epcontext | source` for fish.
+## Flags of several commands
+
+Each command names those that it takes. `--help` shows all of them. `NO_COLOR=1` switches colors off.
+
+```text
+{flags}
+```
 """
 
-
-_PURPOSES: Mapping[str, str] = {
-    "init": "Writes the tables for your models into `pyproject.toml`, with comments: their inputs and "
-    "outputs, and open dimensions. The rest of the file stays as it is. Later it adds new models.",
-    "build": "Compiles and validates the project's models into the cache, from which the next wheel takes "
-    "them.",
-    "compile": "Compiles any models without a project, with the same checks and the same validation.",
-    "export": "Writes the project's models as a model package, for the wheels of other build backends and "
-    "for apps without Python.",
-    "record": "Runs the app, and keeps some of what it feeds to the models, to [validate with "
-    "it](validation.md#let-the-app-record-them).",
-    "validate": "Validates any context model or model package, whatever tool made it.",
-    "bench": "Measures how much faster compiled models open.",
-    "inspect": "Shows what a model, a wheel or a model package contains.",
-    "doctor": "Shows what the environment can compile for, and what is wrong with it. With `--library` it "
-    "tries the library of [any plugin EP](plugin-eps.md).",
-    "cache": "Shows, cleans and verifies the cache.",
-    "schema": "Prints the JSON schema of `[tool.epcontext]`. `validate-pyproject` finds it by itself.",
-}
+_WIDTH = 100
+_OF_SEVERAL = 3
+"""A flag that so many commands have in the same words is described once."""
 
 
 def commands() -> str:
     """The page about all commands, with their own help."""
-    rows = ((f"[`epcontext {name}`](#epcontext-{name})", text) for name, text in _PURPOSES.items())
-    overview = "\n".join(_table(("command", "what it does"), rows))
-    introduction = COMMANDS.replace("{commands}", overview)
-    return "\n".join([introduction, *_help(app, "epcontext", None)])
-
-
-def _help(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
-    context = click.Context(
-        command,
-        parent,
-        name.rsplit(" ", 1)[-1],
-        terminal_width=100,
-        max_content_width=100,
-        help_option_names=["-h", "--help"],
+    rows = (
+        (f"[`epcontext {name}`](#epcontext-{name})", each.get_short_help_str(_WIDTH))
+        for name, each in app.commands.items()
     )
-    yield f"## {name}\n\n```text\n{command.get_help(context)}\n```\n"
+    shared = _shared_options()
+    formatter = click.HelpFormatter(width=_WIDTH)
+    formatter.write_dl([_record(each) for each in shared.values()])
+    introduction = COMMANDS.replace(
+        "{commands}", "\n".join(_table(("command", "what it does"), rows))
+    ).replace("{flags}", formatter.getvalue().rstrip())
+    help_texts = (_help(each, f"epcontext {name}", shared) for name, each in app.commands.items())
+    return "\n".join([introduction, *itertools.chain.from_iterable(help_texts)])
+
+
+def _context(command: click.Command, name: str) -> click.Context:
+    return click.Context(command, info_name=name, terminal_width=_WIDTH, max_content_width=_WIDTH)
+
+
+def _shared_options() -> dict[tuple[str, ...], click.Option]:
+    """The flags that several commands have with the same help, by their names."""
+    found: dict[tuple[tuple[str, ...], str | None], list[click.Option]] = {}
+    for command in app.commands.values():
+        for each in filter(_is_option, command.params):
+            found.setdefault((tuple(each.opts), each.help), []).append(each)
+    several = [same[0] for same in found.values() if len(same) >= _OF_SEVERAL]
+    names = Counter(tuple(each.opts) for each in several)
+    return {tuple(each.opts): each for each in several if names[tuple(each.opts)] == 1}
+
+
+def _record(option: click.Option) -> tuple[str, str]:
+    """A flag and its help, whatever a single command requires."""
+    each = copy.copy(option)
+    each.required = False
+    record = each.get_help_record(_context(app, "epcontext"))
+    assert record is not None
+    return record
+
+
+def _is_option(param: click.Parameter) -> TypeGuard[click.Option]:
+    return isinstance(param, click.Option)
+
+
+def _help(
+    command: click.Command, name: str, shared: Mapping[tuple[str, ...], click.Option]
+) -> Iterator[str]:
+    own = copy.copy(command)
+    alike = {
+        tuple(each.opts)
+        for each in filter(_is_option, command.params)
+        if (known := shared.get(tuple(each.opts))) and known.help == each.help
+    }
+    own.params = [each for each in command.params if tuple(each.opts) not in alike]
+    own.add_help_option = False
+    yield f"## {name}\n\n```text\n{own.get_help(_context(own, name))}\n```\n"
+    if alike:
+        yield f"Also: {_code(names[-1] for names in shared if names in alike)}.\n"
     if isinstance(command, click.Group):
-        for each in command.list_commands(context):
-            found = command.get_command(context, each)
-            assert found is not None
-            yield from _help(found, f"{name} {each}", context)
+        for each, found in command.commands.items():
+            yield from _help(found, f"{name} {each}", shared)
 
 
 API = """\
@@ -515,11 +538,8 @@ API = """\
 
 <!-- Generated from hatch_epcontext.api by docs/generate.py. -->
 
-How do I compile and validate models from Python? `hatch_epcontext.api` has everything that programs
+How do you compile and validate models from Python? `hatch_epcontext.api` has everything that programs
 import. No other module is stable.
-
-`compile_to_bytes` gives the same result as compiling files. In a build, `in-memory = true` compiles the
-same way.
 """
 
 
@@ -559,13 +579,12 @@ def _first_line(member: Any) -> str:
 def _members(result: Any) -> list[str]:
     """The fields of a dataclass, or the members of an Enum with their values."""
     if dataclasses.is_dataclass(result):
-        fields = (
-            (f"`{f.name}`", f"`{f.type}`".replace("|", "\\|")) for f in dataclasses.fields(result)
-        )
-        return [*_table(("field", "type"), fields), ""]
-    if result is Kind:
+        members = [f"{field.name}: {field.type}" for field in dataclasses.fields(result)]
+    elif result is Kind:
         return ["Each member is on the page [errors](errors.md).\n"]
-    return [*_table(("member", "value"), ((f"`{m.name}`", f"`{m.value}`") for m in result)), ""]
+    else:
+        members = [f"{member.name} = {show(member.value)}" for member in result]
+    return ["```python", *members, "```", ""]
 
 
 def _signature(function: Any) -> str:

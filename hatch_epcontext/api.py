@@ -1,12 +1,11 @@
 """What programs import: everything in ``__all__``, and nothing else of the package.
 
-All functions run ONNX Runtime and EPs in worker processes, and so import neither onnxruntime nor onnx.
+All functions run ONNX Runtime and EPs in worker processes, and import neither onnxruntime nor onnx.
 They raise subclasses of `EpcontextError`, whose ``problems`` have a kind, a location, a message and a
-hint. The location of a wrong argument is the key of ``[tool.epcontext]`` that it corresponds to. Paths can
-be strings or path objects.
+hint. The location of a wrong argument is the key of ``[tool.epcontext]`` that it corresponds to.
 
 These environment variables count, as in a build: ``HATCH_EPCONTEXT_CACHE_DIR``, ``_NO_CACHE``, ``_JOBS``
-and ``_TIMEOUT``. An argument wins over them. ``_REPORT`` counts only for the commands.
+and ``_TIMEOUT``. An argument wins over them.
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ def compile_models(
 ) -> CompileResult:
     """Compile ONNX models for one execution provider, validate the results, and write them.
 
-    The same as ``epcontext compile``, except that it writes no HTML report: nothing is written unless
-    all models succeed.
+    The same as ``epcontext compile``, without an HTML report. Nothing is written unless all models succeed.
 
     ``models``: one file, several, or files by name. The default name is the file's stem.
     ``output``: a folder; or for one model the context model's own file, which ends with ``.onnx``.
@@ -123,33 +121,28 @@ def compile_models(
     ``provider_options``, ``session_options``: checked by name and value.
     ``device``: the device to compile for; the default is the provider's.
     ``dims``: sizes of open dimensions, by the dimension's name.
-    ``shapes``: whole shapes, by input: a sequence of sizes, such as ``(1, 3, 224, 224)``. Where shapes
-    stay open, as for the CPU, both are only the sizes of the dummy inputs: ``static-shapes`` in
-    ``settings`` decides.
-    ``constants``: values to which inputs are frozen, by input: a number, true or false, a string, or a
-    nested list of them; the dtype is the input's.
+    ``shapes``: whole shapes, by input, such as ``(1, 3, 224, 224)``. If shapes stay open, as for the CPU,
+    both are only the sizes of the dummy inputs.
+    ``constants``: values to which inputs are frozen, by input; the dtype is the input's.
     ``optimization``: ONNX Runtime's graph optimization before partitioning; the default is basic.
     ``embed``: whether the compiled blob is inside the context model; the default is a sidecar beside it.
     ``share_weights``: compile all models together, with one sidecar.
-    ``validate``: the mode, or a table with ``mode``, ``inputs``, ``states`` (outputs, by the input to which
-    they are fed back), ``tolerance`` and ``timeout`` (seconds for one run of the model). An ``inputs``
-    file is an ``.npz`` with an array for each input, of its dtype and shape.
+    ``validate``: the mode, or a table as in ``docs/validation.md``.
     ``settings``: any other keys of a target, a model or the build, as in TOML, such as
-    ``{"min-coverage": 0.9, "build.timeout": 600}`` (seconds).
+    ``{"min-coverage": 0.9, "build.timeout": 600}``.
     ``package``: make ``output`` the folder of a model package, with a manifest and the source models.
-    ``fallback``: whether the model package contains the source models: ``"auto"`` (the default) for
-    those that no other variant replaces on the CPU, ``"source"`` or ``"none"``.
+    ``fallback``: whether the model package contains the source models: ``"auto"`` (the default),
+    ``"source"`` or ``"none"``.
     ``overwrite``: replace existing files; with ``package`` the whole folder, if this function wrote it.
     ``cache_dir``: the folder of the cache; the default is the user's cache folder.
     ``log``: gets a line for each finished model or group, and warnings.
 
     A key of ``dims``, ``shapes`` or ``constants`` counts for all models, and with a model's name before
-    it (``"decoder:length"``) for that model alone.
+    it (``"decoder:length"``) for that model only.
 
-    Raises ConfigError for invalid arguments, RequirementError when a package is missing or the provider
-    is not available on this machine, BuildError when a model is invalid, is not compiled or fails its
-    validation, and OutputError when a file exists already, is the source's own, or the folder of a
-    package has other files.
+    Raises ConfigError for invalid arguments, RequirementError if a package is missing or the provider is
+    not available here, BuildError if a model is invalid, is not compiled or fails its validation, and
+    OutputError if the output exists already.
 
     >>> result = compile_models(
     ...     Path("digits.onnx"),
@@ -230,19 +223,17 @@ def validate_context(
     ``provider``: the provider; a context names its own, and only an optimized graph needs it.
     ``provider_options``, ``session_options``, ``device``: for loading. Options that name a chip must fit
     the context.
-    ``inputs``: ``"random"`` (seeded), ``"ones"``, ``"zeros"``, an ``.npz`` with an array for each input
-    (of its dtype and shape), a folder with ``input_*.pb``, or a folder with one of these for each sample.
-    ``tolerance``: limits that differ from the provider's, as in TOML: ``snr`` (decibels), ``cosine``,
-    ``atol``, ``rtol``, ``outputs`` (the same by output) and ``targets``; False to compare nothing.
-    ``settings``: any other keys of a target, a model or the build, as in TOML, except for the mode of the
-    validation.
+    ``inputs``: ``"random"``, ``"ones"``, ``"zeros"``, an ``.npz`` with an array for each input, a folder
+    with ``input_*.pb``, or a folder with one of these for each sample.
+    ``tolerance``: limits that differ from the provider's, as in TOML; False to compare nothing.
+    ``settings``: any other keys of a target, a model or the build, as in TOML.
     ``structure_only``: check the files only, and run nothing.
     ``log``: gets the steps of the worker, and each line that it prints.
 
-    Returns the facts of the model, and its validation, whose ``agreements`` are empty without a source.
-    Raises InspectionError when the file is not a context model, a file is missing, or another provider or
-    chip is meant; ConfigError for invalid arguments; RequirementError when a package is missing; and
-    BuildError when the model cannot be run on this machine, or fails.
+    Returns the facts of the model and its validation, whose ``agreements`` are empty without a source.
+    Raises InspectionError if the file is not a context model, a file is missing, or it is for another
+    provider or chip; ConfigError for invalid arguments; RequirementError if a package is missing; and
+    BuildError if the model cannot be run here, or fails.
 
     >>> validated = validate_context(
     ...     Path("out/digits_ctx.onnx"), source=Path("digits.onnx")
@@ -295,10 +286,9 @@ def compile_to_bytes(
     ``optimization``: ONNX Runtime's graph optimization before partitioning; the default is basic.
     ``timeout``: seconds for the worker; the default is 1800.
 
-    Returns the contents of the context model. Raises ConfigError for invalid arguments, such as a
-    provider that does not compile contexts; RequirementError when ONNX Runtime or onnx is not installed;
-    and BuildError when the model is invalid or has open dimensions that the EP cannot compile, or when
-    the EP is unavailable, compiles nothing or takes too long.
+    Returns the contents of the context model. Raises ConfigError for invalid arguments,
+    RequirementError if ONNX Runtime or onnx is not installed, and BuildError if the model is invalid, or
+    if the EP is unavailable, compiles nothing or takes too long.
 
     >>> context = compile_to_bytes(
     ...     Path("digits.onnx").read_bytes(), "qnn", {"soc_model": 60}
