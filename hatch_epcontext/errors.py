@@ -537,8 +537,8 @@ class Kind(Enum):
 class Key:
     """A key of ``[tool.epcontext]``: names of keys, and indices of list items, from the outside in.
 
-    ``model``: the path of the model in whose table the key is, because an index tells little, and one
-    glob can match several models. ``name``: the name of that model, if its table has one.
+    ``model``: the path of the model in whose table the key is. One glob can match several models.
+    ``name``: the name of that model, if its table has one.
     """
 
     parts: tuple[str | int, ...] = ()
@@ -597,14 +597,17 @@ class KeyNames:
 class Problem:
     """One thing that is wrong.
 
-    ``location`` is a dotted key, an environment variable, a file, or what a job compiles; problems of a job
-    have none until the runner of the job sets it. ``key`` is set when it is a key of the configuration.
-    ``settings`` are what the user can set to solve the problem, after the sentence in ``hint``. ``log`` is
-    the end of a worker's log. ``targets``: those that have the problem, where it is in a job, or the key is
-    that of a model with several. ``tried``: other ways to compile the job, each with its result. The
-    ``step`` of the job, unless it is compiling. ``causes``: what else can be the reason, in sentences.
-    ``margin``: the decibels by which an output is above its limit, which is less than 0. ``gap``: those by
-    which it is worse than an emulation of the number format, if there is one.
+    ``location``: a dotted key, an environment variable, a file, or what a job compiles. The runner of a job
+    sets it for the problems of the job.
+    ``key``: set if the location is a key of the configuration.
+    ``settings``: what the user can set to solve the problem, after the sentence in ``hint``.
+    ``log``: the end of a worker's log.
+    ``targets``: those that have the problem.
+    ``tried``: other recipes for the job, each with its result.
+    ``step``: the step of the job, unless it is compiling.
+    ``causes``: what else can be the reason, in sentences.
+    ``margin``: the decibels by which an output is above its limit, less than 0.
+    ``gap``: the decibels by which it is worse than an emulation of the number format, if there is one.
     """
 
     kind: Kind

@@ -37,12 +37,14 @@ PACKAGE = "package"
 
 @dataclass(frozen=True)
 class Preparation:
-    """How a model was prepared: the simplifier, the nodes before and after, and what failed before.
+    """How a model was prepared: the simplifier, the nodes before and after.
 
-    ``precision``: how its numbers were changed, in words. ``rewrites``: what was rewritten, because the EP
-    refuses the original or computes it wrong; ``options``: those with which it took more. ``tried``: other
-    ways to compile it, each with its result. ``remedies``: the rewrites for the EP's number format that did
-    something.
+    ``failed``: the simplifiers that failed before.
+    ``precision``: how its numbers were changed, in words.
+    ``rewrites``: what was rewritten.
+    ``options``: those with which the EP took more nodes.
+    ``tried``: other recipes, each with its result.
+    ``remedies``: the rewrites for the EP's number format that changed something.
     """
 
     simplifier: Simplifier
@@ -195,11 +197,13 @@ _MIN_GIVEN = 4
 class Validation:
     """How a context was validated; ``agreements`` is empty unless outputs were compared.
 
-    ``reason``: why it was not run as the app will run it. ``samples``: the names of the inputs that were
-    compared, and ``synthetic`` whether they were generated. ``warnings``: disagreements for inputs that the
-    app may never have. ``emulation``: what the number format of the EP makes of the model.
+    ``reason``: why it was not run as the app will run it.
+    ``samples``: the names of the inputs that were compared; ``synthetic`` if they were generated.
+    ``warnings``: disagreements for inputs that the app may never have.
+    ``emulation``: what the EP's number format makes of the model.
     ``float_form_db``: the decibels by which the integers of the source on the CPU differ from its float
-    form, if that was compared with in their place. ``simulated``: whether a simulator of the device ran it.
+    form, if the comparison was with that.
+    ``simulated``: whether a simulator of the device ran it.
     """
 
     status: ValidationStatus

@@ -30,9 +30,12 @@ _MAX_CHARACTERS = 90
 
 @dataclass(frozen=True)
 class ModelReport:
-    """One model of a job. ``source_size``: bytes of the source and its external data; ``load``: seconds in
-    which validation opened a session on the compiled model, None where it did not; ``day``: when it ran it,
-    empty likewise; ``chip``: what it was compiled for, by name.
+    """One model of a job.
+
+    ``source_size``: bytes of the source and its external data.
+    ``load``: seconds in which validation opened a session; None if it did not.
+    ``day``: when validation ran it; empty if it did not.
+    ``chip``: what it was compiled for, by name.
     """
 
     model: str
@@ -48,8 +51,11 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class JobReport:
-    """One job. ``size``: bytes of all its ``files``, and ``saved`` those that sharing weights and one
-    context for several chips save; the times are of the build that compiled it.
+    """One job.
+
+    ``size``: bytes of all its ``files``.
+    ``saved``: bytes that sharing weights and one context for several chips save.
+    ``times``: those of the build that compiled it.
     """
 
     target: str

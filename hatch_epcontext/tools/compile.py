@@ -22,8 +22,8 @@ from hatch_epcontext.system import check_apart, check_folder, writing
 class CompileResult:
     """What was compiled.
 
-    ``files``: the written files, sidecars before the context models that name them. ``report``:
-    coverage, validation, times, sizes and versions of each model.
+    ``files``: the written files, sidecars before the context models that name them.
+    ``report``: coverage, validation, times, sizes and versions of each model.
     """
 
     files: tuple[Path, ...]

@@ -56,8 +56,9 @@ _SMALL = 2**20
 class ValidatedContext:
     """A validated artifact.
 
-    ``path`` is as it was given; ``provider`` and ``ep`` are those that it was validated for; ``model``:
-    the facts of its file; ``validation``: its status, and how near its outputs are to the CPU's.
+    ``provider``, ``ep``: those that it was validated for.
+    ``model``: the facts of its file.
+    ``validation``: its status, and how near its outputs are to the CPU's.
     """
 
     path: str

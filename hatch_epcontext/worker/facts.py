@@ -75,8 +75,8 @@ class CutResult:
 class NodeFacts:
     """A node that no context covers, and the reason, if it is known.
 
-    ``dynamic``: whether a shape of it depends on the data. ``freeze``: the inputs that decide whatever
-    the EP must know of it, each with a value to freeze it to, None where none is known.
+    ``dynamic``: whether a shape of it depends on the data.
+    ``freeze``: the inputs that decide about the node, each with a value to freeze it to, or None.
     """
 
     name: str
@@ -97,7 +97,7 @@ class CoverageStatus(Enum):
 class Coverage:
     """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes.
 
-    ``largest``: the largest part of the source that is covered, if nodes are left and the source has one.
+    ``largest``: the largest part of the source that is covered, if nodes are uncovered and there is one.
     """
 
     nodes: int
@@ -179,12 +179,14 @@ class AgreementStatus(Enum):
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near one output is to the CPU EP's: the largest absolute difference, the cosine similarity, and
-    the ratio of signal to noise in decibels, for the whole output and for its ``worst`` slice.
+    """How near one output is to the CPU EP's.
 
-    ``margin``: the decibels by which the ratios are above their limits. It, ``snr`` and ``worst`` are None
-    for equal outputs. ``cosine`` is None for an output so near to zero that its direction is only rounding.
-    ``reason``: why it is not simply ``AGREES``, and what to feed.
+    ``max_abs``: the largest absolute difference.
+    ``cosine``: the cosine similarity; None for an output that is nearly zero.
+    ``snr``: the ratio of signal to noise in decibels; ``worst`` has that of the worst slice. Both are None
+    for equal outputs, and so is ``margin``.
+    ``reason``: why it is not simply ``AGREES``, and which inputs to give.
+    ``margin``: the decibels by which the ratios are above their limits.
     """
 
     output: str

@@ -309,8 +309,9 @@ class TimeOpeningRequest(Request[TimeOpeningReply], action="time_opening"):
 class ContextFacts:
     """One EPContext node as it is written.
 
-    ``sidecar`` is None where the blob is inside the model, or in another node. ``size`` is that of
-    the sidecar or the embedded blob; ``sha256`` is the sidecar's, and None where the file is missing.
+    ``sidecar``: None if the blob is inside the model, or in another node.
+    ``size``: that of the sidecar or of the embedded blob.
+    ``sha256``: that of the sidecar; None if the file is missing.
     """
 
     node: str
@@ -325,9 +326,11 @@ class ContextFacts:
 
 @dataclass(frozen=True)
 class InspectReply:
-    """Facts of an ONNX file. ``operators``: how many of each there are, without contexts;
-    ``external_data``: its files, and ``outside`` those outside of its folder; ``compatibility``:
-    the compatibility string by EP.
+    """Facts of an ONNX file.
+
+    ``operators``: how many of each there are, without contexts.
+    ``external_data``: its files; those outside of its folder are in ``outside``.
+    ``compatibility``: the compatibility string by EP.
     """
 
     inputs: tuple[TensorFacts, ...]
