@@ -23,7 +23,7 @@ from pathlib import Path
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import EpcontextError, Key
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.tools.inspect import verify_model
+from hatch_epcontext.tools.inspecting import verify_model
 from hatch_epcontext.worker.actions import check, inspect
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CheckRequest, InspectRequest

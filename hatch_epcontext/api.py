@@ -39,13 +39,13 @@ from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, R
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import printable
-from hatch_epcontext.tools import compile as compile_tool
-from hatch_epcontext.tools import compile_bytes
-from hatch_epcontext.tools import validate as validate_tool
-from hatch_epcontext.tools.compile import CompileResult
+from hatch_epcontext.tools import compiling as compile_tool
+from hatch_epcontext.tools import compiling_bytes
+from hatch_epcontext.tools import validating as validate_tool
+from hatch_epcontext.tools.compiling import CompileResult
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
-from hatch_epcontext.tools.export import export
-from hatch_epcontext.tools.validate import ValidatedContext
+from hatch_epcontext.tools.exporting import export
+from hatch_epcontext.tools.validating import ValidatedContext
 from hatch_epcontext.worker.facts import Agreement, Coverage, CoverageStatus, NodeFacts
 from hatch_epcontext.worker.requests import ContextFacts, InspectReply
 
@@ -300,4 +300,4 @@ def compile_to_bytes(
         optimization=optimization,
         settings={} if timeout is None else {"build.timeout": timeout},
     )
-    return compile_bytes.compile_to_bytes(model, data or {}, provider, job_settings)
+    return compiling_bytes.compile_to_bytes(model, data or {}, provider, job_settings)

@@ -10,7 +10,7 @@ from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import listing, to_toml
-from hatch_epcontext.tools.library import LibraryDiagnosis, StepStatus, Trial, Verdict
+from hatch_epcontext.tools.plugin_library import LibraryDiagnosis, StepStatus, Trial, Verdict
 from hatch_epcontext.worker.requests import EpDevice
 
 _SAME = ("library_path", "version")

@@ -22,8 +22,8 @@ from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file
 from hatch_epcontext.text import show_size
-from hatch_epcontext.tools.bench import Bench, Compiled, Measured, Series, bench
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
+from hatch_epcontext.tools.measuring import Bench, Compiled, Measured, Series, bench
 
 
 @click.command("bench")

@@ -22,9 +22,9 @@ from hatch_epcontext.config.tables import Fallback
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.text import show_size
-from hatch_epcontext.tools.compile import compile_models, is_file
+from hatch_epcontext.tools.compiling import compile_models, is_file
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
-from hatch_epcontext.tools.export import export
+from hatch_epcontext.tools.exporting import export
 
 _HEADLINE = "compiling failed, nothing is written"
 

@@ -18,8 +18,8 @@ from hatch_epcontext.cli._output import echo
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.configure import JobSettings
-from hatch_epcontext.tools.doctor import Diagnosis, examine
-from hatch_epcontext.tools.library import Verdict, try_library
+from hatch_epcontext.tools.examining import Diagnosis, examine
+from hatch_epcontext.tools.plugin_library import Verdict, try_library
 from hatch_epcontext.worker.requests import TRIALS
 
 _EXAMPLES = """\b

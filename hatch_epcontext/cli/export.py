@@ -17,7 +17,7 @@ from hatch_epcontext.cli._common import (
 from hatch_epcontext.cli._project import project_config, project_options, warn_of_questions
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import Plan
-from hatch_epcontext.tools.export import export
+from hatch_epcontext.tools.exporting import export
 from hatch_epcontext.tools.project import project_name
 
 # Click keeps the lines of a paragraph that begins with a backspace.

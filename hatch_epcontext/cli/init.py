@@ -18,9 +18,9 @@ from hatch_epcontext.files import file_sha256, write_atomically
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.text import listing, to_toml
-from hatch_epcontext.tools.doctor import installed_providers
-from hatch_epcontext.tools.init import NewModel, add_models, new_model
-from hatch_epcontext.tools.inspect import TIMEOUT, inspect_model
+from hatch_epcontext.tools.examining import installed_providers
+from hatch_epcontext.tools.initializing import NewModel, add_models, new_model
+from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.tools.next_steps import NextSteps, next_steps
 from hatch_epcontext.tools.project import find_models, find_samples
 

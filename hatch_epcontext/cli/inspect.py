@@ -25,9 +25,9 @@ from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, pairs, show_size
 from hatch_epcontext.text import show as shown_value
-from hatch_epcontext.tools import inspect as tool
+from hatch_epcontext.tools import inspecting as tool
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
-from hatch_epcontext.tools.preview import Preview, preview
+from hatch_epcontext.tools.previewing import Preview, preview
 from hatch_epcontext.worker.facts import NodeFacts
 from hatch_epcontext.worker.requests import InspectReply
 

@@ -13,8 +13,8 @@ from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.cli._project import project_config
 from hatch_epcontext.text import count, show_size, to_toml
-from hatch_epcontext.tools import record as tool
-from hatch_epcontext.tools.record import Recording
+from hatch_epcontext.tools import recording as tool
+from hatch_epcontext.tools.recording import Recording
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

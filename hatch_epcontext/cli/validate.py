@@ -16,8 +16,8 @@ from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count, pairs
 from hatch_epcontext.tools.configure import JobSettings
-from hatch_epcontext.tools.validate import validate_context
-from hatch_epcontext.tools.validate_package import (
+from hatch_epcontext.tools.validating import validate_context
+from hatch_epcontext.tools.validating_package import (
     Choice,
     FailedPackageError,
     ValidatedVariant,

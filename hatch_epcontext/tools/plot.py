@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from hatch_epcontext.text import printable
-from hatch_epcontext.tools.bench import Bench, Measured
+from hatch_epcontext.tools.measuring import Bench, Measured
 
 _SERIES = {
     ("cpu", None): ("source model on the CPU", "#d9a441"),

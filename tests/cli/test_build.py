@@ -11,7 +11,7 @@ import pytest
 from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.report import Report
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.tools.bench import Bench
+from hatch_epcontext.tools.measuring import Bench
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import network, save, transformer, unknown_operator

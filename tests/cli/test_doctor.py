@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hatch_epcontext.cli.app import app
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.tools import doctor
+from hatch_epcontext.tools import examining
 from tests.altered_workers import write_broken_qnn
 from tests.cli.conftest import Cli
 from tests.conftest import needs, needs_qnn
@@ -31,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def _only_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each EP's library is loaded in a process of its own, which takes a while."""
-    monkeypatch.setattr(doctor, "PROVIDERS", {"cpu": PROVIDERS["cpu"]})
+    monkeypatch.setattr(examining, "PROVIDERS", {"cpu": PROVIDERS["cpu"]})
 
 
 def state(found: dict[str, Any], provider: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_a_library_that_an_ep_loads_later_is_missing(
 ) -> None:
     name = write_broken_qnn(tmp_path / "broken")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
-    monkeypatch.setattr(doctor, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
+    monkeypatch.setattr(examining, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
     printed = cli("doctor", tmp_path, code=1).stdout
     assert "    QNNExecutionProvider on " in printed
     assert (
@@ -128,7 +128,7 @@ def test_two_onnx_runtime_distributions_are_a_problem(
         return "1.31.1" if name == "onnxruntime-gpu" else real(name)
 
     monkeypatch.setattr(requirements, "installed", both)
-    monkeypatch.setattr(doctor, "installed", both)
+    monkeypatch.setattr(examining, "installed", both)
     printed = cli("doctor", tmp_path, code=1).stdout
     assert "ONNX Runtime: onnxruntime 1." in printed
     assert "are both installed, and overwrite each other" in printed
@@ -138,7 +138,7 @@ def test_an_environment_without_onnx_runtime_is_a_problem(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requirements, "installed", lambda name: None)
-    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    monkeypatch.setattr(examining, "installed", lambda name: None)
     printed = cli("doctor", tmp_path, code=1).stdout
     assert "ONNX Runtime: none" in printed
     assert "No ONNX Runtime is installed" in printed

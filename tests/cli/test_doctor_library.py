@@ -14,7 +14,7 @@ import pytest
 from hatch_epcontext.cli._library import show_library
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
-from hatch_epcontext.tools.library import (
+from hatch_epcontext.tools.plugin_library import (
     LibraryDiagnosis,
     StepStatus,
     Trial,

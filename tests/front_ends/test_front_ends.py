@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.tools.inspect import inspect, verify
+from hatch_epcontext.tools.inspecting import inspect, verify
 from tests.conftest import needs_qnn, printed_json
 from tests.front_ends import page
 from tests.front_ends.front_ends import FRONT_ENDS, FrontEnd

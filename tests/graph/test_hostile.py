@@ -11,7 +11,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, ModelError
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.tools.inspect import verify_model
+from hatch_epcontext.tools.inspecting import verify_model
 from hatch_epcontext.worker.actions import check, inspect, prepare
 from hatch_epcontext.worker.requests import (
     CheckRequest,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.errors import InspectionError, WheelError
-from hatch_epcontext.tools.inspect import Verification, inspect, verify
+from hatch_epcontext.tools.inspecting import Verification, inspect, verify
 from tests.package import foreign
 from tests.package.conftest import OUTPUT
 from tests.package.test_wheel import RECORD, archived

@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 
-from hatch_epcontext.tools.bench import Bench, Case, Compiled, Measured, Series
+from hatch_epcontext.tools.measuring import Bench, Case, Compiled, Measured, Series
 from hatch_epcontext.tools.plot import draw
 
 

@@ -9,8 +9,8 @@ import onnx
 
 from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.cutting import part_between
 from hatch_epcontext.graph.facts import Cut
+from hatch_epcontext.graph.parts import part_between
 from hatch_epcontext.graph.scope import Scope
 
 _MIN_PART = 0.5

@@ -11,8 +11,8 @@ import onnx
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph, reading
-from hatch_epcontext.graph.cutting import Part, extract, part_between
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
+from hatch_epcontext.graph.parts import Part, extract, part_between
 from hatch_epcontext.worker.configured import fix_inputs
 from hatch_epcontext.worker.facts import CutResult
 from hatch_epcontext.worker.progress import step

@@ -18,10 +18,10 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
-from hatch_epcontext.graph.cutting import part_between
 from hatch_epcontext.graph.emulation import applies, emulate, expose, hidden_faults, rounded
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
+from hatch_epcontext.graph.parts import part_between
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import to_toml

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
-from hatch_epcontext.graph.cutting import Part, extract
 from hatch_epcontext.graph.dependencies import Dependencies
+from hatch_epcontext.graph.parts import Part, extract
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run

@@ -11,7 +11,7 @@ from hatch_epcontext.config.pyproject import Lines, parse
 from hatch_epcontext.errors import HOOK, ConfigError, Key
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.tools.init import NewModel, add_models
+from hatch_epcontext.tools.initializing import NewModel, add_models
 from hatch_epcontext.tools.project import Project
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestedConstant, SuggestReply
 

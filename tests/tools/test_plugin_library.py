@@ -8,7 +8,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.configure import JobSettings
-from hatch_epcontext.tools.library import (
+from hatch_epcontext.tools.plugin_library import (
     StepStatus,
     Trial,
     TrialStep,

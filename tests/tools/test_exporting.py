@@ -16,7 +16,7 @@ from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.package.manifest import PackageMetadata, read_own
-from hatch_epcontext.tools.export import export
+from hatch_epcontext.tools.exporting import export
 from tests.results import configured, resulting
 
 TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\nfallback = "source"\n'

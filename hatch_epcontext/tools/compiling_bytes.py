@@ -12,7 +12,7 @@ from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, check_environment
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider, find
 from hatch_epcontext.text import show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure
-from hatch_epcontext.tools.inspect import READING
+from hatch_epcontext.tools.inspecting import READING
 from hatch_epcontext.worker.requests import CompileBytesRequest
 
 _REQUIREMENTS = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *READING)

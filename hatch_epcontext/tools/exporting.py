@@ -19,7 +19,7 @@ from hatch_epcontext.package.manifest import read_own
 from hatch_epcontext.package.modules import bytecode, import_name_in_tree, modules
 from hatch_epcontext.system import check_apart, check_folder, writing
 from hatch_epcontext.text import listing
-from hatch_epcontext.tools.compile import CompileResult
+from hatch_epcontext.tools.compiling import CompileResult
 
 _MAX_NAMED = 5
 """Of more files than this, a message gives the number."""

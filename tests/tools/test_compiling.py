@@ -9,7 +9,7 @@ import pytest
 from hatch_epcontext.errors import ConfigError, OutputError
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.jobs.plan import Plan
-from hatch_epcontext.tools.compile import (
+from hatch_epcontext.tools.compiling import (
     _destinations,
     _publish,
     _refuse_sources,

@@ -18,7 +18,7 @@ from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.tools.bench import Bench, Case, Opened, bench
+from hatch_epcontext.tools.measuring import Bench, Case, Opened, bench
 from hatch_epcontext.worker.requests import Request
 from tests.conftest import needs_qnn
 from tests.models import interrupted, model, network, save, unknown_operator, value

@@ -19,7 +19,7 @@ from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cut_models import cut_models
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements
-from hatch_epcontext.tools.inspect import READING
+from hatch_epcontext.tools.inspecting import READING
 from hatch_epcontext.worker.requests import (
     UNDO,
     FindRefusedReply,

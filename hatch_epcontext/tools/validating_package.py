@@ -43,14 +43,14 @@ from hatch_epcontext.package.model_package import ModelPackage, OrtInfo, Variant
 from hatch_epcontext.providers import PROVIDERS, Device, find, secrets_in
 from hatch_epcontext.text import count, listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
-from hatch_epcontext.tools.inspect import (
+from hatch_epcontext.tools.inspecting import (
     TIMEOUT,
     damaged_files,
     inspect,
     inspect_model,
     verify_model,
 )
-from hatch_epcontext.tools.validate import (
+from hatch_epcontext.tools.validating import (
     check_chip,
     copy_named_files,
     fixed_shapes,
