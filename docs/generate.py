@@ -297,30 +297,27 @@ CONFIGURATION = """\
 
 <!-- Generated from hatch_epcontext.config.tables by docs/generate.py. -->
 
-Which keys and environment variables are there? This page has all keys of `[tool.epcontext]`. Keys that
-are not on this page are errors, and so are wrong types and impossible values. All problems are reported
-at once, each with its dotted key, what was found, what is allowed, a suggestion if a known name is
-near, and an [id](errors.md). The JSON schema in the package has the same keys for editors and for
-`validate-pyproject`; `epcontext schema` prints it.
+Which keys and environment variables are there? `[tool.epcontext]` has these keys and no others. A build
+reports all unknown keys, wrong types and impossible values at once, each with an [id](errors.md). Editors
+and `validate-pyproject` use the JSON schema in the package, which `epcontext schema` prints.
 
 Hatch's own table switches the hook on, and can be empty: `[tool.hatch.build.hooks.epcontext]`, or for
-wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`. Its
-[place among other hooks](builds.md#models-from-other-build-hooks) counts.
+wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
 """
 
 _ABOUT: Mapping[str, str] = {
     "[tool.epcontext]": """\
-With `provider` this is the short form: one target with the name of its provider. The keys of this target
-are in this table too.""",
+With `provider` this is the short form: one target with the name of its provider, whose keys are in this
+table too.""",
     "[tool.epcontext.build]": """\
-How the build runs. `HATCH_EPCONTEXT_<KEY>` wins over each key.""",
+How the build runs.""",
     "[tool.epcontext.wheel]": """\
-The finished wheel. `HATCH_EPCONTEXT_<KEY>` wins over each key.""",
+The finished wheel.""",
     "[tool.epcontext.targets.<name>]": """\
 A named place that models are compiled for.""",
     "[[tool.epcontext.models]]": """\
-A model. It can also have these keys of its targets, and narrows them: <narrowable>. Tables are merged,
-and other values replaced. Each counts for those targets that can use it.""",
+A model. It can also have these keys of its targets: <narrowable>. Its tables are merged with those of the
+target, and its other values replace them. Targets that cannot use a key ignore it.""",
     "cut": """\
 The [part of a model](shapes.md#a-part-of-a-model) that is kept. At least one of the keys is needed.""",
     "validate": """\
@@ -338,8 +335,9 @@ Shapes of one input, such as
 }
 
 _ENVIRONMENT = """\
-For CI and one-off builds. A variable wins over the configuration, and the build prints each variable
-that is set."""
+For CI and one-off builds. A build prints each variable that is set. For each key of `build` and `wheel`
+there is one that wins over it: {of_keys}. Lists have commas
+between their items. An empty value switches off {empty}."""
 
 
 def configuration() -> str:
@@ -372,10 +370,17 @@ def configuration() -> str:
         lines.append(f"## `{heading}`\n\n{about}\n")
         rows = _keys(table, dict.fromkeys(names))
         lines += [*_table(("key", "takes", "if missing", "meaning"), rows), ""]
-    lines.append(f"## Environment variables\n\n{_ENVIRONMENT}\n")
+    of_keys = {name: each for name, each in VARIABLES.items() if each.table is not None}
+    empty = (name for name, each in of_keys.items() if each.empty_switches_off)
+    about = _ENVIRONMENT.format(
+        of_keys=_code(PREFIX + name for name in of_keys),
+        empty=_code(PREFIX + name for name in empty),
+    )
+    lines.append(f"## Environment variables\n\n{about}\n")
     variables = (
         (f"`{PREFIX}{name}={variable.example}`", variable.doc)
         for name, variable in VARIABLES.items()
+        if variable.table is None
     )
     lines += [*_table(("variable", "meaning"), variables), ""]
     return "\n".join(lines)
@@ -394,7 +399,8 @@ def _keys(table: type[Any], names: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _takes(type_: Any) -> str:
-    *others, last = describe_type(type_).replace("|", "\\|").split(" or ")
+    text = re.sub(r"\ba (?:whole )?(?=\w)", "", describe_type(type_))
+    *others, last = text.replace("|", "\\|").split(" or ")
     return f"{', '.join(others)} or {last}" if others else last
 
 

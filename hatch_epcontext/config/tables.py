@@ -170,16 +170,14 @@ class NarrowableTable:
 
     provider_options: Options = _key(
         "Options of the execution provider, listed in `docs/providers.md`: checked by name and "
-        "value. `true`, numbers and lists become the strings that it wants. A secret is the name of an "
-        'environment variable: `"{env:NAME}"`.',
+        'value. A secret is the name of an environment variable: `"{env:NAME}"`.',
         dict,
     )
     session_options: Options = _key(
         "ONNX Runtime's session options, for compiling and loading.", dict
     )
     load_options: Options = _key(
-        "Provider options for the loader only; `{user-cache}` in one is a folder that the loader "
-        "makes.",
+        "Provider options for the loader only; `{user-cache}` is a folder that it makes.",
         dict,
     )
     device: Device | None = _key(
@@ -187,68 +185,63 @@ class NarrowableTable:
         when_missing="the provider's default",
     )
     device_filter: Mapping[str, str | int] = _key(
-        "More properties of the device: `type`, `vendor`, `vendor-id`, `device-id`, or any of the "
+        "Properties of the device: `type`, `vendor`, `vendor-id`, `device-id`, or any of the "
         'EP\'s metadata, such as `{ npu_platform = "4000" }`.',
         dict,
     )
     policy: Policy | None = _key("Let ONNX Runtime choose among the EP's devices.")
     profiles: tuple[Mapping[str, ProfileTable], ...] = _key(
-        "Optimization profiles (TensorRT, TensorRT RTX): a list of tables, each with `min`, "
-        "`opt` and `max` shapes by input.",
+        "Optimization profiles (TensorRT, TensorRT RTX), each with `min`, `opt` and `max` shapes by "
+        "input.",
         (),
     )
     optimization: Optimization | None = _key(
         "ONNX Runtime's graph optimization before partitioning.", otherwise="basic"
     )
     embed: bool | Literal["auto"] | None = _key(
-        'The compiled blob inside the context model (`true`) or beside it (`false`). `"auto"` is '
-        "beside it, which large models need.",
+        "The compiled blob inside the context model (`true`), or beside it, which large models need.",
         otherwise="auto",
     )
     in_memory: bool | None = _key(
         "Compile from memory to memory, with the blob inside the context model.", otherwise=False
     )
     external_initializers: bool | None = _key(
-        "Keep the weights outside the contexts, or those of an optimized graph, in a file of their "
-        "own.",
+        "Keep the weights of contexts or of an optimized graph in a file of their own.",
         otherwise=False,
     )
     external_initializers_threshold: int | None = _key(
-        "The size in bytes from which a weight goes there.", otherwise=1024, check=_BYTES
+        "Only weights of at least this many bytes go there.", otherwise=1024, check=_BYTES
     )
     static_shapes: bool | None = _key(
-        "Fix the model's dimensions to `dims` and `shapes`. With `false` they stay open, and "
-        "`dims` and `shapes` are only the sizes of the dummy inputs: see `docs/shapes.md`.",
+        "Fix the model's dimensions to `dims` and `shapes`. With `false` these are only the sizes "
+        "of the dummy inputs: see `docs/shapes.md`.",
         when_missing="by provider and device",
     )
     unroll_limit: int | None = _key(
-        "The number of nodes that a graph may get when loops and recurrent layers of a known length are "
-        "unrolled, because the EP refuses them or computes something else: see `docs/what-compiles.md`. `0` "
-        "leaves them as they are.",
+        "The most nodes that a graph may have after loops and recurrent layers are unrolled, `0` for never: "
+        "see `docs/what-compiles.md`.",
         otherwise=5000,
         check=_NODES,
     )
     without_rewrites: tuple[RewriteName, ...] | None = _key(
-        "Rewrites that are left out, of those that avoid what the EP computes wrong or inexactly in float16: "
-        "see `docs/what-compiles.md`.",
+        "Rewrites to leave out, of those for results that differ: see `docs/what-compiles.md`.",
         otherwise=(),
     )
     recompile: bool | None = _key(
         'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '
-        "machine when the context does not fit there any more.",
+        "machine if the context does not open there.",
         otherwise=False,
     )
     dequantize: Dequantize | None = _key(
-        "Undo dynamic quantization, which NPUs do not take: operators compute with floats again, with "
-        '`"all"` those of static quantization too. See `docs/quantization.md`.',
-        when_missing="only where nodes are left to the CPU otherwise",
+        'Undo dynamic quantization; with `"all"` static quantization too: see `docs/quantization.md`.',
+        when_missing="only if nodes are left to the CPU otherwise",
     )
     quantize: QuantizeTable | Literal[False] | None = _key(
-        "Quantize a model of floats for inputs that are typical for it: see `docs/quantization.md`.",
+        "Quantize a model of floats: see `docs/quantization.md`.",
         when_missing="not quantized",
     )
     min_coverage: float | None = _key(
-        "Fail when less than this share of a model's nodes is compiled.",
+        "Fail if less than this share of a model's nodes is compiled.",
         otherwise=1.0,
         check=_SHARE,
     )
@@ -266,19 +259,17 @@ class _WholeTarget(NarrowableTable):
         when_missing="the provider's",
     )
     resources: Mapping[str, float] = _key(
-        "Resources of the dask workers that may compile for this target, such as `{ NPU = 1 }`: see "
-        "`docs/ci.md`.",
+        "Resources of the dask workers that may compile for this target: see `docs/ci.md`.",
         dict,
         check=_RESOURCES,
     )
     allow_unknown_options: bool = _key(
-        "Take provider options without a check, session options with unknown names, and "
-        "`share-weights`, for an EP or an ONNX Runtime that is newer than this package.",
+        "Do not check provider options, names of session options, and `share-weights`, for an EP or an "
+        "ONNX Runtime that is newer than this package.",
         False,
     )
     virtual_devices: bool = _key(
-        "Compile for a device that the EP offers although the machine does not have it "
-        "(OpenVINO's NPUs).",
+        "Compile for a device that the machine does not have (OpenVINO's NPUs).",
         False,
     )
     library: str | None = _key(
@@ -307,8 +298,7 @@ class LimitsTable:
     """How far an output may differ from the CPU's."""
 
     snr: float | None = _key(
-        "The smallest ratio of signal to noise, in decibels: 20 is an error of a tenth. Slices of the output "
-        "may be 7 to 10 dB worse.",
+        "The smallest ratio of signal to noise, in decibels: 20 is an error of a tenth.",
         when_missing="the provider's",
         check=_DECIBELS,
     )
@@ -368,14 +358,12 @@ class ValidateTable:
         when_missing="the provider's",
     )
     states: Mapping[str, str] = _key(
-        "The states of a recurrent model: inputs, each with the output that the app feeds to it in the next "
-        "step. The model is then run for several steps.",
+        "The states of a recurrent model: inputs, each with the output that is its next value.",
         dict,
         when_missing="the states of LSTM, GRU and RNN layers",
     )
     timeout: float = _key(
-        "Seconds for running the model once: the source on the CPU, and what was made of it. A run ends "
-        "at its next node, also inside a loop.",
+        "Seconds for running the model once.",
         600.0,
         check=_SECONDS,
     )
@@ -406,8 +394,7 @@ class ModelTable(NarrowableTable):
         "As `fallback` of the root, for this model.", when_missing="that of the root"
     )
     share_weights: str | None = _key(
-        "The name of a group. Its models are compiled together and share one sidecar, for targets "
-        "whose EP can share."
+        "The name of a group. Its models are compiled together and share one sidecar: see `docs/targets.md`."
     )
     dims: Dims | tuple[Dims, ...] = _key(
         "Sizes of symbolic dimensions, by name; or a list of such tables, to compile the model for "
@@ -421,8 +408,7 @@ class ModelTable(NarrowableTable):
         "Inputs frozen to a value, by input; the dtype is the model's.", dict
     )
     cut: CutTable | None = _key(
-        "Keep only the part of the graph between these tensors, for all targets and for the source that is "
-        "shipped: see `docs/shapes.md`.",
+        "Keep only the part of the graph between these tensors: see `docs/shapes.md`.",
         when_missing="the whole graph",
     )
     license: str | None = _key(
@@ -431,8 +417,7 @@ class ModelTable(NarrowableTable):
         check=_license,
     )
     validate: ValidateTable | ValidationMode = _key(
-        "How the artifact is validated: the mode alone, or a table with `mode`, `inputs`, "
-        "`states`, `tolerance` and `timeout`.",
+        "How the artifact is validated: the mode alone, or a table.",
         "auto",
     )
 
@@ -461,19 +446,16 @@ class BuildTable:
         is_url=True,
     )
     cache_keys: tuple[str, ...] = _key(
-        "The trusted public keys: only artifacts that are signed with one of them are taken from the "
-        "shared cache. `epcontext cache new-key` "
-        "makes a pair of keys; builds that write have the private one in `HATCH_EPCONTEXT_CACHE_KEY`.",
+        "The trusted public keys: builds use only what is signed with one of them.",
         (),
         check=check_public_keys,
     )
     cache_trust: Trust = _key(
-        "`signed` uses only what one of `cache-keys` signed. `all` uses what anybody wrote: whoever can "
-        "write to the shared cache decides what is in the wheel.",
+        "`signed` uses only what one of `cache-keys` signed; `all` uses what anybody wrote.",
         "signed",
     )
     cache_timeout: float = _key(
-        "Seconds that a build waits for the shared cache without a byte, in all. Then it goes on without it.",
+        "Seconds that a build waits for the shared cache in all, before it goes on without it.",
         20.0,
         check=_SECONDS,
     )
@@ -495,26 +477,23 @@ class WheelTable:
     """``[tool.epcontext.wheel]``. The variable ``HATCH_EPCONTEXT_<KEY>`` wins over each key."""
 
     tag: str = _key(
-        "`auto` joins the `platforms` of all targets, and leaves the tag to Hatch if one target "
-        "has none; `any`; or a tag such as `py3-none-win_arm64`.",
+        "`auto` joins the `platforms` of all targets, and leaves the tag to Hatch if one has none; "
+        "`any`; or a tag such as `py3-none-win_arm64`.",
         "auto",
         check=_wheel_tag,
     )
     max_size: int | str | None = _key(
-        'Fail when the wheel is larger: bytes, or a size such as `"250 MB"`. Without it a wheel '
-        "beyond 100 MB, which indexes refuse by default, is a warning that lists its largest "
-        "files.",
+        'Fail if the wheel is larger: bytes, or a size such as `"250 MB"`. Without it a wheel beyond 100 MB, '
+        "which indexes refuse by default, is a warning.",
         check=_size,
     )
     verify: Verification = _key(
-        "How the finished wheel is compared with the manifest: `record` by the hashes that it has itself, "
-        "`full` by reading every file again. With `full` the models are read again too, whatever the status "
-        "of their files.",
+        "How the finished wheel is compared with the manifest: `record` by the hashes in RECORD, `full` by "
+        "reading every file again, also those of the models.",
         "record",
     )
     sbom: bool = _key(
-        "Write a CycloneDX ML-BOM of the models into the wheel's `.dist-info/sboms/`: see "
-        "`docs/model-package.md`.",
+        "Write a CycloneDX SBOM of the models into the wheel: see `docs/model-package.md`.",
         False,
     )
 
@@ -533,10 +512,13 @@ class RootTable(_WholeTarget):
         "The package's folder in the wheel.", when_missing="`<import package>/epcontext`"
     )
     fallback: Fallback = _key(
-        "Whether the source model is shipped too, so that any machine can run it: `auto` ships it where "
-        "no target runs on the CPU EP of any machine, `source` always, `none` never.",
+        "Whether the source model is shipped too: `auto` if no target runs on every CPU, `source` always, "
+        "`none` never.",
         "auto",
     )
-    editable: Editable = _key("What `pip install -e` installs.", "source")
+    editable: Editable = _key(
+        "What `pip install -e` installs: the source models, compiled ones, or none (`skip`).",
+        "source",
+    )
     build: BuildTable = _key("How the build runs.", BuildTable)
     wheel: WheelTable = _key("The wheel.", WheelTable)
