@@ -451,9 +451,8 @@ COMMANDS = """\
 
 <!-- Generated from the commands' help by docs/generate.py. -->
 
-Which commands and flags are there? Install them with `pip install "hatch-epcontext[cli]"`, and what they
-compile with by the extras `qnn`, `openvino`, `tensorrt-rtx`, `gpu` and `cpu`, such as
-`"hatch-epcontext[cli,qnn]"`. They run the same code as the hook.
+Which commands and flags are there? `pip install "hatch-epcontext[cli]"` installs them. The extras `qnn`,
+`openvino`, `tensorrt-rtx`, `gpu` and `cpu` install what they compile with: `"hatch-epcontext[cli,qnn]"`.
 
 {commands}
 
@@ -472,7 +471,7 @@ Each command names those that it takes. `--help` shows all of them. `NO_COLOR=1`
 """
 
 _WIDTH = 100
-_OF_SEVERAL = 3
+_OF_SEVERAL = 2
 """A flag that so many commands have in the same words is described once."""
 
 
@@ -536,7 +535,9 @@ def _help(
         yield f"Also: {_code(names[-1] for names in shared if names in alike)}.\n"
     if isinstance(command, click.Group):
         for each, found in command.commands.items():
-            yield from _help(found, f"{name} {each}", shared)
+            # The list above has all there is about the others.
+            if found.params or found.get_short_help_str(_WIDTH) != found.help:
+                yield from _help(found, f"{name} {each}", shared)
 
 
 API = """\

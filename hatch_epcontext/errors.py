@@ -49,7 +49,7 @@ class Kind(Enum):
         "EPC003",
         "Wrong type",
         "A key has a value of another type than it takes.",
-        "Write a value of the type that the message names.",
+        "Write a value of the type in the message.",
     )
     MISSING_KEY = (
         "EPC004",
@@ -60,7 +60,7 @@ class Kind(Enum):
     INVALID_VALUE = (
         "EPC005",
         "Invalid value",
-        "A value has the right type, but it is out of range or has the wrong form.",
+        "A value is out of range or has the wrong form.",
         "Write a value that the message allows.",
     )
     CONFLICTING_KEYS = (
@@ -72,14 +72,14 @@ class Kind(Enum):
     NOT_APPLICABLE = (
         "EPC007",
         "Key does not apply",
-        "The key is valid, but not for this provider or not in this table.",
-        "Remove it, or move it to the place that the message names.",
+        "The key is valid, but not for this provider or in this table.",
+        "Remove it, or move it to the place in the message.",
     )
     UNKNOWN_PROVIDER = (
         "EPC008",
         "Unknown provider",
-        "The name of the execution provider is not known.",
-        "Use a name from `docs/providers.md`. For any other plugin EP use the provider `plugin`.",
+        "No execution provider has this name.",
+        "Use a name from `docs/providers.md`, or `plugin` for any other plugin EP.",
     )
     UNKNOWN_TARGET = (
         "EPC009",
@@ -96,7 +96,7 @@ class Kind(Enum):
     DUPLICATE_NAME = (
         "EPC011",
         "Duplicate name",
-        "Two models, targets or groups have the same name, and would share a folder in the wheel.",
+        "Two models, targets or groups would share a folder in the wheel.",
         "Give each its own `name`.",
     )
     INVALID_NAME = (
@@ -108,26 +108,26 @@ class Kind(Enum):
     UNKNOWN_OPTION = (
         "EPC013",
         "Unknown provider option",
-        "The execution provider does not have this option. It would ignore it silently.",
+        "The EP does not have this option, and would ignore it silently.",
         "Check the spelling. If the EP is newer than this package: `allow-unknown-options = true`.",
     )
     INVALID_OPTION = (
         "EPC014",
         "Invalid provider option",
-        "The execution provider does not take this value. Many EPs accept impossible values silently.",
+        "The EP does not take this value. Many EPs accept impossible values silently.",
         "Write a value that the message allows.",
     )
     RESERVED_OPTION = (
         "EPC015",
         "Reserved option",
-        "The option is set by the build or the loader.",
-        "Remove it. The message names the key to use instead, if there is one.",
+        "The build or the loader sets this option.",
+        "Remove it, or use the key in the message.",
     )
     DEPRECATED_OPTION = (
         "EPC016",
         "Deprecated provider option",
-        "The option belongs to an older release of the EP, which ignores it now.",
-        "Use the replacement that the message names.",
+        "The EP ignores this option of an older release.",
+        "Use the replacement in the message.",
     )
     OPTION_SCOPE = (
         "EPC017",
@@ -144,7 +144,7 @@ class Kind(Enum):
     UNKNOWN_SESSION_OPTION = (
         "EPC019",
         "Unknown session option",
-        "ONNX Runtime does not have this session option. It would ignore it silently.",
+        "ONNX Runtime does not have this option, and would ignore it silently.",
         "Check the spelling. If ONNX Runtime is newer than this package: `allow-unknown-options = true`.",
     )
     INVALID_VARIABLE = (
@@ -162,13 +162,13 @@ class Kind(Enum):
     UNREADABLE_FILE = (
         "EPC027",
         "Unreadable file",
-        "The configuration names a link to nowhere, a folder, a pipe, or a file without read permission.",
-        "Fetch the file, as the message explains, or correct the path or the pattern.",
+        "The file is a link to nowhere, a folder, a pipe, or without read permission.",
+        "Fetch the file, or correct the path or the pattern.",
     )
     OUTSIDE_PROJECT = (
         "EPC022",
         "Path outside the project",
-        "The configuration names a path outside the project, which an sdist cannot contain.",
+        "An sdist cannot contain a file outside the project.",
         "Copy the file into the project, and write its path relative to `pyproject.toml`.",
     )
     INVALID_PROFILE = (
@@ -198,7 +198,7 @@ class Kind(Enum):
     MISSING_REQUIREMENT = (
         "EPC101",
         "Missing build requirements",
-        "A package that the selected targets are built with is not installed, or is too old.",
+        "A package that the targets are built with is missing or too old.",
         "Run the `pip install` command of the message, or build with isolation.",
     )
     CONFLICTING_REQUIREMENTS = (
@@ -210,7 +210,7 @@ class Kind(Enum):
     UNAVAILABLE_PROVIDER = (
         "EPC103",
         "Provider is not available",
-        "The execution provider has no packages for this Python or this system.",
+        "The EP has no packages for this Python or this system.",
         "Build on another machine, or select other targets with `HATCH_EPCONTEXT_TARGETS`.",
     )
     MISSING_EP = (
@@ -234,7 +234,7 @@ class Kind(Enum):
     UNREACHABLE_SCHEDULER = (
         "EPC107",
         "Scheduler cannot be reached",
-        "The scheduler of the dask cluster does not answer, or the connection to it was lost.",
+        "The scheduler of the dask cluster does not answer, or the connection was lost.",
         "Check `build.scheduler`, the network, and TLS. An empty `HATCH_EPCONTEXT_SCHEDULER` builds here.",
     )
     VERSION_MISMATCH = (
@@ -258,7 +258,7 @@ class Kind(Enum):
     COMPILED_MODEL = (
         "EPC202",
         "Model is compiled already",
-        "The file is a context model, not a source model.",
+        "The file is a context model.",
         "Name the source model that it was compiled from.",
     )
     EXTERNAL_DATA = (
@@ -300,19 +300,19 @@ class Kind(Enum):
     SOURCE_FAILED = (
         "EPC209",
         "Source model does not run",
-        "ONNX Runtime cannot run the source model on the CPU with the dummy inputs.",
+        "ONNX Runtime cannot run it on the CPU with the dummy inputs.",
         "Give inputs that the model takes with `validate.inputs`.",
     )
     RUN_TIMEOUT = (
         "EPC210",
         "Model runs for too long",
-        "Running the source model on the CPU, or what was made of it, took longer than `validate.timeout`.",
+        "A run on the CPU took longer than `validate.timeout`.",
         "Give smaller inputs with `validate.inputs` or `dims`, or raise `validate.timeout`.",
     )
     MODEL_CHANGED = (
         "EPC211",
         "Model changed during the build",
-        "A file of a model or of its dummy inputs was written or replaced while the build was running.",
+        "A file of a model or of its dummy inputs changed while the build was running.",
         "Build again when nothing writes to it. Nothing of it was stored or shipped.",
     )
     INVALID_CUT = (
@@ -385,19 +385,19 @@ class Kind(Enum):
         "EPC309",
         "Worker timed out",
         "A worker took longer than `build.timeout`.",
-        "Raise `build.timeout` or `HATCH_EPCONTEXT_TIMEOUT`.",
+        "Raise it, or set `HATCH_EPCONTEXT_TIMEOUT`.",
     )
     INTERRUPTED = (
         "EPC310",
         "Build interrupted",
-        "The build was interrupted, and its workers were stopped.",
+        "The build was interrupted.",
         "Build again: finished jobs are in the cache.",
     )
     NOT_CACHED = (
         "EPC311",
         "Not in the cache",
-        "`HATCH_EPCONTEXT_FROM_CACHE` takes a target only from the cache, and the cache does not have it.",
-        "Build the target where it can be built, with the same cache.",
+        "`HATCH_EPCONTEXT_FROM_CACHE` takes a target only from the cache, which does not have it.",
+        "Build the target where that is possible, with the same cache.",
     )
     OUT_OF_MEMORY = (
         "EPC312",
@@ -433,7 +433,7 @@ class Kind(Enum):
         "EPC317",
         "Unusable reply of a worker",
         "A worker's reply cannot be read, or its log grows without end.",
-        "Read the end of the worker's log below the message.",
+        "Read the end of its log below the message.",
     )
     OUTPUT_DIFFERS = (
         "EPC401",
@@ -456,7 +456,7 @@ class Kind(Enum):
     NOT_RUN = (
         "EPC404",
         "Artifact cannot be run on this machine",
-        "Validation is required, and the artifact cannot be run on this machine.",
+        "Validation is required, and this machine cannot run the artifact.",
         'Build where it can be run, or set `validate = "auto"`.',
     )
     WRONG_ASSIGNMENT = (
@@ -486,7 +486,7 @@ class Kind(Enum):
     LARGE_WHEEL = (
         "EPC503",
         "Wheel is too large",
-        "The wheel is larger than `wheel.max-size`.",
+        "It is larger than `wheel.max-size`.",
         "Ship fewer targets, share weights, or raise `wheel.max-size`.",
     )
     EDITABLE_CONFLICT = (
@@ -517,7 +517,7 @@ class Kind(Enum):
         "EPC508",
         "Invalid model package",
         "The folder's `manifest.json` is not that of a model package that ONNX Runtime can open.",
-        "Correct the place that the message names, or write the package again with the tool that made it.",
+        "Correct the place in the message, or write the package again.",
     )
     NOT_IN_SDIST = (
         "EPC509",
