@@ -115,7 +115,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.package.bundle import bundle, shipped_sources
         from hatch_epcontext.package.modules import modules
         from hatch_epcontext.package.selection import packed_files, selected_files
-        from hatch_epcontext.package.wheel import refused_options, repeated_models
+        from hatch_epcontext.package.wheel import repeated_models
 
         self._check_sbom(config)
         if config.wheel.sbom:
@@ -123,11 +123,9 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         files = packed_files(self.build_config, build_data)
         selected = selected_files(self.build_config)
         output = self._output_folder(config, selected, files)
-        for message in refused_options(config):
-            self._warning(message)
         staging = self._make_staging()
         result = self._build(config, staging)
-        made = bundle(result, staging, modules(self._import_name(output)))
+        made = bundle(result, staging, modules(self._import_name(output), config))
         for message in repeated_models(
             result, shipped_sources(result), files, selected, config.root
         ):
@@ -189,7 +187,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 workers = self._workers(config, progress)
                 config = cut_models(config, index, workers, staging)
                 result = Result(read_sources(config, index, workers, staging / "check"), ())
-        self._editable = result, folder, modules(self._import_name(output))
+        self._editable = result, folder, modules(self._import_name(output), config)
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Then Hatch does not call `finalize`.
             self._write_editable()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import gc
 import importlib
 import importlib.util
@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,14 +31,14 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hatch_epcontext import loader
+from hatch_epcontext import _recompile, loader
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.files import record_files
 from hatch_epcontext.loader import METADATA
-from hatch_epcontext.package.manifest import UNSEALED, loader_file, seal
-from hatch_epcontext.providers import PROVIDERS
-from tests.conftest import needs_qnn, newer_runtime, printed_json
+from hatch_epcontext.package.manifest import UNSEALED, seal
+from hatch_epcontext.package.modules import loader_file
+from tests.conftest import needs_qnn, printed_json
 from tests.models import model, network, save, save_with_data, value
 
 CPU_EP = "CPUExecutionProvider"
@@ -149,6 +148,8 @@ def import_copy(file: Path) -> Any:
     """The loader as the module ``shipped``, whose file is ``file``."""
     module = ModuleType("shipped")
     module.__file__ = str(file)
+    # Where `_recompile` is: coverage counts for the original.
+    module.__package__ = "hatch_epcontext"
     sys.modules["shipped"] = module
     run_as(module)
     return module
@@ -184,6 +185,7 @@ class Shipper:
             if not (self.folder / file).is_file():
                 save(network(), self.folder / file)
         (self.folder / "__init__.py").write_bytes(loader_file().read_bytes())
+        (self.folder / "_recompile.py").write_bytes(Path(_recompile.__file__).read_bytes())
         files = {
             name: {"size": each.size, "sha256": each.sha256}
             for name, each in record_files(self.folder).items()
@@ -624,7 +626,7 @@ def test_the_targets_own_device_is_preferred(ship: Shipper) -> None:
     devices = [device("CPU"), device("NPU")]
     app._offered = lambda ort, variant: devices
     for requested in ("npu", "any"):
-        assert app._devices(onnxruntime, only_variant(app), requested) == [devices[1]]
+        assert app.find_devices(onnxruntime, only_variant(app), requested) == [devices[1]]
 
 
 def test_devices_that_the_device_filter_excludes_are_not_used(ship: Shipper) -> None:
@@ -634,7 +636,7 @@ def test_devices_that_the_device_filter_excludes_are_not_used(ship: Shipper) -> 
     silent, other = device("NPU"), device("NPU", vendor="Another")
     app._offered = lambda ort, variant: [old, new, silent, other]
     # A device that does not report a property passes.
-    assert app._devices(onnxruntime, only_variant(app), "npu") == [new, silent]
+    assert app.find_devices(onnxruntime, only_variant(app), "npu") == [new, silent]
 
 
 def test_models_that_share_weights_are_not_opened_on_a_simulator(ship: Shipper) -> None:
@@ -646,7 +648,7 @@ def test_models_that_share_weights_are_not_opened_on_a_simulator(ship: Shipper) 
     assert str(npu) == "npu: skipped, it needs a real npu, not a simulated one"
     assert source.outcome == "opened"
     app._offered = lambda ort, variant: [device("CPU"), device("NPU")]
-    found = app._devices(onnxruntime, only_variant(app), "any")
+    found = app.find_devices(onnxruntime, only_variant(app), "any")
     assert [app._kind(each) for each in found] == ["npu"]
 
 
@@ -815,10 +817,10 @@ def test_a_library_that_is_registered_under_another_name_is_used(qnn: Shipper) -
     app = qnn(npu=QNN)
     assert app.target_of(app.load("a", device="any")) == "npu"
     library = os.path.relpath(onnxruntime_qnn.get_library_path())
-    devices = app._of_ep(onnxruntime, "NoSuchExecutionProvider", library)
+    devices = app._devices_of(onnxruntime, "NoSuchExecutionProvider", library)
     assert QNN_EP in {each.ep_name for each in devices}
-    assert app._of_ep(onnxruntime, "NoSuchExecutionProvider", None) == []
-    assert app._of_ep(onnxruntime, "NoSuchExecutionProvider", str(qnn.folder)) == []
+    assert app._devices_of(onnxruntime, "NoSuchExecutionProvider", None) == []
+    assert app._devices_of(onnxruntime, "NoSuchExecutionProvider", str(qnn.folder)) == []
     renamed = copy.deepcopy(QNN)
     renamed["ep"] = "NoSuchExecutionProvider"
     renamed["executor_info"]["ort"]["session_options"] = {}
@@ -1225,14 +1227,14 @@ def from_zip(ship: Shipper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def unpacked(app: Any) -> list[Path]:
     """The folders in the user's cache with copies of files from the archive."""
-    folder = app._user_folder() / "unpacked"
+    folder = app.user_folder() / "unpacked"
     return sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
 
 
 def no_cache(app: Any) -> None:
     """Let the user have a cache folder that nobody can write to, not even root."""
-    app._user_folder().parent.mkdir(parents=True, exist_ok=True)
-    app._user_folder().write_text("a file", encoding="utf-8")
+    app.user_folder().parent.mkdir(parents=True, exist_ok=True)
+    app.user_folder().write_text("a file", encoding="utf-8")
 
 
 def test_a_model_is_opened_from_a_zip_archive(
@@ -1318,22 +1320,20 @@ def test_processes_that_copy_at_the_same_moment_get_one_whole_copy(
         each.stdout.close()
     (folder,) = unpacked(app)
     assert found == {f"{folder / 'a/cpu/a_optimized.onnx'}\n"}
-    left = {each.name for each in folder.parent.iterdir()}
-    assert left == {folder.name, f"{folder.name}.lock"}
+    assert [each.name for each in folder.parent.iterdir()] == [folder.name]
 
 
 def test_copies_from_zip_archives_do_not_fill_the_disk(
-    ship: Shipper, from_zip: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    ship: Shipper, from_zip: Callable[[], Any]
 ) -> None:
-    save(network(), ship.folder / "a/data/a.onnx")
+    save_with_data(network(), ship.folder / "a/data/a.onnx")
     ship(cpu=CPU, data=variant("a/data", "a.onnx"))
     app = from_zip()
-    monkeypatch.setattr(app, "USER_CACHE_LIMIT", 1)
     with app.path("a", "cpu"):
         (first,) = unpacked(app)
     with app.path("a", "data"):
-        # What was used a moment ago may be open.
         assert first in unpacked(app)
+    # Nobody has opened it for a long time.
     os.utime(first, (0, 0))
     with app.path("a", "source"):
         assert first not in unpacked(app)
@@ -1349,7 +1349,7 @@ def test_without_a_cache_the_copies_live_as_long_as_the_session(
     no_cache(app)
     session = app.load("a")
     assert app.target_of(session) == "cpu"
-    assert "a/cpu/a_optimized.onnx is copied into a temporary folder" in caplog.text
+    assert "is copied into a temporary folder" in caplog.text
     assert list((tmp_path / "temp").iterdir())
     del session
     gc.collect()
@@ -1427,240 +1427,54 @@ def test_names_in_a_zip_archive_do_not_leave_it(ship: Shipper, from_zip: Callabl
         app.load("a")
 
 
-# --- Packages of other tools
-
-
-def foreign(tmp_path: Path, components: Table, **top: Any) -> Path:
-    """A package without this project's metadata."""
-    folder = tmp_path / "foreign.ortpackage"
-    folder.mkdir(exist_ok=True)
-    manifest = {"schema_version": "1.0", "components": components, **top}
-    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    return folder
-
-
-def executor(file: str, **options: Any) -> Table:
-    return {"executor_info": {"ort": {"model_file": file, **options}}}
-
-
-def test_any_model_package_is_opened(tmp_path: Path) -> None:
-    cpu = {"variant_directory": "somewhere", "ep": CPU_EP, **executor("m.onnx")}
-    folder = foreign(
-        tmp_path,
-        {"decoder": {"variants": {"cpu": cpu}, "additional_metadata": "of another tool"}},
-        additional_metadata=["of another tool"],
-    )
-    save(network(), folder / "somewhere/m.onnx")
-    for package in (folder, str(folder), os.path.relpath(folder)):
-        session = loader.load("decoder", package=package)
-        assert session.run(None, X)[0].shape == (1, 10)
-        assert loader.target_of(session) == "cpu"
-        assert loader.models(package) == ["decoder"]
-        with loader.path("decoder", package=package) as file:
-            assert file.samefile(folder / "somewhere/m.onnx")
-    (step,) = loader.explain("decoder", package=folder, shapes={"x": (9, 9, 9, 9)})
-    assert str(step) == f"cpu: opened, {CPU_EP} on cpu"
-
-
-@newer_runtime
-def test_weights_in_another_folder_of_the_package_are_found(tmp_path: Path) -> None:
-    key = "session.model_external_initializers_file_folder_path"
-    digest, other = "0" * 64, "1" * 64
-    places = {"weights": "cpu/weights", f"sha256:{digest}": f"shared_assets/sha256-{digest}"}
-    places[f"sha256:{other}/inside"] = "elsewhere/inside"
-    for named, place in places.items():
-        options = {"session_options": {key: named}}
-        variant = {"ep": CPU_EP, **executor("m.onnx", **options)}
-        assets = {f"sha256:{other}": "elsewhere"}
-        folder = foreign(tmp_path, {"m": {"variants": {"cpu": variant}}}, shared_assets=assets)
-        file = save_with_data(network(), folder / "cpu/m.onnx")
-        (folder / place).mkdir(parents=True, exist_ok=True)
-        file.with_name("network.data").rename(folder / place / "network.data")
-        session = loader.load("m", package=folder, fallback=None)
-        assert session.run(None, X)[0].shape == (1, 10)
-        (folder / place / "network.data").unlink()
-        assert loader.explain("m", package=folder)[0].outcome == "failed"
-
-
-def test_the_shipped_module_opens_packages_beside_its_own(ship: Shipper, tmp_path: Path) -> None:
-    app = ship(cpu=CPU)
-    folder = foreign(tmp_path, {"big": {"variants": {"cpu": {"ep": CPU_EP, **executor("m.onnx")}}}})
-    save(network(), folder / "cpu/m.onnx")
-    assert app.models() == ["a"]
-    assert app.models(folder) == ["big"]
-    assert app.target_of(app.load("big", package=folder)) == "cpu"
-    with pytest.raises(app.LoadError, match="unknown model 'big'"):
-        app.load("big")
-    with pytest.raises(app.LoadError, match="unknown model 'a'"):
-        app.load("a", package=folder)
-
-
-@pytest.mark.parametrize("place", ["parts/decoder", "parts/decoder/component.json"])
-def test_external_components_and_executor_files_are_read(tmp_path: Path, place: str) -> None:
-    folder = foreign(tmp_path, {"decoder": place}, layout="portable", package_name="p")
-    # Without a directory it is the variant's name, in the component's folder.
-    variants = {
-        "gpu": {"ep": "NoSuchEP", "executor_info": {"ort": "ort.json"}},
-        "cpu": {"executor_info": {"ort": "ort.json", "genai": {}}},
-        "other program": {"ep": "x", "executor_info": {"some": "program.json"}},
-    }
-    parts = folder / "parts/decoder"
-    for name in ("gpu", "cpu"):
-        save(network(), parts / name / "model/m.onnx")
-        info = {"model_file": "model/m.onnx", "session_options": {"session.x": "1"}}
-        (parts / name / "ort.json").write_text(json.dumps(info), encoding="utf-8")
-    component = {"component_name": "decoder", "variants": variants}
-    (parts / "component.json").write_text(json.dumps(component), encoding="utf-8")
-    gpu, cpu = loader.explain("decoder", package=folder)
-    assert gpu.outcome == "skipped"
-    assert str(gpu.reason).endswith("does not contain NoSuchEP")
-    assert str(cpu) == f"cpu: opened, {CPU_EP} on cpu"
-    with loader.path("decoder", "cpu", package=folder) as file:
-        assert file == parts / "cpu/model/m.onnx"
-
-
-def test_the_only_model_of_a_folder_needs_no_name(tmp_path: Path) -> None:
-    """As in Olive's packages."""
-    folder = foreign(tmp_path, {"m": {"variants": {"cpu": {"ep": CPU_EP}}}})
-    (step,) = loader.explain("m", package=folder)
-    assert step.outcome == "failed"
-    assert str(step.reason).startswith("cpu cannot be read (")
-    (folder / "cpu").mkdir()
-    (step,) = loader.explain("m", package=folder)
-    named = "the manifest does not name its model file, and its folder has"
-    assert str(step) == f"cpu: skipped, {named} none"
-    save(network(), folder / "cpu/one.onnx")
-    (folder / "cpu/genai_config.json").touch()
-    assert loader.explain("m", package=folder)[0].outcome == "opened"
-    with loader.path("m", package=folder) as file:
-        assert file == folder / "cpu/one.onnx"
-    save(network(), folder / "cpu/another.onnx")
-    (step,) = loader.explain("m", package=folder)
-    assert str(step) == f"cpu: skipped, {named} 2: another.onnx, one.onnx"
-    with pytest.raises(loader.LoadError, match="another"), loader.path("m", package=folder):
-        pass
-
-
-def test_a_shared_asset_is_opened(tmp_path: Path) -> None:
-    digest = "0" * 64
-    cpu = {"ep": CPU_EP, **executor(f"sha256:{digest}/m.onnx")}
-    folder = foreign(tmp_path, {"m": {"variants": {"cpu": cpu}}})
-    file = save(network(), folder / f"shared_assets/sha256-{digest}/m.onnx")
-    with loader.path("m", package=folder) as path:
-        assert path == file
-    assert loader.explain("m", package=folder)[0].outcome == "opened"
-
-
-def test_files_in_the_package_itself_are_checked(ship: Shipper) -> None:
-    ship.folder.mkdir()
-    save(network(), ship.folder / "m.onnx")
-    app = ship.write({"a": component({"cpu": variant(".", "m.onnx")})})
-    assert app.target_of(app.load("a")) == "cpu"
-    damage(ship.folder / "m.onnx", "truncated")
-    with pytest.raises(app.LoadError, match=r"m\.onnx has .* bytes"):
-        app.load("a")
-
-
-def test_an_installed_package_names_files_anywhere(tmp_path: Path) -> None:
+def test_an_installed_package_names_files_anywhere(ship: Shipper, tmp_path: Path) -> None:
     """As editable installs do; on Windows also on another drive."""
     one = save(network(), tmp_path / "elsewhere/one.onnx")
-    two = save(network(), tmp_path / "two.onnx")
+    save(network(), tmp_path / "two.onnx")
     variants = {
-        "absolute": {"ep": CPU_EP, **executor(str(one)), "variant_directory": "."},
-        "folder": {"ep": CPU_EP, **executor(one.name), "variant_directory": str(one.parent)},
-        "parent": {"ep": CPU_EP, **executor(f"../{two.name}"), "variant_directory": "."},
+        "absolute": variant(".", str(one)),
+        "folder": variant(str(one.parent), one.name),
+        "parent": variant("..", "two.onnx"),
     }
     for target, each in variants.items():
-        folder = foreign(tmp_path, {"m": {"variants": {target: each}}}, layout="installed")
-        assert loader.explain("m", package=folder)[0].outcome == "opened", target
-        folder = foreign(tmp_path, {"m": {"variants": {target: each}}})
-        with pytest.raises(loader.LoadError, match="names a file outside of the package"):
-            loader.load("m", package=folder)
+        app = ship.write({"m": component({target: each}, "m")}, layout="installed")
+        assert app.explain("m")[0].outcome == "opened", target
+        app = ship.write({"m": component({target: each}, "m")})
+        with pytest.raises(app.LoadError, match="outside of the package"):
+            app.load("m")
 
 
 def test_on_windows_a_drive_is_an_absolute_path() -> None:
-    assert loader._join("a/b", "C:/models/m.onnx") == "C:/models/m.onnx"
-    assert loader._join("a/b", "//server/share/m.onnx") == "//server/share/m.onnx"
-    assert loader._join("a/b", "c/m.onnx") == "a/b/c/m.onnx"
-    assert loader._join("", "c") == "c"
-
-
-@pytest.mark.parametrize(
-    ("device", "opens_on"), [(None, "any"), (None, None), ("npu", "any"), ("cpu", None)]
-)
-@needs_qnn
-def test_the_package_of_a_known_ep_is_found(
-    tmp_path: Path, context: Path, device: str | None, opens_on: Any
-) -> None:
-    options = {
-        "session_options": {"session.disable_model_compile": "1"},
-        "provider_options": {"backend_type": "htp"},
-    }
-    qnn = {"ep": QNN_EP, **executor("a_ctx.onnx", **options)}
-    if device is not None:
-        qnn["device"] = device
-    folder = foreign(tmp_path, {"m": {"variants": {"qnn": qnn}}})
-    shutil.copytree(context, folder / "qnn")
-    session = loader.load("m", package=folder, device=opens_on)
-    assert session.get_providers()[0] == QNN_EP
-    assert session.run(None, X)[0].shape == (1, 10)
-
-
-def test_an_ep_that_nobody_knows_is_skipped_until_the_app_registers_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    some = {"ep": "SomeExecutionProvider", "device": "npu", **executor("m.onnx")}
-    folder = foreign(tmp_path, {"m": {"variants": {"some": some}}})
-    save(network(), folder / "some/m.onnx")
-    (step,) = loader.explain("m", package=folder)
-    assert str(step.reason).endswith("does not contain SomeExecutionProvider")
-    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [device("GPU")])
-    (step,) = loader.explain("m", package=folder)
-    assert str(step.reason).startswith("SomeExecutionProvider finds no npu, only gpu")
+    assert loader.join("a/b", "C:/models/m.onnx") == "C:/models/m.onnx"
+    assert loader.join("a/b", "//server/share/m.onnx") == "//server/share/m.onnx"
+    assert loader.join("a/b", "c/m.onnx") == "a/b/c/m.onnx"
+    assert loader.join("", "c") == "c"
 
 
 # --- Bad packages
 
 
 BAD_TEXTS = {
-    "empty": ("", "is not JSON"),
-    "text": ("models: []", "is not JSON"),
-    "a comment": ('{"schema_version": "1.0"} // text', "is not JSON"),
-    "deep": ("[" * 100_000 + "]" * 100_000, "is not JSON"),
-    "a long number": ('{"schema_version": ' + "1" * 10_000 + "}", "manifest.json "),
-    "a list": ("[]", "is not a JSON object"),
-    "null": ("null", "is not a JSON object"),
-    "not a number": (
-        '{"schema_version": "1.0", "components": {}, "x": NaN}',
-        "NaN is not a number",
-    ),
-    "an infinity": ('{"schema_version": "1.0", "x": -Infinity}', "-Infinity is not a number"),
-    "a longer number": (
-        '{"schema_version": "1.0", "components": {}, "x": ' + "9" * 100_000 + "}",
-        "is not JSON" if hasattr(sys, "set_int_max_str_digits") else "",
-    ),
+    "empty": "",
+    "text": "models: []",
+    "a comment": '{"schema_version": "1.0"} // text',
+    "deep": "[" * 100_000 + "]" * 100_000,
+    "a list": "[]",
+    "null": "null",
     "deep in an object": (
-        '{"schema_version": "1.0", "components": ' + '{"a":' * 100_000 + "1" + "}" * 100_001,
-        "is not JSON",
+        '{"schema_version": "1.0", "components": ' + '{"a":' * 100_000 + "1" + "}" * 100_001
     ),
-    "no schema": ('{"components": {}}', "manifest.json: schema_version is missing"),
-    "schema 2.0": ('{"schema_version": "2.0", "new": 1}', "has the schema 2.0, and this loader re"),
-    "schema 10": ('{"schema_version": 10}', "has the schema 10, and this loader reads 1.x"),
-    "a float schema": ('{"schema_version": 1.0}', "schema_version must be a string"),
-    "a true schema": ('{"schema_version": true}', "schema_version must be a string"),
-    "no components": ('{"schema_version": "1.0"}', "manifest.json: components is missing"),
-    "another layout": (
-        '{"schema_version": "1.0", "components": {}, "layout": "flat"}',
-        "manifest.json: layout is 'flat', which is unknown",
-    ),
+    "no schema": '{"components": {}}',
+    "schema 2.0": '{"schema_version": "2.0", "new": 1}',
+    "a float schema": '{"schema_version": 1.0}',
+    "no components": '{"schema_version": "1.0"}',
 }
 
 
 @pytest.mark.parametrize("kind", BAD_TEXTS)
 def test_a_manifest_that_cannot_be_read_is_a_load_error(ship: Shipper, kind: str) -> None:
     app = ship(cpu=CPU)
-    text, message = BAD_TEXTS[kind]
-    ship.manifest(text)
+    ship.manifest(BAD_TEXTS[kind])
     calls: list[Callable[[], Any]] = [
         app.models,
         lambda: app.load("a"),
@@ -1670,8 +1484,7 @@ def test_a_manifest_that_cannot_be_read_is_a_load_error(ship: Shipper, kind: str
     for call in calls:
         with pytest.raises(app.LoadError) as raised:
             call()
-        assert message in str(raised.value)
-        assert str(ship.folder) in str(raised.value)
+        assert f"{ship.folder}: manifest.json cannot be read" in str(raised.value)
 
 
 def test_encodings_that_other_programs_write_are_read(ship: Shipper) -> None:
@@ -1680,7 +1493,7 @@ def test_encodings_that_other_programs_write_are_read(ship: Shipper) -> None:
     (ship.folder / "manifest.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert app.models() == ["a"]
     (ship.folder / "manifest.json").write_bytes(b'{"\xff')
-    with pytest.raises(app.LoadError, match="is not JSON"):
+    with pytest.raises(app.LoadError, match="cannot be read"):
         app.models()
 
 
@@ -1696,13 +1509,6 @@ def test_a_folder_without_a_manifest_is_a_load_error(tmp_path: Path) -> None:
         loader.models()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")
-def test_a_pipe_as_manifest_holds_nobody_up(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "manifest.json")
-    with pytest.raises(loader.LoadError, match="it is not a file"):
-        loader.models(tmp_path)
-
-
 def plugin_of(module: str) -> Table:
     return {"module": module, "package": "x", "registration_name": "x"}
 
@@ -1710,91 +1516,50 @@ def plugin_of(module: str) -> Table:
 V = ("components", "a", "variants", "cpu")
 ORT = (*V, "executor_info", "ort")
 OURS = ("additional_metadata", METADATA)
-V_TEXT = "manifest.json: components.a.variants.cpu"
-OURS_TEXT = f"{V_TEXT}.additional_metadata.{METADATA}"
-# Where: the keys down to the value that is replaced; the value; the place in the message.
+OUTSIDE = "is outside of the package"
+# Where: the keys down to the value that is replaced; the value; what the message has.
 BAD_VALUES: list[tuple[tuple[str, ...], Any, str]] = [
-    (("components",), [], "manifest.json: components must be an object"),
-    (("components", "a"), 5, "manifest.json: components.a must be an object"),
-    (("components", "a"), "../x", "components.a names a file outside of the package: '../x'"),
-    (("components", "a"), "", "components.a names a file outside"),
-    (("components", "a"), "nowhere", "nowhere/component.json cannot be read"),
-    (("components", "a"), "no\0where", "cannot be read"),
-    (("components", "a"), {}, "manifest.json: components.a.variants is missing"),
-    (("components", "a", "variants"), [], "components.a.variants must be an object"),
-    (V, [], f"{V_TEXT} must be an object"),
-    (V, None, f"{V_TEXT} is missing"),
-    ((*V, "variant_directory"), 5, f"{V_TEXT}.variant_directory must be a string"),
-    ((*V, "variant_directory"), "", f"{V_TEXT}.variant_directory names a file outside"),
-    ((*V, "variant_directory"), "..", f"{V_TEXT}.variant_directory names a file outside"),
-    ((*V, "variant_directory"), "a/../../b", "variant_directory names a file outside"),
-    ((*V, "variant_directory"), "/tmp", "variant_directory names a file outside"),
-    ((*V, "variant_directory"), "C:\\x", "variant_directory names a file outside"),
-    ((*V, "variant_directory"), "..\\x", "variant_directory names a file outside"),
-    ((*V, "variant_directory"), "\\\\server\\share", "variant_directory names a file outside"),
-    ((*V, "variant_directory"), "./C:/x", "variant_directory names a file outside"),
-    ((*V, "variant_directory"), "a/.. /x", "variant_directory names a file outside"),
-    ((*V, "variant_directory"), "a\\...\\x", "variant_directory names a file outside"),
-    ((*V, "ep"), 5, f"{V_TEXT}.ep must be a string"),
-    ((*V, "device"), ["npu"], f"{V_TEXT}.device must be a string"),
-    ((*V, "executor_info"), "x", f"{V_TEXT}.executor_info must be an object"),
-    (ORT, 5, f"{V_TEXT}.executor_info.ort must be an object"),
-    (ORT, "missing.json", "a/cpu/missing.json cannot be read"),
-    (ORT, "../x.json", f"{V_TEXT}.executor_info.ort names a file outside"),
-    (ORT, {}, f"{V_TEXT}.executor_info.ort.model_file is missing"),
-    ((*ORT, "model_file"), 5, "executor_info.ort.model_file must be a string"),
-    ((*ORT, "model_file"), "../../x", "model_file names a file outside"),
-    ((*ORT, "model_file"), "/etc/passwd", "model_file names a file outside"),
-    ((*ORT, "model_file"), "sha256:", "model_file names a file outside"),
-    ((*ORT, "model_file"), "sha256:../../x", "model_file names a file outside"),
-    ((*ORT, "model_file"), "sha256:0/../../../x", "model_file names a file outside"),
-    ((*ORT, "session_options"), [], "executor_info.ort.session_options must be an object"),
-    ((*ORT, "session_options"), {"x": 1}, "ort.session_options.x must be a string"),
-    ((*ORT, "session_options"), {"session.optimized_model_filepath": "x"}, "names a file to write"),
-    ((*ORT, "session_options"), {"session.enable_profiling": "/tmp/x"}, "names a file to write"),
-    ((*ORT, "provider_options"), {"x": None}, "ort.provider_options.x is missing"),
-    (OURS, 5, f"manifest.json: additional_metadata.{METADATA} must be an object"),
-    ((*OURS, "files"), [], f"additional_metadata.{METADATA}.files must be an object"),
-    ((*OURS, "files"), {"x": 5}, ".files.x must be an object"),
-    ((*OURS, "files"), {"x": {"size": "5", "sha256": ""}}, ".files.x.size must be a whole number"),
-    ((*OURS, "files"), {"x": {"size": True, "sha256": ""}}, ".files.x.size must be a whole"),
-    ((*OURS, "files"), {"x": {"size": 5}}, ".files.x.sha256 is missing"),
-    ((*OURS, "files"), {"a/cpu/../../x": {"size": 5, "sha256": ""}}, ".files names a file outside"),
-    (("components", "a", *OURS), "x", f"components.a.additional_metadata.{METADATA} must be an"),
-    (("components", "a", *OURS, "model"), ["a"], f"{METADATA}.model must be a string"),
-    (("components", "a", *OURS, "constants"), [5], f"{METADATA}.constants must be an object"),
-    (("components", "a", *OURS, "constants"), {"sr": 5}, ".constants.sr must be an object"),
-    (("components", "a", *OURS, "constants"), {"sr": {}}, ".constants.sr.dtype is missing"),
-    ((*V, *OURS), [], f"{OURS_TEXT} must be an object"),
-    ((*V, *OURS, "inputs"), {}, f"{OURS_TEXT}.inputs must be a list"),
-    ((*V, *OURS, "inputs"), [5], f"{OURS_TEXT}.inputs[0] must be an object"),
-    ((*V, *OURS, "inputs"), [{"name": "x"}], f"{OURS_TEXT}.inputs[0].shape is missing"),
-    ((*V, *OURS, "inputs"), [{"name": "x", "shape": [1.5]}], ".inputs[0].shape[0] must be"),
-    ((*V, *OURS, "load_options"), {"x": 1}, f"{OURS_TEXT}.load_options.x must be a string"),
-    ((*V, *OURS, "needs_device"), "yes", f"{OURS_TEXT}.needs_device must be true or false"),
-    ((*V, *OURS, "plugin"), "x", f"{OURS_TEXT}.plugin must be an object"),
-    ((*V, *OURS, "plugin"), {"module": "x"}, f"{OURS_TEXT}.plugin.package is missing"),
-    (
-        (*V, *OURS, "plugin"),
-        plugin_of("../evil"),
-        f"{OURS_TEXT}.plugin.module must be the dotted name",
+    (("components",), [], "components must be an object"),
+    (("components", "a"), 5, "variants must be an object"),
+    (("components", "a", "variants"), [], "variants must be an object"),
+    (V, [], "executor_info must be an object"),
+    (V, None, "executor_info must be an object"),
+    ((*V, "variant_directory"), 5, "variant_directory must be a string"),
+    *(
+        ((*V, "variant_directory"), outside, OUTSIDE)
+        for outside in ("", "..", "a/../../b", "/tmp", "C:\\x", "..\\x", "\\\\server\\share")
     ),
-    ((*V, *OURS, "plugin"), plugin_of("a/b"), ".plugin.module must be the dotted name"),
-    ((*V, *OURS, "plugin"), plugin_of(".a"), ".plugin.module must be the dotted name"),
-    ((*V, *OURS, "plugin"), plugin_of("a.b-c"), ".plugin.module must be the dotted name"),
-    ((*V, *OURS, "secrets"), [5], f"{OURS_TEXT}.secrets[0] must be a string"),
-    ((*V, *OURS, "prepared"), 5, f"{OURS_TEXT}.prepared must be a string"),
-    ((*V, *OURS, "prepared"), "../../x", f"{OURS_TEXT}.prepared names a file outside"),
-    ((*V, *OURS, "settings"), 5, f"{OURS_TEXT}.settings must be an object"),
-    ((*V, *OURS, "settings", "device"), 5, f"{OURS_TEXT}.settings.device must be a string"),
-    ((*V, *OURS, "settings", "device_filter"), {"x": 5}, ".device_filter.x must be a string"),
-    ((*V, *OURS, "settings", "policy"), 5, ".settings.policy must be a string"),
-    (
-        (*V, *OURS, "settings", "session_options"),
-        {"session.enable_profiling": "/tmp/x"},
-        f"{OURS_TEXT}.settings.session_options.session.enable_profiling names a file to write",
-    ),
-    ((*V, *OURS, "sharing"), {}, f"{OURS_TEXT}.sharing.group is missing"),
+    *(((*V, "variant_directory"), each, OUTSIDE) for each in ("./C:/x", "a/.. /x", "a\\...\\x")),
+    ((*V, "ep"), 5, "ep must be a string"),
+    ((*V, "device"), ["npu"], "device must be a string"),
+    ((*V, "executor_info"), "x", "executor_info must be an object"),
+    (ORT, 5, "ort must be an object"),
+    (ORT, {}, "model_file must be a string"),
+    ((*ORT, "model_file"), "../../x", OUTSIDE),
+    ((*ORT, "model_file"), "/etc/passwd", OUTSIDE),
+    ((*ORT, "session_options"), [], "session_options must be an object"),
+    ((*ORT, "session_options"), {"x": 1}, "x must be a string"),
+    ((*ORT, "provider_options"), {"x": None}, "x must be a string"),
+    (OURS, 5, f"{METADATA} must be an object"),
+    ((*OURS, "files"), [], "files must be an object"),
+    ((*OURS, "files"), {"x": 5}, "size must be a whole number"),
+    ((*OURS, "files"), {"x": {"size": "5", "sha256": ""}}, "size must be a whole number"),
+    ((*OURS, "files"), {"x": {"size": True, "sha256": ""}}, "size must be a whole number"),
+    ((*OURS, "files"), {"x": {"size": 5}}, "sha256 must be a string"),
+    ((*OURS, "files"), {"a/cpu/../../x": {"size": 5, "sha256": ""}}, OUTSIDE),
+    (("components", "a", *OURS), "x", f"{METADATA} must be an object"),
+    (("components", "a", *OURS, "model"), ["a"], "model must be a string"),
+    (("components", "a", *OURS, "constants"), [5], "constants must be an object"),
+    ((*V, *OURS), [], f"{METADATA} must be an object"),
+    ((*V, *OURS, "inputs"), {}, "inputs must be a list"),
+    ((*V, *OURS, "inputs"), [5], "name must be a string"),
+    ((*V, *OURS, "inputs"), [{"name": "x"}], "shape must be a list"),
+    ((*V, *OURS, "load_options"), {"x": 1}, "x must be a string"),
+    ((*V, *OURS, "plugin"), "x", "plugin must be an object"),
+    ((*V, *OURS, "prepared"), 5, "prepared must be a string"),
+    ((*V, *OURS, "prepared"), "../../x", OUTSIDE),
+    ((*V, *OURS, "settings"), 5, "settings must be an object"),
+    ((*V, *OURS, "settings", "device"), 5, "device must be a string"),
 ]
 
 
@@ -1809,7 +1574,7 @@ def replaced(manifest: Any, where: tuple[Any, ...], new: Any) -> Any:
 
 
 @pytest.mark.parametrize(("where", "value", "message"), BAD_VALUES)
-def test_a_bad_value_in_the_manifest_is_a_load_error_that_names_its_place(
+def test_a_bad_value_in_the_manifest_is_a_load_error_that_names_its_key(
     ship: Shipper, where: tuple[str, ...], value: Any, message: str
 ) -> None:
     app = ship(cpu=CPU)
@@ -1819,20 +1584,6 @@ def test_a_bad_value_in_the_manifest_is_a_load_error_that_names_its_place(
         with pytest.raises(app.LoadError) as raised:
             call("a")
         assert message in str(raised.value)
-
-
-def test_a_bad_value_in_another_file_is_named_with_that_file(tmp_path: Path) -> None:
-    folder = foreign(tmp_path, {"m": "part"})
-    (folder / "part/cpu").mkdir(parents=True)
-    cpu = {"ep": CPU_EP, "executor_info": {"ort": "ort.json"}}
-    (folder / "part/component.json").write_text(json.dumps({"variants": {"cpu": cpu}}))
-    (folder / "part/cpu/ort.json").write_text("{}")
-    with pytest.raises(loader.LoadError, match=r": part/cpu/ort\.json: model_file is missing$"):
-        loader.load("m", package=folder)
-    (folder / "part/component.json").write_text('{"variants": {"cpu": {"ep": 5}}}')
-    os.utime(folder / "manifest.json", (0, 0))
-    with pytest.raises(loader.LoadError, match=r"part/component\.json: variants\.cpu\.ep must be"):
-        loader.load("m", package=folder)
 
 
 def places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -1873,61 +1624,13 @@ def test_no_other_exception_leaves_the_module_whatever_the_manifest_says(
         # The size of the manifest may be the same, and its time too.
         app._packages.clear()
         for call in calls:
-            try:
+            with contextlib.suppress(app.LoadError):
                 call()
-            except app.LoadError as error:
-                text = str(error)
-                assert not any(
-                    f" {name}Error" in text for name in ("Type", "Key", "Attribute", "Index")
-                ), (where, text)
-        try:
-            with app.path("a"):
-                pass
-        except app.LoadError:
+        with contextlib.suppress(app.LoadError), app.path("a"):
             pass
 
 
 # --- Trust
-
-
-LINKS = ["a/cpu/a_optimized.onnx", "a/cpu/weights.bin", "a/cpu"]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
-@pytest.mark.parametrize("name", LINKS)
-def test_a_link_that_leads_out_of_the_package_is_not_followed(
-    ship: Shipper, tmp_path: Path, name: str
-) -> None:
-    app = ship(cpu=CPU)
-    elsewhere = tmp_path / "elsewhere"
-    link = ship.folder / name
-    if link.exists():
-        link.rename(elsewhere)
-    else:
-        elsewhere.write_bytes(b"of somebody else")
-    link.symlink_to(elsewhere)
-    cpu, source = app.explain("a")
-    assert (cpu.outcome, source.outcome) == ("failed", "opened")
-    assert cpu.reason == f"{name} is a link to a place outside of the package"
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
-def test_links_inside_the_package_and_those_of_installers_are_followed(
-    ship: Shipper, tmp_path: Path
-) -> None:
-    """Some installers make each file a link into their cache."""
-    app = ship(cpu=CPU)
-    model = ship.folder / "a/cpu/a_optimized.onnx"
-    shutil.copyfile(model, ship.folder / "shared.onnx")
-    model.unlink()
-    model.symlink_to("../../shared.onnx")
-    assert app.target_of(app.load("a")) == "cpu"
-    installed = tmp_path / "installed"
-    for file in [each for each in ship.folder.rglob("*") if each.is_file()]:
-        place = installed / file.relative_to(ship.folder)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(file)
-    assert loader.target_of(loader.load("a", package=installed, verify=False)) == "cpu"
 
 
 def flipped(file: Path, positions: Iterable[int]) -> Iterator[int]:
@@ -1963,7 +1666,7 @@ def test_verify_finds_every_flipped_byte(ship: Shipper) -> None:
     assert tried > 900
 
 
-def test_verify_refuses_what_the_manifest_does_not_list(ship: Shipper, tmp_path: Path) -> None:
+def test_verify_refuses_what_the_manifest_does_not_list(ship: Shipper) -> None:
     app = ship(cpu=CPU)
     for name in ("a/cpu/weights.bin", "a/cpu/below/more.bin"):
         extra = ship.folder / name
@@ -1973,30 +1676,6 @@ def test_verify_refuses_what_the_manifest_does_not_list(ship: Shipper, tmp_path:
         (step, _) = app.explain("a", verify=True)
         assert step.reason == f"{name} is not in the manifest, and cannot be verified"
         extra.unlink()
-    folder = foreign(tmp_path, {"m": {"variants": {"cpu": {"ep": CPU_EP, **executor("m.onnx")}}}})
-    save(network(), folder / "cpu/m.onnx")
-    assert loader.load("m", package=folder)
-    with pytest.raises(loader.LoadError, match=r"manifest\.json has no recorded sha256"):
-        loader.load("m", package=folder, verify=True)
-
-
-def test_verify_reads_the_weights_in_another_folder(ship: Shipper) -> None:
-    key = "session.model_external_initializers_file_folder_path"
-    (ship.folder / "weights").mkdir(parents=True)
-    (ship.folder / "weights/w.bin").write_bytes(b"weights")
-    app = ship(cpu=variant("a/cpu", "a_optimized.onnx", session_options={key: "../../weights"}))
-    with pytest.raises(app.LoadError, match="outside of the package"):
-        app.load("a")
-    asset = "0123456789abcdef" * 4
-    (ship.folder / "weights").rename(ship.folder / "assets")
-    cpu = variant("a/cpu", "a_optimized.onnx", session_options={key: f"sha256:{asset}"})
-    components = {"a": component({"cpu": cpu, "source": SOURCE})}
-    app = ship.write(components, shared_assets={f"sha256:{asset}": "assets"})
-    assert app.target_of(app.load("a", verify=True)) == "cpu"
-    damage(ship.folder / "assets/w.bin")
-    assert app.explain("a", verify=True)[0].reason == (
-        "assets/w.bin was changed: its sha256 differs from the recorded one"
-    )
 
 
 def test_a_module_is_not_imported_for_an_ep_that_is_registered(
@@ -2009,158 +1688,16 @@ def test_a_module_is_not_imported_for_an_ep_that_is_registered(
     assert "spy_ep" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    "folder", ["/tmp/x", "x", "", "x/{user-cache}", "{user-cache}/../x", "{user-cache}x"]
-)
-def test_a_folder_outside_of_the_users_cache_is_not_created(
-    ship: Shipper, tmp_path: Path, folder: str
-) -> None:
-    app = ship(cpu=changed(CPU, load_options={"cache": folder}))
-    before = sorted(tmp_path.rglob("*"))
-    cpu, _ = app.explain("a")
-    assert cpu.outcome == "failed"
-    assert cpu.reason == f"the manifest names a folder outside of the user's cache: {folder!r}"
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-LIBRARIES_ELSEWHERE = ["/tmp/x.so", "C:\\x.dll", "../x.so", "x:/tmp/x.so:y", "x.so;/tmp/y.so"]
-
-
-@pytest.mark.parametrize("library", LIBRARIES_ELSEWHERE)
-def test_only_the_app_names_a_library_outside_of_the_package(ship: Shipper, library: str) -> None:
-    cpu = copy.deepcopy(CPU)
-    cpu["executor_info"]["ort"]["provider_options"] = {"backend_path": library}
+def test_options_are_passed_on_as_the_manifest_has_them(ship: Shipper) -> None:
+    options = {"backend_path": "/opt/lib/x.so", "trt_profile_min_shapes": "x:1x1x8x8", "y": "../z"}
+    cpu = changed(CPU, load_options={"cache": "{user-cache}/rtx"})
+    cpu["executor_info"]["ort"]["provider_options"] = options
     app = ship(cpu=cpu)
-    (step, source) = app.explain("a")
-    assert (step.outcome, source.outcome) == ("skipped", "opened")
-    assert step.reason.startswith(
-        f"backend_path names a library outside of the package ({library!r}"
-    )
-    assert app.target_of(app.load("a", provider_options={"backend_path": library})) == "cpu"
-
-
-def test_a_library_of_the_package_and_a_plain_name_are_passed_on(ship: Shipper) -> None:
-    cpu = copy.deepcopy(CPU)
-    cpu["executor_info"]["ort"]["provider_options"] = {
-        "backend_path": "lib/x.so",
-        "op_packages": "y",
-    }
-    app = ship(cpu=cpu)
-    package = app._package(None)
-    options = app._provider_options(
-        package, package.components["a"][0], app._checked(None, None, "cpu", False, None, None)
-    )
-    assert options == {"backend_path": str(ship.folder / "a/cpu/lib/x.so"), "op_packages": "y"}
-
-
-FILES_ELSEWHERE = [
-    ("profiling_file_path", "/tmp/x.csv"),
-    ("profiling_file_path", "x.csv"),
-    ("json_qnn_graph_dir", "../x"),
-    ("trt_engine_cache_path", "{user-cache}/x"),
-    ("nv_runtime_cache_path", "C:\\x"),
-    ("no_such_option", "/tmp/x"),
-    ("no_such_option", "C:x"),
-    ("no_such_option", "\\\\server\\x"),
-    ("no_such_option", "x/../../y"),
-    ("load_config", '{"CPU": {"CACHE_DIR": "/tmp/x"}}'),
-    ("load_config", '\ufeff{"CPU": {"CACHE_DIR": "x", "CACHE_DIR": ""}}'),
-    ("load_config", '{"CPU": {"NO_SUCH": "/tmp/x"}}'),
-    ("load_config", '{"CPU": /* as C++ reads it */ {"CACHE_DIR": "/tmp/x"}}'),
-]
-
-
-@pytest.mark.parametrize(("option", "value"), FILES_ELSEWHERE)
-def test_only_the_app_names_a_file_outside_of_the_package(
-    ship: Shipper, option: str, value: str
-) -> None:
-    cpu = copy.deepcopy(CPU)
-    cpu["executor_info"]["ort"]["provider_options"] = {option: value}
-    app = ship(cpu=cpu)
-    step, source = app.explain("a")
-    assert (step.outcome, source.outcome) == ("skipped", "opened")
-    assert step.reason == (
-        f"{option} names a file outside of the package ({value!r}), which only the app may give: "
-        f"load(..., provider_options={{{option!r}: ...}})"
-    )
-    assert app.target_of(app.load("a", provider_options={option: value})) == "cpu"
-
-
-def test_the_apps_options_are_not_those_of_the_source(ship: Shipper) -> None:
-    source = copy.deepcopy(SOURCE)
-    source["executor_info"]["ort"]["provider_options"] = {"profiling_file_path": "/tmp/x.csv"}
-    app = ship.write({"a": component({"source": source})})
-    (step,) = app.explain("a", provider_options={"profiling_file_path": "x"})
-    assert step.outcome == "skipped"
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("trt_profile_min_shapes", "x:1x1x8x8,/model/y:1"),
-        ("reshape_input", "/x[1,1,8,8]"),
-        ("load_config", '{"CPU": {"INFERENCE_PRECISION_HINT": "f32", "CACHE_DIR": ""}}'),
-        ("backend_type", "htp"),
-        ("profiling_file_path", ""),
-    ],
-)
-def test_other_values_are_no_files(tmp_path: Path, option: str, value: str) -> None:
-    assert loader.confined_option(tmp_path, option, value) == value
-
-
-def test_a_file_of_the_package_gets_its_absolute_path(tmp_path: Path) -> None:
-    (tmp_path / "package" / "lib").mkdir(parents=True)
-    (tmp_path / "package" / "lib" / "npu.xclbin").touch()
-    confined = functools.partial(loader.confined_option, tmp_path / "package", "xclbin")
-    assert confined("lib/npu.xclbin") == str(tmp_path / "package" / "lib" / "npu.xclbin")
-    assert confined("lib") == str(tmp_path / "package" / "lib")
-    assert confined("missing.xclbin") is None
-    if sys.platform != "win32":
-        (tmp_path / "package" / "link").symlink_to(tmp_path)
-        assert confined("link") is None
-    assert loader.confined_option(None, "xclbin", "lib/npu.xclbin") is None
-
-
-def test_every_option_for_a_file_is_known_to_the_loader(tmp_path: Path) -> None:
-    """By its description: those of new providers have to be listed in the loader."""
-    options = {
-        name: option.doc
-        for provider in PROVIDERS.values()
-        for name, option in provider.options.items()
-        if option.kind == "text"
-        and re.match(r"(File|Folder|Path|Library|Calibration table)s? ?", option.doc)
-    }
-    assert len(options) > 10
-    passed = [name for name in options if loader.confined_option(tmp_path, name, "a/b") is not None]
-    # Relative libraries are those of the package.
-    assert set(passed) <= loader._LIBRARY_OPTIONS
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("ep.qnnexecutionprovider.profiling_file_path", "x.csv"),
-        ("ep.qnnexecutionprovider.backend_path", "../x.so"),
-        ("ep.someexecutionprovider.no_such_option", "/tmp/x"),
-        ("session.node_partition_config_file", "/tmp/x"),
-    ],
-)
-def test_session_options_name_no_files_elsewhere(ship: Shipper, key: str, value: str) -> None:
-    cpu = variant("a/cpu", "a_optimized.onnx", session_options={key: value})
-    app = ship(cpu=cpu)
-    options = onnxruntime.SessionOptions()
-    step, source = app.explain("a", session_options=options)
-    assert (step.outcome, source.outcome) == ("skipped", "opened")
-    assert f"{key} names a file outside of the package ({value!r}), which" in step.reason
-    with pytest.raises(RuntimeError):
-        options.get_session_config_entry(key)
-
-
-def test_a_library_is_not_taken_from_the_users_cache(ship: Shipper) -> None:
-    app = ship(cpu=changed(CPU, load_options={"backend_path": "{user-cache}/x.so"}))
-    step, _ = app.explain("a")
-    assert step.outcome == "skipped"
-    assert step.reason.startswith("backend_path names a library outside of the package")
+    request = app._checked(None, None, "cpu", False, None, {"y": True})
+    cpu, source = app._package(None).components["a"]
+    cache = str(app.user_folder() / "rtx")
+    assert app._provider_options(cpu, request) == {**options, "cache": cache, "y": "1"}
+    assert app._provider_options(source, request) == {}
 
 
 def test_the_app_gives_the_secrets_of_a_target(ship: Shipper) -> None:
@@ -2173,21 +1710,6 @@ def test_the_app_gives_the_secrets_of_a_target(ship: Shipper) -> None:
     )
     given = {"password": "a", "encryption_key": "b"}
     assert app.target_of(app.load("a", provider_options=given)) == "cpu"
-
-
-def test_names_with_control_characters_are_escaped_in_messages(
-    ship: Shipper, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = "\x1b[2Ja\x9b"
-    app = ship.write({name: component({name: variant("a/npu", "no\x1b.onnx")}, name)})
-    with pytest.raises(app.LoadError) as raised:
-        app.load(name)
-    ship.write({name: 5})
-    with pytest.raises(app.LoadError) as damaged:
-        app.models()
-    printed = f"{raised.value} {damaged.value} {caplog.messages[0].removeprefix(name)}"
-    assert "\\x1b[2Ja\\x9b" in printed
-    assert printed.replace("\n", "").isprintable()
 
 
 # --- Shapes
@@ -2425,8 +1947,8 @@ def test_a_constant_that_does_not_fit_its_dtype_is_a_failure(
 
 def test_a_frozen_text_is_an_array_of_objects(ship: Shipper) -> None:
     app = ship(cpu=CPU)
-    arrays = app._arrays({"s": {"dtype": "string", "shape": [1], "value": "text"}})
-    assert (arrays["s"].dtype, arrays["s"].tolist()) == (np.dtype(object), ["text"])
+    array = app._array("s", {"dtype": "string", "shape": [1], "value": "text"})
+    assert (array.dtype, array.tolist()) == (np.dtype(object), ["text"])
 
 
 # --- The user's cache folder
@@ -2439,24 +1961,24 @@ def test_a_folder_in_the_users_cache_is_created(
     monkeypatch.setattr(sys, "platform", "linux")
     app = ship(cpu=CPU)
     name = app.__name__.split(".")[0]
-    assert app._expand_user_cache("{user-cache}/rtx") == str(tmp_path / "caches" / name / "rtx")
+    assert app._in_user_cache("{user-cache}/rtx") == str(tmp_path / "caches" / name / "rtx")
     assert (tmp_path / "caches" / name / "rtx").is_dir()
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert Path(app._expand_user_cache("{user-cache}")) == tmp_path / ".cache" / name
+    assert Path(app._in_user_cache("{user-cache}")) == tmp_path / ".cache" / name
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert app._expand_user_cache("{user-cache}") == str(tmp_path / "local" / name)
+    assert app._in_user_cache("{user-cache}") == str(tmp_path / "local" / name)
     monkeypatch.delenv("LOCALAPPDATA")
-    assert Path(app._expand_user_cache("{user-cache}")) == tmp_path / "AppData/Local" / name
+    assert Path(app._in_user_cache("{user-cache}")) == tmp_path / "AppData/Local" / name
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert Path(app._expand_user_cache("{user-cache}")) == tmp_path / "Library" / "Caches" / name
+    assert Path(app._in_user_cache("{user-cache}")) == tmp_path / "Library" / "Caches" / name
 
 
 def test_a_load_option_names_a_folder_in_the_users_cache(ship: Shipper) -> None:
     app = ship(cpu=changed(CPU, load_options={"cache": "{user-cache}/kernels"}))
     assert app.target_of(app.load("a")) == "cpu"
-    assert (app._user_folder() / "kernels").is_dir()
+    assert (app.user_folder() / "kernels").is_dir()
 
 
 def test_without_a_home_folder_the_cache_is_left_out(
@@ -2481,479 +2003,3 @@ def test_a_cache_folder_that_cannot_be_made_is_a_failure(ship: Shipper, tmp_path
     assert cpu.outcome == "failed"
     refused = "FileExistsError" if sys.platform == "win32" else "NotADirectoryError"
     assert (source.outcome, cpu.reason.split(":")[0]) == ("opened", refused)
-
-
-# --- Compiling on the user's machine
-
-
-def test_without_a_prepared_model_nothing_can_be_compiled(ship: Shipper) -> None:
-    app = ship(npu=NPU, cpu=CPU)
-    with pytest.raises(
-        app.LoadError, match="of 'a', and no target ships one: set recompile = true"
-    ):
-        app.load("a", fallback="jit")
-    with pytest.raises(app.LoadError, match="and the target 'cpu' ships none: set recompile"):
-        app.load("a", fallback="jit", target="cpu")
-    assert app.target_of(app.load("a", fallback="jit", target="source")) == "source"
-
-
-def kept(app: Any) -> list[Path]:
-    """The folders of the contexts that were compiled on this machine."""
-    folder = app._user_folder() / "compiled"
-    return sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
-
-
-def jit(app: Any, **arguments: Any) -> Any:
-    session = app.load("a", device="any", fallback="jit", **arguments)
-    assert session.run(None, X)[0].shape == (1, 10)
-    return session
-
-
-@pytest.fixture
-def broken(qnn: Shipper) -> Any:
-    """An app whose context QNN refuses."""
-    app = qnn(npu=QNN)
-    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    return app
-
-
-@needs_qnn
-def test_a_target_is_compiled_before_the_next_one_is_opened(qnn: Shipper) -> None:
-    app = qnn(npu=QNN, cpu=CPU)
-    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    assert app.target_of(app.load("a", device="any")) == "cpu"
-    assert app.target_of(jit(app)) == "npu"
-    steps = app.explain("a", device="any", fallback="jit")
-    assert outcomes(steps) == [
-        ("npu", "failed"),
-        ("npu", "opened"),
-        ("cpu", "not tried"),
-        ("source", "not tried"),
-    ]
-
-
-@needs_qnn
-def test_a_prepared_model_that_was_changed_is_not_compiled(broken: Any, qnn: Shipper) -> None:
-    (prepared,) = (qnn.folder / "a/npu/prepared").glob("*.onnx")
-    content = bytearray(prepared.read_bytes())
-    content[-1] ^= 1
-    prepared.write_bytes(content)
-    with pytest.raises(
-        broken.LoadError, match=r"compiling it on this machine: .*prepared/a\.onnx was changed"
-    ):
-        jit(broken, target="npu")
-    assert kept(broken) == []
-
-
-@needs_qnn
-def test_a_context_that_opens_is_not_compiled_again(qnn: Shipper) -> None:
-    app = qnn(npu=QNN)
-    assert app.target_of(jit(app)) == "npu"
-    assert outcomes(app.explain("a", device="any", fallback="jit")) == [
-        ("npu", "opened"),
-        ("source", "not tried"),
-    ]
-    assert kept(app) == []
-
-
-def test_on_a_machine_without_the_device_nothing_is_compiled(ship: Shipper) -> None:
-    app = ship(npu=changed(NPU, prepared="prepared/a.onnx"))
-    steps = app.explain("a", fallback="jit")
-    assert outcomes(steps) == [("npu", "skipped"), ("source", "opened")]
-    assert kept(app) == []
-
-
-@needs_qnn
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"provider_options": {"backend_type": "htp", "json_qnn_graph_dir": "x"}},
-        {"session_options": {"ep.context_file_path": "x.onnx"}},
-        {"session_options": {"ep.qnnexecutionprovider.no_such_option": "/tmp/x"}},
-    ],
-)
-def test_nothing_is_compiled_with_an_option_that_names_a_file_elsewhere(
-    qnn: Shipper, settings: Table
-) -> None:
-    app = qnn(npu=changed(QNN, settings=settings))
-    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    steps = app.explain("a", device="any", fallback="jit", target="npu")
-    assert outcomes(steps) == [("npu", "failed"), ("npu", "skipped")]
-    assert "names a file outside of the package" in steps[1].reason
-    assert kept(app) == []
-
-
-@needs_qnn
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("a_ctx.onnx", "altered"),
-        ("a_ctx.onnx", "missing"),
-        ("a_ctx.onnx", "truncated"),
-        ("a_ctx_qnn.bin", "altered"),
-        ("a_ctx_qnn.bin", "missing"),
-        ("a_ctx_qnn.bin", "truncated"),
-        # The source opens only when it is compiled, which is forbidden.
-        ("a_ctx.onnx", "not compiled"),
-    ],
-)
-def test_a_context_that_does_not_open_is_compiled_once(
-    qnn: Shipper, caplog: pytest.LogCaptureFixture, name: str, how: str
-) -> None:
-    if how == "not compiled":
-        shutil.copyfile(qnn.folder / "a/npu/prepared/a.onnx", qnn.folder / "a/npu/a_ctx.onnx")
-        app = qnn(npu=QNN)
-    else:
-        app = qnn(npu=QNN)
-        damage(qnn.folder / f"a/npu/{name}", how)
-    first = jit(app)
-    assert app.target_of(first) == "npu"
-    assert first.get_providers()[0] == QNN_EP
-    assert "a on npu: failed" in caplog.text
-    assert caplog.text.count("a is compiled for npu on this machine") == 1
-    (folder,) = kept(app)
-    assert (folder / "a_ctx.onnx").is_file()
-    assert onnx.load(folder / "a_ctx.onnx").graph.node[0].op_type == "EPContext"
-    written = (folder / "a_ctx.onnx").stat().st_mtime_ns
-    caplog.clear()
-    steps = app.explain("a", device="any", fallback="jit")
-    assert outcomes(steps) == [("npu", "failed"), ("npu", "opened"), ("source", "not tried")]
-    assert steps[1].reason == f"{QNN_EP} on cpu, compiled on this machine"
-    jit(app)
-    assert "is compiled" not in caplog.text
-    assert kept(app) == [folder]
-    assert (folder / "a_ctx.onnx").stat().st_mtime_ns == written
-
-
-@pytest.mark.parametrize("how", ["of another version", "missing", "truncated"])
-def test_openvino_compiles_again_what_does_not_fit_any_more(
-    openvino: tuple[Shipper, Table], how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    ship, entry = openvino
-    if how == "of another version":
-        entry["compatibility_string"] = how
-    app = ship(openvino=entry)
-    if how != "of another version":
-        (sidecar,) = (ship.folder / "a/openvino").glob("*.bin")
-        damage(sidecar, how)
-    for _ in range(2):
-        first, second, source = app.explain("a", fallback="jit")
-        assert first.outcome == ("skipped" if how == "of another version" else "failed")
-        assert str(second) == f"openvino: opened, {OPENVINO_EP} on cpu, compiled on this machine"
-        assert source.outcome == "not tried"
-    assert app.load("a", fallback="jit").run(None, X)[0].shape == (1, 10)
-    assert caplog.text.count("a is compiled for openvino on this machine") == 1
-
-
-@needs_qnn
-def test_the_prepared_model_matters_only_where_it_is_compiled(qnn: Shipper) -> None:
-    app = qnn(npu=QNN)
-    damage(qnn.folder / "a/npu/prepared/a.onnx", "truncated")
-    assert app.target_of(app.load("a", device="any", verify=True)) == "npu"
-
-
-@needs_qnn
-def test_only_the_requested_fallback_compiles(broken: Any) -> None:
-    assert broken.target_of(broken.load("a", device="any")) == "source"
-    with pytest.raises(broken.LoadError, match="npu: failed"):
-        broken.load("a", device="any", fallback=None)
-    assert kept(broken) == []
-
-
-@needs_qnn
-@pytest.mark.parametrize(
-    ("file", "how", "arguments"),
-    [
-        ("a_ctx_qnn.bin", "truncated", {}),
-        ("a_ctx_qnn.bin", "missing", {}),
-        ("a_ctx_qnn.bin", "altered", {}),
-        ("a_ctx_qnn.bin", "altered", {"verify": True}),
-        ("a_ctx.onnx", "truncated", {}),
-        ("a_ctx.onnx", "missing", {}),
-        ("files.json", "missing", {}),
-        ("files.json", "truncated", {}),
-        ("files.json", "altered", {}),
-    ],
-)
-def test_a_damaged_context_of_this_machine_is_compiled_again(
-    broken: Any, caplog: pytest.LogCaptureFixture, file: str, how: str, arguments: Table
-) -> None:
-    jit(broken)
-    (folder,) = kept(broken)
-    damage(folder / file, how)
-    caplog.clear()
-    assert broken.target_of(jit(broken, **arguments)) == "npu"
-    assert "cannot be opened any more" in caplog.text
-    assert caplog.text.count("is compiled for npu") == 1
-    assert kept(broken) == [folder]
-    caplog.clear()
-    jit(broken, verify=True)
-    assert "is compiled" not in caplog.text
-
-
-@needs_qnn
-def test_an_altered_context_of_this_machine_is_found_on_request(
-    broken: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    jit(broken)
-    (folder,) = kept(broken)
-    record = json.loads((folder / "files.json").read_text("utf-8"))
-    assert record.keys() == {"a_ctx.onnx", "a_ctx_qnn.bin"}
-    record["a_ctx_qnn.bin"]["sha256"] = "of other bytes"
-    (folder / "files.json").write_text(json.dumps(record), encoding="utf-8")
-    caplog.clear()
-    jit(broken)
-    assert "is compiled for npu" not in caplog.text
-    jit(broken, verify=True)
-    assert "a_ctx_qnn.bin was changed" in caplog.text
-    assert caplog.text.count("is compiled for npu") == 1
-
-
-AT_ONCE = """
-import json, logging, sys, time
-from pathlib import Path
-logging.basicConfig(stream=sys.stderr, format="%(message)s")
-import onnxruntime_qnn
-from shipped import explain
-Path(sys.argv[1]).touch()
-while not Path(sys.argv[2]).exists():
-    time.sleep(0.001)
-records = []
-logging.getLogger("shipped").addHandler(
-    type("Handler", (logging.Handler,), {"emit": lambda self, record: records.append(record.msg)})()
-)
-steps = explain("a", device="any", fallback="jit")
-print(json.dumps([[str(each) for each in steps], sum("is compiled" in each for each in records)]))
-"""
-
-
-@needs_qnn
-def test_of_two_processes_one_compiles(qnn: Shipper, broken: Any, tmp_path: Path) -> None:
-    ready = [tmp_path / f"ready{index}" for index in range(2)]
-    go = tmp_path / "go"
-    processes = [qnn.start(AT_ONCE, str(each), str(go)) for each in ready]
-    while not all(each.exists() for each in ready):
-        assert all(each.poll() is None for each in processes)
-        time.sleep(0.01)
-    go.touch()
-    results = [qnn.finish(each) for each in processes]
-    for (first, second, _), _ in results:
-        assert first.startswith("npu: failed")
-        assert second == f"npu: opened, {QNN_EP} on cpu, compiled on this machine"
-    assert sorted(compiled for _, compiled in results) == [0, 1]
-    assert len(kept(broken)) == 1
-
-
-@needs_qnn
-def test_of_several_threads_one_compiles(broken: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        sessions = list(pool.map(lambda _: jit(broken), range(4)))
-    assert {broken.target_of(each) for each in sessions} == {"npu"}
-    assert caplog.text.count("is compiled for npu") == 1
-
-
-@needs_qnn
-def test_a_prepared_model_that_cannot_be_compiled_is_a_failure(
-    qnn: Shipper, caplog: pytest.LogCaptureFixture
-) -> None:
-    app = qnn(npu=QNN)
-    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    damage(qnn.folder / "a/npu/prepared/a.onnx")
-    steps = app.explain("a", device="any", fallback="jit")
-    assert outcomes(steps) == [("npu", "failed"), ("npu", "failed"), ("source", "opened")]
-    assert kept(app) == []
-    damage(qnn.folder / "a/npu/prepared/a.onnx", "truncated")
-    steps = app.explain("a", device="any", fallback="jit")
-    assert "a/npu/prepared/a.onnx has" in steps[1].reason
-    # Nothing is left over but the lock.
-    (lock,) = (app._user_folder() / "compiled").iterdir()
-    assert lock.suffix == ".lock"
-
-
-@needs_qnn
-def test_a_model_of_which_the_ep_compiles_nothing_is_a_failure(qnn: Shipper) -> None:
-    (prepared,) = (qnn.folder / "a/npu/prepared").iterdir()
-    nodes = [helper.make_node("NonZero", ["x"], ["y"])]
-    made = model(nodes, [value("x", [2, 4])], [value("y", [2, None], TensorProto.INT64)])
-    save(made, prepared)
-    app = qnn(npu=QNN)
-    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    steps = app.explain("a", device="any", fallback="jit")
-    assert steps[1].outcome == "failed"
-    assert "Unable to compile any nodes" in steps[1].reason
-    assert kept(app) == []
-
-
-@needs_qnn
-def test_settings_decide_how_and_whether_a_model_is_compiled_again(qnn: Shipper) -> None:
-    app = qnn(npu=QNN)
-    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    jit(app)
-    session_options = {"session.some": "1"}
-    for settings in (
-        {"embed": True, "session_options": session_options},
-        {"optimization": "all", "embed": True},
-        {"optimization": None, "session_options": None, "device_filter": None},
-    ):
-        app = qnn(npu=changed(QNN, settings=settings))
-        damage(qnn.folder / "a/npu/a_ctx_qnn.bin", "truncated")
-        jit(app)
-    assert len(kept(app)) == 4
-    embedded = [each for each in kept(app) if not (each / "a_ctx_qnn.bin").exists()]
-    assert len(embedded) == 2
-
-
-@needs_qnn
-def test_another_version_or_device_needs_another_context(
-    broken: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found, ort = broken._package(None), onnxruntime
-    npu = only_variant(broken)
-
-    def key(each: Any = None) -> str:
-        return str(broken._key_of_compiled(ort, found, npu, each or device("NPU", driver="1")))
-
-    keys = {key(), key(device("NPU", driver="2")), key(device("NPU", "Other", driver="1"))}
-    other = device("NPU", driver="1")
-    other.device.device_id = 3
-    keys.add(key(other))
-    monkeypatch.setattr(onnxruntime, "__version__", "99.0")
-    keys.add(key())
-    import importlib.metadata
-
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0")
-    keys.add(key())
-    # The same vendor has another name.
-    assert len(keys) == 5
-    # Windows may say that otherwise when it starts again, and a path is not a version.
-    moved = device("NPU", driver="1", library_path="/elsewhere")
-    moved.device.metadata = {"LUID": "5", "DxgiAdapterNumber": "1", "DxgiHighPerformanceIndex": "0"}
-    assert key(moved) == key()
-    # A library that no package contains has a time, and that of a frozen app a new one at each start.
-    for frozen, number in ((False, 2), (True, 1)):
-        monkeypatch.setattr(sys, "frozen", frozen, raising=False)
-        library = tmp_path / "library.so"
-        found_keys = set()
-        for seconds in (1, 2):
-            library.write_bytes(b"library")
-            os.utime(library, (seconds, seconds))
-            found_keys.add(key(device("NPU", library_path=str(library))))
-        assert len(found_keys) == number
-
-
-@needs_qnn
-def test_an_ep_without_a_package_has_no_version(qnn: Shipper) -> None:
-    app = qnn(npu=changed(QNN, plugin=None))
-    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    app.load("a", device="any", fallback="jit", target="npu")
-    assert len(kept(app)) == 1
-
-
-@needs_qnn
-def test_the_oldest_contexts_make_room(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    jit(broken)
-    (own,) = kept(broken)
-    size = sum(file.stat().st_size for file in own.iterdir())
-    folder = own.parent
-    now = time.time()
-    for index, name in enumerate(("oldest", "middle", "newest")):
-        (folder / name / "inside").mkdir(parents=True)
-        (folder / name / "inside" / "context.bin").write_bytes(bytes(10_000))
-        os.utime(folder / name, (now - 1000 + index, now - 1000 + index))
-    # Unused for longer than the others, and kept because it is opened now.
-    os.utime(own, (now - 5000, now - 5000))
-    monkeypatch.setattr(broken, "USER_CACHE_LIMIT", size + 35_000)
-    jit(broken)
-    assert [each.name for each in kept(broken)] == sorted(["middle", "newest", own.name])
-    assert own.stat().st_mtime >= now - 60, "its use counts"
-    monkeypatch.setattr(broken, "USER_CACHE_LIMIT", 1)
-    jit(broken)
-    assert kept(broken) == [own]
-
-
-@needs_qnn
-def test_what_killed_processes_left_is_removed_after_a_day(broken: Any) -> None:
-    jit(broken)
-    (own,) = kept(broken)
-    old, new = own.parent / ".new-old", own.parent / ".new-new"
-    for each in (old, new):
-        each.mkdir()
-        (each / "half.bin").write_bytes(b"half")
-    os.utime(old, (0, 0))
-    jit(broken)
-    assert kept(broken) == sorted([new, own])
-
-
-@needs_qnn
-def test_a_folder_that_vanishes_while_the_sizes_are_counted_does_not_matter(
-    broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jit(broken)
-    (own,) = kept(broken)
-    monkeypatch.setattr(
-        Path, "rglob", lambda self, pattern: iter([self / "removed by another process"])
-    )
-    assert broken.target_of(jit(broken)) == "npu"
-    assert kept(broken) == [own]
-
-
-@needs_qnn
-def test_a_context_is_compiled_from_a_zip_archive(
-    qnn: Shipper, from_zip: Callable[[], Any], tmp_path: Path
-) -> None:
-    qnn(npu=QNN)
-    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    app = from_zip()
-    assert app.target_of(jit(app)) == "npu"
-    (folder,) = kept(app)
-    assert folder.parent.parent.name == "zipped"
-    gc.collect()
-    assert not list((tmp_path / "temp").iterdir())
-
-
-@needs_qnn
-def test_an_onnxruntime_that_cannot_compile_skips_it(
-    broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(onnxruntime, "ModelCompiler")
-    steps = broken.explain("a", device="any", fallback="jit")
-    assert outcomes(steps) == [("npu", "failed"), ("npu", "skipped"), ("source", "opened")]
-    assert "cannot compile models" in steps[1].reason
-
-
-@needs_qnn
-def test_a_kept_context_whose_ep_is_missing_is_not_thrown_away(
-    broken: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    jit(broken)
-    (own,) = kept(broken)
-
-    def refuse(*_: Any) -> Any:
-        raise broken._SkipTargetError("the session was opened without it")
-
-    monkeypatch.setattr(broken, "_open_file", refuse)
-    caplog.clear()
-    step = broken.explain("a", device="any", fallback="jit")[0]
-    assert str(step) == "npu: skipped, the session was opened without it"
-    assert kept(broken) == [own]
-    assert "is compiled" not in caplog.text
-
-
-def test_windows_locks_and_unlocks_the_first_byte(
-    ship: Shipper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app = ship(cpu=CPU)
-    calls: list[tuple[str, int]] = []
-
-    def locking(descriptor: int, mode: str, count: int) -> None:
-        assert os.lseek(descriptor, 0, os.SEEK_CUR) == 0
-        calls.append((mode, count))
-        if len(calls) == 1:
-            raise PermissionError("another process has it")
-
-    fake = SimpleNamespace(LK_NBLCK="lock", LK_UNLCK="unlock", locking=locking)
-    monkeypatch.setitem(sys.modules, "msvcrt", fake)
-    monkeypatch.setattr(sys, "platform", "win32")
-    with app._locked(tmp_path / "some.lock"):
-        assert calls == [("lock", 1), ("lock", 1)]
-    assert calls[2:] == [("unlock", 1)]

@@ -349,8 +349,3 @@ def changed_files(folder: Path, files: Mapping[str, FileRecord]) -> tuple[str, .
 def source_folder(model: Model) -> str:
     """The folder of a model's shipped source, from the package; all its shapes have the same."""
     return f"{model.configured_name}/{SOURCE}"
-
-
-def loader_file() -> Path:
-    """The module that is shipped next to the manifest, as ``__init__.py``."""
-    return Path(hatch_epcontext.__file__).with_name("loader.py")

@@ -23,7 +23,6 @@ from typing import Any, Literal, Protocol
 from hatch_epcontext.errors import Diagnosed, Kind, Problem
 from hatch_epcontext.files import is_inside
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.loader import OUTPUT_OPTIONS, PATH_OPTIONS
 from hatch_epcontext.serialize import InvalidJsonError, from_plain, refuse_constant, to_plain
 from hatch_epcontext.text import dotted, show
 
@@ -37,6 +36,21 @@ Layout = Literal["portable", "installed"]
 
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 """What `zipfile` raises for contents that it cannot read."""
+
+PATH_OPTIONS = frozenset(
+    {"ep.context_file_path", "session.model_external_initializers_file_folder_path"}
+)
+"""Session options that name a file of the package."""
+
+OUTPUT_OPTIONS = frozenset(
+    {
+        "session.collect_node_memory_stats_to_file",
+        "session.debug_layout_transformation",
+        "session.enable_profiling",
+        "session.optimized_model_filepath",
+    }
+)
+"""Session options that name a file to write: ONNX Runtime refuses a package with one."""
 
 _COMPONENT_FILE = "component.json"
 _ASSET_URI = re.compile(r"sha256:[0-9a-f]{64}")

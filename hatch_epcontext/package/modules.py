@@ -6,18 +6,29 @@ import keyword
 from collections.abc import Mapping
 from pathlib import Path, PurePath, PurePosixPath
 
-from hatch_epcontext.package import manifest
+import hatch_epcontext
+from hatch_epcontext.config.settings import Config
 
 _PYINSTALLER = "__pyinstaller"
 """The folder of the hook for PyInstaller; no model has such a name."""
 
 
-def modules(import_name: str | None) -> Mapping[str, Path]:
-    """The modules of a package, by their path in it: the loader, and the hook for PyInstaller.
+def loader_file() -> Path:
+    """The module that is shipped next to the manifest, as ``__init__.py``."""
+    return Path(hatch_epcontext.__file__).with_name("loader.py")
 
-    PyInstaller finds a hook by its name, so there is none for a folder without ``import_name``.
+
+def modules(import_name: str | None, config: Config | None = None) -> Mapping[str, Path]:
+    """The modules of a package, by their path in it.
+
+    They are the loader, what compiles on the user's machine if a target of ``config`` has ``recompile``, and
+    the hook for PyInstaller, which finds a hook by its name: there is none
+    for a folder without ``import_name``.
     """
-    shipped = {"__init__.py": manifest.loader_file()}
+    shipped = {"__init__.py": loader_file()}
+    targets = (target for model in config.models for target in model.targets) if config else ()
+    if any(target.settings.recompile for target in targets):
+        shipped["_recompile.py"] = loader_file().with_name("_recompile.py")
     if import_name is not None:
         folder = Path(__file__).with_name("pyinstaller")
         shipped[f"{_PYINSTALLER}/__init__.py"] = folder / "__init__.py"

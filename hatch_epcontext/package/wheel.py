@@ -24,10 +24,8 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import FileRecord, file_sha256, stream_sha256
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.loader import confined_option, is_in_user_cache
 from hatch_epcontext.package import manifest, model_package
 from hatch_epcontext.package.selection import Tree
-from hatch_epcontext.providers import variable_of
 from hatch_epcontext.text import count, listing, show_size
 
 FOLDER = "epcontext"
@@ -236,30 +234,6 @@ def record_row(line: list[str]) -> RecordRow | None:
     except ValueError:
         return None
     return RecordRow(algorithm, digest.hex(), int(line[2]) if line[2] else None)
-
-
-def refused_options(config: Config) -> Iterator[str]:
-    """A warning for each option with which the loader skips a target, because it names a file."""
-    found = {
-        (target.name, option): None
-        for model in config.models
-        for target in model.targets
-        for option, value in (
-            *target.load_options.items(),
-            *target.settings.session_options.items(),
-        )
-        if variable_of(value) is None
-        and not is_in_user_cache(value)
-        and confined_option(None, option, value) is None
-    }
-    for target, option in found:
-        if "." in option:
-            yield f"the loader skips the target {target}: its session option {option} names a file."
-        else:
-            yield (
-                f"the loader skips the target {target} unless the app gives its option {option}, which "
-                f"names a file: load(..., provider_options={{{option!r}: ...}})."
-            )
 
 
 def repeated_models(

@@ -48,7 +48,9 @@ def export(
     _check_place(config, folder, place, overwrite=overwrite)
     with temp_dir() as staging:
         result = run(plan(config), staging)
-        made = bundle(result, staging, modules(import_name_in_tree(place)) if loader else {})
+        made = bundle(
+            result, staging, modules(import_name_in_tree(place), config) if loader else {}
+        )
         _refuse_sources(place, (file for source in result.sources for file in source.files))
         # Compiling takes long enough for somebody else to write there.
         _refuse_existing(folder, place, overwrite=overwrite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +24,7 @@ from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.jobs.validation import reason_not_to_run_here, validation_of
-from hatch_epcontext.loader import (
-    CPU_EP,
-    OUTPUT_OPTIONS,
-    PATH_OPTIONS,
-    SOURCE,
-    USER_CACHE,
-    confined_option,
-    is_in_user_cache,
-)
+from hatch_epcontext.loader import CPU_EP, SOURCE
 from hatch_epcontext.package import model_package
 from hatch_epcontext.package.manifest import (
     ComponentMetadata,
@@ -39,7 +32,13 @@ from hatch_epcontext.package.manifest import (
     VariantMetadata,
     ours,
 )
-from hatch_epcontext.package.model_package import ModelPackage, OrtInfo, Variant
+from hatch_epcontext.package.model_package import (
+    OUTPUT_OPTIONS,
+    PATH_OPTIONS,
+    ModelPackage,
+    OrtInfo,
+    Variant,
+)
 from hatch_epcontext.providers import PROVIDERS, Device, find, secrets_in
 from hatch_epcontext.text import count, listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
@@ -60,6 +59,9 @@ from hatch_epcontext.tools.validating import (
 )
 from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
+
+_ELSEWHERE = re.compile(r"(?:^|[\"'])(?:[/\\]|[A-Za-z]:[/\\])|(?:^|[/\\])\.\.(?:[/\\]|$)")
+"""What an absolute path and a parent folder have, alone or in JSON."""
 
 _DEVICES: Mapping[str, Device] = {name: name for name in get_args(Device)}
 
@@ -487,9 +489,8 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Pa
         )
         load_options = provider.complete(options.provider_options)
         _refuse_secrets(secrets_in(load_options))
-    load_options = _confined(load_options, folder)
-    session_options = _confined(settings.session_options, folder)
-    settings = replace(settings, session_options=session_options)
+    _refuse_files_elsewhere({**settings.provider_options, **load_options})
+    _refuse_files_elsewhere(settings.session_options)
     target = Target(name, settings, plugin, load_options)
     check_chip(file, model, target.provider, settings)
     return _Opening(target, file, model)
@@ -502,23 +503,11 @@ def _refuse_secrets(names: Sequence[str]) -> None:
         raise BuildError(_not_run("", reason))
 
 
-def _confined(options: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """``options`` of the variant in ``folder``, as the loader passes them on.
-
-    Raises BuildError for one that names a file elsewhere.
-    """
-    result = {}
+def _refuse_files_elsewhere(options: Mapping[str, str]) -> None:
+    """Raise BuildError for an option that names a file elsewhere: others may have made the package."""
     for name, value in options.items():
-        if value.startswith(USER_CACHE) and is_in_user_cache(value):
-            inside: str | None = value
-        elif name in OUTPUT_OPTIONS:
-            inside = None
-        else:
-            inside = confined_option(folder, name, value)
-        if inside is None:
+        if name in OUTPUT_OPTIONS or _ELSEWHERE.search(value):
             raise BuildError(_not_run("", f"its option {name} names a file elsewhere: {value!r}"))
-        result[name] = inside
-    return result
 
 
 def _check_contexts(found: Variant, ep: str, file: Path, model: InspectReply) -> None:

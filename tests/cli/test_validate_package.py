@@ -301,11 +301,12 @@ def test_our_own_package_reads_no_environment_variable_either(
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
-        ("provider_options", "profiling_file_path", "x.csv"),
+        ("provider_options", "profiling_file_path", "/tmp/x.csv"),
         ("provider_options", "no_such_option", "/tmp/x"),
         ("provider_options", "no_such_option", "{user-cache}/../x"),
         ("provider_options", "backend_path", "../x.so"),
-        ("session_options", "ep.cpuexecutionprovider.profiling_file_path", "x.csv"),
+        ("provider_options", "load_config", '{"CPU": {"CACHE_DIR": "/tmp/x"}}'),
+        ("session_options", "ep.cpuexecutionprovider.profiling_file_path", "C:\\x.csv"),
     ],
 )
 def test_what_names_a_file_elsewhere_is_not_run(

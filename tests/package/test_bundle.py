@@ -86,11 +86,11 @@ def test_the_loader_reads_it(toml: str, models: list[str], project: Path, tmp_pa
 def test_the_loader_verifies_the_manifest(project: Path, tmp_path: Path) -> None:
     made = make(project, TOML, tmp_path)
     found = loader._package(made.folder)
-    found.verify_texts()
+    found.verify()
     manifest = made.folder / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"portable"', b'"portable" '))
-    with pytest.raises(loader._FileError, match=r"manifest\.json was changed"):
-        loader._package(made.folder).verify_texts()
+    with pytest.raises(loader.FileError, match=r"manifest\.json was changed"):
+        loader._package(made.folder).verify()
 
 
 def test_two_bundles_of_one_result_are_the_same(project: Path, tmp_path: Path) -> None:

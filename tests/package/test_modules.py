@@ -6,6 +6,8 @@ import pytest
 
 from hatch_epcontext.package.modules import import_name, import_name_in_tree, modules
 from hatch_epcontext.package.pyinstaller import get_hook_dirs
+from tests.models import network, save
+from tests.results import configured
 
 
 @pytest.mark.parametrize(
@@ -45,3 +47,22 @@ def test_the_hook_of_pyinstaller_has_the_name_of_the_package() -> None:
     (folder,) = get_hook_dirs()
     # Beside the function, wherever it is installed.
     assert {path.name for path in Path(folder).iterdir()} >= {"__init__.py", "hook.py"}
+
+
+@pytest.mark.parametrize("recompile", ["true", "false"])
+def test_what_compiles_on_the_users_machine_is_shipped_only_where_a_target_does(
+    tmp_path: Path, recompile: str
+) -> None:
+    toml = f"""
+    models = ["models/a.onnx", "models/b.onnx"]
+    [targets.cpu]
+    provider = "cpu"
+    [targets.npu]
+    provider = "qnn"
+    provider-options = {{ soc_model = 60, htp_arch = 73 }}
+    recompile = {recompile}
+    """
+    for name in ("a", "b"):
+        save(network(), tmp_path / "models" / f"{name}.onnx")
+    shipped = modules(None, configured(tmp_path, toml))
+    assert ("_recompile.py" in shipped) == (recompile == "true")

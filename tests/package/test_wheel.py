@@ -268,33 +268,6 @@ def repeated(project: Path, tree: dict[str, Path], toml: str, folder: Path) -> l
     return list(wheel.repeated_models(result, shipped, tree, tree, project))
 
 
-def test_an_option_with_which_the_loader_skips_a_target_is_a_warning(project: Path) -> None:
-    toml = """
-models = ["models/a.onnx", "models/b.onnx"]
-[targets.npu]
-provider = "qnn"
-provider-options = { soc_model = 60, profiling_file_path = "x.csv", json_qnn_graph_dir = "graph" }
-[targets.gpu]
-provider = "tensorrt-rtx"
-load-options = { nv_runtime_cache_path = "{user-cache}/x", nv_profiling_output_file = "{env:FILE}" }
-[targets.cpu]
-provider = "openvino"
-device = "cpu"
-provider-options = { load_config = { CPU = { CACHE_DIR = "cache" } } }
-session-options = { "session.node_partition_config_file" = "/x" }
-"""
-    npu, cpu, session = wheel.refused_options(configured(project, toml))
-    assert npu == (
-        "the loader skips the target npu unless the app gives its option profiling_file_path, which names "
-        "a file: load(..., provider_options={'profiling_file_path': ...})."
-    )
-    assert "the target cpu unless the app gives its option load_config" in cpu
-    assert session == (
-        "the loader skips the target cpu: its session option session.node_partition_config_file names a "
-        "file."
-    )
-
-
 def test_a_model_that_is_also_package_data_is_a_warning(project: Path, tmp_path: Path) -> None:
     tree = {
         "my_app/__init__.py": project / "my_app" / "__init__.py",

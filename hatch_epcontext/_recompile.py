@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: MIT
+# Copyright (c) 2026 The hatch-epcontext developers
+"""Compiles a target on the user's machine, for ``load(..., fallback="jit")``.
+
+This module is beside the loader only where a target has ``recompile = true``. It is a copy of
+``hatch_epcontext/_recompile.py`` in hatch-epcontext, under the MIT licence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hatch_epcontext.loader import Package, Request, Variant
+
+CACHE_LIMIT = 4 * 2**30
+"""The size in bytes that the contexts which were compiled on this machine may have together."""
+
+_DAY = 24 * 60 * 60.0
+
+# With the files of a context, beside them.
+_RECORD = "files.json"
+
+# What Windows reports of a device, and may change when it starts again.
+_VOLATILE_FACTS = ("LUID", "DxgiAdapterNumber", "DxgiHighPerformanceIndex")
+
+
+def open_compiled(
+    loader: Any, package: Package, variant: Variant, request: Request
+) -> tuple[Any, str]:
+    """Open ``variant``, after its prepared model was compiled here, once for its EP and driver.
+
+    ``loader`` is the module beside this one. Returns the session, and what it runs on.
+    """
+    ort = loader.import_onnxruntime()
+    if request.verify:
+        package.verify()
+    # It is that of the context that was shipped.
+    variant = variant._replace(compatibility="")
+    kind = loader.kind_of_device(variant, request)
+    loader.check_secrets(variant.about.get("secrets") or (), request)
+    if not hasattr(ort, "ModelCompiler"):
+        raise loader.SkipTargetError(f"onnxruntime {ort.__version__} cannot compile models")
+    with loader.ep_lock(ort):
+        key = _key_of_compiled(ort, package, variant, loader.find_devices(ort, variant, kind)[0])
+    folder = loader.user_folder() / "compiled"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / key / posixpath.basename(variant.file)
+    with _locked(folder / f"{key}.lock"):
+        try:
+            _check_record(loader, file.parent, verify=request.verify)
+            session, runs_on = loader.open_file(ort, package, variant, request, file)
+        except loader.SkipTargetError:
+            raise
+        except Exception as error:
+            if file.parent.exists():
+                loader.log("warning", "%s cannot be opened any more: %s", file, error)
+                loader.remove(file.parent)
+            _compile(loader, ort, package, variant, request, kind, file)
+            session, runs_on = loader.open_file(ort, package, variant, request, file)
+    # The folder may have become read-only.
+    with contextlib.suppress(OSError):
+        os.utime(file.parent)
+        _remove_oldest(loader, folder, keep=key)
+    return session, f"{runs_on}, compiled on this machine"
+
+
+def _check_record(loader: Any, folder: Path, *, verify: bool) -> None:
+    """Raise an exception if a file of a context that was compiled here is missing or damaged."""
+    import json
+
+    record = json.loads((folder / _RECORD).read_bytes())
+    for name, recorded in record.items():
+        loader.check_file(folder / name, name, recorded, verify=verify)
+    for path in folder.iterdir():
+        if verify and path.name != _RECORD and path.name not in record:
+            raise loader.FileError(f"{path.name} is not in {_RECORD}")
+
+
+def _key_of_compiled(ort: Any, package: Package, variant: Variant, device: Any) -> str:
+    """The name of what is compiled: the prepared model, its settings, and all that is installed."""
+    import hashlib
+    import json
+    from importlib.metadata import PackageNotFoundError, version
+    from pathlib import Path
+
+    installed: Any = None
+    # Some libraries have no package, and Python refuses an empty name with a ValueError.
+    with contextlib.suppress(PackageNotFoundError, ValueError):
+        installed = version(variant.plugin.get("package", ""))
+    facts = {**dict(device.ep_metadata), **dict(device.device.metadata)}
+    library = facts.pop("library_path", None)
+    for name in _VOLATILE_FACTS:
+        facts.pop(name, None)
+    # The app may have registered a library that no package contains.
+    with contextlib.suppress(OSError, TypeError):
+        stat = Path(library).stat()
+        # A frozen app that is one file unpacks its libraries at each start.
+        time = None if getattr(sys, "frozen", False) else stat.st_mtime_ns
+        installed = [installed, stat.st_size, time]
+    content = {
+        "model": {n: package.files[n]["sha256"] for n in package.files_of(variant, prepared=True)},
+        "settings": variant.settings,
+        "onnxruntime": ort.__version__,
+        "ep": installed,
+        "device": [device.device.vendor_id, device.device.device_id, sorted(facts.items())],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _compile(
+    loader: Any,
+    ort: Any,
+    package: Package,
+    variant: Variant,
+    request: Request,
+    kind: str,
+    file: Path,
+) -> None:
+    """Compile the prepared model of ``variant`` into ``file``, in a folder that appears as a whole."""
+    import json
+    import tempfile
+
+    settings = variant.settings
+    compiled_with: dict[str, str] = settings.get("provider_options") or {}
+    # Of a secret the manifest only has the name, and that of a variable of the build.
+    secrets = [name for name, value in compiled_with.items() if value.startswith("{env:")]
+    loader.check_secrets(secrets, request)
+    given = {name: str(request.provider_options[name]) for name in secrets}
+    provider_options = {**compiled_with, **given}
+    options = ort.SessionOptions()
+    for key, value in (settings.get("session_options") or {}).items():
+        options.add_session_config_entry(key, value)
+    level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
+        settings.get("optimization") or "basic", "ENABLE_ALL"
+    )
+    with contextlib.ExitStack() as stack:
+        prepared = package.on_disk(variant, stack, verify=True, prepared=True)
+        model, target = variant.component, variant.target
+        loader.log("warning", "%s is compiled for %s on this machine, once", model, target)
+        parent = file.parent.parent
+        made = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix=".new-", dir=parent, ignore_cleanup_errors=True)
+        )
+        result = parent / made / file.parent.name
+        result.mkdir()
+        advice = "onnxruntime compiles only where the path has no letters outside ASCII; rename it"
+        with loader.ep_lock(ort):
+            # Listed again: this process may have waited for another one that compiled, and failed.
+            devices = loader.find_devices(ort, variant, kind)
+            options.add_provider_for_devices(devices[:1], provider_options)
+            compiler = ort.ModelCompiler(
+                options,
+                str(loader.readable(prepared, "ascii", advice)),
+                embed_compiled_data_into_model=bool(settings.get("embed")),
+                flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
+                graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),
+            )
+            compiler.compile_to_file(str(loader.readable(result, "ascii", advice) / file.name))
+        record = {
+            each.name: {"size": each.stat().st_size, "sha256": loader.sha256(each)}
+            for each in result.iterdir()
+        }
+        (result / _RECORD).write_text(json.dumps(record), encoding="utf-8")
+        result.rename(file.parent)
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold ``file`` locked: of several processes one compiles, and the others wait for it.
+
+    The system unlocks it when a process ends in any way.
+    """
+    with file.open("ab") as opened:
+        if sys.platform == "win32":
+            import msvcrt
+            import time
+
+            while True:
+                # The mode that waits gives up after ten seconds, and a compiler may take minutes.
+                with contextlib.suppress(OSError):
+                    msvcrt.locking(opened.fileno(), msvcrt.LK_NBLCK, 1)
+                    break
+                time.sleep(0.1)
+            try:
+                yield
+            finally:
+                msvcrt.locking(opened.fileno(), msvcrt.LK_UNLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            yield
+
+
+def _remove_oldest(loader: Any, folder: Path, keep: str) -> None:
+    """Remove what was unused for the longest time, beyond `CACHE_LIMIT` bytes."""
+    import shutil
+    import time
+
+    contexts = []
+    for each in folder.iterdir():
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(OSError):
+            used = each.stat().st_mtime
+            if each.name.startswith("."):
+                # It belongs to a process that compiles, or that was killed long ago.
+                if used < time.time() - _DAY:
+                    shutil.rmtree(each, ignore_errors=True)
+            elif each.is_dir():
+                size = sum(file.stat().st_size for file in each.rglob("*"))
+                contexts.append((each.name == keep, used, size, each))
+    total = 0
+    for is_kept, _, size, each in sorted(contexts, reverse=True):
+        total += size
+        if total > CACHE_LIMIT and not is_kept:
+            loader.remove(each)
