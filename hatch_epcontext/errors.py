@@ -664,8 +664,7 @@ class Problem:
         """The hint, the other causes and the settings: what to do; empty where nothing is known."""
         names = names or KeyNames()
         lines = [*filter(None, (self.hint,)), *self.causes]
-        # A question in a comment can stand for several settings.
-        lines += dict.fromkeys(names.setting(each) for each in self.settings)
+        lines += map(names.setting, self.settings)
         return "\n".join(lines)
 
     def __str__(self) -> str:

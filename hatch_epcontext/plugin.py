@@ -208,7 +208,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
         One that fails ends no other one, unless ``fail-fast`` is set; then all problems are raised.
         """
-        from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.files import Output
         from hatch_epcontext.jobs.plan import plan
         from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
@@ -227,8 +226,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._report(error.result, config, cache)
             raise
         self._report(result, config, cache)
-        for message in PyprojectNames(config.root).warnings:
-            self._warning(message)
         return result
 
     def _workers(self, config: Config, progress: _Progress) -> Workers:

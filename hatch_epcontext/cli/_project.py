@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 import click
 
-from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._flag_errors import use_lines
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import PyprojectNames, tool_table
+from hatch_epcontext.config.pyproject import tool_table
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.text import show, suggestion
@@ -67,12 +66,6 @@ def project_config(project: Path, targets: tuple[str, ...], models: tuple[str, .
     groups = {m.share_weights for m in named} - {None}
     chosen = tuple(m for m in config.models if m in named or m.share_weights in groups)
     return dataclasses.replace(config, models=chosen)
-
-
-def warn_of_questions(config: Config) -> None:
-    """Warn of sizes in the configuration that are still questions."""
-    for message in PyprojectNames(config.root).warnings:
-        warn(message)
 
 
 def _load(project: Path, targets: tuple[str, ...]) -> Config:

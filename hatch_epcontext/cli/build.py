@@ -15,7 +15,7 @@ from hatch_epcontext.cli._common import (
     warn,
 )
 from hatch_epcontext.cli._output import add_row, echo, show, table
-from hatch_epcontext.cli._project import project_config, project_options, warn_of_questions
+from hatch_epcontext.cli._project import project_config, project_options
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.run import dry_run, open_cache
@@ -71,7 +71,6 @@ def build(
             return
         verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
         run_plan(planned, staging, verbosity, project_name(config.root), as_json=as_json)
-        warn_of_questions(config)
 
 
 def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from hatch_epcontext.cli._common import (
     show_written,
     verbosity_options,
 )
-from hatch_epcontext.cli._project import project_config, project_options, warn_of_questions
+from hatch_epcontext.cli._project import project_config, project_options
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.tools.exporting import export
@@ -73,6 +73,5 @@ def export_(
         return run_plan(planned, staging, verbosity, project_name(config.root), as_json=as_json)
 
     written = export(config, output, run, loader=True, overwrite=overwrite)
-    warn_of_questions(config)
     if not verbosity.quiet:
         show_written(output, written.files, as_json=as_json)

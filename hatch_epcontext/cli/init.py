@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,14 +13,19 @@ import click
 
 from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.config.pyproject import FILE, parse
+from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
 from hatch_epcontext.files import file_sha256, write_atomically
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.text import listing, to_toml
 from hatch_epcontext.tools.examining import installed_providers
-from hatch_epcontext.tools.initializing import NewModel, add_models, new_model
+from hatch_epcontext.tools.initializing import (
+    NewModel,
+    add_models,
+    listed_models,
+    new_model,
+)
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.tools.next_steps import NextSteps, next_steps
 from hatch_epcontext.tools.project import find_models, find_samples
@@ -52,9 +58,9 @@ def init(
 
     Without a MODEL these are all .onnx files of the project, except those in its tests, docs and examples.
     Inputs and open dimensions are read from the models. Sizes that the graph or the file implies are filled
-    in; the others are questions in comments, and a build names their lines. Samples in the project that have
-    exactly a model's inputs become its validate.inputs. If there is a configuration already, models that it
-    does not list are added. Everything else stays as it is.
+    in. On a terminal you are asked for the others; elsewhere they are listed. Samples in the project that
+    have exactly a model's inputs become its validate.inputs. If there is a configuration already, models
+    that it does not list are added. Everything else stays as it is.
 
     A project of hatchling gets the build requirement and the hook, and its wheel leaves out the plain files
     of the models. For other build backends, what to do is printed, as are the lines that the app needs.
@@ -72,6 +78,8 @@ def init(
                 "Name them: epcontext init MODEL...",
             )
         )
+    listed = _listed_in(root, before)
+    found = [model if model.path in listed else _ask(model) for model in found]
     # A file with the line ends of Windows keeps them.
     ends = "\r\n" if "\r\n" in before else "\n"
     chosen = [PROVIDERS[name] for name in dict.fromkeys(providers)] or _default(before)
@@ -88,7 +96,7 @@ def init(
         # A link stays a link.
         write_atomically(file.resolve(), text)
         echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
-    _show(next_steps(root, after), found, after)
+    _show(next_steps(root, after), [model for model in found if model.path not in listed])
 
 
 def _text(file: Path) -> str:
@@ -108,27 +116,48 @@ def _text(file: Path) -> str:
     )
 
 
-def _show(steps: NextSteps, models: list[NewModel], written: str) -> None:
-    asked = {model.path: model.questions for model in models}
-    questions = [
-        f"{FILE}:{question.line}: {question.path}: still open: {text}"
-        for question in steps.questions
-        for text in asked.get(question.path, ())
-    ]
+def _listed_in(root: Path, text: str) -> dict[str, str]:
+    try:
+        return listed_models(root, parse(text))
+    except ValueError:
+        # Adding models says what is wrong.
+        return {}
+
+
+def _ask(model: NewModel) -> NewModel:
+    """The model with the sizes that the user answers on a terminal; an empty answer leaves one open."""
+    if not _on_terminal():
+        return model
+    answers = {
+        question: click.prompt(
+            f"{model.path}: {question} (Enter leaves it open)",
+            default=0,
+            show_default=False,
+            type=click.IntRange(0),
+            err=True,
+        )
+        for question in model.questions
+    }
+    return model.answered({question: size for question, size in answers.items() if size})
+
+
+def _on_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _show(steps: NextSteps, new: list[NewModel]) -> None:
+    unknown = [f"{model.path}: {line}" for model in new for line in model.open_keys]
     real = [
         f"{model.path}: validate.inputs = {to_toml(model.inputs)}"
-        for model in models
-        # Models that were listed before stay as they are.
-        if model.inputs is not None and f"inputs = {to_toml(model.inputs)}" in written
+        for model in new
+        if model.inputs is not None
     ]
     name, *others = map(to_toml, steps.models)
     more = f"  # or {', '.join(others)}" if others else ""
     # A traceback shows this line in a clone that has no such folder.
     made_by = "  # made by: epcontext export" if steps.exported else ""
     app = [f"from {steps.module} import load{made_by}", f"session = load({name}){more}"]
-    _section(
-        'Fill in these sizes, and remove the "#" before the line; a build names it too:', questions
-    )
+    _section('Add these lines to the tables of the models, with a number for each "?":', unknown)
     _section("Samples that fit a model, which validate it:", real)
     _section("In the app:", app)
     _section("In the dependencies of the app:", steps.dependencies)

@@ -7,13 +7,11 @@ own, so the line of a key is where the shortest such document that has the key e
 from __future__ import annotations
 
 import functools
-import re
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.errors import ROOT, ConfigError, Key, KeyNames, Kind, Problem, Setting
+from hatch_epcontext.errors import ROOT, ConfigError, Key, KeyNames, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 
 if sys.version_info >= (3, 11):
@@ -47,22 +45,7 @@ def tool_table(root: Path) -> Any:
     return tool.get("epcontext") if isinstance(tool, dict) else None
 
 
-_QUESTION = re.compile(r"#\s*(dims|shapes)\s*=\s*\{(?=.*(=\s*\?|[\[,]\s*\?\s*[\],]))")
-"""A commented key with a question mark in place of a size, as ``epcontext init`` writes it."""
-
 _Parts = tuple["str | int", ...]
-
-
-@dataclass(frozen=True)
-class Question:
-    """A comment in a ``model``, as it is written, with a size that only the user knows.
-
-    ``line`` counts from 1.
-    """
-
-    line: int
-    text: str
-    model: Any
 
 
 class Lines:
@@ -78,45 +61,12 @@ class Lines:
 
         Lines count from 1.
         """
-        if (question := self.question(key)) is not None:
-            return question.line
         parts = (*ROOT.split("."), *key.parts)
         while len(parts) >= len(ROOT.split(".")):
             if _has(self._values, parts):
                 return self._line(parts)
             parts = parts[:-1]
         return None
-
-    def question(self, key: Key) -> Question | None:
-        """The question that stands in a comment in place of ``key``."""
-        return self.questions.get(Key(key.parts[:3]))
-
-    @functools.cached_property
-    def questions(self) -> Mapping[Key, Question]:
-        """All questions in place of keys of models."""
-        found: dict[Key, Question] = {}
-        # Finding a line parses the text many times, and few files ask anything.
-        models = self._models if any(map(is_question, self._lines)) else ()
-        for index, model in enumerate(models):
-            key = Key(("models", index))
-            start = self._line((*ROOT.split("."), *key.parts))
-            for number, line in enumerate(self._lines[start - 1 :], start):
-                if number > start and re.match(r"\s*(\[|\])", line):
-                    break
-                if (match := _QUESTION.search(line)) and not _has(model, (match[1],)):
-                    question = Question(number, line[match.start() :].strip(), model)
-                    found.setdefault(key / match[1], question)
-                if number == start and not line.lstrip().startswith("["):
-                    break
-        return found
-
-    @property
-    def _models(self) -> Sequence[Any]:
-        """The models as they are written."""
-        models = self._values
-        for part in (*ROOT.split("."), "models"):
-            models = models.get(part) if isinstance(models, dict) else None
-        return models if isinstance(models, list) else ()
 
     def _line(self, parts: _Parts) -> int:
         end = self._end(parts)
@@ -149,11 +99,6 @@ class Lines:
         return self._prefixes[count]
 
 
-def is_question(line: str) -> bool:
-    """Whether ``line`` asks for a size in a comment."""
-    return _QUESTION.search(line) is not None
-
-
 def try_parse(text: str) -> Any:
     """The values in ``text``; None if it is not TOML, or ends inside a statement."""
     try:
@@ -183,22 +128,6 @@ class PyprojectNames(KeyNames):
         """The name of ``key`` behind the file and the line."""
         line = self._lines.of(key)
         return super().key(key) if line is None else f"{FILE}:{line}: {super().key(key)}"
-
-    def setting(self, setting: Setting) -> str:
-        """The sentence that tells a user to write ``setting``, or to answer the question in its place."""
-        question = self._lines.question(setting.key)
-        if question is None:
-            return super().setting(setting)
-        return f'Fill in line {question.line} of {FILE}, and remove its "#": {question.text}'
-
-    @property
-    def warnings(self) -> list[str]:
-        """A warning for each question in a comment, which is not answered."""
-        return [
-            f"{FILE}:{question.line}: is still a question, and open dimensions without a size were "
-            f"tried with 1: {question.text}"
-            for question in self._lines.questions.values()
-        ]
 
     @functools.cached_property
     def _lines(self) -> Lines:

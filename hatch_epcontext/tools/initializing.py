@@ -19,7 +19,7 @@ from tomlkit.items import AoT, Array
 
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import is_question, parse, try_parse
+from hatch_epcontext.config.pyproject import parse, try_parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import is_inside, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
@@ -43,8 +43,7 @@ _WHEEL = "tool.hatch.build.targets.wheel"
 @dataclass(frozen=True)
 class NewModel:
     """A model to add: its path in the project, with forward slashes, the facts of its file, and what to
-    suggest for it. An open dimension that ``suggested`` does not have gets a question. ``inputs``: the path
-    in the project of inputs that fit it, if there are any.
+    suggest for it. ``inputs``: the path in the project of inputs that fit it, if there are any.
     """
 
     path: str
@@ -60,8 +59,24 @@ class NewModel:
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """What the user has to say about open dimensions, as it stands in the comments."""
+        """What only the user knows: about each open dimension for which no size is suggested."""
         return tuple(dict.fromkeys(_questions(self).values()))
+
+    @property
+    def open_keys(self) -> tuple[str, ...]:
+        """The lines of the model's table that are left out, with a question mark for each unknown size."""
+        return tuple(line for line, is_open, _ in _size_lines(self) if is_open)
+
+    def answered(self, answers: Mapping[str, int]) -> NewModel:
+        """The model with sizes for some of its ``questions``."""
+        asked = _questions(self)
+        sizes = (
+            replace(each, size=answers[asked[place]], note="")
+            if asked.get(place) in answers
+            else each
+            for place, each in _open_sizes(self).items()
+        )
+        return replace(self, suggested=replace(self.suggested, sizes=tuple(sizes)))
 
 
 def add_models(
@@ -93,7 +108,7 @@ def add_models(
             )
         )
     static = table is not None or any(provider.static_shapes for provider in providers)
-    listed = dict(_listed(root, table))
+    listed = listed_models(root, before)
     new = [model for model in models if model.path not in listed]
     project = Project(root, before)
     appended: list[str] = []
@@ -269,9 +284,13 @@ def _keeps_plain_files(table: Mapping[str, Any] | None) -> bool:
     return any(isinstance(each, dict) and "fallback" in each for each in models)
 
 
-def _listed(root: Path, table: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """The paths of all models that are configured, each with its name."""
-    for model in (table or {}).get("models", ()):
+def listed_models(root: Path, values: Mapping[str, Any]) -> dict[str, str]:
+    """The names of all models that ``values``, a ``pyproject.toml``, configure, by their paths."""
+    return dict(_listed(root, values.get("tool", {}).get("epcontext", {})))
+
+
+def _listed(root: Path, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for model in table.get("models", ()):
         path, name = model, None
         if isinstance(model, dict):
             path, name = model.get("path"), model.get("name")
@@ -364,10 +383,17 @@ def _questions(model: NewModel) -> dict[_Place, str]:
 
 
 def _sizes(model: NewModel, *, static: bool) -> Iterator[str]:
-    """The lines with the sizes of open dimensions; those with a question are comments.
+    """The lines with the sizes of open dimensions, without those in which some are unknown.
 
-    Without ``static`` so are those with nothing but 1, which the dummy inputs have anyway.
+    Without ``static``, those with nothing but 1 are comments: the dummy inputs have that anyway.
     """
+    for line, is_open, ones in _size_lines(model):
+        if not is_open:
+            yield f"# {line}" if ones and not static else line
+
+
+def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
+    """Each line with sizes of open dimensions, whether some are unknown, and whether all are 1."""
     sizes = _open_sizes(model)
     dims: dict[str, int | None] = {}
     of_dims: list[_Place] = []
@@ -390,15 +416,10 @@ def _sizes(model: NewModel, *, static: bool) -> Iterator[str]:
     asked = _questions(model)
     for key, table, places in (("dims", dims, of_dims), ("shapes", shapes, of_shapes)):
         if places:
-            line = _line(key, table, [(sizes[each], asked.get(each)) for each in places])
+            notes = dict.fromkeys(asked.get(each) or _one_line(sizes[each].note) for each in places)
+            note = f"  # {'; '.join(filter(None, notes))}" if any(notes) else ""
             ones = all(sizes[each].size == 1 for each in places)
-            yield f"# {line}" if ones and not static else line
-
-
-def _line(key: str, table: object, found: Sequence[tuple[OpenSize, str | None]]) -> str:
-    notes = dict.fromkeys(question or _one_line(each.note) for each, question in found)
-    line = f"{key} = {_written(table)}  # {'; '.join(notes)}"
-    return f"# {line}" if any(question for _, question in found) else line
+            yield f"{key} = {_written(table)}{note}", not asked.keys().isdisjoint(places), ones
 
 
 def _written(value: object) -> str:
@@ -440,19 +461,13 @@ def _one_line(text: str) -> str:
 
 
 def _append(existing: Array, table: str) -> None:
-    """Add a model's table to a list, with its open question, if it has one, in a comment."""
+    """Add a model's table to a list."""
     values = parse(table)["tool"]["epcontext"]["models"][0]
     item: Any = values["path"]
     if values.keys() != {"path"}:
         item = tomlkit.inline_table()
         item.update(values)
-    questions = [line for line in table.splitlines() if is_question(line)]
-    if questions:
-        existing.add_line(item, comment="; ".join(line.removeprefix("# ") for line in questions))
-        if not existing.as_string().rstrip("] ").endswith("\n"):
-            existing.add_line(indent="")
-    else:
-        existing.append(item)
+    existing.append(item)
 
 
 def _check(root: Path, before: Mapping[str, Any], text: str) -> None:

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 from hatch_epcontext.config.build_hooks import hooks_of_project
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import Lines, parse
+from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
@@ -30,20 +30,12 @@ _OLDEST_PYTHON = (3, 10)
 
 
 @dataclass(frozen=True)
-class OpenQuestion:
-    """A model with sizes that only the user knows, and the line of ``pyproject.toml`` that asks for them."""
-
-    path: str
-    line: int
-
-
-@dataclass(frozen=True)
 class NextSteps:
     """What is left to do.
 
     ``module``: the module with ``load``, and ``exported`` whether ``epcontext export`` writes it; ``models``
     their names; ``dependencies``: what the app needs and does not list, as strings in TOML with a reason
-    where there is one; ``notes``: sentences; ``questions`` by the index of the model.
+    where there is one; ``notes``: sentences.
     """
 
     module: str
@@ -51,7 +43,6 @@ class NextSteps:
     models: tuple[str, ...]
     dependencies: tuple[str, ...]
     notes: tuple[str, ...]
-    questions: tuple[OpenQuestion, ...]
 
 
 def next_steps(root: Path, text: str) -> NextSteps:
@@ -66,13 +57,9 @@ def next_steps(root: Path, text: str) -> NextSteps:
     else:
         module, notes = _with_export(project, config)
     notes += tuple(_python(values))
-    questions = tuple(
-        OpenQuestion(str(q.model.get("path") if isinstance(q.model, dict) else q.model), q.line)
-        for q in Lines(text).questions.values()
-    )
     exported = project.backend != HATCHLING
     dependencies = tuple(_dependencies(values, config))
-    return NextSteps(module, exported, names, dependencies, notes, questions)
+    return NextSteps(module, exported, names, dependencies, notes)
 
 
 def _with_hatchling(project: Project, config: Config) -> tuple[str, tuple[str, ...]]:

@@ -172,7 +172,7 @@ def test_unusable_models_and_projects_are_errors(
 
 
 def test_a_link_is_taken_and_sizes_are_asked_for(
-    cli: Cli, new_project: Path, tmp_path: Path
+    cli: Cli, new_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = model(
         [helper.make_node("Relu", ["x"], ["y"])],
@@ -184,10 +184,18 @@ def test_a_link_is_taken_and_sizes_are_asked_for(
     link.symlink_to(elsewhere)
     printed = cli("init", link, "--project", new_project, "-p", "cpu").stdout
     assert 'from my_app.epcontext import load\n    session = load("link")\n' in printed
-    assert "pyproject.toml:22: models/link.onnx: still open: width: how long is it?" in printed
-    warned = cli("build", new_project).stderr
-    assert "pyproject.toml:22: is still a question, and open dimensions without a size" in warned
-    text = (new_project / "pyproject.toml").read_text(encoding="utf-8")
+    assert (
+        "models/link.onnx: dims = { batch = 1, width = ? }  # 1 is a guess; width: how" in printed
+    )
+    file = new_project / "pyproject.toml"
+    text = file.read_text(encoding="utf-8")
     assert 'path = "models/link.onnx"' in text
-    assert "# dims = { batch = 1, width = ? }" in text
+    assert "?" not in text
     assert "has all models already" in cli("init", link, "--project", new_project).stdout
+    monkeypatch.setattr("hatch_epcontext.cli.init._on_terminal", lambda: True)
+    monkeypatch.setattr("click.prompt", lambda question, **_: 640 if "width" in question else 0)
+    file.write_text(BEFORE, encoding="utf-8")
+    cli("init", link, "--project", new_project, "-p", "cpu")
+    assert "\ndims = { batch = 1, width = 640 }  # 1 is a guess\n" in file.read_text(
+        encoding="utf-8"
+    )

@@ -86,7 +86,7 @@ output = "x"
         (TABLES, ("targets", "x", "provider-options", "htp_arch"), 8),
         (TABLES, ("models", 0), 9),
         (TABLES, ("models", 0, "path"), 10),
-        (TABLES, ("models", 0, "shapes", "x"), 11),
+        (TABLES, ("models", 0, "shapes", "x"), 9),
         (TABLES, ("models", 0, "dims"), 9),
         (TABLES, ("models", 0, "validate", "mode"), 12),
         (TABLES, ("models", 1, "constants", "n"), 15),
@@ -111,22 +111,12 @@ def test_keys_have_lines(
     assert Lines(text.replace("\n", ends)).of(Key(parts)) == line
 
 
-def test_messages_name_the_line_and_the_question_in_place_of_a_key(tmp_path: Path) -> None:
+def test_messages_name_the_line_of_a_key(tmp_path: Path) -> None:
     key = Key(("models", 0, "shapes", "x"))
     assert PyprojectNames(tmp_path).key(key) == "tool.epcontext.models[0].shapes.x"
     (tmp_path / "pyproject.toml").write_text(TABLES, encoding="utf-8")
     names = PyprojectNames(tmp_path)
-    assert names.key(key) == "pyproject.toml:11: tool.epcontext.models[0].shapes.x"
-    assert names.setting(Setting(key)) == (
-        'Fill in line 11 of pyproject.toml, and remove its "#": '
-        "# shapes = { x = [1, ?] }  # how long is it?"
-    )
+    assert names.key(key) == "pyproject.toml:9: tool.epcontext.models[0].shapes.x"
     assert (
         names.setting(Setting(Key(("provider",)), "qnn")) == 'Set tool.epcontext.provider = "qnn"'
     )
-
-
-def test_questions_of_models_are_warnings(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(TABLES, encoding="utf-8")
-    lines = [each.split(": ")[0] for each in PyprojectNames(tmp_path).warnings]
-    assert lines == ["pyproject.toml:11", "pyproject.toml:23"]

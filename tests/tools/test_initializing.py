@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import Lines, parse
-from hatch_epcontext.errors import HOOK, ConfigError, Key
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import HOOK, ConfigError
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.initializing import NewModel, add_models
@@ -73,9 +73,10 @@ def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(projec
     assert model == {"path": "models/a.onnx", "dims": {"new\nline": 1}}
     question = "axis 3 of im:age.0: how wide are the images?"
     assert asked.questions == (question,)
-    (line,) = (each for each in made.splitlines() if question in each)
-    assert line.startswith('# shapes = { "im:age.0" = [1, 3, 48, ?] }  # 1 is a guess; ')
-    answered = made.replace("# shapes", "shapes").replace("?]", "320]")
+    assert question not in made
+    (line,) = asked.open_keys
+    assert line.startswith('shapes = { "im:age.0" = [1, 3, 48, ?] }  # 1 is a guess; ')
+    answered = add_models(project, "", [asked.answered({question: 320})], [QNN])
     assert models_of(answered)[0] == {
         **model,
         "shapes": {"im:age.0": [1, 3, 48, 320]},
@@ -90,11 +91,11 @@ def test_sizes_other_than_one_are_for_dummy_inputs_of_open_shapes_too(project: P
     assert models_of(made) == [{"path": "models/a.onnx", "dims": {"batch": 1, "time": 76}}]
 
 
-def test_a_model_of_which_nothing_is_suggested_gets_questions(project: Path) -> None:
+def test_a_model_of_which_nothing_is_suggested_has_questions(project: Path) -> None:
     facts = new().facts
-    made = add_models(project, "", [NewModel("models/a.onnx", facts)], [QNN])
-    assert models_of(made) == [{"path": "models/a.onnx"}]
-    assert "# dims = { batch = ? }  # batch: which size?" in made
+    made = NewModel("models/a.onnx", facts)
+    assert models_of(add_models(project, "", [made], [QNN])) == [{"path": "models/a.onnx"}]
+    assert made.open_keys == ("dims = { batch = ? }  # batch: which size?",)
 
 
 def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project: Path) -> None:
@@ -165,17 +166,6 @@ def test_models_are_added_to_an_existing_list(project: Path) -> None:
     assert "# first" in more
     opened = add_models(project, before, [new("models/b.onnx")], [])
     assert models_of(opened)[1] == {"path": "models/b.onnx", "dims": {"batch": 1}}
-
-
-def test_a_question_of_a_model_in_a_list_is_a_comment_beside_it(project: Path) -> None:
-    before = '[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]\n'
-    (project / "models" / "c.onnx").touch()
-    asked = replace(new("models/b.onnx"), suggested=SuggestReply())
-    made = add_models(project, before, [asked, new("models/c.onnx")], [])
-    assert models_of(made)[:2] == ["models/a.onnx", "models/b.onnx"]
-    (line,) = (each for each in made.splitlines() if "b.onnx" in each)
-    assert line.strip().startswith('"models/b.onnx", # dims = { batch = ? }')
-    assert Lines(made).of(Key(("models", 1, "dims", "batch"))) == made.splitlines().index(line) + 1
 
 
 def test_globs_and_names_of_configured_models_count(project: Path) -> None:

@@ -13,7 +13,6 @@ provider = "qnn"
 provider = "cpu"
 [[tool.epcontext.models]]
 path = "my_app/c.onnx"
-# dims = { width = ? }
 """
 
 
@@ -32,8 +31,6 @@ def test_the_lines_of_the_app_are_those_of_the_project(project: Path) -> None:
     more = '[[tool.epcontext.models]]\npath = "models/c.onnx"\nname = "d"\n'
     steps = next_steps(project, head(project) + TABLE + more)
     assert (steps.module, steps.models) == ("my_app.epcontext", ("c", "d"))
-    (question,) = steps.questions
-    assert (question.path, question.line) == ("my_app/c.onnx", 15)
     chosen = next_steps(project, head(project) + '[tool.epcontext]\noutput = "x/y"\n' + TABLE)
     assert chosen.module == "x.y"
 
