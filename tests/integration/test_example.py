@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 from tests.conftest import REPOSITORY, needs_qnn
 from tests.integration.conftest import (
+    UV,
     Environment,
     copy_example,
     make_environment,
@@ -40,7 +39,7 @@ FrontEnd = Callable[[Path, Path, Env], str]
 
 
 def with_build(project: Path, out: Path, env: Env) -> str:
-    return run(sys.executable, "-m", "build", "-o", out, project, cwd=project, env=env)
+    return run(sys.executable, "-m", "build", UV, "-o", out, project, cwd=project, env=env)
 
 
 def with_hatch(project: Path, out: Path, env: Env) -> str:
@@ -130,6 +129,10 @@ def test_every_front_end_builds_the_same_wheel_from_the_cache(
 
 
 def test_the_compiled_context_reads_digits(app: Environment, tmp_path: Path) -> None:
+    # Importing it takes a second, which all processes that collect tests would spend.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     data = load_digits()
     images = (data.images / 16).astype(np.float32)[:, None]
     # The quarter that training/train.py holds out.

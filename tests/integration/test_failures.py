@@ -21,6 +21,15 @@ models = ["models/a.onnx"]
 
 CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
+# The server imports it, which never ends: the build waits for that before it kills the server.
+IMPATIENT = """
+import sys
+from hatch_epcontext.jobs.processes import fork_server
+fork_server._BUSY = 1
+from hatchling.cli import hatchling
+sys.exit(hatchling())
+"""
+
 CRASHING = (
     "import os, signal\nprint('compiling', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)\n"
 )
@@ -47,11 +56,16 @@ class Project:
     def files(self) -> set[str]:
         return {p.relative_to(self.root).as_posix() for p in self.root.rglob("*") if p.is_file()}
 
-    def failure(self, python: Path = Path(sys.executable)) -> str:
+    def failure(
+        self,
+        python: Path = Path(sys.executable),
+        program: tuple[str, ...] = ("-m", "hatchling"),
+    ) -> str:
         """The output of a build that must fail and leave nothing."""
         before = self.files()
-        command = ("-m", "hatchling", "build", "-t", "wheel")
-        text = run(python, *command, cwd=self.root, env=self.env, fails=True)
+        text = run(
+            python, *program, "build", "-t", "wheel", cwd=self.root, env=self.env, fails=True
+        )
         assert "Traceback (most recent call last)" not in text.split("the worker's log:")[0]
         assert self.files() == before
         # The report and what was read of the models stay in the cache, and no artifact.
@@ -178,7 +192,8 @@ def test_a_worker_that_takes_too_long(project: Project) -> None:
     (fake / "onnx.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
     project.env["PYTHONPATH"] = str(fake)
     project.configure(CPU + "[tool.epcontext.build]\ntimeout = 2\n")
-    assert "the worker was stopped after 2 seconds" in project.failure()
+    text = project.failure(program=("-c", IMPATIENT))
+    assert "the worker was stopped after 2 seconds" in text
 
 
 def test_an_output_folder_with_other_files(project: Project) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import needs_qnn
-from tests.integration.conftest import run
+from tests.integration.conftest import UV, run
 from tests.projects import make_project
 
 pytestmark = [
@@ -43,7 +43,7 @@ requirements = ["onnxruntime-gpu"]
 
 def build(project: Path, env: dict[str, str], *, fails: bool = False, **settings: str) -> str:
     variables = {f"HATCH_EPCONTEXT_{name}": value for name, value in settings.items()}
-    command = (sys.executable, "-m", "build", "-w", "-o", project / "dist", project)
+    command = (sys.executable, "-m", "build", UV, "-w", "-o", project / "dist", project)
     return run(*command, cwd=project, env={**env, **variables}, fails=fails)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hatch_epcontext.jobs.cache.signing import new_keys
 from tests.conftest import REPOSITORY, needs_qnn
-from tests.integration.conftest import run
+from tests.integration.conftest import UV, run
 from tests.projects import make_project
 from tests.remotes import S3_KEY, S3_SECRET, make_bucket, s3_server, s3_variables
 
@@ -43,7 +43,7 @@ def test_a_machine_without_onnx_runtime_builds_the_wheel_from_a_bucket(
             settings = {"CACHE_DIR": str(tmp_path / machine), **settings}
             variables = {f"HATCH_EPCONTEXT_{name}": value for name, value in settings.items()}
             return run(
-                sys.executable, "-m", "build", "-w", *options, "-o", tmp_path / machine, project,
+                sys.executable, "-m", "build", "-w", *(options or (UV,)), "-o", tmp_path / machine, project,
                 cwd=project, env={**env, **variables},
             )  # fmt: skip
 

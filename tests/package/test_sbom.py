@@ -7,8 +7,6 @@ from typing import Any
 
 import onnx
 import pytest
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 from hatch_epcontext.errors import ConfigError, KeyNames
 from hatch_epcontext.graph.graph import license_of
@@ -36,6 +34,10 @@ def written(project: Path, tmp_path: Path, toml: str = TOML) -> dict[str, Any]:
 def document(
     result: Result, tmp_path: Path, project: sbom.ProjectMetadata = PROJECT
 ) -> dict[str, Any]:
+    # Importing it takes two seconds, which all processes that collect tests would spend.
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
     staging = tmp_path / "staging"
     staging.mkdir()
     made = bundle(result, staging, {})

@@ -39,8 +39,10 @@ def planned(project: Path, toml: str) -> Plan:
 
 
 def run(plans: Mapping[bool | None, Plan], folder: Path, runs: int) -> tuple[Bench, list[str]]:
+    """What was measured, and the lines about it: with forks, which start quickly."""
     lines: list[str] = []
-    return bench(plans, folder, runs, Workers(120), lines.append), lines
+    with Workers(120) as workers:
+        return bench(plans, folder, runs, workers, lines.append), lines
 
 
 @needs_qnn

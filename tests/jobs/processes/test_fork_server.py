@@ -362,7 +362,9 @@ def test_a_server_that_crashes_beside_a_worker_does_not_take_it_along(
 ) -> None:
     # What only some workers import crashes, and the server imports it for them.
     write_crashing("onnxruntime", tmp_path / "fake", monkeypatch)
-    check.write_text("import time\ntime.sleep(3)\nraise OSError('of its own')\n", encoding="utf-8")
+    check.write_text(
+        "import time\ntime.sleep(1.5)\nraise OSError('of its own')\n", encoding="utf-8"
+    )
     assert problem(workers, tmp_path).message == "OSError: of its own"
 
 
@@ -510,7 +512,7 @@ def test_the_hint_names_the_variable_that_sets_the_limit(
 ) -> None:
     monkeypatch.setenv("HATCH_EPCONTEXT_TIMEOUT", "3")
     check.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
-    with Workers(3) as workers:
+    with Workers(0.2) as workers:
         stopped = problem(workers, tmp_path)
     assert stopped.advice() == "Raise HATCH_EPCONTEXT_TIMEOUT, which wins over the configuration."
 
