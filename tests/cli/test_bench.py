@@ -8,7 +8,7 @@ import pytest
 
 from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.report import Report
-from hatch_epcontext.tools.bench import Bench, bench
+from hatch_epcontext.tools.measuring import Bench, bench
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import network, save, unknown_operator
