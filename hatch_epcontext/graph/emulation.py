@@ -54,7 +54,7 @@ def emulate(
     for each in model.opset_import:
         if not each.domain and each.version in (_WHERE - 2, _WHERE - 1):
             each.version = _WHERE
-    emulated = _Emulator(model, types, format_)
+    emulated = _EmulatedGraph(model, types, format_)
     for node in model.graph.node:
         emulated.add(node, rounds=node.name not in skipped or not node.name)
     emulated.write()
@@ -69,7 +69,7 @@ def rounded(values: Array, format_: NumberFormat) -> Array:
     return found.astype(np.float32)
 
 
-class _Emulator:
+class _EmulatedGraph:
     def __init__(self, model: onnx.ModelProto, types: Types, format_: NumberFormat) -> None:
         self._format = format_
         self._scope = Scope.of(model, types)
