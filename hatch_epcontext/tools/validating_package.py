@@ -320,10 +320,10 @@ class _Validator:
             model = inspect_model(file, self._readers)
             result = replace(result, model=model)
             verify_model(file, model)
-            form = _form(found, variant, file, model, self._read.folder / found.directory)
+            opening = _opening(found, variant, file, model)
             if self._structure_only:
                 return replace(result, validation=Validation(ValidationStatus.STRUCTURE))
-            validation = self._run(component, variant, form, location)
+            validation = self._run(component, variant, opening, location)
         except EpcontextError as error:
             problems = tuple(_located(each, location) for each in error.problems)
             if (reason := reason_not_run(error)) is None:
@@ -375,28 +375,28 @@ class _Validator:
         # Any file will do for the path: the model itself is not read here.
         return configure({"model": self._read.folder / model_package.FILE}, "cpu", own)
 
-    def _run(self, component: str, variant: str, form: _Opening, location: str) -> Validation:
+    def _run(self, component: str, variant: str, opening: _Opening, location: str) -> Validation:
         """Open and run a variant from a moved copy; raises EpcontextError if it fails."""
         package = self._read.package
         found = package.components[component].variants[variant]
         about = ours(found.metadata, VariantMetadata)
-        reason = reason_not_to_run_here(form.target.provider, form.target.settings)
-        reason = reason or reason_not_to_open(form.file, form.model, form.target.provider)
+        reason = reason_not_to_run_here(opening.target.provider, opening.target.settings)
+        reason = reason or reason_not_to_open(opening.file, opening.model, opening.target.provider)
         if about is not None and about.needs_device:
             reason = reason or f"only the device itself can open it, and no simulator of {found.ep}"
         if reason:
             raise BuildError(_not_run(location, reason))
         (model,) = self._configure(component).models
         reference = self._reference(component, variant)
-        tolerance = model.tolerance_for(form.target) if reference else None
-        to_run = self._to_run(component, form, model, reference)
+        tolerance = model.tolerance_for(opening.target) if reference else None
+        to_run = self._to_run(component, opening, model, reference)
         with temp_dir() as staging:
-            name = _copy(self._read.folder, found, form, staging / "moved")
-            context = Context(component, name, form.model.inputs, form.model.outputs)
+            name = _copy(self._read.folder, found, opening, staging / "moved")
+            context = Context(component, name, opening.model.inputs, opening.model.outputs)
             request = ValidateRequest(
                 to_run,
-                form.target,
-                "context" if form.model.contexts else "optimized",
+                opening.target,
+                "context" if opening.model.contexts else "optimized",
                 context,
                 str(staging / "moved"),
                 tolerance,
@@ -406,14 +406,14 @@ class _Validator:
             reply = self.workers.call(request, staging / "validate", location=location)
         ran = reply.unavailable is None
         status = ValidationStatus.RAN if ran else ValidationStatus.RAN_ON_CPU
-        return validation_of(status, reply, model.validate.inputs, form.target.provider)
+        return validation_of(status, reply, model.validate.inputs, opening.target.provider)
 
     def _to_run(
-        self, component: str, form: _Opening, model: Model, reference: _Reference | None
+        self, component: str, opening: _Opening, model: Model, reference: _Reference | None
     ) -> Model:
         """The model to compare with, or the variant's own, with the shapes that the variant has."""
         about = ours(self._read.package.components[component].metadata, ComponentMetadata)
-        names = {each.name for each in form.model.inputs}
+        names = {each.name for each in opening.model.inputs}
         configured = (
             fixed_shapes(each for each in about.inputs if each.name in names) if about else {}
         )
@@ -421,10 +421,10 @@ class _Validator:
         return replace(
             model,
             name=component,
-            path=reference.file if reference else form.file,
+            path=reference.file if reference else opening.file,
             targets=(),
             static_shapes=True,
-            shapes={**configured, **fixed_shapes(form.model.inputs), **model.shapes},
+            shapes={**configured, **fixed_shapes(opening.model.inputs), **model.shapes},
             constants={**constants, **model.constants},
         )
 
@@ -452,8 +452,8 @@ class _Validator:
         return None
 
 
-def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Path) -> _Opening:
-    """How the variant in ``folder`` is opened.
+def _opening(found: Variant, name: str, file: Path, model: InspectReply) -> _Opening:
+    """How the variant ``found`` is opened.
 
     Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
     of its EP, or when it needs a secret or names files elsewhere.
@@ -549,17 +549,17 @@ def _constants(about: ComponentMetadata | None) -> dict[str, Any]:
     return {name: each.value for name, each in about.constants.items()} if about else {}
 
 
-def _copy(folder: Path, found: Variant, form: _Opening, moved: Path) -> str:
+def _copy(folder: Path, found: Variant, opening: _Opening, moved: Path) -> str:
     """Put the files of a variant into the folder ``moved``; returns the model file's path there."""
-    if not form.model.contexts:
-        copy_named_files(form.file, form.model, moved)
-        return form.file.name
+    if not opening.model.contexts:
+        copy_named_files(opening.file, opening.model, moved)
+        return opening.file.name
     # All of them: an EP may look for files that no node names.
     own = folder / found.directory
-    if not form.file.is_relative_to(own):
-        own = form.file.parent
+    if not opening.file.is_relative_to(own):
+        own = opening.file.parent
     shutil.copytree(own, moved, copy_function=_link_or_copy)
-    return form.file.relative_to(own).as_posix()
+    return opening.file.relative_to(own).as_posix()
 
 
 def _link_or_copy(source: str, target: str) -> str:
