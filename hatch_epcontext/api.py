@@ -46,8 +46,8 @@ from hatch_epcontext.tools.compiling import CompileResult
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.exporting import export
 from hatch_epcontext.tools.validating import ValidatedContext
-from hatch_epcontext.worker.facts import Agreement, Coverage, CoverageStatus, NodeFacts
 from hatch_epcontext.worker.requests import ContextFacts, InspectReply
+from hatch_epcontext.worker.results import Agreement, Coverage, CoverageStatus, NodeFacts
 
 __all__ = [
     "Agreement",

@@ -17,7 +17,7 @@ from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Times
 from hatch_epcontext.jobs.processes import process
-from hatch_epcontext.worker.facts import Context
+from hatch_epcontext.worker.results import Context
 from tests.kept_server import KeptServers, inherited
 
 # Examples share temporary folders on purpose: that is faster, and each writes what it reads.

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.jobs.processes.fork_server import ForkServer
+from hatch_epcontext.jobs.processes.forks import ForkServer
 from hatch_epcontext.jobs.processes.running import worker_environment
 
 Variables = frozenset[tuple[str, str]]

@@ -23,7 +23,7 @@ from hatch_epcontext.jobs.artifact import (
 )
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.package.modules import modules
-from hatch_epcontext.worker.facts import Context, Coverage, ModelFacts
+from hatch_epcontext.worker.results import Context, Coverage, ModelFacts
 
 MODULES = modules("my_app.epcontext")
 

@@ -28,8 +28,8 @@ from hatch_epcontext.text import show as shown_value
 from hatch_epcontext.tools import inspecting as tool
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.previewing import Preview, preview
-from hatch_epcontext.worker.facts import NodeFacts
 from hatch_epcontext.worker.requests import InspectReply
+from hatch_epcontext.worker.results import NodeFacts
 
 
 @click.command()

@@ -18,7 +18,7 @@ from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.facts import (
+from hatch_epcontext.worker.results import (
     Agreement,
     AgreementStatus,
     Context,

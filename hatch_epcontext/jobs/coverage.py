@@ -9,7 +9,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
-from hatch_epcontext.worker.facts import GUESSED, Context, Coverage, NodeFacts
+from hatch_epcontext.worker.results import GUESSED, Context, Coverage, NodeFacts
 
 _MAX_NODES = 20
 """The number of uncovered nodes with one operator and reason that a message names."""

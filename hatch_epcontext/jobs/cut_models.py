@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.facts import CutResult
+from hatch_epcontext.worker.results import CutResult
 
 FOLDER = "cut"
 """The folder of the cache's layout with cut models, below the hex sha256 of all that they depend on."""

@@ -14,7 +14,7 @@ from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, R
 from hatch_epcontext.jobs.validation import describe_emulation, validation_warnings
 from hatch_epcontext.system import check_file, writing
 from hatch_epcontext.text import count, pairs, printable, show_size
-from hatch_epcontext.worker.facts import CoverageStatus
+from hatch_epcontext.worker.results import CoverageStatus
 
 _STYLE = Path(__file__).with_name("html_report.css")
 

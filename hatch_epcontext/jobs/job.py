@@ -66,7 +66,7 @@ from hatch_epcontext.jobs.validation import (
     validation_without_run,
 )
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.facts import FEW_SAMPLES, Context
+from hatch_epcontext.worker.results import FEW_SAMPLES, Context
 
 _DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.OUTPUT_SHAPE, Kind.NOT_FINITE})
 """The problems of outputs that differ from the CPU's: in another form of the model they may not. All others

@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.facts import Precision
+from hatch_epcontext.worker.results import Precision
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import RewriteReply

@@ -37,7 +37,7 @@ from hatch_epcontext.jobs.artifact import CRASHES, Artifact, Operators, Recipe, 
 from hatch_epcontext.jobs.coverage import reaches_minimum
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.facts import GAIN, SIMPLIFIERS, Coverage, Simplifier
+from hatch_epcontext.worker.results import GAIN, SIMPLIFIERS, Coverage, Simplifier
 
 _MAX_ROUNDS = 3
 """How often a model is changed in step 3, and in step 4: an EP can refuse what a rewrite leaves, too."""

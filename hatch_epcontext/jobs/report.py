@@ -22,7 +22,7 @@ from hatch_epcontext.jobs.artifact import (
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.validation import describe_validation
 from hatch_epcontext.text import pairs, show_size
-from hatch_epcontext.worker.facts import Context, Coverage
+from hatch_epcontext.worker.results import Context, Coverage
 
 _MAX_CHARACTERS = 90
 """Characters of a failed preparation's message in a summary; the report has all of it."""

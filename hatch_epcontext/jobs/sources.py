@@ -20,7 +20,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.validation import inputs_digest
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import show_size, suggestion
-from hatch_epcontext.worker.facts import ModelFacts
+from hatch_epcontext.worker.results import ModelFacts
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -23,7 +23,7 @@ from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import QUANTIZED, Provider
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.facts import NOTHING, Emulation, worst_agreements
+from hatch_epcontext.worker.results import NOTHING, Emulation, worst_agreements
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import ValidateReply

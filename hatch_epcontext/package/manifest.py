@@ -32,7 +32,7 @@ from hatch_epcontext.package.model_package import (
 )
 from hatch_epcontext.providers import Plugin, Product, secrets_in
 from hatch_epcontext.serialize import from_plain, to_plain
-from hatch_epcontext.worker.facts import Coverage
+from hatch_epcontext.worker.results import Coverage
 
 T = TypeVar("T")
 

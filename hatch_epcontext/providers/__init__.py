@@ -21,8 +21,8 @@ from hatch_epcontext.providers.base import (
     Provider,
     Tolerance,
 )
-from hatch_epcontext.providers.libraries import MissingLibrary, missing
 from hatch_epcontext.providers.log import is_benign
+from hatch_epcontext.providers.missing_libraries import MissingLibrary, missing
 from hatch_epcontext.providers.option import (
     Option,
     OptionValue,

@@ -20,7 +20,7 @@ from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
 from hatch_epcontext.package.wheel import FOLDER, output_folder
 from hatch_epcontext.providers import DISTRIBUTIONS, Provider
 from hatch_epcontext.text import listing, to_toml
-from hatch_epcontext.tools.project import HATCHLING, Package, Project
+from hatch_epcontext.tools.project import HATCHLING, ImportPackage, Project
 
 _MAX_NAMED = 3
 """Of more files than this, a note gives the number."""
@@ -201,7 +201,7 @@ def _is_in(path: PurePosixPath, included: Mapping[str, str]) -> bool:
     return any(path.is_relative_to(source.strip("/")) for source in included)
 
 
-def _package(project: Project, config: Config) -> Package | None:
+def _package(project: Project, config: Config) -> ImportPackage | None:
     packages = {each.folder: each for each in project.packages()}
     folder = project.choose(packages, _paths(config))
     return None if folder is None else packages[folder]

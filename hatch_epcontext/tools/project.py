@@ -44,7 +44,7 @@ _DEPTH = 4
 
 
 @dataclass(frozen=True)
-class Package:
+class ImportPackage:
     """An import package: ``name`` is its path where it is installed, ``folder`` that in the project."""
 
     name: PurePosixPath
@@ -96,7 +96,7 @@ class Project:
             return None
         return {Path(each.distribution_path).as_posix(): Path(each.path) for each in selected}
 
-    def packages(self) -> list[Package]:
+    def packages(self) -> list[ImportPackage]:
         """The outermost import packages in the project's folders, without tests and examples."""
         found: dict[PurePosixPath, PurePosixPath] = {}
         for source in dict.fromkeys((*self._configured_sources(), *_SOURCES)):
@@ -110,7 +110,7 @@ class Project:
                         found.setdefault(name, path)
         # A folder for packages can look like a namespace.
         packages = [
-            Package(name, folder)
+            ImportPackage(name, folder)
             for name, folder in found.items()
             if found.keys().isdisjoint(name.parents)
         ]

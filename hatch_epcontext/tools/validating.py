@@ -33,8 +33,8 @@ from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.text import listing, pairs, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.inspecting import inspect_model, verify_model
-from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
+from hatch_epcontext.worker.results import Context
 
 _ABOUT_THIS_MACHINE = frozenset(
     {

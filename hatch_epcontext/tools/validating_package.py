@@ -57,8 +57,8 @@ from hatch_epcontext.tools.validating import (
     reason_not_to_open,
     refuse_mode,
 )
-from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
+from hatch_epcontext.worker.results import Context
 
 _ELSEWHERE = re.compile(r"(?:^|[\"'])(?:[/\\]|[A-Za-z]:[/\\])|(?:^|[/\\])\.\.(?:[/\\]|$)")
 """What an absolute path and a parent folder have, alone or in JSON."""

@@ -1,6 +1,6 @@
 """``python -m hatch_epcontext.worker.fork_server FD [PRELOAD PROVIDER...]``: fork a worker for a connection.
 
-`hatch_epcontext.jobs.processes.fork_server` describes both sides.
+`hatch_epcontext.jobs.processes.forks` describes both sides.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, Cut
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.graph.refusals.covered import largest_covered
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker.facts import Context, Coverage, NodeFacts
+from hatch_epcontext.worker.results import Context, Coverage, NodeFacts
 
 
 def read_optimized(name: str, result: Path) -> Context:

@@ -23,8 +23,8 @@ from hatch_epcontext.graph.refusals.covered import largest_covered
 from hatch_epcontext.graph.refusals.known_limits import numbered
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
-from hatch_epcontext.worker.facts import GUESSED, Context, NodeFacts
 from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.results import GUESSED, Context, NodeFacts
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _VERBOSE = 0

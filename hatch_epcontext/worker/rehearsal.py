@@ -16,9 +16,9 @@ from hatch_epcontext.worker.requests import (
     CompileRequest,
     PrepareRequest,
     ReplyT,
-    Request,
     ValidateReply,
     ValidateRequest,
+    WorkerRequest,
 )
 from hatch_epcontext.worker.tensors import end_watch
 
@@ -50,7 +50,7 @@ def rehearse(folder: Path) -> ValidateReply:
         end_watch()
 
 
-def _answer(request: Request[ReplyT]) -> ReplyT:
+def _answer(request: WorkerRequest[ReplyT]) -> ReplyT:
     text, _ = answer(request.action, to_json(request))
     reply: ReplyT = from_json(text, request.reply_type)
     return reply

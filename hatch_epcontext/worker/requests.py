@@ -17,7 +17,7 @@ from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Product, Tolerance
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.facts import (
+from hatch_epcontext.worker.results import (
     Agreement,
     Context,
     CutResult,
@@ -30,11 +30,11 @@ from hatch_epcontext.worker.facts import (
 
 ReplyT = TypeVar("ReplyT")
 
-REQUESTS: dict[str, type[Request[Any]]] = {}
+REQUESTS: dict[str, type[WorkerRequest[Any]]] = {}
 """The requests by their action."""
 
 
-class Request(Generic[ReplyT]):
+class WorkerRequest(Generic[ReplyT]):
     """A request that a worker answers with a `ReplyT`.
 
     A subclass names its action, which is also the module of `hatch_epcontext.worker` whose
@@ -72,7 +72,7 @@ class CutReply:
 
 
 @dataclass(frozen=True)
-class CutRequest(Request[CutReply], action="cut"):
+class CutRequest(WorkerRequest[CutReply], action="cut"):
     """Write the part of a model that its configuration keeps into ``folder``, which exists and is empty.
 
     ``forms``: the model in all its forms, which differ only in what their configuration fixes.
@@ -88,7 +88,7 @@ class CutRequest(Request[CutReply], action="cut"):
 
 
 @dataclass(frozen=True)
-class CheckRequest(Request[CheckReply], action="check"):
+class CheckRequest(WorkerRequest[CheckReply], action="check"):
     """Read the models, and check that they fit their configuration and can be compiled for their targets."""
 
     models: tuple[Model, ...]
@@ -119,7 +119,7 @@ class PrepareReply:
 
 
 @dataclass(frozen=True)
-class PrepareRequest(Request[PrepareReply], action="prepare"):
+class PrepareRequest(WorkerRequest[PrepareReply], action="prepare"):
     """Fix and simplify a model into ``folder``, which exists and is empty.
 
     With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
@@ -156,7 +156,7 @@ class RewriteReply:
 
 
 @dataclass(frozen=True)
-class RewriteRequest(Request[RewriteReply], action="rewrite"):
+class RewriteRequest(WorkerRequest[RewriteReply], action="rewrite"):
     """Rewrite the file ``prepared``, which was made of ``model``, where an EP refuses it.
 
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
@@ -191,7 +191,7 @@ class CompileReply:
 
 
 @dataclass(frozen=True)
-class CompileRequest(Request[CompileReply], action="compile"):
+class CompileRequest(WorkerRequest[CompileReply], action="compile"):
     """Compile a job's prepared models into ``folder``, which exists and is empty.
 
     Several models are compiled in order, in one process, and share one sidecar.
@@ -218,7 +218,7 @@ class CompileBytesReply:
 
 
 @dataclass(frozen=True)
-class CompileBytesRequest(Request[CompileBytesReply], action="compile_bytes"):
+class CompileBytesRequest(WorkerRequest[CompileBytesReply], action="compile_bytes"):
     """Compile the ONNX file ``model`` from memory to memory, and write the context model to ``result``.
 
     ``data``: the files of its external data, by the location that the model has for each.
@@ -251,7 +251,7 @@ class ValidateReply:
 
 
 @dataclass(frozen=True)
-class ValidateRequest(Request[ValidateReply], action="validate"):
+class ValidateRequest(WorkerRequest[ValidateReply], action="validate"):
     """Load and run ``context`` (in ``folder``, a moved copy of the artifact) on dummy inputs, and
     compare with the CPU EP on the source model unless ``tolerance`` is None.
 
@@ -288,7 +288,7 @@ class TimeOpeningReply:
 
 
 @dataclass(frozen=True)
-class TimeOpeningRequest(Request[TimeOpeningReply], action="time_opening"):
+class TimeOpeningRequest(WorkerRequest[TimeOpeningReply], action="time_opening"):
     """Open the model at ``path`` on ``target``, from a ``buffer`` or from disk, and run it once.
 
     ``target`` is None for the source model on the CPU, and ``product`` for a prepared one. ``inputs`` are
@@ -344,7 +344,7 @@ class InspectReply:
 
 
 @dataclass(frozen=True)
-class InspectRequest(Request[InspectReply], action="inspect"):
+class InspectRequest(WorkerRequest[InspectReply], action="inspect"):
     """Read the ONNX file at ``path``, compiled or not."""
 
     path: str
@@ -385,7 +385,7 @@ class SuggestReply:
 
 
 @dataclass(frozen=True)
-class SuggestRequest(Request[SuggestReply], action="suggest"):
+class SuggestRequest(WorkerRequest[SuggestReply], action="suggest"):
     """Suggest a configuration for the ONNX file at ``path``; with ``run`` also by trying sizes on the CPU.
 
     ``samples``: paths that may have inputs of the model, each an ``.npz`` or a folder of ONNX test data.
@@ -415,7 +415,7 @@ class PreviewReply:
 
 
 @dataclass(frozen=True)
-class PreviewRequest(Request[PreviewReply], action="preview"):
+class PreviewRequest(WorkerRequest[PreviewReply], action="preview"):
     """Find what the EP of ``target`` cannot compile of ``model``, from its file alone."""
 
     model: Model
@@ -431,7 +431,7 @@ class FindRefusedReply:
 
 
 @dataclass(frozen=True)
-class FindRefusedRequest(Request[FindRefusedReply], action="find_refused"):
+class FindRefusedRequest(WorkerRequest[FindRefusedReply], action="find_refused"):
     """Ask the EP of ``target`` which nodes of ``model`` it refuses, and compile nothing.
 
     ``folder`` exists and is empty.
@@ -453,7 +453,7 @@ class DevicesReply:
 
 
 @dataclass(frozen=True)
-class DevicesRequest(Request[DevicesReply], action="devices"):
+class DevicesRequest(WorkerRequest[DevicesReply], action="devices"):
     """Load the library of a provider, by its name, and list its devices."""
 
     provider: str
@@ -491,7 +491,7 @@ class LibraryReply:
 
 
 @dataclass(frozen=True)
-class LibraryRequest(Request[LibraryReply], action="library"):
+class LibraryRequest(WorkerRequest[LibraryReply], action="library"):
     """Register a library that nothing is known of, and list what it offers.
 
     ``path`` is its path, and ``module`` a package that may contain it; without a path the package does.
@@ -527,7 +527,7 @@ class TrialsReply:
 
 
 @dataclass(frozen=True)
-class TrialsRequest(Request[TrialsReply], action="trials"):
+class TrialsRequest(WorkerRequest[TrialsReply], action="trials"):
     """Write those of `TRIALS` called ``names`` into ``folder``, which exists and is empty."""
 
     names: tuple[str, ...]
@@ -561,7 +561,7 @@ class AssignReply:
 
 
 @dataclass(frozen=True)
-class AssignRequest(Request[AssignReply], action="assign"):
+class AssignRequest(WorkerRequest[AssignReply], action="assign"):
     """Open the file ``prepared``, which was made of ``model``, on ``target`` without a context, and run it.
 
     It is compared with the outputs of the source on the CPU in the file ``reference``, if there is one.

@@ -10,9 +10,9 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.worker.compiler import compile_context
-from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CompileRequest
+from hatch_epcontext.worker.results import Context
 
 _PREFIX = "ep.context_node_name_prefix"
 

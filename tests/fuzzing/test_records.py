@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.cache.statement import (
     read_statement,
 )
 from hatch_epcontext.serialize import to_json, to_plain
-from hatch_epcontext.worker.facts import Agreement
+from hatch_epcontext.worker.results import Agreement
 from tests.fuzzing.mutations import VALUES, mutated
 
 KEY, OTHER = "ab" * 32, "cd" * 32

@@ -12,7 +12,6 @@ from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.facts import Context, Coverage, ModelFacts, NodeFacts
 from hatch_epcontext.worker.requests import (
     CheckReply,
     CheckRequest,
@@ -21,15 +20,16 @@ from hatch_epcontext.worker.requests import (
     PrepareReply,
     PrepareRequest,
     Refusal,
-    Request,
+    WorkerRequest,
 )
+from hatch_epcontext.worker.results import Context, Coverage, ModelFacts, NodeFacts
 from tests.fuzzing.mutations import VALUES, mutated
 
 X = TensorFacts("x", "float32", ("batch", 4))
 SPEC = Model("a", Path("/models/a.onnx"), Key())
 
 
-def requests(folder: Path) -> list[tuple[Request[Any], Any]]:
+def requests(folder: Path) -> list[tuple[WorkerRequest[Any], Any]]:
     """Requests with a right reply to each; ``folder`` has the files that they name."""
     coverage = Coverage(4, 3, 1, (NodeFacts("n", "Loop", "a reason"),))
     context = Context("a", "a_ctx.onnx", (X,), (X,), coverage, "1:60", "2.1")

@@ -24,8 +24,8 @@ CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 # The server imports it, which never ends: the build waits for that before it kills the server.
 IMPATIENT = """
 import sys
-from hatch_epcontext.jobs.processes import fork_server
-fork_server._BUSY = 1
+from hatch_epcontext.jobs.processes import forks
+forks._BUSY = 1
 from hatchling.cli import hatchling
 sys.exit(hatchling())
 """

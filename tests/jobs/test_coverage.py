@@ -7,7 +7,7 @@ import pytest
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.jobs.coverage import check_coverage
-from hatch_epcontext.worker.facts import GUESSED, Coverage, NodeFacts
+from hatch_epcontext.worker.results import GUESSED, Coverage, NodeFacts
 from tests.results import configured
 
 

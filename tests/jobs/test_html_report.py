@@ -17,7 +17,7 @@ from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.artifact import Artifact, Validation, ValidationStatus
 from hatch_epcontext.jobs.report import FailureReport, Report, make_report
 from hatch_epcontext.text import printable
-from hatch_epcontext.worker.facts import Agreement, AgreementStatus, Coverage, NodeFacts
+from hatch_epcontext.worker.results import Agreement, AgreementStatus, Coverage, NodeFacts
 from tests.results import configured, resulting
 
 

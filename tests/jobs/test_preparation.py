@@ -19,7 +19,7 @@ from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.worker.facts import ModelFacts
+from hatch_epcontext.worker.results import ModelFacts
 from tests.altered_workers import workers_with
 from tests.models import network, save
 

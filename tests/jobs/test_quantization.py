@@ -24,7 +24,7 @@ from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.run import build, dry_run
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
-from hatch_epcontext.worker.facts import ModelFacts
+from hatch_epcontext.worker.results import ModelFacts
 from tests.conftest import needs_qnn, newer_runtime
 from tests.graph.test_dequantize import recurrent
 from tests.models import network, save

@@ -30,7 +30,7 @@ from hatch_epcontext.jobs.artifact import (
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.worker.facts import (
+from hatch_epcontext.worker.results import (
     Agreement,
     AgreementStatus,
     Context,

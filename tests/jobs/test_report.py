@@ -7,7 +7,7 @@ from hatch_epcontext.jobs.artifact import Artifact, Preparation, Validation, Val
 from hatch_epcontext.jobs.html_report import render
 from hatch_epcontext.jobs.report import Report, make_report, summarize
 from hatch_epcontext.serialize import from_json, to_json
-from hatch_epcontext.worker.facts import Agreement, Coverage
+from hatch_epcontext.worker.results import Agreement, Coverage
 from tests.results import configured, resulting
 
 

@@ -25,8 +25,8 @@ from hatch_epcontext.jobs.validation import (
     validation_without_run,
 )
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.worker.facts import Agreement, AgreementStatus, Emulation
 from hatch_epcontext.worker.requests import ValidateReply
+from hatch_epcontext.worker.results import Agreement, AgreementStatus, Emulation
 from tests.results import configured
 
 AGREEMENTS = (Agreement("y", 0.0125, 0.9987, 31.4), Agreement("z", 0.5, None))

@@ -32,7 +32,7 @@ from hatch_epcontext.package.manifest import (
 from hatch_epcontext.package.model_package import ModelPackage, Variant, write
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.facts import Agreement, Coverage, NodeFacts
+from hatch_epcontext.worker.results import Agreement, Coverage, NodeFacts
 from tests.projects import GROUP
 from tests.results import compiled, configured, resulting
 

@@ -19,7 +19,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.tools.measuring import Bench, Case, Opened, bench
-from hatch_epcontext.worker.requests import Request
+from hatch_epcontext.worker.requests import WorkerRequest
 from tests.conftest import needs_qnn
 from tests.models import interrupted, model, network, save, unknown_operator, value
 
@@ -92,7 +92,7 @@ def test_a_runtime_cache_is_filled_before_it_is_measured(
     sent: dict[Path, str] = {}
     call = Workers.call
 
-    def record(workers: Workers, request: Request[Any], folder: Path, **where: Any) -> Any:
+    def record(workers: Workers, request: WorkerRequest[Any], folder: Path, **where: Any) -> Any:
         sent[folder] = to_json(request)
         return call(workers, request, folder, **where)
 

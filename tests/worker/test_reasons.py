@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import reasons
-from hatch_epcontext.worker.facts import NodeFacts
 from hatch_epcontext.worker.reasons import ask, explained, refused_nodes
+from hatch_epcontext.worker.results import NodeFacts
 from tests.conftest import needs_qnn
 from tests.models import interrupted, model, network, save, value
 from tests.worker.actions.test_compile import X_ELITE, target

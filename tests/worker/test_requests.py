@@ -7,13 +7,13 @@ import pytest
 
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import Key
-from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.requests import (
     CompileReply,
     CompileRequest,
     PrepareReply,
     PrepareRequest,
 )
+from hatch_epcontext.worker.results import Context
 
 MODEL = Model("a", Path("a.onnx"), Key())
 

@@ -45,7 +45,7 @@ from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 from hatch_epcontext.jobs.validation import input_files, reason_not_to_run
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import count, hide_credentials, pairs
-from hatch_epcontext.worker.facts import Context
+from hatch_epcontext.worker.results import Context
 
 CONNECT_SECONDS = 10.0
 """Seconds in which the scheduler must answer."""

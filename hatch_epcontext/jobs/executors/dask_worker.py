@@ -33,7 +33,7 @@ from hatch_epcontext.jobs.requirements import check_environment, requirements, v
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import pairs
-from hatch_epcontext.worker.facts import Context
+from hatch_epcontext.worker.results import Context
 
 TOPIC = "hatch-epcontext"
 """The topic of the events that workers log for the builds. One for all builds: the scheduler keeps the

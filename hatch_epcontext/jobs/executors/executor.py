@@ -9,7 +9,7 @@ from typing import Protocol
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, ValidationRun
 from hatch_epcontext.jobs.plan import Job
-from hatch_epcontext.worker.facts import Context
+from hatch_epcontext.worker.results import Context
 
 
 class Executor(Protocol):

@@ -33,7 +33,7 @@ from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.requirements import versions_of
 from hatch_epcontext.jobs.validation import reason_not_to_run, validation_from_reply
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.facts import Context
+from hatch_epcontext.worker.results import Context
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import CompileReply

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.processes.fork_server import ForkServer, ServerGoneError, is_supported
+from hatch_epcontext.jobs.processes.forks import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.jobs.processes.running import (
     MAX_REPLY,
     Interpreter,
@@ -32,7 +32,7 @@ from hatch_epcontext.text import hide_values, show_size
 from hatch_epcontext.worker.protocol import DONE, FAILED, MEMORY_LIMIT, REFUSED, TEMPORARY, VERBOSE
 
 if TYPE_CHECKING:
-    from hatch_epcontext.worker.requests import ReplyT, Request
+    from hatch_epcontext.worker.requests import ReplyT, WorkerRequest
 
 _FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
 """Seconds after which a running worker is reported first, and then again."""
@@ -199,7 +199,12 @@ class Workers:
         self._processes.simulated = tuple(sorted(names))
 
     def call(
-        self, request: Request[ReplyT], folder: Path, *, location: str, step: str | None = None
+        self,
+        request: WorkerRequest[ReplyT],
+        folder: Path,
+        *,
+        location: str,
+        step: str | None = None,
     ) -> ReplyT:
         """The reply of a worker of its own to ``request``; see `Worker.call`."""
         with self.process() as worker:
@@ -246,7 +251,12 @@ class Worker:
         self._orders.clear()
 
     def call(
-        self, request: Request[ReplyT], folder: Path, *, location: str, step: str | None = None
+        self,
+        request: WorkerRequest[ReplyT],
+        folder: Path,
+        *,
+        location: str,
+        step: str | None = None,
     ) -> ReplyT:
         """The worker's reply to ``request``.
 
@@ -261,7 +271,7 @@ class Worker:
             own = location if step is None else ""
             raise error.located(own, step=step or "") from error
 
-    def _call(self, request: Request[ReplyT], folder: Path, location: str) -> ReplyT:
+    def _call(self, request: WorkerRequest[ReplyT], folder: Path, location: str) -> ReplyT:
         # Only now: a build that finds everything in the cache needs no requests.
         from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
 

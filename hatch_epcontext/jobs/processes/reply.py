@@ -7,7 +7,7 @@ from typing import TypeVar
 from hatch_epcontext.jobs.processes.running import MAX_REPLY
 from hatch_epcontext.serialize import from_json
 from hatch_epcontext.text import show_size
-from hatch_epcontext.worker.requests import Refusal, ReplyT, Request
+from hatch_epcontext.worker.requests import Refusal, ReplyT, WorkerRequest
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class InvalidReplyError(Exception):
     """A reply that is not one; the message explains why."""
 
 
-def read_reply(text: bytes, request: Request[ReplyT]) -> ReplyT:
+def read_reply(text: bytes, request: WorkerRequest[ReplyT]) -> ReplyT:
     """The reply ``text`` to ``request``; raises InvalidReplyError if it is none."""
     reply: ReplyT = _read(text, request.reply_type)
     if reason := request.misfit(reply):

@@ -11,9 +11,9 @@ import onnxruntime as ort
 from hatch_epcontext.errors import EpcontextError, Kind, Problem
 from hatch_epcontext.worker.comparison.compare import check_runs
 from hatch_epcontext.worker.comparison.runs import read_reference
-from hatch_epcontext.worker.facts import Agreement
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import AssignedNode, AssignReply, AssignRequest
+from hatch_epcontext.worker.results import Agreement
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _OTHER_LAYOUT = "com.ms.internal.nhwc"

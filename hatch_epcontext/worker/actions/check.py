@@ -27,9 +27,9 @@ from hatch_epcontext.worker.configured import (
     unknown_name,
 )
 from hatch_epcontext.worker.dummy.inputs import sized
-from hatch_epcontext.worker.facts import ModelFacts
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
+from hatch_epcontext.worker.results import ModelFacts
 
 
 def handle(request: CheckRequest) -> CheckReply:

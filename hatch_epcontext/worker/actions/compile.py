@@ -12,12 +12,12 @@ from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.loader import PREPARED
 from hatch_epcontext.worker.compiler import compile_context
-from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.reasons import with_reasons
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
+from hatch_epcontext.worker.results import Context
 from hatch_epcontext.worker.sharing import compile_group
 
 

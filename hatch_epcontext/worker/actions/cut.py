@@ -14,9 +14,9 @@ from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.graph.parts import Part, extract, part_between
 from hatch_epcontext.worker.configured import fix_inputs
-from hatch_epcontext.worker.facts import CutResult
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
+from hatch_epcontext.worker.results import CutResult
 from hatch_epcontext.worker.session import cpu_options, set_model_path
 from hatch_epcontext.worker.value_types import types_of_runtime
 

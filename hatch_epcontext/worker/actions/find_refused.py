@@ -8,9 +8,9 @@ import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.actions import prepare
-from hatch_epcontext.worker.facts import NodeFacts
 from hatch_epcontext.worker.reasons import ask, explained
 from hatch_epcontext.worker.requests import FindRefusedReply, FindRefusedRequest, PrepareRequest
+from hatch_epcontext.worker.results import NodeFacts
 
 
 def handle(request: FindRefusedRequest) -> FindRefusedReply:

@@ -32,10 +32,10 @@ from hatch_epcontext.worker.comparison.runs import (
     write_reference,
 )
 from hatch_epcontext.worker.configured import fix_inputs, ranges_for
-from hatch_epcontext.worker.facts import Simplifier
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
+from hatch_epcontext.worker.results import Simplifier
 from hatch_epcontext.worker.session import cpu_options, open_session
 
 

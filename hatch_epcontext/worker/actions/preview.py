@@ -14,8 +14,8 @@ from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.worker.actions.check import check_fixed, not_compilable
 from hatch_epcontext.worker.configured import fix_inputs
-from hatch_epcontext.worker.facts import NodeFacts
 from hatch_epcontext.worker.requests import UNDO, PreviewReply, PreviewRequest
+from hatch_epcontext.worker.results import NodeFacts
 
 
 def _likely(

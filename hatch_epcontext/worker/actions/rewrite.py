@@ -17,12 +17,12 @@ from hatch_epcontext.errors import BuildError, EpcontextError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Rewrite
-from hatch_epcontext.graph.emulation import hidden_faults
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
 from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
+from hatch_epcontext.graph.rounding import hidden_faults
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
 from hatch_epcontext.providers import Tolerance
@@ -46,10 +46,10 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     run_model,
 )
-from hatch_epcontext.worker.facts import GAIN, NOTHING, SENSITIVE
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
+from hatch_epcontext.worker.results import GAIN, NOTHING, SENSITIVE
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
 

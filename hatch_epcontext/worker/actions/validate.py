@@ -30,10 +30,10 @@ from hatch_epcontext.worker.comparison.runs import (
 from hatch_epcontext.worker.comparison.suppression import Rest, expose_reads
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
-from hatch_epcontext.worker.facts import SENSITIVE, Agreement, AgreementStatus, Emulation
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import ValidateReply, ValidateRequest
+from hatch_epcontext.worker.results import SENSITIVE, Agreement, AgreementStatus, Emulation
 from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,

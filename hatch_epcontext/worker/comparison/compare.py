@@ -19,7 +19,7 @@ from hatch_epcontext.worker.comparison.emulation import Emulator, Level
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun, run_steps
 from hatch_epcontext.worker.comparison.selections import select
-from hatch_epcontext.worker.facts import (
+from hatch_epcontext.worker.results import (
     GAIN,
     NOTHING,
     SENSITIVE,

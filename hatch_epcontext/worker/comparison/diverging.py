@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.graph.arrays import Array, Arrays
-from hatch_epcontext.graph.emulation import expose
+from hatch_epcontext.graph.rounding import expose
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.runs import ReferenceRun, run_steps
 from hatch_epcontext.worker.progress import step

@@ -18,10 +18,10 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
-from hatch_epcontext.graph.emulation import applies, emulate, expose, hidden_faults, rounded
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.parts import part_between
+from hatch_epcontext.graph.rounding import applies, emulate, expose, hidden_faults, rounded
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import to_toml
@@ -36,8 +36,8 @@ from hatch_epcontext.worker.comparison.measures import Numbers, compare
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_steps, with_telling
 from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.comparison.suppression import expose_reads
-from hatch_epcontext.worker.facts import FEW_SAMPLES, GAIN, NOTHING, SENSITIVE, Emulation
 from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.results import FEW_SAMPLES, GAIN, NOTHING, SENSITIVE, Emulation
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
 

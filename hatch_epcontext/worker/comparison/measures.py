@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.graph.arrays import STRING, Array
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.facts import Agreement, Slice
+from hatch_epcontext.worker.results import Agreement, Slice
 
 Nature = Literal["any", "unit", "probabilities", "indices"]
 """What the values of an output are: any, between -1 and 1 (behind a Sigmoid), shares that add up to 1

@@ -36,7 +36,7 @@ _TINY = 1e-30
 
 
 @dataclass(frozen=True)
-class Choice:
+class IndexOutput:
     """An ``output`` of the numbers of the largest of the ``candidates``, a value inside the model, along
     ``axis``; with ``least`` of the smallest. A number is multiplied by ``scale``, and ``offset`` is added.
     """
@@ -66,7 +66,7 @@ class Columns:
     stop: int | None = None
     values: str = ""
     axis: int = 0
-    choice: Choice | None = None
+    choice: IndexOutput | None = None
 
     def of(self, array: Array, batch: int, kept: int) -> Numbers:
         """These columns of ``array``: batch x kept x columns."""
@@ -104,7 +104,7 @@ class Selections:
     """The rows and the numbers that a model selects, and what is behind a NonMaxSuppression."""
 
     rows: tuple[Selection, ...] = ()
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[IndexOutput, ...] = ()
     rest: Rest | None = None
 
     @property
@@ -156,7 +156,7 @@ class _SelectionFinder:
         self._nodes = [node for node in model.graph.node if node.op_type == "TopK"]
         self._indices = {node.output[1] for node in self._nodes if len(node.output) > 1}
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[IndexOutput]:
         for output in self._outputs:
             if (choice := self._choice(output, *self._scaled(output))) is not None:
                 yield choice
@@ -251,13 +251,13 @@ class _SelectionFinder:
                 offset, scale = offset - sign * scale * number, sign * scale
         return name, scale, offset
 
-    def _choice(self, output: str, name: str, scale: float, offset: float) -> Choice | None:
+    def _choice(self, output: str, name: str, scale: float, offset: float) -> IndexOutput | None:
         """That of ``output``, which is the value ``name`` times ``scale`` plus ``offset``, if that is one."""
         node = self._scope.maker(name)
         if node is None or node.op_type not in _CHOOSING or not self._scope.maker(node.input[0]):
             return None
         least, axis = node.op_type == "ArgMin", graph.number(node, "axis", 0)
-        return Choice(output, node.input[0], axis, least, scale, offset) if scale else None
+        return IndexOutput(output, node.input[0], axis, least, scale, offset) if scale else None
 
     def _gathered(self, name: str) -> _Gathered | None:
         """What the value ``name`` is gathered from, before any TopK."""
@@ -336,7 +336,9 @@ _LOST = 0.01
 """The noise of the CPU's own choices from which they are no numbers of candidates."""
 
 
-def _choose(choice: Choice, own: Array, result: Selected, candidates: Array, unit: float) -> None:
+def _choose(
+    choice: IndexOutput, own: Array, result: Selected, candidates: Array, unit: float
+) -> None:
     wanted = result.wanted[choice.output]
     table = _below_the_best(choice, candidates, unit)
     if not 0 < len(table) == own.size or own.shape != wanted.shape:
@@ -355,7 +357,7 @@ def _choose(choice: Choice, own: Array, result: Selected, candidates: Array, uni
     result.rows[choice.output] = _decibels(noise).reshape(-1, rows)
 
 
-def _below_the_best(choice: Choice, candidates: Array, unit: float) -> Numbers:
+def _below_the_best(choice: IndexOutput, candidates: Array, unit: float) -> Numbers:
     """The noise of choosing each of ``candidates``: how much less than the best it is, places x numbers."""
     scores = np.asarray(candidates, np.float64)
     finite = scores[np.isfinite(scores)]
@@ -368,7 +370,7 @@ def _below_the_best(choice: Choice, candidates: Array, unit: float) -> Numbers:
     return found
 
 
-def _by_number(choice: Choice, own: Array, table: Numbers) -> tuple[Numbers, Array]:
+def _by_number(choice: IndexOutput, own: Array, table: Numbers) -> tuple[Numbers, Array]:
     """``table`` with a column for numbers that there are not, and the columns that ``own`` chooses."""
     values = np.nan_to_num(np.asarray(own, np.float64))
     numbers = np.rint((values - choice.offset) / choice.scale)

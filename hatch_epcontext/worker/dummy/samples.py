@@ -16,7 +16,7 @@ from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.given import given_samples
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs
 from hatch_epcontext.worker.dummy.synthetic import RANDOM, Pattern, assumed_range, patterns
-from hatch_epcontext.worker.facts import FEW_SAMPLES
+from hatch_epcontext.worker.results import FEW_SAMPLES
 
 STEPS = 8
 """How often a recurrent model is run with its own states: errors grow from step to step."""

@@ -18,8 +18,8 @@ from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.dummy.given import given_samples
-from hatch_epcontext.worker.facts import Precision
 from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.results import Precision
 
 _TYPES = {
     "uint8": quantization.QuantType.QUInt8,

@@ -26,7 +26,7 @@ from hatch_epcontext.jobs.cache import index as index_module
 from hatch_epcontext.jobs.cache.cache import Cache, default_root
 from hatch_epcontext.jobs.cache.folder import staging
 from hatch_epcontext.jobs.run import open_cache
-from hatch_epcontext.worker.facts import Agreement
+from hatch_epcontext.worker.results import Agreement
 from tests.conftest import make_record
 
 KEY = "ab" * 32

@@ -28,7 +28,7 @@ from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build, dry_run, open_cache
 from hatch_epcontext.jobs.sources import read_sources
-from hatch_epcontext.worker.facts import ModelFacts
+from hatch_epcontext.worker.results import ModelFacts
 from tests.conftest import needs_qnn
 from tests.models import network, save
 from tests.remotes import WebServer, make_bucket, s3_server, use_s3, web_server

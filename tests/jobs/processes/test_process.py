@@ -17,7 +17,7 @@ from packaging.version import Version
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem
 from hatch_epcontext.jobs.processes import process
-from hatch_epcontext.jobs.processes.fork_server import is_supported
+from hatch_epcontext.jobs.processes.forks import is_supported
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.worker_log import TAIL
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest, PrepareRequest
@@ -248,7 +248,7 @@ import os, sys
 print("Python starts", end="", flush=True)
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.worker.actions import check
-from hatch_epcontext.worker.facts import ModelFacts
+from hatch_epcontext.worker.results import ModelFacts
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CheckReply
 def handle(request):

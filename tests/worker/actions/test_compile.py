@@ -17,13 +17,13 @@ from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare as prepare_worker
 from hatch_epcontext.worker.compiler import compile_context, explained, lower_ir_version
-from hatch_epcontext.worker.facts import Simplifier
 from hatch_epcontext.worker.requests import (
     CompileReply,
     CompileRequest,
     PrepareReply,
     PrepareRequest,
 )
+from hatch_epcontext.worker.results import Simplifier
 from tests.conftest import needs_qnn
 from tests.models import (
     choosing_nothing,

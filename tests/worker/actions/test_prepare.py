@@ -14,8 +14,8 @@ from hatch_epcontext.errors import BuildError, Key, ModelError
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.worker.actions import prepare as prepare_module
 from hatch_epcontext.worker.actions.prepare import handle
-from hatch_epcontext.worker.facts import SIMPLIFIERS, Simplifier
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
+from hatch_epcontext.worker.results import SIMPLIFIERS, Simplifier
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
     initializer_among_the_inputs,

@@ -18,7 +18,7 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import check_runs
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import reference
-from hatch_epcontext.worker.facts import FEW_SAMPLES
+from hatch_epcontext.worker.results import FEW_SAMPLES
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import model, save, value, weights
 from tests.worker.actions.test_compile import MODEL

@@ -19,7 +19,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     write_reference,
 )
-from hatch_epcontext.worker.facts import AgreementStatus
+from hatch_epcontext.worker.results import AgreementStatus
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import model, save, value, weights
 from tests.worker.actions.test_compile import MODEL

@@ -20,8 +20,8 @@ from hatch_epcontext.worker.comparison.measures import Numbers, compare
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
 from hatch_epcontext.worker.comparison.selections import (
-    Choice,
     Columns,
+    IndexOutput,
     Selection,
     Selections,
     select,
@@ -369,7 +369,7 @@ def test_the_numbers_of_the_largest_are_a_choice(operator: str) -> None:
     ]
     made = model(nodes, [value("x", [1, 5, 8, 8])], [value("y", [1, 64], TensorProto.INT32)])
     found = selections(made)
-    assert found == Selections((), (Choice("y", "scores", 1, operator == "ArgMin"),))
+    assert found == Selections((), (IndexOutput("y", "scores", 1, operator == "ArgMin"),))
     assert found.values == {"scores"}
 
 
@@ -397,7 +397,7 @@ def test_a_choice_is_followed_through_constants(
     output = value(f"v{len(operators)}", [1, 64], TensorProto.INT64)
     stored = [integers("one", 1), integers("two", 2)]
     found = selections(model(nodes, [value("x", [1, 5, 64])], [output], stored))
-    assert found.choices == (Choice(output.name, "scores", 1, False, scale, offset),)
+    assert found.choices == (IndexOutput(output.name, "scores", 1, False, scale, offset),)
     scores, best = classes((1, 5, 64))
     wanted: Array = found.choices[0].values(best).astype(np.int64)
     for wrong, agreeing in ((wanted, True), (wanted + int(scale), False), (wanted - 9, False)):
@@ -414,7 +414,7 @@ def classes(shape: tuple[int, ...] = (1, 5, 16, 16)) -> tuple[Numbers, Array]:
 
 
 def agrees(scores: Numbers, numbers: Array, wanted: Array, *, least: bool = False) -> bool:
-    found = Selections(choices=(Choice("y", "scores", 1, least),))
+    found = Selections(choices=(IndexOutput("y", "scores", 1, least),))
     chosen = select(found, {"y": numbers}, {"y": wanted}, {"scores": scores}, 0.1)
     rows = chosen.rows.get("y")
     return not compare("y", numbers, chosen.wanted["y"], HALF, nature="indices", rows=rows).excesses
@@ -449,7 +449,7 @@ def test_masked_classes_excuse_no_wrong_one() -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_classes_of_which_a_cast_loses_some_are_compared_as_they_are(scale: float) -> None:
     scores, best = classes()
-    found = Selections(choices=(Choice("y", "scores", 1, False, scale),))
+    found = Selections(choices=(IndexOutput("y", "scores", 1, False, scale),))
     wanted = np.multiply(scale, best).astype(np.int64 if scale < 1 else np.bool_)
     for output, agreeing in ((wanted, True), (np.zeros_like(wanted), False)):
         chosen = select(found, {"y": output}, {"y": wanted}, {"scores": scores}, 0.1)
@@ -640,7 +640,7 @@ def test_a_class_that_there_is_not_fails(number: int) -> None:
 
 def test_a_single_number_has_no_axis() -> None:
     scores, wanted = np.array([0.0, 3.0, 1.0], np.float32), np.array(1)
-    found = Selections(choices=(Choice("y", "scores"),))
+    found = Selections(choices=(IndexOutput("y", "scores"),))
     for number, agreeing in ((1, True), (2, False)):
         own = np.array(number)
         chosen = select(found, {"y": own}, {"y": wanted}, {"scores": scores}, 0.1)

@@ -11,8 +11,8 @@ from hatch_epcontext.config.settings import Model, Quantize
 from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.actions.prepare import handle
-from hatch_epcontext.worker.facts import Precision
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
+from hatch_epcontext.worker.results import Precision
 from tests.models import network, save
 from tests.worker.actions.test_compile import MODEL
 

@@ -19,7 +19,7 @@ import pytest
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.jobs.processes.fork_server import ForkServer
+from hatch_epcontext.jobs.processes.forks import ForkServer
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.running import WorkerCommand
 from hatch_epcontext.providers import PROVIDERS

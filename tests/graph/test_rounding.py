@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from hatch_epcontext.graph.emulation import emulate, expose
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat
+from hatch_epcontext.graph.rounding import emulate, expose
 from tests.models import model, value
 
 WIDE = replace(FLOAT16, largest_of_sums=131008.0, sums=frozenset({"Add", "Mul"}))
