@@ -289,7 +289,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """
         from hatch_epcontext.errors import WheelError
         from hatch_epcontext.files import remove
-        from hatch_epcontext.package import wheel
+        from hatch_epcontext.package import finished
 
         if self.target_name == "sdist" and not self._reason_to_skip():
             with self._errors_as_message():
@@ -302,20 +302,16 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         with self._errors_as_message():
             try:
-                finished, place = Path(artifact_path), self._place_in_wheel(self._output)
-                if self._wheel.verify == "full":
-                    count, by = wheel.verify(finished, place), "by sha256"
-                else:
-                    count, by = (
-                        wheel.verify_record(finished, place, self._bundle.files),
-                        "by RECORD",
-                    )
-                warning = wheel.check_size(finished, self._wheel.max_size)
+                path, place = Path(artifact_path), self._place_in_wheel(self._output)
+                full = self._wheel.verify == "full"
+                count = finished.verify(path, place, self._bundle.files, read=full)
+                warning = finished.check_size(path, self._wheel.max_size)
             except WheelError:
-                remove(finished)
+                remove(path)
                 self._bundle.check_sources(self._bundle.folder)
                 raise
-            self._check_later_hooks(finished)
+            self._check_later_hooks(path)
+            by = "by sha256" if full else "by RECORD"
             self._info(f"verified the wheel: {count} files as in the manifest, {by}")
             if warning:
                 self._warning(warning)

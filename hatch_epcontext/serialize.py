@@ -221,15 +221,6 @@ def _dataclass_reader(type_: type[Any], style: _Style) -> _Read:
     return _only(dict, _TABLE, read)
 
 
-class InvalidJsonError(ValueError):
-    """Values that are not what a type needs; ``reasons`` has a message for each wrong place."""
-
-    def __init__(self, type_name: str, reasons: list[tuple[_Place, str]]) -> None:
-        places = (f"{'.'.join((type_name, *map(str, path)))}: {text}" for path, text in reasons)
-        super().__init__("; ".join(places))
-        self.reasons = reasons
-
-
 def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     """Return ``table``, which is at ``key``, as a ``type_``; yield all wrong types.
 
@@ -281,16 +272,30 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def from_plain(value: Any, type_: type[T], *, strict: bool = False) -> T:
-    """The ``type_`` of plain values, as JSON has them; raises InvalidJsonError if they are not one.
+def from_plain(value: Any, type_: type[T]) -> T:
+    """The ``type_`` of plain values, as JSON has them; raises ValueError if they are not one.
 
-    Unknown keys are left out, or with ``strict`` refused.
+    Unknown keys are left out.
     """
     wrong: list[_Wrong] = []
-    found: T = _reader(type_, _STRICT_JSON if strict else _JSON)(value, (), wrong)
+    found: T = _reader(type_, _JSON)(value, (), wrong)
     if wrong:
-        raise InvalidJsonError(type_.__name__, [(each.place, each.reason) for each in wrong])
+        places = (".".join((type_.__name__, *map(str, each.place))) for each in wrong)
+        reasons = (each.reason for each in wrong)
+        raise ValueError("; ".join(map(": ".join, zip(places, reasons, strict=True))))
     return found
+
+
+def valid_part(
+    value: Any, type_: type[T], *, strict: bool
+) -> tuple[T | None, list[tuple[_Place, str]]]:
+    """The ``type_`` of plain values without what is wrong in them, and a message for each wrong place.
+
+    None if nothing is left. With ``strict`` unknown keys are wrong.
+    """
+    wrong: list[_Wrong] = []
+    found = _reader(type_, _STRICT_JSON if strict else _JSON)(value, (), wrong)
+    return None if found is _NOTHING else found, [(each.place, each.reason) for each in wrong]
 
 
 def to_plain(value: Any) -> Any:

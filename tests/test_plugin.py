@@ -13,11 +13,10 @@ from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 from onnx import helper
 
-from hatch_epcontext.errors import collect
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs.requirements import SBOM, TOOLS
 from hatch_epcontext.package import bundle as package_bundle
-from hatch_epcontext.package.model_package import FolderFiles, read
+from hatch_epcontext.package.reader import FolderFiles, read
 from hatch_epcontext.plugin import EpcontextBuildHook
 from hatch_epcontext.text import printable
 from tests import projects
@@ -174,9 +173,7 @@ def test_the_source_is_not_shipped_where_any_machine_runs_a_target(root: Path) -
 def test_the_folder_in_the_wheel_is_a_model_package(root: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(make(root)).extractall(tmp_path / "installed")
     files = FolderFiles(tmp_path / "installed" / "my_app" / "epcontext")
-    package, problems = collect(read(files, "package"))
-    assert problems == []
-    assert package is not None
+    package = read(files, "package")
     variants = {name: list(each.variants) for name, each in package.components.items()}
     assert (package.layout, variants) == ("portable", {"a": ["cpu"]})
 
@@ -555,7 +552,7 @@ def test_a_wheel_that_is_too_large_is_removed(
 def test_a_large_wheel_is_one_warning(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.package.wheel._WARN_AT", 1000)
+    monkeypatch.setattr("hatch_epcontext.package.finished._WARN_AT", 1000)
     make(root)
     text = capsys.readouterr().err
     assert text.count("By default package indexes accept files of up to") == 1

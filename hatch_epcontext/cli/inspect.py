@@ -14,13 +14,7 @@ from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import Validation
 from hatch_epcontext.jobs.coverage import describe_coverage
-from hatch_epcontext.package.manifest import (
-    ComponentMetadata,
-    PackageMetadata,
-    VariantMetadata,
-    ours,
-)
-from hatch_epcontext.package.model_package import ModelPackage
+from hatch_epcontext.package.manifest import ComponentMetadata, ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, pairs, show_size
@@ -164,10 +158,8 @@ def _show_model(model: InspectReply) -> None:
 
 
 def _show_package(folder: str, package: ModelPackage) -> None:
-    about = ours(package.metadata, PackageMetadata)
-    files = about.files if about else {}
-    parts = [folder]
-    if about:
+    files, parts = package.files, [folder]
+    if about := package.about:
         total = show_size(sum(file.size for file in files.values()))
         parts = [f"{folder}: {about.generator}", count(len(files), "file"), total]
     echo(", ".join(parts))
@@ -175,7 +167,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
     for name, component in package.components.items():
         for target, variant in component.variants.items():
             size = sum(s.size for f, s in files.items() if f.startswith(f"{variant.directory}/"))
-            its = ours(variant.metadata, VariantMetadata)
+            its = variant.about
             provider = its.settings.provider if its else variant.ep or ""
             compatibility = variant.compatibility_string or ""
             cells = (
@@ -190,7 +182,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
             add_row(made, *cells)
     show(made)
     for name, component in package.components.items():
-        if about_model := ours(component.metadata, ComponentMetadata):
+        if about_model := component.about:
             _show_forms(name, about_model)
 
 

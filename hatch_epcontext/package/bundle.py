@@ -12,7 +12,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Result, Source
 from hatch_epcontext.jobs.cache.index import changed_error
 from hatch_epcontext.loader import CPU_EP
-from hatch_epcontext.package import manifest, model_package
+from hatch_epcontext.package import manifest
 from hatch_epcontext.system import writing
 
 
@@ -70,9 +70,7 @@ def _bundle(result: Result, folder: Path, modules: Mapping[str, Path]) -> Bundle
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
         files[name] = record_file(folder / name)
-    content = manifest.text(manifest.make(result, sources, files))
-    (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
-    files[model_package.FILE] = record_file(folder / model_package.FILE)
+    files[manifest.FILE] = record_file(manifest.save(manifest.make(result, sources, files), folder))
     return Bundle(folder, files, own)
 
 

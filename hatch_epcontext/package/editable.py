@@ -15,10 +15,11 @@ from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
-from hatch_epcontext.files import record_file
+from hatch_epcontext.files import FileRecord, record_file
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.package import manifest, model_package
+from hatch_epcontext.package import manifest
 from hatch_epcontext.package.modules import bytecode
+from hatch_epcontext.package.reader import own_files
 from hatch_epcontext.package.selection import Tree
 from hatch_epcontext.package.wheel import OUTPUT
 from hatch_epcontext.text import listing
@@ -44,15 +45,15 @@ def project_folder(output: PurePosixPath, tree: Tree) -> Path:
 
 def owned_paths(output: PurePosixPath, folder: Path) -> frozenset[str]:
     """The files in ``folder`` that an editable install wrote, as paths in the wheel."""
-    found = manifest.read_own(folder)
-    names = (*found.files, model_package.FILE) if found else ()
+    files = own_files(folder)
+    names = () if files is None else (*files, manifest.FILE)
     return frozenset(str(output / name) for name in names)
 
 
 def check(folder: Path) -> None:
     """Raise ConfigError if ``folder`` has files that no editable install wrote, or that were changed."""
-    found = manifest.read_own(folder)
-    if found is None and any(path.is_file() for path in folder.glob("*")):
+    files = own_files(folder)
+    if files is None and any(path.is_file() for path in folder.glob("*")):
         raise ConfigError(
             Problem(
                 Kind.EDITABLE_CONFLICT,
@@ -62,7 +63,7 @@ def check(folder: Path) -> None:
                 settings=(Setting(OUTPUT),),
             )
         )
-    if found and (changed := _changed(folder, found)):
+    if files and (changed := _changed(folder, files)):
         raise ConfigError(
             Problem(
                 Kind.EDITABLE_CONFLICT,
@@ -73,10 +74,10 @@ def check(folder: Path) -> None:
         )
 
 
-def _changed(folder: Path, found: manifest.PackageMetadata) -> list[str]:
+def _changed(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
     return [
         name
-        for name, recorded in found.files.items()
+        for name, recorded in files.items()
         if (folder / name).is_file() and record_file(folder / name) != recorded
     ]
 
@@ -105,8 +106,7 @@ def write(result: Result, folder: Path, modules: Mapping[str, Path]) -> None:
     }
     sources = {source.model.name: _place(source.model, folder) for source in result.sources}
     # Before the files below: an interrupted install must not leave files that no manifest lists.
-    content = manifest.text(manifest.make(result, sources, files, "installed"))
-    (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
+    manifest.save(manifest.make(result, sources, files, "installed"), folder)
     for built in result.built:
         shutil.copytree(built.artifact.folder, folder / built.job.folder, dirs_exist_ok=True)
     for name, path in {**modules, **cut}.items():
@@ -126,12 +126,12 @@ def remove(folder: Path) -> list[str]:
 
     Files that were changed since then are kept; returns their paths.
     """
-    found = manifest.read_own(folder)
-    if found is None:
+    files = own_files(folder)
+    if files is None:
         return []
-    changed = _changed(folder, found)
+    changed = _changed(folder, files)
     kept = []
-    for name in found.files:
+    for name in files:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
             continue
@@ -139,7 +139,7 @@ def remove(folder: Path) -> list[str]:
             kept.append(str(path))
         else:
             path.unlink()
-    (folder / model_package.FILE).unlink()
+    (folder / manifest.FILE).unlink()
     for compiled in bytecode(folder):
         compiled.unlink()
     for path in [*sorted(folder.rglob("*"), reverse=True), folder]:

@@ -1,7 +1,10 @@
-"""The manifest of our packages: a model package with what only we know in its metadata.
+"""The manifest of a model package, ONNX Runtime's format: its types, ours of the metadata, and its text.
 
-Hashes, coverage, validation, settings and versions stand in ``additional_metadata``, below our own
-name. There are no times in it, so that two builds from one cache write the same bytes.
+The format, schema 1.0: ``model_package/README.md`` and
+``onnxruntime/core/session/model_package/README.md`` in ONNX Runtime's repository. A package is a folder
+with a ``manifest.json``; it has components (models), and each component has variants. What only we know
+(hashes, coverage, validation, settings and versions) stands in ``additional_metadata``, below our own name.
+There are no times in it, so that two builds from one cache write the same bytes.
 """
 
 from __future__ import annotations
@@ -9,32 +12,37 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PurePath
+from typing import Any, Literal, TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import CompileSettings, Model
-from hatch_epcontext.files import FileRecord, is_intact, read_regular
+from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
 from hatch_epcontext.loader import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
-from hatch_epcontext.package.model_package import (
-    FILE,
-    Component,
-    Layout,
-    ModelPackage,
-    OrtInfo,
-    Variant,
-    write,
-)
 from hatch_epcontext.providers import Plugin, Product, secrets_in
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.results import Coverage
 
 T = TypeVar("T")
+
+FILE = "manifest.json"
+"""The name of the manifest."""
+
+SCHEMA_VERSION = "1.0"
+
+Layout = Literal["portable", "installed"]
+"""``"installed"`` allows absolute paths and ``..``; a portable package can be moved."""
+
+ASSET = re.compile(r"(sha256:[0-9a-f]{64})(?:/(.*))?", re.DOTALL)
+"""The name of a shared asset, and a path in it."""
 
 UNSEALED = "0" * 64
 """Stands in the manifest where `seal` puts the sha256 of its text."""
@@ -147,18 +155,94 @@ def ours(metadata: Any, type_: type[T]) -> T | None:
         return None
 
 
-def read_own(folder: Path) -> PackageMetadata | None:
-    """The files of the manifest in ``folder``, if there is one and this package wrote it.
+@dataclass(frozen=True, kw_only=True)
+class OrtInfo:
+    """What ONNX Runtime needs to open a variant.
 
-    They count also where the rest of the manifest is invalid: a new package replaces it.
+    ``model_file`` is relative to the variant's directory. Options are those of a session and of the EP.
     """
-    try:
-        content = json.loads(read_regular(folder / FILE))
-    except (OSError, ValueError, RecursionError):
-        return None
-    metadata = content.get("additional_metadata") if isinstance(content, dict) else None
-    found = ours(metadata, PackageMetadata)
-    return found if found and found.is_ours else None
+
+    model_file: str
+    session_options: Mapping[str, str] = field(default_factory=dict)
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One form of a component. ``directory`` is relative to the package, with forward slashes.
+
+    ``asset_folder``: where the manifest puts the shared asset that ``ort`` names, if it says so.
+    ``metadata`` is what any tool has written there, ``about`` what we have.
+    """
+
+    directory: str
+    ep: str | None
+    device: str | None = None
+    compatibility_string: str | None = None
+    ort: OrtInfo | None = None
+    asset_folder: str | None = None
+    metadata: Any = None
+
+    @property
+    def model_file(self) -> str | None:
+        """The model file's path from the package; None if the variant is not for ONNX Runtime."""
+        if self.ort is None:
+            return None
+        if asset := ASSET.fullmatch(self.ort.model_file):
+            return joined(self.asset_folder or default_folder(asset[1]), asset[2] or "")
+        return joined(self.directory, self.ort.model_file)
+
+    @property
+    def about(self) -> VariantMetadata | None:
+        """Our metadata of a compiled model."""
+        return ours(self.metadata, VariantMetadata)
+
+    @property
+    def is_source(self) -> bool:
+        """Whether it is the source model of a package that we wrote."""
+        about = ours(self.metadata, SourceMetadata)
+        return about is not None and about.product == SOURCE
+
+
+@dataclass(frozen=True)
+class Component:
+    """A model, with its variants in order of preference."""
+
+    variants: Mapping[str, Variant]
+    metadata: Any = None
+
+    @property
+    def about(self) -> ComponentMetadata | None:
+        """Our metadata of a model."""
+        return ours(self.metadata, ComponentMetadata)
+
+
+@dataclass(frozen=True)
+class ModelPackage:
+    """A model package, whose components are all read."""
+
+    components: Mapping[str, Component]
+    layout: Layout = "portable"
+    metadata: Any = None
+    schema_version: str = SCHEMA_VERSION
+
+    @property
+    def about(self) -> PackageMetadata | None:
+        """Our metadata of the whole package."""
+        return ours(self.metadata, PackageMetadata)
+
+    @property
+    def files(self) -> Mapping[str, FileRecord]:
+        """Its files with their records, by path; none if we did not write it."""
+        return self.about.files if self.about else {}
+
+    @property
+    def unrecorded(self) -> tuple[str, ...]:
+        """The model files, by path, that have no record."""
+        recorded = self.files
+        variants = (v for each in self.components.values() for v in each.variants.values())
+        files = dict.fromkeys(variant.model_file for variant in variants)
+        return tuple(file for file in files if file and file not in recorded)
 
 
 def _metadata(value: Any) -> dict[str, Any]:
@@ -176,53 +260,36 @@ def make(
     ``source_files``: for each model whose source is a variant, the path of the source from the package.
     """
     generator = f"{GENERATOR} {hatch_epcontext.__version__}"
-    by_name = {source.model.name: source for source in result.sources}
-    return ModelPackage(
-        {
-            name: _component(source, by_name, source_files.get(name), result.built)
-            for name, source in by_name.items()
-            if not _is_open_form(source.model)
-        },
-        layout,
-        _metadata(PackageMetadata(generator, files)),
-    )
+    sources = {source.model.name: source for source in result.sources}
+    components = {}
+    for name, source in sources.items():
+        shape_set = source.model.shape_set
+        # A model with several shapes is no component itself: each shape has its variants with open shapes.
+        if shape_set is None or name != shape_set.name:
+            variants = _variants(source, source_files.get(name), result.built)
+            components[name] = Component(variants, _metadata(_about(source, sources)))
+    return ModelPackage(components, layout, _metadata(PackageMetadata(generator, files)))
 
 
-def text(package: ModelPackage) -> str:
-    """The manifest of ``package``, sealed: the loader's ``verify`` compares it with its own sha256."""
-    return seal(write(package))
-
-
-def seal(unsealed: str) -> str:
-    """The text of a manifest with its sha256 in the place of the last `UNSEALED`."""
-    before, _, after = unsealed.rpartition(UNSEALED)
-    return f"{before}{hashlib.sha256(unsealed.encode()).hexdigest()}{after}"
-
-
-def _is_open_form(model: Model) -> bool:
-    """Whether the model stands for the targets with open shapes of a model with several shapes.
-
-    It is no component of its own: its variants are part of the component of each shape.
-    """
-    return model.shape_set is not None and model.name == model.shape_set.name
-
-
-def _component(
-    source: Source, sources: Mapping[str, Source], file: str | None, built: tuple[Built, ...]
-) -> Component:
+def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dict[str, Variant]:
+    """The variants of a model in the order of its targets; ``file``: where its source is, if it is one."""
     model, shape_set = source.model, source.model.shape_set
     names = {model.name, model.configured_name}
     order = shape_set.targets if shape_set else tuple(target.name for target in model.targets)
     found = {
-        each.job.target.name: _variant(each, name)
+        each.job.target.name: _variant(each, member.name)
         for each in built
-        for name in _names(each)
-        if name in names
+        for member in each.job.models
+        if member.name in names
     }
     variants = {name: found[name] for name in order if name in found}
     if file is not None:
-        variants[SOURCE] = _source_variant(source, file)
-    return Component(variants, _metadata(_about(source, sources)))
+        folder, _, name = file.rpartition("/")
+        frozen = {each.name for each in source.facts.constants}
+        inputs = tuple(each for each in source.facts.own_inputs if each.name not in frozen)
+        ort, metadata = OrtInfo(model_file=name), _metadata(SourceMetadata(inputs))
+        variants[SOURCE] = Variant(directory=folder, ep=CPU_EP, ort=ort, metadata=metadata)
+    return variants
 
 
 def _about(source: Source, sources: Mapping[str, Source]) -> ComponentMetadata:
@@ -245,32 +312,24 @@ def _about(source: Source, sources: Mapping[str, Source]) -> ComponentMetadata:
     )
 
 
-def _names(built: Built) -> tuple[str, ...]:
-    return tuple(model.name for model in built.job.models)
-
-
-def _source_variant(source: Source, file: str) -> Variant:
-    folder, _, name = file.rpartition("/")
-    frozen = {each.name for each in source.facts.constants}
-    inputs = tuple(each for each in source.facts.own_inputs if each.name not in frozen)
-    return Variant(
-        directory=folder,
-        ep=CPU_EP,
-        ort=OrtInfo(model_file=name),
-        metadata=_metadata(SourceMetadata(inputs)),
-    )
-
-
 def _variant(built: Built, model: str) -> Variant:
     job, record = built.job, built.artifact.record
     target, settings = job.target, job.target.settings
     (index,) = (i for i, each in enumerate(record.contexts) if each.model == model)
     context = record.contexts[index]
     only_ours = {n: value for n, value in target.load_options.items() if USER_CACHE in value}
-    secrets = secrets_in(target.load_options)
+    secrets, plugin = secrets_in(target.load_options), target.provider.plugin
+    members = tuple(each.name for each in job.models)
+    options = dict(settings.session_options)
+    if record.product == "context":
+        # Where the EP does not accept the context: fail, and do not compile on the user's machine.
+        options["session.disable_model_compile"] = "1"
+    if job.group is not None:
+        options["ep.share_ep_contexts"] = "1"
     about = VariantMetadata(
         product=record.product,
-        plugin=_shipped(target.provider.plugin),
+        # A path of the build machine means nothing on another one, and two builds must write the same bytes.
+        plugin=dataclasses.replace(plugin, path="") if plugin else None,
         platforms=target.platforms,
         inputs=context.inputs,
         outputs=context.outputs,
@@ -286,7 +345,7 @@ def _variant(built: Built, model: str) -> Variant:
         secrets=secrets,
         needs_device=job.needs_device,
         needs_code_page=target.provider.needs_code_page and not settings.embed,
-        sharing=_sharing(built),
+        sharing=Sharing(job.group, members, built.saved) if job.group is not None else None,
     )
     return Variant(
         directory=job.folder,
@@ -296,7 +355,7 @@ def _variant(built: Built, model: str) -> Variant:
         compatibility_string=context.compatibility or None,
         ort=OrtInfo(
             model_file=context.model_file,
-            session_options={**settings.session_options, **_loading(built)},
+            session_options=options,
             provider_options={
                 name: value
                 for name, value in target.load_options.items()
@@ -305,29 +364,6 @@ def _variant(built: Built, model: str) -> Variant:
         ),
         metadata=_metadata(about),
     )
-
-
-def _loading(built: Built) -> dict[str, str]:
-    """The session options that every session of the artifact needs."""
-    options = {}
-    if built.artifact.record.product == "context":
-        # Where the EP does not accept the context: fail, and do not compile on the user's machine.
-        options["session.disable_model_compile"] = "1"
-    if built.job.group is not None:
-        options["ep.share_ep_contexts"] = "1"
-    return options
-
-
-def _sharing(built: Built) -> Sharing | None:
-    job = built.job
-    if job.group is None:
-        return None
-    return Sharing(job.group, tuple(model.name for model in job.models), built.saved)
-
-
-def _shipped(plugin: Plugin | None) -> Plugin | None:
-    # A path of the build machine means nothing on another one, and two builds must write the same bytes.
-    return dataclasses.replace(plugin, path="") if plugin else None
 
 
 def artifact_files(result: Result) -> dict[str, FileRecord]:
@@ -339,13 +375,76 @@ def artifact_files(result: Result) -> dict[str, FileRecord]:
     }
 
 
-def changed_files(folder: Path, files: Mapping[str, FileRecord]) -> tuple[str, ...]:
-    """Those of ``files`` that are missing in ``folder`` or differ from their record, sorted."""
-    return tuple(
-        name for name, recorded in sorted(files.items()) if not is_intact(folder, {name: recorded})
-    )
-
-
 def source_folder(model: Model) -> str:
     """The folder of a model's shipped source, from the package; all its shapes have the same."""
     return f"{model.configured_name}/{SOURCE}"
+
+
+def default_folder(uri: str) -> str:
+    """The folder of a shared asset that the manifest does not put elsewhere."""
+    return f"shared_assets/{uri.replace(':', '-')}"
+
+
+def joined(*parts: str) -> str:
+    """A path with forward slashes; parts of an installed package can be absolute on this system."""
+    return PurePath(*parts).as_posix()
+
+
+def save(package: ModelPackage, folder: Path) -> Path:
+    """Write the manifest of ``package``, sealed: the loader's ``verify`` compares it with its own sha256."""
+    file = folder / FILE
+    file.write_text(seal(write(package)), encoding="utf-8", newline="\n")
+    return file
+
+
+def seal(unsealed: str) -> str:
+    """The text of a manifest with its sha256 in the place of the last `UNSEALED`."""
+    before, _, after = unsealed.rpartition(UNSEALED)
+    return f"{before}{hashlib.sha256(unsealed.encode()).hexdigest()}{after}"
+
+
+def write(package: ModelPackage) -> str:
+    """The text of the manifest of ``package``, the same for equal packages."""
+    content = _given(
+        schema_version=package.schema_version,
+        layout=package.layout,
+        components={
+            name: _given(
+                variants={name: _written(each) for name, each in component.variants.items()},
+                additional_metadata=component.metadata,
+            )
+            for name, component in package.components.items()
+        },
+        additional_metadata=package.metadata,
+    )
+    # Not sorted: the order of the variants is that of preference.
+    return json.dumps(_portable(content), indent=2, allow_nan=False) + "\n"
+
+
+def _written(variant: Variant) -> dict[str, Any]:
+    return _given(
+        variant_directory=variant.directory,
+        ep=variant.ep,
+        device=variant.device,
+        compatibility_string=variant.compatibility_string,
+        executor_info={"ort": to_plain(variant.ort)} if variant.ort else None,
+        additional_metadata=variant.metadata,
+    )
+
+
+def _given(**keys: Any) -> dict[str, Any]:
+    """The keys of the format that have a value: ONNX Runtime refuses null."""
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def _portable(value: Any) -> Any:
+    """``value`` as any JSON parser takes it: Python also writes infinities and half characters."""
+    if isinstance(value, dict):
+        return {_portable(key): _portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, float) and not math.isfinite(value):
+        return math.copysign(sys.float_info.max, value)
+    return value

@@ -13,10 +13,10 @@ from hatch_epcontext.files import patiently, temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.report import make_report
-from hatch_epcontext.package import model_package
 from hatch_epcontext.package.bundle import Bundle, bundle
-from hatch_epcontext.package.manifest import read_own
+from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.package.modules import bytecode, import_name_in_tree, modules
+from hatch_epcontext.package.reader import own_files
 from hatch_epcontext.system import check_apart, check_folder, writing
 from hatch_epcontext.text import listing
 from hatch_epcontext.tools.compiling import CompileResult
@@ -102,10 +102,10 @@ def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
     """
     if not place.exists() or not any(place.iterdir()):
         return
-    about = read_own(place)
-    ours = {*about.files, model_package.FILE} if about else frozenset()
+    recorded = own_files(place)
+    ours = frozenset() if recorded is None else {*recorded, FILE}
     if foreign := [name for name in _files(place) if name not in ours]:
-        what = "this tool did not write" if about else "are not of a model package of this tool"
+        what = "this tool did not write" if ours else "are not of a model package of this tool"
         raise OutputError(
             Problem(
                 Kind.FILE_EXISTS,

@@ -18,11 +18,12 @@ from hatch_epcontext.errors import (
     WheelError,
     collect,
 )
-from hatch_epcontext.files import FileRecord, is_regular, temp_dir
+from hatch_epcontext.files import is_regular, temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_environment
-from hatch_epcontext.package import finished, manifest, model_package
-from hatch_epcontext.package.model_package import ArchiveFiles, FolderFiles, ModelPackage
+from hatch_epcontext.package import finished
+from hatch_epcontext.package.manifest import FILE, ModelPackage
+from hatch_epcontext.package.reader import ArchiveFiles, Files, FolderFiles, damaged_files, read
 from hatch_epcontext.worker.requests import InspectReply, InspectRequest
 
 READING = tuple(each for each in TOOLS if Requirement(each).name in ("onnx", "numpy"))
@@ -54,7 +55,7 @@ def inspect(path: Path) -> Inspection:
     is not installed.
     """
     if path.is_dir():
-        parents = [file.parent for file in sorted(path.rglob(model_package.FILE)) if file.is_file()]
+        parents = [file.parent for file in sorted(path.rglob(FILE)) if file.is_file()]
         folders = {each.relative_to(path).as_posix(): FolderFiles(each) for each in parents}
         return Inspection(str(path), _read_all(folders, path))
     # Not a pipe, which would wait for somebody to write.
@@ -67,7 +68,7 @@ def _inspect_archive(path: Path) -> Inspection:
     try:
         with zipfile.ZipFile(path) as archive:
             names = [PurePosixPath(each) for each in archive.namelist() if each[-1:] != "/"]
-            places = [each.parent for each in names if each.name == model_package.FILE]
+            places = [each.parent for each in names if each.name == FILE]
             inside = {str(each): ArchiveFiles(archive, each) for each in places}
             return Inspection(str(path), _read_all(inside, path))
     except zipfile.BadZipFile as error:
@@ -84,7 +85,7 @@ def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
         if path.is_dir():
             message = "is a folder, and not an ONNX file."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message))
-    if path.name == model_package.FILE:
+    if path.name == FILE:
         message = "is the manifest of a model package, and not an ONNX file."
         raise InspectionError(
             Problem(Kind.INVALID_PATH, str(path), message, "Name the folder that it is in.")
@@ -136,44 +137,12 @@ def verify(path: Path, inspection: Inspection) -> Verification:
         recorded = number if is_wheel else None
     components = [each for package in packages.values() for each in package.components.values()]
     return Verification(
-        sum(len(recorded_files(each)) + len(_unrecorded(each)) for each in packages.values()),
+        sum(len(each.files) + len(each.unrecorded) for each in packages.values()),
         recorded,
         len(components),
         sum(len(component.variants) for component in components),
         tuple(found),
     )
-
-
-def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
-    """The files of a package that are missing or changed; without a record, the missing model files."""
-    for name in manifest.changed_files(folder, recorded_files(package)):
-        message = "is missing, or differs from its record in the manifest."
-        yield Problem(Kind.CHANGED_FILE, str(folder / name), message)
-    for name in _unrecorded(package):
-        if not (folder / name).is_file():
-            yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")
-    if package.layout == "portable":
-        # Also links that the manifest does not name: a model may name them.
-        links = (path.relative_to(folder).as_posix() for path in _links(folder))
-        for name in dict.fromkeys((*recorded_files(package), *_unrecorded(package), *links)):
-            if FolderFiles(folder).leads_outside(name):
-                message = "is a link to a file outside of the package, which ONNX Runtime refuses."
-                yield Problem(Kind.INVALID_PACKAGE, str(folder / name), message)
-
-
-def _links(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_symlink())
-
-
-def recorded_files(package: ModelPackage) -> Mapping[str, FileRecord]:
-    about = manifest.ours(package.metadata, manifest.PackageMetadata)
-    return about.files if about else {}
-
-
-def _unrecorded(package: ModelPackage) -> tuple[str, ...]:
-    """The model files whose size and sha256 are not in the manifest."""
-    recorded = recorded_files(package)
-    return tuple(file for file in finished.model_files(package) if file not in recorded)
 
 
 def verify_model(path: Path, model: InspectReply) -> int:
@@ -202,16 +171,16 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
         yield Problem(Kind.EXTERNAL_DATA, str(path), message)
 
 
-def _is_package(files: model_package.Files) -> bool:
+def _is_package(files: Files) -> bool:
     """Whether a ``manifest.json``, a common name, can be that of a model package."""
     try:
-        content = json.loads(files.read(model_package.FILE))
+        content = json.loads(files.read(FILE))
     except (OSError, ValueError, RecursionError):
         return True
     return isinstance(content, dict) and bool({"schema_version", "components"} & content.keys())
 
 
-def _read_all(found: Mapping[str, model_package.Files], path: Path) -> dict[str, ModelPackage]:
+def _read_all(found: Mapping[str, Files], path: Path) -> dict[str, ModelPackage]:
     """The packages by folder; raises InspectionError with all problems, also if there is no package."""
     found = {folder: files for folder, files in found.items() if _is_package(files)}
     if not found:
@@ -222,16 +191,15 @@ def _read_all(found: Mapping[str, model_package.Files], path: Path) -> dict[str,
                 "Hatch, write them into the import package before the build (epcontext export -o DIR), and "
                 "let the build backend pack DIR."
             )
-        message = f"has no {model_package.FILE} of a model package."
+        message = f"has no {FILE} of a model package."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
     packages: dict[str, ModelPackage] = {}
     problems: list[Problem] = []
     for folder, files in found.items():
-        place = str(path) if folder == "." else f"{path}: {folder}"
-        package, invalid = collect(model_package.read(files, place))
-        problems += invalid
-        if package is not None:
-            packages[folder] = package
+        try:
+            packages[folder] = read(files, str(path) if folder == "." else f"{path}: {folder}")
+        except InspectionError as error:
+            problems += error.problems
     if problems:
         raise InspectionError(*problems)
     return packages

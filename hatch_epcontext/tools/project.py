@@ -12,7 +12,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.package.manifest import read_own
+from hatch_epcontext.package.reader import own_files
 
 HATCHLING = "hatchling"
 
@@ -181,7 +181,7 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[Path
             and name not in _OUTPUTS
             and name.casefold() not in skip
             and not (folder / name / "pyvenv.cfg").exists()
-            and read_own(folder / name) is None
+            and own_files(folder / name) is None
         )
         yield folder, sorted(files)
 

@@ -24,31 +24,13 @@ from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.jobs.validation import reason_not_to_run_here, validation_of
-from hatch_epcontext.loader import CPU_EP, SOURCE
-from hatch_epcontext.package import model_package
-from hatch_epcontext.package.manifest import (
-    ComponentMetadata,
-    SourceMetadata,
-    VariantMetadata,
-    ours,
-)
-from hatch_epcontext.package.model_package import (
-    OUTPUT_OPTIONS,
-    PATH_OPTIONS,
-    ModelPackage,
-    OrtInfo,
-    Variant,
-)
+from hatch_epcontext.loader import CPU_EP
+from hatch_epcontext.package.manifest import FILE, ModelPackage, OrtInfo, Variant
+from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
 from hatch_epcontext.providers import PROVIDERS, Device, find, secrets_in
 from hatch_epcontext.text import count, listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
-from hatch_epcontext.tools.inspecting import (
-    TIMEOUT,
-    damaged_files,
-    inspect,
-    inspect_model,
-    verify_model,
-)
+from hatch_epcontext.tools.inspecting import TIMEOUT, inspect, inspect_model, verify_model
 from hatch_epcontext.tools.validating import (
     check_chip,
     copy_named_files,
@@ -166,7 +148,13 @@ def validate_package(
                 validated = replace(validated, problems=())
             done(validated)
             finished.append(validated)
-    result = ValidatedPackage(str(path), tuple(finished), tuple(_unowned(read)))
+    owners = [each for c in read.package.components.values() for each in c.variants.values()]
+    unowned = (
+        problem
+        for name, problem in read.damaged.items()
+        if not any(_owns(variant, name) for variant in owners)
+    )
+    result = ValidatedPackage(str(path), tuple(finished), tuple(unowned))
     if result.problems or any(each.problems for each in finished):
         raise FailedPackageError(result)
     return result
@@ -213,14 +201,6 @@ def _read(path: Path) -> _Read:
     return _Read(str(path), place, package, damaged)
 
 
-def _unowned(read: _Read) -> Iterator[Problem]:
-    """The damaged files that are in the folder of no variant."""
-    variants = [each for c in read.package.components.values() for each in c.variants.values()]
-    for name, problem in read.damaged.items():
-        if not any(_owns(variant, name) for variant in variants):
-            yield problem
-
-
 def _owns(variant: Variant, name: str) -> bool:
     path = PurePosixPath(name)
     return name == variant.model_file or path.is_relative_to(variant.directory)
@@ -261,7 +241,7 @@ def _unknown(
 
 def _model_of(package: ModelPackage, component: str) -> str:
     """The name of the component's model, which the components of its other shapes have too."""
-    about = ours(package.components[component].metadata, ComponentMetadata)
+    about = package.components[component].about
     return about.model if about else component
 
 
@@ -283,14 +263,6 @@ class _Opening:
     model: InspectReply
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """The model that a variant is compared with, and its inputs that are frozen."""
-
-    file: Path
-    constants: Mapping[str, Any]
-
-
 class _Validator:
     def __init__(
         self,
@@ -302,17 +274,18 @@ class _Validator:
         structure_only: bool,
     ) -> None:
         self._read = read
+        self._components = read.package.components
         self._source = source
         self._settings = job_settings
         self._structure_only = structure_only
-        config = self._configure(next(iter(read.package.components)))
+        config = self._configure(next(iter(self._components)))
         self.workers = make_workers(config.build.timeout)
         # To read a file is no long step, whatever the limit for running the model is.
         self._readers = replace(self.workers, timeout=TIMEOUT, log=None, progress=None)
 
     def validate(self, component: str, variant: str) -> ValidatedVariant:
         """Validate one variant; all that is wrong with it is in the result."""
-        found = self._read.package.components[component].variants[variant]
+        found = self._components[component].variants[variant]
         result = ValidatedVariant(component, variant, found.ep or CPU_EP, None, None)
         location = f"{self._read.location}: {result.name}"
         try:
@@ -334,10 +307,10 @@ class _Validator:
             # The log of a worker that only looked for a device says nothing more.
             problems = tuple(replace(each, log=None) for each in problems)
             return replace(result, validation=validation, problems=problems)
-        if validation.status is ValidationStatus.RAN:
-            return replace(result, validation=validation)
-        problem = _not_run(location, f"it was run on the CPU only: {validation.reason}")
-        return replace(result, validation=validation, problems=(problem,))
+        if validation.status is not ValidationStatus.RAN:
+            problem = _not_run(f"it was run on the CPU only: {validation.reason}", location)
+            result = replace(result, problems=(problem,))
+        return replace(result, validation=validation)
 
     def _file(self, variant: Variant) -> Path:
         """The model file of ``variant``, after a check of all its recorded files."""
@@ -347,7 +320,7 @@ class _Validator:
             return files[0]
         number = count(len(files), "ONNX file")
         reason = f"the manifest names no model (executor_info.ort), and its folder has {number}"
-        raise BuildError(_not_run("", reason))
+        raise BuildError(_not_run(reason))
 
     def _refuse_damaged(self, variant: Variant) -> None:
         damaged = [each for file, each in self._read.damaged.items() if _owns(variant, file)]
@@ -364,7 +337,7 @@ class _Validator:
 
     def _configure(self, component: str) -> Config:
         """The configuration with what the user's settings say of ``component``."""
-        names = dict.fromkeys(self._read.package.components, self._read.folder)
+        names = dict.fromkeys(self._components, self._read.folder)
         given = self._settings
         own = replace(
             given,
@@ -373,83 +346,93 @@ class _Validator:
             constants=for_model(component, names, given.constants),
         )
         # Any file will do for the path: the model itself is not read here.
-        return configure({"model": self._read.folder / model_package.FILE}, "cpu", own)
+        return configure({"model": self._read.folder / FILE}, "cpu", own)
 
     def _run(self, component: str, variant: str, opening: _Opening, location: str) -> Validation:
         """Open and run a variant from a moved copy; raises EpcontextError if it fails."""
-        package = self._read.package
-        found = package.components[component].variants[variant]
-        about = ours(found.metadata, VariantMetadata)
-        reason = reason_not_to_run_here(opening.target.provider, opening.target.settings)
-        reason = reason or reason_not_to_open(opening.file, opening.model, opening.target.provider)
-        if about is not None and about.needs_device:
+        found, target = self._components[component].variants[variant], opening.target
+        reason = reason_not_to_run_here(target.provider, target.settings)
+        reason = reason or reason_not_to_open(opening.file, opening.model, target.provider)
+        if found.about is not None and found.about.needs_device:
             reason = reason or f"only the device itself can open it, and no simulator of {found.ep}"
         if reason:
-            raise BuildError(_not_run(location, reason))
+            raise BuildError(_not_run(reason, location))
         (model,) = self._configure(component).models
-        reference = self._reference(component, variant)
-        tolerance = model.tolerance_for(opening.target) if reference else None
-        to_run = self._to_run(component, opening, model, reference)
+        reference, constants = self._reference(component, variant)
         with temp_dir() as staging:
             name = _copy(self._read.folder, found, opening, staging / "moved")
             context = Context(component, name, opening.model.inputs, opening.model.outputs)
             request = ValidateRequest(
-                to_run,
-                opening.target,
+                self._to_run(component, opening, model, reference or opening.file, constants),
+                target,
                 "context" if opening.model.contexts else "optimized",
                 context,
                 str(staging / "moved"),
-                tolerance,
-                _sharing(package, variant, about, context),
+                model.tolerance_for(target) if reference else None,
+                self._sharing(variant, found, context),
                 has_source=reference is not None,
             )
             reply = self.workers.call(request, staging / "validate", location=location)
         ran = reply.unavailable is None
         status = ValidationStatus.RAN if ran else ValidationStatus.RAN_ON_CPU
-        return validation_of(status, reply, model.validate.inputs, opening.target.provider)
+        return validation_of(status, reply, model.validate.inputs, target.provider)
 
     def _to_run(
-        self, component: str, opening: _Opening, model: Model, reference: _Reference | None
+        self,
+        component: str,
+        opening: _Opening,
+        model: Model,
+        path: Path,
+        constants: Mapping[str, Any],
     ) -> Model:
-        """The model to compare with, or the variant's own, with the shapes that the variant has."""
-        about = ours(self._read.package.components[component].metadata, ComponentMetadata)
+        """The model at ``path``, which is compared or run alone, with the shapes that the variant has."""
+        about = self._components[component].about
         names = {each.name for each in opening.model.inputs}
-        configured = (
-            fixed_shapes(each for each in about.inputs if each.name in names) if about else {}
-        )
-        constants = reference.constants if reference else _constants(about)
+        shapes = fixed_shapes(each for each in about.inputs if each.name in names) if about else {}
         return replace(
             model,
             name=component,
-            path=reference.file if reference else opening.file,
+            path=path,
             targets=(),
             static_shapes=True,
-            shapes={**configured, **fixed_shapes(opening.model.inputs), **model.shapes},
+            shapes={**shapes, **fixed_shapes(opening.model.inputs), **model.shapes},
             constants={**constants, **model.constants},
         )
 
-    def _reference(self, component: str, variant: str) -> _Reference | None:
+    def _reference(self, component: str, variant: str) -> tuple[Path | None, Mapping[str, Any]]:
         """The model to compare a variant with: the user's, the package's own source, or a CPU variant.
 
-        None if there is no other one than the variant itself. Raises InspectionError if it is damaged.
+        None if there is no other one than the variant itself. With the values of the inputs that are
+        frozen, which a CPU variant does not have. Raises InspectionError if it is damaged.
         """
-        found = self._read.package.components[component]
-        frozen = _constants(ours(found.metadata, ComponentMetadata))
-        source = next((name for name, each in found.variants.items() if _is_source(each)), None)
+        variants, about = self._components[component].variants, self._components[component].about
+        frozen = {name: each.value for name, each in about.constants.items()} if about else {}
+        source = next((name for name, each in variants.items() if each.is_source), None)
         if variant == source:
-            return None
+            return None, frozen
         if self._source is not None:
-            return _Reference(self._source.absolute(), frozen)
-        for name, each in found.variants.items():
+            return self._source.absolute(), frozen
+        for name, each in variants.items():
             files = self._model_files(each)
             is_reference = each.ep in (None, CPU_EP) if source is None else name == source
-            if not is_reference or len(files) != 1:
-                continue
-            if name == variant:
-                return None
-            self._refuse_damaged(each)
-            return _Reference(files[0].absolute(), frozen if source else {})
-        return None
+            if is_reference and len(files) == 1:
+                if name == variant:
+                    break
+                self._refuse_damaged(each)
+                return files[0].absolute(), frozen if source else {}
+        return None, frozen
+
+    def _sharing(self, variant: str, found: Variant, context: Context) -> tuple[Context, ...]:
+        """The contexts of the variant's weight-sharing group, with its own as the last."""
+        if found.about is None or found.about.sharing is None:
+            return ()
+        others = (
+            Context(member, PurePosixPath(file).name, (), ())
+            for member in found.about.sharing.members
+            if member != context.model and member in self._components
+            if (its := self._components[member].variants.get(variant)) and (file := its.model_file)
+        )
+        return (*others, context)
 
 
 def _opening(found: Variant, name: str, file: Path, model: InspectReply) -> _Opening:
@@ -458,27 +441,17 @@ def _opening(found: Variant, name: str, file: Path, model: InspectReply) -> _Ope
     Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
     of its EP, or when it needs a secret or names files elsewhere.
     """
-    ep = found.ep or CPU_EP
+    ep, about = found.ep or CPU_EP, found.about
     _check_contexts(found, ep, file, model)
-    about = ours(found.metadata, VariantMetadata)
     provider = PROVIDERS.get(about.settings.provider) if about else find(ep)
     if provider is None:
-        raise BuildError(_not_run("", f"{ep} is not a known execution provider"))
+        raise BuildError(_not_run(f"{ep} is not a known execution provider"))
     plugin = about.plugin if about else provider.plugin
-    if plugin and plugin.path:
-        raise BuildError(_not_run("", f"it names a library elsewhere: {plugin.path}"))
-    if provider.needs_library and not (plugin and plugin.module):
-        raise BuildError(_not_run("", f"no package contains the library of {ep}"))
     options = found.ort or OrtInfo(model_file=file.name)
-    if places := sorted(PATH_OPTIONS & options.session_options.keys()):
-        raise BuildError(_not_run("", f"its session option {places[0]} names files elsewhere"))
     if about:
-        settings = replace(
-            about.settings,
-            session_options={**about.settings.session_options, **options.session_options},
-        )
+        session_options = {**about.settings.session_options, **options.session_options}
+        settings = replace(about.settings, session_options=session_options)
         load_options = {**options.provider_options, **about.load_options}
-        _refuse_secrets((*about.secrets, *secrets_in(load_options)))
     else:
         settings = CompileSettings(
             provider=provider.name,
@@ -488,26 +461,31 @@ def _opening(found: Variant, name: str, file: Path, model: InspectReply) -> _Ope
             session_options=options.session_options,
         )
         load_options = provider.complete(options.provider_options)
-        _refuse_secrets(secrets_in(load_options))
-    _refuse_files_elsewhere({**settings.provider_options, **load_options})
-    _refuse_files_elsewhere(settings.session_options)
     target = Target(name, settings, plugin, load_options)
+    secrets = (*(about.secrets if about else ()), *secrets_in(load_options))
+    if reason := next(_reasons_not_to_open(target, options, secrets), None):
+        raise BuildError(_not_run(reason))
     check_chip(file, model, target.provider, settings)
     return _Opening(target, file, model)
 
 
-def _refuse_secrets(names: Sequence[str]) -> None:
-    """Raise BuildError if there are any: a package must not read the environment of who validates it."""
-    if names:
-        reason = f"its option {names[0]} is a secret, and a package gets no environment variable"
-        raise BuildError(_not_run("", reason))
-
-
-def _refuse_files_elsewhere(options: Mapping[str, str]) -> None:
-    """Raise BuildError for an option that names a file elsewhere: others may have made the package."""
-    for name, value in options.items():
+def _reasons_not_to_open(target: Target, options: OrtInfo, secrets: Sequence[str]) -> Iterator[str]:
+    """What is missing, and what an app may do but a package of somebody else may not: names files elsewhere,
+    or read the environment of who validates it.
+    """
+    settings, plugin, ep = target.settings, target.plugin, target.settings.ep
+    if plugin and plugin.path:
+        yield f"it names a library elsewhere: {plugin.path}"
+    if target.provider.needs_library and not (plugin and plugin.module):
+        yield f"no package contains the library of {ep}"
+    if places := sorted(PATH_OPTIONS & options.session_options.keys()):
+        yield f"its session option {places[0]} names files elsewhere"
+    if secrets:
+        yield f"its option {secrets[0]} is a secret, and a package gets no environment variable"
+    provider_options = {**settings.provider_options, **target.load_options}
+    for name, value in (*provider_options.items(), *settings.session_options.items()):
         if name in OUTPUT_OPTIONS or _ELSEWHERE.search(value):
-            raise BuildError(_not_run("", f"its option {name} names a file elsewhere: {value!r}"))
+            yield f"its option {name} names a file elsewhere: {value!r}"
 
 
 def _check_contexts(found: Variant, ep: str, file: Path, model: InspectReply) -> None:
@@ -525,7 +503,7 @@ def _check_contexts(found: Variant, ep: str, file: Path, model: InspectReply) ->
         raise InspectionError(Problem(Kind.WRONG_PROVIDER, str(file), message))
 
 
-def _not_run(location: str, reason: str) -> Problem:
+def _not_run(reason: str, location: str = "") -> Problem:
     hint = (
         "Validate it on a machine that can run it, or check only its files (on the command line: "
         "--structure, or --allow-not-run)."
@@ -538,15 +516,6 @@ def _located(problem: Problem, location: str) -> Problem:
     if problem.key is None and problem.location:
         return problem
     return replace(problem, key=None, location=location)
-
-
-def _is_source(variant: Variant) -> bool:
-    about = ours(variant.metadata, SourceMetadata)
-    return about is not None and about.product == SOURCE
-
-
-def _constants(about: ComponentMetadata | None) -> dict[str, Any]:
-    return {name: each.value for name, each in about.constants.items()} if about else {}
 
 
 def _copy(folder: Path, found: Variant, opening: _Opening, moved: Path) -> str:
@@ -565,18 +534,3 @@ def _copy(folder: Path, found: Variant, opening: _Opening, moved: Path) -> str:
 def _link_or_copy(source: str, target: str) -> str:
     # What a link names, because its place is another one.
     return link_or_copy(Path(source).resolve(), target)
-
-
-def _sharing(
-    package: ModelPackage, variant: str, about: VariantMetadata | None, context: Context
-) -> tuple[Context, ...]:
-    """The contexts of the variant's weight-sharing group, with its own as the last."""
-    if about is None or about.sharing is None:
-        return ()
-    others = (
-        Context(member, PurePosixPath(file).name, (), ())
-        for member in about.sharing.members
-        if member != context.model and member in package.components
-        if (its := package.components[member].variants.get(variant)) and (file := its.model_file)
-    )
-    return (*others, context)

@@ -19,6 +19,7 @@ from hatch_epcontext.loader import METADATA
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import network, save, transformer
+from tests.projects import make_project
 
 Make = Callable[..., Path]
 
@@ -190,12 +191,17 @@ def test_contexts_that_share_weights_are_not_opened_on_the_simulator(
     cli("validate", out, "--allow-not-run")
 
 
-def test_constants_come_from_the_package(cli: Cli, tmp_path: Path) -> None:
+def scaled() -> onnx.ModelProto:
+    """The network with an input ``scale``, by which its output is multiplied."""
     made = network()
     made.graph.input.append(helper.make_tensor_value_info("scale", onnx.TensorProto.FLOAT, []))
     made.graph.node[-1].output[0] = "before"
     made.graph.node.append(helper.make_node("Mul", ["before", "scale"], ["y"], "scaled"))
-    source = save(made, tmp_path / "net.onnx")
+    return made
+
+
+def test_constants_come_from_the_package(cli: Cli, tmp_path: Path) -> None:
+    source = save(scaled(), tmp_path / "net.onnx")
     out = tmp_path / "out"
     cli(
         "compile", source, "--package", out, "-p", "cpu", "--constant", "scale=2.5",
@@ -208,6 +214,25 @@ def test_constants_come_from_the_package(cli: Cli, tmp_path: Path) -> None:
     printed = cli("validate", out, "--constant", "scale=3.0", code=1).stderr
     assert f"{out}: net -> cpu: EPC401" in printed
     assert "ran and agrees" in cli("validate", out, "-s", source, "-t", "cpu").stdout
+
+
+@needs_qnn
+def test_a_variant_for_the_cpu_without_the_frozen_inputs_is_compared(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml = """
+models = [{ path = "models/a.onnx", constants = { scale = 2.5 }, dims = { batch = 1 } }]
+fallback = "none"
+[tool.epcontext.targets.qnn]
+provider = "qnn"
+provider-options = { soc_model = "60" }
+[tool.epcontext.targets.cpu]
+provider = "cpu"
+"""
+    monkeypatch.chdir(make_project(tmp_path / "app", toml, scaled()))
+    cli("export", "-o", tmp_path / "out", "-q")
+    printed = cli("validate", tmp_path / "out", "-t", "qnn").stdout
+    assert "ran on the simulator and agrees with the CPU" in printed
 
 
 def test_a_variant_for_the_cpu_is_the_reference_of_a_foreign_package(

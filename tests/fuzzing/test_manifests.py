@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 
 from hatch_epcontext import loader
-from hatch_epcontext.errors import collect
-from hatch_epcontext.package.model_package import FILE, FolderFiles, read
+from hatch_epcontext.package.manifest import FILE
 from tests.fuzzing.mutations import mutated
+from tests.package.foreign import reading
 from tests.test_loader import source_of, variant
 
 
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 @given(mutated(manifest()))
 def test_any_manifest_is_read_or_an_error_in_words(folder: Path, content: Any) -> None:
     (folder / FILE).write_text(json.dumps(content), encoding="utf-8")
-    _, problems = collect(read(FolderFiles(folder), "p"))
+    _, problems = reading(folder)
     assert all(str(problem) for problem in problems)
     try:
         for name in loader.models(folder):

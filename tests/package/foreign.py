@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.errors import Problem, collect
-from hatch_epcontext.package.model_package import FolderFiles, ModelPackage, read
+from hatch_epcontext.errors import InspectionError, Problem
+from hatch_epcontext.package.manifest import ModelPackage
+from hatch_epcontext.package.reader import FolderFiles, read
 
 DET = "components.det"
 CPU = f"{DET}.variants.cpu"
@@ -74,4 +75,7 @@ def save(folder: Path, content: Any, files: Iterable[str] = (MODEL,)) -> Path:
 
 def reading(folder: Path) -> tuple[ModelPackage | None, list[Problem]]:
     """The package in ``folder``, if it can be read, and all problems, located below ``package``."""
-    return collect(read(FolderFiles(folder), "package"))
+    try:
+        return read(FolderFiles(folder), "package"), []
+    except InspectionError as error:
+        return None, list(error.problems)

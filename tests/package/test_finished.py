@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import re
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -7,12 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.errors import InspectionError, WheelError
+from hatch_epcontext.errors import InspectionError, Kind, WheelError
+from hatch_epcontext.files import FileRecord
+from hatch_epcontext.package import finished as module
+from hatch_epcontext.package.finished import check_size
+from hatch_epcontext.package.finished import verify as verify_package
 from hatch_epcontext.tools.inspecting import Verification, inspect, verify
 from tests.package import foreign
 from tests.package.conftest import OUTPUT
-from tests.package.test_wheel import RECORD, archived
 
+RECORD = "my_app-1.dist-info/RECORD"
 INFO = "my_app-1.dist-info"
 CONTEXT = f"{OUTPUT}/a/cpu/a_ctx.onnx"
 
@@ -23,6 +31,22 @@ Files = dict[str, bytes]
 def files(finished: Files) -> Files:
     """The files of a whole wheel, by name, without RECORD."""
     return {**finished, f"{INFO}/METADATA": b"Name: my_app", f"{INFO}/WHEEL": b"Wheel-Version: 1.0"}
+
+
+def archived(entries: dict[str, bytes], folder: Path, record: str | None = None) -> Path:
+    """A wheel with these files; ``record`` replaces its RECORD."""
+    path = folder / "my_app-1-py3-none-any.whl"
+    lines = [f"{name},{_recorded(content)},{len(content)}\n" for name, content in entries.items()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+        archive.writestr(RECORD, "".join(lines) + f"{RECORD},,\n" if record is None else record)
+    return path
+
+
+def _recorded(content: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
+    return f"sha256={digest.rstrip('=')}"
 
 
 def record_of(path: Path) -> str:
@@ -208,3 +232,116 @@ def test_a_package_of_another_tool_is_verified_by_record(files: Files, tmp_path:
 def test_another_archive_has_no_record(files: Files, tmp_path: Path) -> None:
     path = repacked(archived(files, tmp_path), INFO).rename(tmp_path / "models.zip")
     assert verified(path) == Verification(files=6, models=1, variants=2)
+
+
+def verify_built(path: Path, finished: Files, *, read: bool = False) -> int:
+    """Verify the wheel ``path``, which should have the package that ``finished`` has."""
+    prefix = f"{OUTPUT}/"
+    records = {
+        name.removeprefix(prefix): FileRecord(len(content), hashlib.sha256(content).hexdigest())
+        for name, content in finished.items()
+        if name.startswith(prefix)
+    }
+    return verify_package(path, OUTPUT, records, read=read)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_the_package_in_a_valid_wheel_is_verified(
+    finished: Files, tmp_path: Path, read: bool
+) -> None:
+    assert verify_built(archived(finished, tmp_path), finished, read=read) == 6
+
+
+def test_record_is_enough_unless_all_files_are_to_be_read(finished: Files, tmp_path: Path) -> None:
+    path = archived(finished, tmp_path)
+    # The size stays, and RECORD has the hash of what was written.
+    path.write_bytes(path.read_bytes().replace(b"blobblob", b"blubblub", 1))
+    assert verify_built(path, finished) == 6
+    with pytest.raises(WheelError, match=r"a_ctx_qnn\.bin differs from its record"):
+        verify_built(path, finished, read=True)
+
+
+@pytest.mark.parametrize(
+    "record", ["", "no,csv\n", f"{OUTPUT}/a/cpu/a_ctx.onnx,sha256=***,7\n", "\xff\n"]
+)
+def test_without_the_hashes_of_record_a_wheel_is_read_or_not_verified(
+    finished: Files, tmp_path: Path, record: str
+) -> None:
+    path = archived(finished, tmp_path, record)
+    with pytest.raises(WheelError, match="differs from its record"):
+        verify_built(path, finished)
+    assert verify_built(path, finished, read=True) == 6
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a/cpu/a_ctx_qnn.bin", None, "is in the manifest, but not in the wheel"),
+        ("a/cpu/a_ctx_qnn.bin", b"other", "differs from its record in the manifest"),
+        ("a/old/a_ctx.onnx", b"stale", "is in the wheel, but not in the manifest"),
+        ("manifest.json", None, "manifest.json is missing"),
+        ("manifest.json", b"{}", "manifest.json differs from its record"),
+    ],
+)
+def test_a_package_that_differs_from_what_was_built_is_an_error(
+    finished: Files, tmp_path: Path, name: str, content: bytes | None, message: str, read: bool
+) -> None:
+    packed = {**finished, f"{OUTPUT}/{name}": content or b""}
+    if content is None:
+        del packed[f"{OUTPUT}/{name}"]
+    with pytest.raises(WheelError, match=message) as raised:
+        verify_built(archived(packed, tmp_path), finished, read=read)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.INVALID_WHEEL
+    assert problem.location == f"my_app-1-py3-none-any.whl: {OUTPUT}"
+
+
+def test_all_differences_are_reported(files: Files, tmp_path: Path) -> None:
+    content = json.loads(files[f"{OUTPUT}/manifest.json"])
+    recorded = content["additional_metadata"]["hatch-epcontext"]["files"]
+    recorded["gone.bin"] = recorded.pop("a/cpu/a_ctx_qnn.bin")
+    recorded["__init__.py"]["sha256"] = "00" * 32
+    files[f"{OUTPUT}/manifest.json"] = json.dumps(content).encode()
+    with pytest.raises(WheelError) as raised:
+        verified(archived(files, tmp_path))
+    assert sorted(problem.message for problem in raised.value.problems) == [
+        "__init__.py differs from its record in the manifest.",
+        "a/cpu/a_ctx_qnn.bin is in the wheel, but not in the manifest.",
+        "gone.bin is in the manifest, but not in the wheel.",
+    ]
+
+
+def test_an_invalid_manifest_is_an_error_with_its_place(files: Files, tmp_path: Path) -> None:
+    content = json.loads(files[f"{OUTPUT}/manifest.json"])
+    content["components"]["a"]["variants"]["cpu"]["variant_directory"] = "a/gone"
+    files[f"{OUTPUT}/manifest.json"] = json.dumps(content).encode()
+    path = archived(files, tmp_path)
+    with pytest.raises(InspectionError) as raised:
+        inspect(path)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.INVALID_PACKAGE
+    assert problem.location == (f"{path}: {OUTPUT}: components.a.variants.cpu.variant_directory")
+
+
+def test_a_large_wheel_is_a_warning_with_its_largest_files(
+    finished: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = {**finished, **{f"my_app/data/{n}": b"x" * n for n in range(1, 20)}}
+    path = archived({**finished, "my_app/large.bin": b"x" * 100_000}, tmp_path)
+    assert check_size(path, None) is None
+    monkeypatch.setattr(module, "_WARN_AT", 50_000)
+    warning = check_size(path, None)
+    assert warning is not None
+    lines = warning.splitlines()
+    assert re.fullmatch(r"my_app-1-py3-none-any.whl has 1\d\d\.\d kB", lines[0])
+    assert lines[1] == "  100.0 kB  my_app/large.bin"
+    assert lines[-2] == f"  and {len(finished) + 2 - 10} smaller files"
+    assert "tool.epcontext.wheel.max-size" in lines[-1]
+    # A size below the limit is expected.
+    assert check_size(path, 200_000) is None
+    with pytest.raises(WheelError, match=r"At most 60\.0 kB are allowed") as raised:
+        check_size(path, 60_000)
+    assert "my_app/large.bin" in str(raised.value)
+    (problem,) = raised.value.problems
+    assert (problem.kind, problem.key) == (Kind.LARGE_WHEEL, module._MAX_SIZE)

@@ -22,14 +22,16 @@ from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import (
     ComponentMetadata,
     Constant,
+    ModelPackage,
     PackageMetadata,
     SourceMetadata,
+    Variant,
     VariantMetadata,
-    changed_files,
     make,
     ours,
+    write,
 )
-from hatch_epcontext.package.model_package import ModelPackage, Variant, write
+from hatch_epcontext.package.reader import damaged_files
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.results import Agreement, Coverage, NodeFacts
@@ -404,4 +406,6 @@ def test_changed_files_are_those_that_differ_from_their_record(tmp_path: Path) -
     (tmp_path / "a").write_bytes(b"")
     (tmp_path / "b").write_bytes(b"x")
     empty = FileRecord(0, "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855")
-    assert changed_files(tmp_path, {"c": empty, "b": empty, "a": empty}) == ("b", "c")
+    about = PackageMetadata("hatch-epcontext 1.0", {"c": empty, "b": empty, "a": empty})
+    found = damaged_files(tmp_path, ModelPackage({}, metadata=in_metadata(about)))
+    assert [Path(problem.location).name for problem in found] == ["b", "c"]

@@ -1,21 +1,14 @@
 from __future__ import annotations
 
-import base64
 import dataclasses
-import hashlib
-import json
-import re
-import zipfile
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import pytest
 
-from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
-from hatch_epcontext.files import FileRecord, record_file
+from hatch_epcontext.errors import ConfigError
+from hatch_epcontext.files import record_file
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package import wheel
-from tests.package import foreign
 from tests.package.conftest import OUTPUT
 from tests.results import TOML, compiled, configured
 
@@ -111,154 +104,6 @@ def test_the_tag_has_the_platforms_of_the_targets(
 )
 def test_the_tag_can_be_configured(project: Path, setting: str, tag: str) -> None:
     assert wheel.tag(configured(project, TOML + f'wheel.tag = "{setting}"')) == tag
-
-
-RECORD = "my_app-1.dist-info/RECORD"
-
-
-def archived(entries: dict[str, bytes], folder: Path, record: str | None = None) -> Path:
-    """A wheel with these files; ``record`` replaces its RECORD."""
-    path = folder / "my_app-1-py3-none-any.whl"
-    lines = [f"{name},{_recorded(content)},{len(content)}\n" for name, content in entries.items()]
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in entries.items():
-            archive.writestr(name, content)
-        archive.writestr(RECORD, "".join(lines) + f"{RECORD},,\n" if record is None else record)
-    return path
-
-
-def _recorded(content: bytes) -> str:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
-    return f"sha256={digest.rstrip('=')}"
-
-
-def verify_record(path: Path, finished: dict[str, bytes]) -> int:
-    """Verify the wheel ``path``, which should have the package that ``finished`` has."""
-    prefix = f"{OUTPUT}/"
-    records = {
-        name.removeprefix(prefix): FileRecord(len(content), hashlib.sha256(content).hexdigest())
-        for name, content in finished.items()
-        if name.startswith(prefix)
-    }
-    return wheel.verify_record(path, OUTPUT, records)
-
-
-def test_a_valid_wheel_is_verified(finished: dict[str, bytes], tmp_path: Path) -> None:
-    path = archived(finished, tmp_path)
-    assert wheel.verify(path, OUTPUT) == verify_record(path, finished) == 6
-
-
-def test_record_is_enough_unless_all_files_are_to_be_read(
-    finished: dict[str, bytes], tmp_path: Path
-) -> None:
-    path = archived(finished, tmp_path)
-    # The size stays, and RECORD has the hash of what was written.
-    path.write_bytes(path.read_bytes().replace(b"blobblob", b"blubblub", 1))
-    assert verify_record(path, finished) == 6
-    with pytest.raises(WheelError, match=r"a_ctx_qnn\.bin differs from its record"):
-        wheel.verify(path, OUTPUT)
-
-
-@pytest.mark.parametrize(
-    "record", ["", "no,csv\n", f"{OUTPUT}/a/cpu/a_ctx.onnx,sha256=***,7\n", "\xff\n"]
-)
-def test_without_the_hashes_of_record_a_wheel_is_not_verified(
-    finished: dict[str, bytes], tmp_path: Path, record: str
-) -> None:
-    with pytest.raises(WheelError, match="differs from its record"):
-        verify_record(archived(finished, tmp_path, record), finished)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a/cpu/a_ctx_qnn.bin", None, "is in the manifest, but not in the wheel"),
-        ("a/cpu/a_ctx_qnn.bin", b"other", "differs from its record in the manifest"),
-        ("a/old/a_ctx.onnx", b"stale", "is in the wheel, but not in the manifest"),
-        ("manifest.json", None, "manifest.json is missing"),
-    ],
-)
-def test_a_wheel_that_differs_from_its_manifest_is_an_error(
-    finished: dict[str, bytes], tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
-    packed = dict(finished)
-    finished[f"{OUTPUT}/{name}"] = content or b""
-    if content is None:
-        del finished[f"{OUTPUT}/{name}"]
-    with pytest.raises(WheelError, match=message) as raised:
-        wheel.verify(archived(finished, tmp_path), OUTPUT)
-    assert [problem.kind for problem in raised.value.problems] == [Kind.INVALID_WHEEL]
-    with pytest.raises(WheelError, match=message) as raised:
-        verify_record(archived(finished, tmp_path), packed)
-    assert [problem.kind for problem in raised.value.problems] == [Kind.INVALID_WHEEL]
-
-
-def verify_with(manifest: Any, finished: dict[str, bytes], folder: Path) -> list[Problem]:
-    """The problems of a wheel with another manifest."""
-    finished[f"{OUTPUT}/manifest.json"] = json.dumps(manifest).encode()
-    with pytest.raises(WheelError) as raised:
-        wheel.verify(archived(finished, folder), OUTPUT)
-    return list(raised.value.problems)
-
-
-def test_all_differences_are_reported(finished: dict[str, bytes], tmp_path: Path) -> None:
-    content = json.loads(finished[f"{OUTPUT}/manifest.json"])
-    files = content["additional_metadata"]["hatch-epcontext"]["files"]
-    files["gone.bin"] = files.pop("a/cpu/a_ctx_qnn.bin")
-    files["__init__.py"]["sha256"] = "00" * 32
-    problems = verify_with(content, finished, tmp_path)
-    assert sorted(problem.message for problem in problems) == [
-        "__init__.py differs from its record in the manifest.",
-        "a/cpu/a_ctx_qnn.bin is in the wheel, but not in the manifest.",
-        "gone.bin is in the manifest, but not in the wheel.",
-    ]
-    location = f"my_app-1-py3-none-any.whl: {OUTPUT}"
-    assert {problem.location for problem in problems} == {location}
-
-
-def test_an_invalid_manifest_is_an_error_with_its_place(
-    finished: dict[str, bytes], tmp_path: Path
-) -> None:
-    content = json.loads(finished[f"{OUTPUT}/manifest.json"])
-    content["components"]["a"]["variants"]["cpu"]["variant_directory"] = "a/gone"
-    (problem,) = verify_with(content, finished, tmp_path)
-    assert problem.kind is Kind.INVALID_PACKAGE
-    assert problem.location == (
-        f"my_app-1-py3-none-any.whl: {OUTPUT}: components.a.variants.cpu.variant_directory"
-    )
-
-
-@pytest.mark.parametrize(
-    "manifest", [None, foreign.manifest(foreign.put("components", det={"variants": {}}))]
-)
-def test_a_package_of_another_tool_cannot_be_verified_in_a_wheel(
-    manifest: Any, finished: dict[str, bytes], tmp_path: Path
-) -> None:
-    (problem,) = verify_with(manifest, finished, tmp_path)
-    assert problem.kind in (Kind.INVALID_WHEEL, Kind.INVALID_PACKAGE)
-
-
-def test_a_large_wheel_is_a_warning_with_its_largest_files(
-    finished: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished = {**finished, **{f"my_app/data/{n}": b"x" * n for n in range(1, 20)}}
-    path = archived({**finished, "my_app/large.bin": b"x" * 100_000}, tmp_path)
-    assert wheel.check_size(path, None) is None
-    monkeypatch.setattr(wheel, "_WARN_AT", 50_000)
-    warning = wheel.check_size(path, None)
-    assert warning is not None
-    lines = warning.splitlines()
-    assert re.fullmatch(r"my_app-1-py3-none-any.whl has 1\d\d\.\d kB", lines[0])
-    assert lines[1] == "  100.0 kB  my_app/large.bin"
-    assert lines[-2] == f"  and {len(finished) + 2 - 10} smaller files"
-    assert "tool.epcontext.wheel.max-size" in lines[-1]
-    # A size below the limit is expected.
-    assert wheel.check_size(path, 200_000) is None
-    with pytest.raises(WheelError, match=r"At most 60\.0 kB are allowed") as raised:
-        wheel.check_size(path, 60_000)
-    assert "my_app/large.bin" in str(raised.value)
-    (problem,) = raised.value.problems
-    assert (problem.kind, problem.key) == (Kind.LARGE_WHEEL, wheel._MAX_SIZE)
 
 
 def repeated(project: Path, tree: dict[str, Path], toml: str, folder: Path) -> list[str]:

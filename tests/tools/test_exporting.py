@@ -5,17 +5,17 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, Kind, ModelError, OutputError, Problem
-from hatch_epcontext.files import is_intact
+from hatch_epcontext.files import FileRecord, is_intact
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.jobs.plan import Plan
-from hatch_epcontext.package.manifest import PackageMetadata, read_own
+from hatch_epcontext.package.reader import own_files
 from hatch_epcontext.tools.exporting import export
 from tests.results import configured, resulting
 
@@ -52,8 +52,8 @@ def tree(folder: Path) -> Tree:
     }
 
 
-def about(folder: Path) -> PackageMetadata:
-    found = read_own(folder)
+def recorded(folder: Path) -> Mapping[str, FileRecord]:
+    found = own_files(folder)
     assert found is not None
     return found
 
@@ -91,7 +91,7 @@ def test_the_folder_has_the_manifest_the_artifacts_and_the_sources(
     ]
     assert {*result.files} == {path for path in out.rglob("*") if path.is_file()}
     assert result.files[-1] == out / "manifest.json"
-    assert is_intact(out, about(out).files)
+    assert is_intact(out, recorded(out))
     assert (out / "a/source/a.onnx").read_bytes() == (project / "models/a.onnx").read_bytes()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
@@ -113,7 +113,7 @@ def test_with_the_loader_the_folder_is_a_python_package(
     config: Config, run: Run, out: Path
 ) -> None:
     export(config, out, run, loader=True, overwrite=False)
-    assert "__init__.py" in about(out).files
+    assert "__init__.py" in recorded(out)
     assert "def load(" in (out / "__init__.py").read_text(encoding="utf-8")
 
 
