@@ -32,17 +32,17 @@ GENERATOR = "hatch-epcontext"
 
 
 PACKAGE = "package"
-"""The folder of a build's staging for the model package: artifacts of the cache are put where they belong."""
+"""The folder below staging that becomes the model package: cached artifacts go straight to their place."""
 
 
 @dataclass(frozen=True)
 class Preparation:
     """How a model was prepared: the simplifier, the nodes before and after.
 
-    ``failed``: the simplifiers that failed before.
+    ``failed``: the simplifiers that were tried first and failed.
     ``precision``: how its numbers were changed, in words.
     ``rewrites``: what was rewritten.
-    ``options``: those with which the EP took more nodes.
+    ``options``: those with which the EP compiles more nodes.
     ``tried``: other recipes, each with its result.
     ``remedies``: the rewrites for the EP's number format that changed something.
     """
@@ -67,7 +67,7 @@ Operators = tuple[str, ...]
 class Change:
     """A change of a job's prepared models: rewriting, or unrolling.
 
-    ``refused``: the operators that the EP refuses in each model; None for all, where it does not name them.
+    ``refused``: the operators that the EP refuses in each model; None for all, if it names none.
     """
 
     kind: Literal["rewrite", "unroll"]
@@ -79,10 +79,10 @@ class Recipe:
     """One way to compile a job.
 
     ``fuse``: whether scales are folded into the weights of convolutions. ``changes`` are applied to the
-    prepared models one after the other. ``options``: of the EP, in addition to the target's.
-    ``takes_control_flow``: whether a model is compiled in which preparation leaves some. ``remedies``: the
-    rewrites for the number format of the EP, see `number_format`; they come last. ``dequantize``: whether
-    dynamic quantization is undone, although the target does not require it.
+    prepared models one after the other. ``options``: the EP's, in addition to the target's.
+    ``takes_control_flow``: whether a model is compiled although preparation leaves control flow in it.
+    ``remedies``: the rewrites for the EP's number format, see `number_format`; they come last.
+    ``dequantize``: whether dynamic quantization is undone although the target does not require it.
     """
 
     simplifier: Simplifier
@@ -122,13 +122,13 @@ class Recipe:
 
 
 CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
-"""The problems of a process that has crashed, or has answered with nonsense: that can happen by chance."""
+"""The problems of a worker that crashed, or whose reply cannot be read: both can be transient."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a recipe gave no artifact: the simplifier does not work or leaves ``control_flow`` (``"prepare"``),
-    nothing was there to change (``"change"``), or the EP refuses the result (``"compile"``).
+    """Why a recipe gave no artifact: the simplifier fails or leaves ``control_flow`` (``"prepare"``), there
+    is nothing to change (``"change"``), or the EP refuses the result (``"compile"``).
 
     ``rewrites``: what was done to the models.
     """
@@ -170,8 +170,8 @@ class ValidationStatus(Enum):
     RAN_ON_CPU = "ran-on-cpu"
     """It is an optimized graph, and was run on the CPU EP instead of its own."""
     RAN_ALONE = "ran-alone"
-    """It shares weights or is for several chips: its files were checked, and the same model was run,
-    compiled alone for each chip."""
+    """It shares weights or is for several chips: its files were checked, and the same model, compiled alone
+    for each chip, was run."""
     STRUCTURE = "structure"
     """Only its files were checked."""
     NOT_VALIDATED = "not-validated"
@@ -190,7 +190,7 @@ class ValidationStatus(Enum):
 
 
 _MIN_GIVEN = 4
-"""Given inputs that stand for others."""
+"""The number of given inputs from which they are representative."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Validation:
 
     @property
     def few(self) -> bool:
-        """Whether others may differ: so few inputs were given, and only these are run and emulated."""
+        """Whether too few inputs were given to represent others: only the given ones are run and emulated."""
         return not self.synthetic and len(self.samples) < _MIN_GIVEN
 
     @property
@@ -249,7 +249,7 @@ class Validation:
 
     @property
     def margin(self) -> float:
-        """The least decibels by which an output is above its limit, here or emulated."""
+        """The smallest number of decibels by which an output, run or emulated, is above its limit."""
         found = [each.margin for each in self.compared]
         if self.emulation is not None and self.emulation.seen:
             found.append(self.emulation.margin)
@@ -257,7 +257,7 @@ class Validation:
 
     @property
     def inconclusive(self) -> tuple[Agreement, ...]:
-        """The agreements that prove nothing."""
+        """The agreements of the outputs whose comparison is inconclusive."""
         return tuple(a for a in self.agreements if a.status is AgreementStatus.INCONCLUSIVE)
 
     @property
@@ -267,14 +267,14 @@ class Validation:
 
     @property
     def snr(self) -> float | None:
-        """The smallest ratio of signal to noise of an output, in decibels; None if all are equal."""
+        """The smallest signal-to-noise ratio of an output, in decibels; None if all are equal."""
         return min((a.snr for a in self.compared if a.snr is not None), default=None)
 
 
 @dataclass(frozen=True)
 class ValidationRun:
-    """A validation, the seconds in which it opened a session on the context, None if it did not, and the day
-    on which it ran, such as ``"2026-11-23"``, empty if it did not.
+    """A validation; the seconds that it took to open a session on the context, None if it opened none; and
+    the day on which it ran, such as ``"2026-11-23"``, empty if it did not run.
     """
 
     validation: Validation
@@ -323,8 +323,7 @@ class Built:
     """A finished job: its artifact, and the validation of each of its models by name.
 
     ``saved``: bytes by which the artifact is smaller than its models compiled alone for each chip.
-    ``loads``: the seconds in which validation opened a session, for each model that it opened; ``days``: when
-    it ran them.
+    ``loads``: the seconds to open a session on each model that validation opened; ``days``: when it ran them.
     """
 
     job: Job

@@ -12,10 +12,10 @@ from hatch_epcontext.text import count, listing
 from hatch_epcontext.worker.results import GUESSED, Context, Coverage, NodeFacts
 
 _MAX_NODES = 20
-"""The number of uncovered nodes with one operator and reason that a message names."""
+"""The most uncovered nodes of one operator and reason that a message names."""
 
 _MAX_GROUPS = 20
-"""Groups up to which all are shown; of more, those of an operator are one that differ in tensors only."""
+"""The most groups that are shown as they are; with more, those that differ only in tensors are merged."""
 
 
 def describe_coverage(coverage: Coverage | None) -> str:
@@ -61,11 +61,11 @@ def check_coverage(coverage: Coverage | None, target: Target, model: Model) -> N
 def _choices(coverage: Coverage) -> str:
     if coverage.largest is None:
         return "Or accept it:"
-    return "Or keep the largest part that is covered, and let the app do the rest; or accept it:"
+    return "Or keep the largest part that is compiled, and let the app do the rest; or accept it:"
 
 
 def _cut(coverage: Coverage, model: Model) -> Iterator[Setting]:
-    """The setting that keeps the largest part of the model that is covered, if there is one."""
+    """The setting that keeps the largest covered part of the model, if there is one."""
     if (largest := coverage.largest) is None:
         return
     yield largest.within(model.cut).setting(model.key)
@@ -80,7 +80,7 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[
         if None in freeze.values():
             return hint, tuple(Setting(model / "constants" / name) for name in freeze)
         return hint, (Setting(model / "constants", freeze),)
-    # Otherwise it was tried.
+    # With any other value the build has tried it.
     if target.settings.dequantize is False and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
         hint = (
             "The model is dynamically quantized: it measures its activations while it runs, which "
@@ -117,7 +117,7 @@ def _describe_nodes(nodes: Sequence[NodeFacts]) -> Iterator[str]:
 def _grouped(
     nodes: Iterable[tuple[NodeFacts, str | None]],
 ) -> dict[tuple[str, str | None], list[str]]:
-    """The names of ``nodes``, each of which comes with its reason, by operator and reason."""
+    """The names of ``nodes``, which come with their reasons, by operator and reason."""
     groups: dict[tuple[str, str | None], list[str]] = {}
     for node, reason in nodes:
         groups.setdefault((node.op, reason), []).append(node.name)
@@ -125,7 +125,7 @@ def _grouped(
 
 
 def _in_general(node: NodeFacts) -> str | None:
-    """The reason of ``node`` without the tensors that only it has, if that is all that is its own."""
+    """The reason of ``node`` in general, if only the names of tensors in it are the node's own."""
     if node.dynamic:
         return "its shapes depend on the data"
     if node.reason is not None and node.reason.startswith(GUESSED):

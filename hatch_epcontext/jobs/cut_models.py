@@ -1,4 +1,4 @@
-"""Cut models, once for all that a build does with them, and kept in the user's cache for the next build."""
+"""Cuts models, once in a build, and keeps them in the user's cache for the next one."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FOLDER = "cut"
 
 @dataclass(frozen=True)
 class _EarlierCut:
-    """What an earlier build knows of a cut model: its files, the hex sha256 of each file of the external
-    data of the whole model, and what each form fixes.
+    """A cut model of an earlier build: its files, the hex sha256 of each file of the external data of the
+    whole model, and what each form fixes.
     """
 
     files: Mapping[str, FileRecord]
@@ -39,7 +39,7 @@ class _EarlierCut:
 
 
 def cut_plan(made: Plan, index: Index, workers: Workers, staging: Path) -> Plan:
-    """The plan with all cut models in the place of the whole ones; see `cut_models`."""
+    """The plan with all cut models instead of the whole ones; see `cut_models`."""
     if not any(model.cut for model in made.config.models):
         return made
     check_environment(made.local_targets, made.requirements)
@@ -47,10 +47,10 @@ def cut_plan(made: Plan, index: Index, workers: Workers, staging: Path) -> Plan:
 
 
 def cut_models(config: Config, index: Index, workers: Workers, staging: Path) -> Config:
-    """``config`` with the paths of cut models, below ``staging``, and with what still fits these.
+    """``config`` with the paths of cut models, below ``staging``, and with those keys that still fit them.
 
-    A cut model is made by a worker, unless ``index`` knows that an earlier build has made it. Raises
-    ModelError when a model cannot be cut, and BuildError when it may only be in the cache, and is not.
+    A worker cuts a model, unless ``index`` has the result of an earlier build. Raises ModelError when a model
+    cannot be cut, and BuildError when it must come from the cache and is not there.
     """
     groups: dict[tuple[Path, Any], list[Model]] = {}
     for model in config.models:
@@ -111,7 +111,7 @@ class _Cutting:
         )
 
     def _taken(self, model: Model, key: str) -> _EarlierCut | None:
-        """What an earlier build has made of the same files, linked into the folder."""
+        """The cut model that an earlier build made of the same files, linked into the folder."""
         kept = self._kept(key)
         known = self.index.facts(key, _EarlierCut)
         if kept is None or known is None or not all(map(is_portable, (*known.files, *known.data))):
@@ -130,7 +130,7 @@ class _Cutting:
         return known if same else None
 
     def _made(self, forms: Sequence[Model]) -> _EarlierCut:
-        # Only now: a build that knows its models needs no requests.
+        # Imported here: a build that has its models in the index makes no requests.
         from hatch_epcontext.worker.requests import CutRequest
 
         first = forms[0]
@@ -139,7 +139,7 @@ class _Cutting:
         folder.mkdir()
         request = CutRequest(tuple(forms), str(folder))
         reply = self.workers.call(request, self.folder / "call", location=f"{first.name}: cutting")
-        # What was cut must be what was hashed.
+        # The files that were cut must be those that were hashed.
         self.index.check(first.path)
         data = {name: self.index.sha256(first.path.parent / name) for name in reply.data}
         records = {name: record_file(folder / name) for name in reply.files}
@@ -149,7 +149,7 @@ class _Cutting:
         kept = self._kept(key)
         if kept is None:
             return
-        # A cache that cannot be written is no error, and other builds may write the same.
+        # A cache that cannot be written is no error; other builds may write the same.
         with contextlib.suppress(OSError):
             shutil.rmtree(kept, ignore_errors=True)
             kept.mkdir(parents=True)

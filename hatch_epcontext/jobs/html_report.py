@@ -31,11 +31,11 @@ _RATINGS = {
 def write(report: Report, title: str, path: Path) -> None:
     """Write the page for ``report`` to ``path``, whose folder is made if needed.
 
-    Raises OutputError if another file is there.
+    Raises OutputError if that is a file, and not a report.
     """
     check_file(path, Output.PAGE)
     with writing("the report", path.parent, str(path), OutputError):
-        # A link stays a link.
+        # Keeps a link.
         write_atomically(path.resolve(), render(report, title))
 
 
@@ -219,7 +219,7 @@ def _job(job: JobReport) -> ET.Element:
 
 
 def _circumstances(model: ModelReport, versions: Mapping[str, str]) -> Iterator[str]:
-    """Where and when a model was run, without which its validation means little."""
+    """Where and when a model was run: its validation means little without that."""
     if not model.day:
         return
     if model.validation.simulated:

@@ -1,15 +1,15 @@
-"""One job from its fingerprint to its validation, with the cache before each step that takes long.
+"""One job from its fingerprint to its validation; the cache is read before each slow step.
 
-`recipes` decides what is tried. What the cache has of a job, and by which key:
+`recipes` decides what is tried. The cache has of a job, by these keys:
 
 - ``fingerprint`` (models, settings that change what is compiled, versions; no paths): the lock of builds
-  that want the same.
-- An attempt's key (fingerprint, recipe): its artifact, if it is the best or is validated; stored before that.
-  What the EP has refused is not stored: a later build asks it again.
+  that need the same.
+- An attempt's key (fingerprint, recipe): its artifact, stored before its validation or if it is the best.
+  What the EP refuses is not stored: a later build tries it again.
 - The attempt's key and a validation's key (files, inputs, tolerance): a validation in which it agreed, or
   could not be run.
-- The choice (fingerprint, coverage and validation that are required): the key of the attempt that was chosen.
-- ``partial`` (fingerprint): the key of the best attempt where none was whole, so that a build that requires
+- The choice (fingerprint, required coverage and validation): the key of the attempt that was chosen.
+- ``partial`` (fingerprint): the key of the best attempt if none was whole, so that a build that requires
   less finds it without a search.
 - The settings' key (fingerprint without versions): the key of the latest artifact, for builds from the cache.
 """
@@ -69,8 +69,8 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.results import FEW_SAMPLES, Context
 
 _DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.OUTPUT_SHAPE, Kind.NOT_FINITE})
-"""The problems of outputs that differ from the CPU's: in another form of the model they may not. All others
-end the job.
+"""The problems of outputs that differ from the CPU's: another form of the model may agree. All others end the
+job.
 """
 
 _HARDLY = -0.1
@@ -94,7 +94,7 @@ class JobRunner:
     _built_alone: dict[str, Sequence[Built] | BuildError] = field(default_factory=dict)
 
     def run(self, job: Job) -> Built:
-        """Take the job's artifact from the cache or compile it, and validate it.
+        """Get the job's artifact from the cache or compile it, and validate it.
 
         Raises BuildError with the job's problems.
         """
@@ -107,7 +107,7 @@ class JobRunner:
     def dry_run(self, job: Job) -> tuple[str, bool]:
         """The job's fingerprint, and whether the cache has its artifact; nothing is compiled.
 
-        Of a job that only takes from the cache it is the fingerprint without versions.
+        For a job that only reads the cache it is the fingerprint without versions.
         """
         key: str | None
         if job.target.from_cache:
@@ -140,8 +140,8 @@ class JobRunner:
     def _chosen(self, job: Job) -> tuple[str, Artifact, bool, Runs]:
         """The key of the job's artifact, the artifact, whether the cache had it, and its validations.
 
-        It covers enough, and agrees with the CPU as far as it can be run here: that of an earlier build, or
-        what a search finds.
+        The artifact covers enough, and agrees with the CPU if it can be run here. It is that of an earlier
+        build, or the result of a search.
         """
         cache = self._cache(job)
         fingerprint = self._fingerprint(job, self.executor.versions(job))
@@ -161,12 +161,12 @@ class JobRunner:
     def _known(
         self, job: Job, choice: str, wrong: dict[str, BuildError]
     ) -> tuple[str, Artifact, bool, Runs] | None:
-        """What an earlier build has chosen, if the cache has it, and if it agrees with the CPU here too.
+        """The choice of an earlier build, if the cache has it, and if it agrees with the CPU here too.
 
-        ``wrong`` gets its key and the disagreement if it does not; then it is not tried again.
+        If it disagrees, ``wrong`` gets its key and the disagreement, and it is not tried again.
         """
         folder = self.staging / PACKAGE / job.folder
-        # What others have chosen since then is as good: a build that has its own asks no shared cache.
+        # A later choice by others is not better: a build with a choice of its own reads no shared cache.
         key = self._cache(job).latest(choice, own_first=True)
         artifact = None if key in wrong else self.take(job, key, folder)
         if key is None or artifact is None:
@@ -176,7 +176,7 @@ class JobRunner:
         except BuildError as error:
             if not error.is_only(_DISAGREEMENTS):
                 raise
-            # The earlier build could not run it.
+            # The earlier build could not run the artifact.
             wrong[key] = error
             shutil.rmtree(folder)
             return None
@@ -189,7 +189,7 @@ class JobRunner:
     def _alone(self, job: Job) -> Sequence[Built]:
         """The results of `Job.alone`, built once.
 
-        They are run where the job's own artifact cannot be, and tell what sharing weights saves.
+        They are run where the job's own artifact cannot be, and show what sharing weights saves.
         """
         key = job.folder
         if key not in self._built_alone:
@@ -217,7 +217,7 @@ class JobRunner:
         return ValidationRun(validation_of_alone(job, model, validations))
 
     def _choice(self, job: Job, fingerprint: str) -> str:
-        """What identifies the choice of an artifact: what is compiled, and what must be true of it."""
+        """What identifies the choice of an artifact: what is compiled, and what is required of it."""
         return value_sha256(
             [
                 fingerprint,
@@ -231,14 +231,14 @@ class JobRunner:
 
     @contextlib.contextmanager
     def _unchanged(self, job: Job) -> Iterator[None]:
-        """Raise ModelError at the end if a file that the job reads is not what the build has hashed."""
+        """Raise ModelError at the end if a file that the job reads has changed since the build hashed it."""
         names = [model.validate.inputs for model in job.models]
         names += filter(None, [job.target.calibration])
         inputs = [(name, inputs_digest(name, self.index)) for name in names]
         try:
             yield
         except BuildError:
-            # A file that was changed in the meantime may be the reason.
+            # A file that has changed in the meantime may be the cause.
             self._check_files(job)
             raise
         self._check_files(job)
@@ -277,7 +277,7 @@ class JobRunner:
                 Problem(
                     Kind.NOT_CACHED,
                     "",
-                    "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, which keeps nothing "
+                    "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, which stores nothing "
                     "that was compiled with a secret.",
                     "Compile the target in the build of the wheel.",
                 )
@@ -289,7 +289,7 @@ class JobRunner:
                 Problem(
                     Kind.NOT_CACHED,
                     "",
-                    "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, and the cache has no "
+                    "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, and the cache has no "
                     f"artifact of this model with these settings.{self.cache.trouble}",
                     _build_elsewhere(job),
                 )
@@ -297,7 +297,7 @@ class JobRunner:
         return key, artifact
 
     def take(self, job: Job, key: str | None, folder: Path) -> Artifact | None:
-        """The artifact of ``key`` with its files in ``folder``, if the cache has one that fits the job."""
+        """The artifact of ``key`` with its files in ``folder``, if the cache has it and it fits the job."""
         names = [model.name for model in job.models]
 
         def fits(record: Record) -> bool:
@@ -307,7 +307,7 @@ class JobRunner:
         return None if key is None else self._cache(job).take(key, folder, fits)
 
     def _cache(self, job: Job) -> Cache:
-        """The cache for ``job``; for one with a secret none, because nothing may show whether that changed:
+        """The cache for ``job``. A job with a secret uses none: a key would have to depend on the secret, and
         its hash could be guessed.
         """
         return Cache(None, self.log) if job.target.has_secrets else self.cache
@@ -339,7 +339,7 @@ class JobRunner:
             return ValidationRun(not_run)
         validated = validation_key(job, model, artifact.record, self.index)
         cached = self._cache(job).validation(key, validated)
-        # Where it was not run, the EP's device may be here now.
+        # If it was not run, the EP's device may be here now.
         if cached and (cached.validation.status is ValidationStatus.RAN or job.target.from_cache):
             check_conclusive(job, model, cached.validation)
             return cached
@@ -350,7 +350,7 @@ class JobRunner:
                 Problem(
                     Kind.NOT_CACHED,
                     "",
-                    "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, and the artifact in "
+                    "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, and the artifact in "
                     "the cache was not validated with these inputs, this tolerance and these options."
                     + self.cache.trouble,
                     _build_elsewhere(job),
@@ -370,7 +370,7 @@ class JobRunner:
 class _Search:
     """Tries recipes for a job until one is whole and agrees with the CPU; each is validated at most once.
 
-    ``wrong``: the disagreements of attempts that are known to be wrong, by their keys.
+    ``wrong``: the disagreements of attempts that are known to differ, by their keys.
     """
 
     def __init__(
@@ -392,7 +392,7 @@ class _Search:
         self._stored: set[str] = set()
 
     def run(self) -> tuple[Attempt, Artifact, Runs]:
-        """The chosen attempt, its artifact, and its validations; raises BuildError if none is good enough."""
+        """The chosen attempt, its artifact and its validations; raises BuildError if none is good enough."""
         taken = (
             self._known_partial()
             or try_recipes(
@@ -413,7 +413,7 @@ class _Search:
         return any(sources[model.name].facts.dynamic for model in self._job.models)
 
     def _known_partial(self) -> Attempt | None:
-        """The best of an earlier build in which nothing was whole, if it is good enough now."""
+        """The best attempt of an earlier build in which none was whole, if it is good enough now."""
         key = self._cache.latest(self._partial, own_first=True)
         artifact = self._runner.take(self._job, key, self._folder / "partial")
         if key is None or artifact is None:
@@ -437,10 +437,10 @@ class _Search:
         return Attempt(recipe, key, Artifact(folder, result))
 
     def _choose(self) -> Attempt:
-        """The attempt that covers most of those that cover enough and do not differ from the CPU.
+        """The attempt that covers most among those that cover enough and do not differ from the CPU.
 
-        Raises BuildError if there is none: with the disagreement that is nearest to the limits, with what is
-        left to the CPU, or with what the EP has refused, in that order.
+        Raises BuildError if there is none: with the disagreement nearest to the limits, the nodes left to the
+        CPU, or the EP's refusal, in that order.
         """
         found = best(self._attempts)
         if found.may_be_taken and not found.is_whole:
@@ -456,10 +456,10 @@ class _Search:
             _, nearest, error = max(wrong, key=lambda each: each[0])
             raise _with_tried(error, self._notes(nearest))
         if found.may_be_taken:
-            # Of all forms: what is left in this one is the least that is to be solved.
+            # The best of all forms: it leaves the user least to solve.
             most = max(filter(lambda e: e.may_be_taken, self._attempts), key=lambda e: e.share)
             try:
-                # It raises: what covers enough is acceptable, and has disagreed above.
+                # Always raises: an attempt that covers enough has disagreed above.
                 _check_coverage(self._job, most.artifact.record)
             except BuildError as error:
                 raise _with_tried(error, self._notes(most)) from None
@@ -467,7 +467,7 @@ class _Search:
         raise _with_tried(refused, self._notes(first))
 
     def _judge(self, attempt: Attempt) -> Assessment:
-        """How near the artifact is to the CPU, as far as it can be compared here; it is stored before."""
+        """Store the artifact; returns how near it is to the CPU, as far as it can be compared here."""
         if attempt.key not in self._validated:
             self._store(attempt)
             try:
@@ -482,13 +482,13 @@ class _Search:
 
     def _verdict(self, found: Runs | BuildError) -> Assessment:
         if isinstance(found, BuildError):
-            # What is beyond a limit that is not one of decibels is hardly beyond it.
+            # No margin in decibels: another limit is exceeded, which counts as a small excess.
             margins = (min(each.margin or 0.0, _HARDLY) for each in found.problems)
             gap = next((each.gap for each in found.problems if each.gap is not None), math.inf)
             return Assessment(agrees=False, margin=min(margins), gap=gap)
         validations = [each.validation for each in found.values()]
         emulations = [each.emulation for each in validations if each.emulation is not None]
-        # Simulators run large models for long: rewrites for kernels are tried only where these differ.
+        # Simulators are slow with large models: rewrites for kernels are tried only if these differ.
         gaps = (e.gap for v in validations if (e := v.emulation) and not _is_large(v))
         return Assessment(
             not any(each.sensitive for each in validations),
@@ -513,7 +513,7 @@ class _Search:
         return None if found is None else self._verdict(found).margin
 
     def _notes(self, other_than: Attempt) -> tuple[str, ...]:
-        """What else was tried, and what came out of it."""
+        """What else was tried, and its results."""
         notes = (
             note
             for each in self._attempts
@@ -523,7 +523,7 @@ class _Search:
         return tuple(dict.fromkeys(notes))
 
     def _record(self, attempt: Attempt) -> Record:
-        """The record of ``attempt`` with what else was tried, and the simplifiers that did not work."""
+        """The record of ``attempt`` with what else was tried, and the simplifiers that failed."""
         record, tried = attempt.artifact.record, self._notes(attempt)
         unprepared = (
             each
@@ -543,13 +543,13 @@ class _Search:
 
 
 def _is_large(validation: Validation) -> bool:
-    """Whether a model of which so few inputs were emulated is a large one."""
+    """Whether the model is large: only few of its inputs were emulated."""
     emulation = validation.emulation
     return validation.synthetic and emulation is not None and 0 < emulation.samples <= FEW_SAMPLES
 
 
 def _check_coverage(job: Job, record: Record) -> None:
-    """Raise BuildError if less was compiled of a model than the job's target requires."""
+    """Raise BuildError if less of a model was compiled than the job's target requires."""
     job = record.recipe.form_of(job)
     for model, context in zip(job.models, record.contexts, strict=True):
         check_coverage(context.coverage, job.target, model)

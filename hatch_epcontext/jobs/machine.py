@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 _JOB_MEMORY = 1 << 30
-"""Bytes that a job needs besides its model: ONNX Runtime, the EP's compiler, and what it prints."""
+"""Bytes that a job needs besides its model: for ONNX Runtime, the EP's compiler, and its log."""
 
 _MODEL_COPIES = 4
-"""How many times a job has its model in memory, at most: as it is read, simplified and compiled."""
+"""The most copies of its model that a job has in memory: read, simplified and compiled."""
 
 _OWN_GROUP = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -38,7 +38,7 @@ def cores() -> int:
 
 
 def free_memory() -> int | None:
-    """Bytes of memory that are free, also for this process's control groups; None where that is unknown."""
+    """Bytes of free memory, within the limits of this process's control groups; None if unknown."""
     if sys.platform != "linux":
         return None
     known = [*_system_memory(), *_group_memory()]
@@ -54,7 +54,7 @@ def _system_memory() -> list[int]:
 
 
 def _group_memory() -> list[int]:
-    """What the limits of this process's control group and those around it leave (version 2)."""
+    """The bytes left in this process's control group, and in those around it (version 2)."""
     found = []
     with contextlib.suppress(OSError):
         for line in _OWN_GROUP.read_text(encoding="utf-8").splitlines():

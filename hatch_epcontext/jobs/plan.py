@@ -15,10 +15,10 @@ from hatch_epcontext.text import file_name, pairs
 
 @dataclass(frozen=True)
 class Job:
-    """Models that are compiled together for one target; several only when they share weights.
+    """Models that are compiled together for one target: several only when they share weights.
 
-    ``group``: the name of their weight-sharing group. ``chip``: for a job of `alone`, the options that
-    name its chip, if its target has several chips.
+    ``group``: the name of their weight-sharing group. ``chip``: for a job of `alone`, the options that name
+    its chip, if its target has several.
     """
 
     models: tuple[Model, ...]
@@ -38,14 +38,14 @@ class Job:
 
     @property
     def _place(self) -> tuple[str, str]:
-        """What it compiles, and for which target and chip."""
+        """What the job compiles, and for which target and chip."""
         members = f" ({' + '.join(model.name for model in self.models)})" if self.group else ""
         chip = f" ({self.chip})" if self.chip else ""
         return self.name + members, self.target.name + chip
 
     @contextlib.contextmanager
     def locating(self) -> Iterator[None]:
-        """Give the job's location to those problems of BuildErrors that have none."""
+        """Give the job's location to problems of BuildErrors that have none."""
         try:
             yield
         except BuildError as error:
@@ -59,9 +59,9 @@ class Job:
 
     @property
     def needs_device(self) -> bool:
-        """Whether the artifact can be opened on the EP's own device only, and not on a simulator of it.
+        """Whether only the EP's own device, and no simulator, can open the artifact.
 
-        So it is with contexts for several chips, and with contexts that share weights, unless the
+        This holds for contexts for several chips, and for contexts that share weights, unless the
         provider is known to open these anywhere. Then the results of `alone` are validated instead.
         """
         shared = self.group is not None and not self.target.provider.loads_shared
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def forms(self) -> tuple[Job, ...]:
-        """It, and after it the same with dynamic quantization undone, if the target leaves that open."""
+        """This job; and the same with dynamic quantization undone, if the target leaves that open."""
         settings = self.target.settings
         is_open = settings.dequantize is None and settings.quantize is None
         if not is_open or self.target.provider.product != "context":
@@ -100,7 +100,7 @@ class Job:
         return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
 
     def _chips(self) -> Mapping[str, Mapping[str, str]]:
-        """The options that name a chip, for each different chip by their words; no words for one chip."""
+        """The options that name a chip, by their text, for each distinct chip; one chip has no text."""
         chips = self.target.provider.chips(self.target.settings.provider_options)
         if len(chips) == 1:
             return {"": chips[0]}
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def local_targets(self) -> tuple[Target, ...]:
-        """The targets that this machine compiles for, and not the workers of a cluster."""
+        """The targets that this machine compiles for, instead of the workers of a cluster."""
         return self.config.targets if self.config.build.scheduler is None else ()
 
 
@@ -150,7 +150,7 @@ def _jobs(config: Config) -> tuple[Job, ...]:
 
 
 def _members(config: Config, model: Model, target: Target) -> list[tuple[Model, Target]]:
-    """The models of a model's group, with their forms of ``target``; only some EPs share weights."""
+    """The models of a model's group, each with its own ``target``; only some EPs share weights."""
     if model.share_weights is None or not target.provider.shares_weights:
         return []
     return [
@@ -193,7 +193,7 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
 
 
 def with_options(target: Target, options: Mapping[str, str]) -> Target:
-    """``target`` with ``options``, which are used to compile, instead of those with the same names."""
+    """``target`` with the provider options ``options`` in place of those with the same names."""
     options = {**target.settings.provider_options, **options}
     settings = dataclasses.replace(target.settings, provider_options=options)
     return dataclasses.replace(target, settings=settings)

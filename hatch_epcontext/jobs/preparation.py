@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Prepared:
     """A prepared model: its absolute path, how it was prepared, and the ranges of its dummy inputs.
 
-    ``reference``: the absolute path of the outputs of its source, if there is a file of them. ``changed``:
-    whether the last step of its recipe did something; ``dropped``: what it would have changed wrongly.
+    ``reference``: the absolute path of the file with the outputs of its source, if there is one. ``changed``:
+    whether the last step of its recipe changed it; ``dropped``: changes that were wrong and left out.
     """
 
     path: str
@@ -61,7 +61,7 @@ class Preparations:
                 self.want(each)
 
     def want(self, job: Job) -> None:
-        """Keep what is prepared for ``job``, which is not one of those known from the beginning."""
+        """Keep what is prepared for ``job``, which was not among the first ``jobs``."""
         with self._lock:
             self._wanted.update(
                 (self._key(form, model), job.folder) for form in job.forms for model in job.models
@@ -70,8 +70,8 @@ class Preparations:
     def get(self, job: Job, recipe: Recipe, worker: Worker | Workers) -> tuple[Prepared, ...]:
         """The models of ``job`` as ``recipe`` prepares and changes them.
 
-        By ``worker``, unless other jobs want the same: then in a process of its own. Raises BuildError
-        when that fails. What has crashed is tried once more the next time.
+        ``worker`` makes them; or a process of its own, if other jobs need the same. Raises BuildError when
+        that fails. After a crash the next call tries again.
         """
         return tuple(self._get(job, index, recipe, worker) for index in range(len(job.models)))
 
@@ -82,7 +82,7 @@ class Preparations:
         return next((each for each in found if Path(each).is_relative_to(folder)), None)
 
     def release(self, job: Job) -> None:
-        """Remove what was prepared for ``job`` and no other job wants."""
+        """Remove what was prepared for ``job`` and no other job needs."""
         for form, model in itertools.product(job.forms, job.models):
             key, folder = self._key(form, model), self._folder_of(form, model)
             with self._lock:
@@ -95,7 +95,7 @@ class Preparations:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _is_shared(self, job: Job, model: Model) -> bool:
-        """Whether several jobs want ``model`` as ``job`` does."""
+        """Whether several jobs need ``model`` as ``job`` does."""
         key = self._key(job, model)
         with self._lock:
             return sum(n for (other, _), n in self._wanted.items() if other == key) > 1
@@ -104,7 +104,7 @@ class Preparations:
         return self._folder / self._key(job, model)[:16]
 
     def _key(self, job: Job, model: Model) -> str:
-        """What identifies how ``job`` wants ``model`` prepared, whatever the recipe."""
+        """What identifies how ``job`` needs ``model`` prepared, whatever the recipe."""
         name = (job.folder, model.name, job.target.settings.dequantize)
         if name not in self._keys:
             plain = to_plain(model.on(job.target))
@@ -146,7 +146,7 @@ class Preparations:
         if recipe.remedies:
             before = self._get(job, index, replace(recipe, remedies=()), worker)
             made = change(job, index, before, recipe, scratch, caller)
-            # Those for all models may find nothing in this one.
+            # The rewrites for all models may change nothing in this one.
             wanted = recipe.last_remedies
             done = made.changed and not wanted.isdisjoint(made.preparation.remedies)
             changed = done if wanted else before.changed
@@ -168,7 +168,7 @@ class Preparations:
 
 
 def _precision(job: Job, model: Model) -> Precision | None:
-    """How ``job`` wants the numbers of ``model`` changed."""
+    """How ``job`` changes the numbers of ``model``."""
     settings = job.target.settings
     if not (settings.dequantize or settings.quantize):
         return None
@@ -188,10 +188,10 @@ def prepare(
     worker: Workers | Worker,
     reference: str | None = None,
 ) -> Prepared:
-    """Prepare ``model`` as ``recipe`` begins, below ``scratch``, which is made.
+    """Prepare ``model`` for the first step of ``recipe``, below ``scratch``, which is made.
 
     ``reference`` is the file with the outputs of its source, if there is one. Raises BuildError when the
-    simplifier does not work.
+    simplifier fails.
     """
     from hatch_epcontext.worker.requests import PrepareRequest
 
@@ -221,7 +221,7 @@ def prepare(
 def change(
     job: Job, index: int, before: Prepared, recipe: Recipe, scratch: Path, worker: Workers | Worker
 ) -> Prepared:
-    """``before``, the model of ``job`` with that index, after the remedies or the last change of ``recipe``.
+    """Apply the remedies or the last change of ``recipe`` to ``before``, the job's model with that index.
 
     Raises BuildError when the source model fails.
     """

@@ -1,27 +1,27 @@
-"""All ways in which a job is ever compiled, and when each of them is tried.
+"""All recipes by which a job can be compiled, and when each of them is tried.
 
-A job is a model, or a group of models that share weights, for one target. A `Recipe` is how to prepare it
-(simplifier, changes) and how to compile it (options of the execution provider, the EP). An `Attempt` is a
+A job is a model, or a group of models that share weights, for one target. A `Recipe` defines how to prepare
+it (simplifier, changes) and how to compile it (options of the execution provider, the EP). An `Attempt` is a
 recipe that was tried. Its result is an `Artifact`, which is whole if no node is left to the CPU; or it is
 `Refused`: the simplifier or the EP refuses or crashes, or there is nothing to change. All other errors end
 the job: a broken model, a killed worker, a full disk.
 
-`recipes` reads as the list. Each next one is chosen by what the attempts so far have shown:
+`recipes` yields them in this order; each depends on the attempts so far:
 
-1. Simplifiers, until one works; without one only where none does.
-2. Options with which the EP takes operators that it leaves without them.
+1. Simplifiers, until one works; no simplifier if none works.
+2. Options with which the EP compiles operators that it otherwise leaves to the CPU.
 3. Rewrites of what the EP leaves or refuses, and then of what it leaves of those, with these options too.
 4. Loops and recurrent layers unrolled, and rewrites of these.
-5. Where the best attempt covers enough, and disagrees with the CPU or may do so: rewrites for the number
-   format of the EP, layers unrolled whose kernels are inexact, and rewrites around other kernels, one more at
-   a time; each is kept if it brings the outputs nearer. At last all rewrites together.
-6. Where it still disagrees, or is less exact than its number format: less invasive and unrolled forms of it.
-7. Where nothing is whole without a difference: all of these once more for a model that is dynamically
-   quantized, with that undone, unless its table has a key for it. Of what covers only enough, that of
-   the quantized model comes first.
+5. If the best attempt covers enough, but disagrees with the CPU or may do so: rewrites for the EP's number
+   format, unrolling of layers whose kernels are inexact, and rewrites around other kernels, one more at a
+   time; each is kept if it brings the outputs nearer. At last all rewrites together.
+6. If it still disagrees, or is less exact than its number format: less invasive and unrolled forms of it.
+7. If nothing is whole and agrees: all of these once more for a dynamically quantized model, with its
+   quantization undone, unless its table has a key for that. Among attempts that cover enough but are not
+   whole, those of the quantized model come first.
 
-`try_recipes` stops at the first attempt that is whole and agrees with the CPU. What only covers enough, or
-may disagree for other inputs, is chosen when all were tried.
+`try_recipes` stops at the first attempt that is whole and agrees with the CPU. An attempt that only covers
+enough, or may disagree for other inputs, is chosen after all were tried.
 """
 
 from __future__ import annotations
@@ -40,18 +40,17 @@ from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import GAIN, SIMPLIFIERS, Coverage, Simplifier
 
 _MAX_ROUNDS = 3
-"""How often a model is changed in step 3, and in step 4: an EP can refuse what a rewrite leaves, too."""
+"""How often step 3, and step 4, change a model: an EP may also refuse the result of a rewrite."""
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """How near an attempt is to the CPU: ``margin`` in decibels above the limits, less than 0 where it is
-    beyond them.
+    """How near an attempt is to the CPU: ``margin`` in decibels above the limits, negative beyond them.
 
-    ``agrees``: also true where it cannot be run or compared on this machine; false where it differs, or
-    may differ for other inputs. Where it may: ``in_format``, whether an emulation of the number format says
-    so; ``gap``, the decibels by which a run is worse than its emulation, as far as there is one;
-    ``in_layers``, whether there are layers in it whose kernels are inexact.
+    ``agrees``: also true if it cannot be run or compared on this machine; false if it differs, or may differ
+    for other inputs. In that case: ``in_format``, whether an emulation of the number format shows it;
+    ``gap``, the decibels by which a run is worse than its emulation, if there is one; ``in_layers``, whether
+    it has layers whose kernels are inexact.
     """
 
     agrees: bool
@@ -66,7 +65,7 @@ class Assessment:
         return self.gap >= GAIN
 
     def is_worth(self, before: Assessment) -> bool:
-        """Whether the outputs are so much nearer than ``before`` that it is worth what was changed."""
+        """Whether the outputs are so much nearer than ``before`` that the change is worthwhile."""
         closer = self.margin >= before.margin and self.gap < before.gap - GAIN
         return closer or self.margin >= before.margin + GAIN
 
@@ -81,7 +80,7 @@ NOT_COMPARED = Assessment(True, math.inf)
 
 @dataclass(frozen=True)
 class Attempt:
-    """A recipe that was tried: its artifact, or why there is none. ``key`` is the artifact's in the cache."""
+    """A recipe that was tried: its artifact, or why there is none. ``key``: the artifact's in the cache."""
 
     recipe: Recipe
     key: str
@@ -90,16 +89,12 @@ class Attempt:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether its simplifier works, also where its result was not compiled because of control flow."""
+        """Whether its simplifier works, even if control flow kept its result from being compiled."""
         return self.stopped_in != "prepare" or bool(self.control_flow)
 
     @property
     def stopped_in(self) -> str | None:
-        """The step that has refused it, see `Refused`; None if it has an artifact.
-
-        In ``"prepare"`` the simplifier failed, or left control flow; in ``"change"`` there was nothing to
-        change; in ``"compile"`` the EP has refused everything.
-        """
+        """The step that refused it, see `Refused`; None if it has an artifact."""
         return self.result.step if isinstance(self.result, Refused) else None
 
     @property
@@ -110,23 +105,23 @@ class Attempt:
 
     @property
     def artifact(self) -> Artifact:
-        """What was compiled, where nothing has refused it."""
+        """The artifact of an attempt that was not refused."""
         assert isinstance(self.result, Artifact), "only what was compiled has one"
         return self.result
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left to the CPU, as far as that is known."""
+        """Whether no node is left to the CPU, as far as that is known."""
         return isinstance(self.result, Artifact) and not self.uncovered
 
     @property
     def may_be_taken(self) -> bool:
-        """Whether it has an artifact that a wheel may get: what is unrolled only if it is whole."""
+        """Whether it has an artifact that may be shipped: an unrolled one only if it is whole."""
         return isinstance(self.result, Artifact) and (self.is_whole or not self.recipe.unrolls)
 
     @property
     def can_be_helped(self) -> bool:
-        """Whether other forms of the models can give a better result."""
+        """Whether other forms of the models may give a better result."""
         return self.stopped_in == "compile" or (self.stopped_in is None and not self.is_whole)
 
     @property
@@ -136,13 +131,13 @@ class Attempt:
 
     @property
     def share(self) -> float:
-        """How much of the models was compiled: of that of which least was."""
+        """The smallest compiled share of any of the models."""
         return min((each.share for each in self._coverages), default=0.0)
 
     @property
     def quality(self) -> tuple[bool, bool, bool, float, int]:
-        """The larger the better: what may be taken, what is whole, and what computes as its source does; then
-        how much was compiled, and in how few parts.
+        """Larger is better: whether it may be shipped, is whole, and computes as its source does; then how
+        much was compiled, and in how few parts.
         """
         parts = sum(each.partitions for each in self._coverages)
         is_source = not self.recipe.dequantize
@@ -152,7 +147,7 @@ class Attempt:
     def uncovered_operators(self) -> tuple[Operators, ...] | None:
         """The operators that are left to the CPU in each of the models.
 
-        None if nothing was compiled: then all may be to blame, and a change applies to all that it knows.
+        None if nothing was compiled: then all may be the cause, and a change applies to all that it handles.
         """
         if isinstance(self.result, Refused):
             return None
@@ -165,11 +160,11 @@ class Attempt:
 
     @property
     def control_flow(self) -> tuple[str, ...]:
-        """The operators for which it was not compiled, see `Recipe`."""
+        """The control flow because of which it was not compiled, see `Recipe`."""
         return self.result.control_flow if isinstance(self.result, Refused) else ()
 
     def notes(self, disagreement: BuildError | None, margin: float | None = None) -> Iterator[str]:
-        """What came out of it, for a report; ``disagreement``: that of its outputs with the CPU's, if any.
+        """Its result, for a report; ``disagreement``: of its outputs with the CPU's, if any.
 
         ``margin``: the decibels by which they are above the limits, if they were compared.
         """
@@ -185,7 +180,7 @@ class Attempt:
             yield f"{'; '.join(names) or 'unmodified'}: {result}"
         elif self.stopped_in == "prepare":
             crashed, simplifier = self.has_crashed, self.recipe.simplifier
-            # Without the signal, which only alarms where another recipe succeeds.
+            # Do not show the signal: another recipe may succeed.
             text = f"{simplifier} crashes on this model, in a process of its own"
             for problem in self.result.problems:
                 message = " ".join(problem.message.splitlines())
@@ -208,9 +203,9 @@ def _first_line(message: str) -> str:
 
 
 def best(attempts: Sequence[Attempt]) -> Attempt:
-    """The one with the best `Attempt.quality`; of equals the first, which changes least.
+    """The one with the best `Attempt.quality`; among equals the first, which changes least.
 
-    It need not agree with the CPU, and where nothing was compiled it is one that the EP has refused.
+    It need not agree with the CPU; if nothing was compiled, it is one that was refused.
     """
     return max(attempts, key=lambda each: (each.stopped_in in (None, "compile"), each.quality))
 
@@ -218,20 +213,20 @@ def best(attempts: Sequence[Attempt]) -> Attempt:
 def recipes(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:
     """Yield the recipes for ``job``, in the order above.
 
-    ``attempts`` are those of this form of it so far: `try_recipes` adds the attempt of each recipe before it
-    asks for the next one. ``judge`` is that of `try_recipes`.
+    ``attempts``: those of this form of the job so far; `try_recipes` appends the attempt of each recipe
+    before it takes the next one. ``judge`` is that of `try_recipes`.
     """
     yield from _simplifiers(job, attempts)
     if attempts[-1].stopped_in == "prepare":
         return
     if job.target.provider.product != "context":
-        # ONNX Runtime's own optimized graph refuses nothing that could be written in another way.
+        # ONNX Runtime optimizes any graph: there is nothing to rewrite.
         return
     yield from _options(job, attempts)
     yield from _rewrites(attempts)
     yield from _options(job, attempts)
     yield from _unrolled(job, attempts)
-    # Of groups and of contexts for several chips other jobs are compared: see `Job.alone`.
+    # For groups and contexts for several chips, other jobs are compared: see `Job.alone`.
     if job.group is None and not job.has_several_chips:
         yield from _remedies(job, attempts, judge)
         yield from _other_forms(job, attempts, judge)
@@ -247,7 +242,7 @@ def try_recipes(
 ) -> Attempt | None:
     """Try the recipes for ``job`` until one is whole and agrees with the CPU; None if none is.
 
-    ``attempts`` gets what ``make`` gives for each recipe and its number. ``dynamic``: whether a model is
+    ``attempts`` gets what ``make`` returns for each recipe and its number. ``dynamic``: whether a model is
     dynamically quantized.
     """
     for form in job.forms if dynamic else (job,):
@@ -256,7 +251,7 @@ def try_recipes(
             recipe, number = replace(found, dequantize=form is not job), len(attempts)
             attempt = make(recipe, number)
             if attempt.stopped_in == "prepare" and attempt.has_crashed:
-                # Perhaps by chance. What happens again is the simplifier's own fault; an EP's crash is a
+                # The crash may be transient; a second one is the simplifier's own fault. An EP's crash is a
                 # refusal.
                 attempt = make(recipe, number)
             own.append(attempt)
@@ -269,8 +264,8 @@ def try_recipes(
 
 
 def refusal(job: Job, attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]:
-    """What the EP reports of the first form that it refuses, without dynamic quantization if that was undone;
-    or the last simplifier, if none works.
+    """The EP's error for the first form that it refuses, without dynamic quantization if that was undone;
+    or the error of the last simplifier, if none works.
     """
     refused = [each for each in attempts if each.stopped_in == "compile"]
     refused.sort(key=lambda each: not each.recipe.dequantize)
@@ -279,8 +274,8 @@ def refusal(job: Job, attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]
     problem, *others = first.result.problems
     has_sizes = all(model.dims or model.shapes for model in job.models)
     if refused and has_sizes and not job.target.settings.static_shapes:
-        # Not tried: only its user knows whether a model may have fixed sizes.
-        cause = "The target leaves dimensions open; the EP may take the model with the sizes that are given:"
+        # Not tried: only the user knows whether the model may have fixed sizes.
+        cause = "The target leaves dimensions open; the EP may compile the model with the configured sizes:"
         fixed = Setting(job.target.key / "static-shapes", True)
         settings = (*problem.settings, fixed)
         problem = replace(problem, causes=(*problem.causes, cause), settings=settings)
@@ -288,12 +283,12 @@ def refusal(job: Job, attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]
 
 
 def _simplifiers(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
-    """The libraries that simplify the graph: the next one where one fails, or leaves control flow."""
+    """The libraries that simplify the graph: the next one if one fails, or leaves control flow."""
     # EPs for fixed shapes compile no control flow, so the next simplifier may do better.
     takes_control_flow = not job.target.provider.static_shapes
     for simplifier in _simplifiers_of(job):
         if simplifier == "none" and any(each.is_prepared for each in attempts):
-            # It would leave as much control flow as any of them.
+            # Without a simplifier at least as much control flow would stay.
             break
         yield Recipe(
             simplifier, takes_control_flow=takes_control_flow, remedies=_wanted(job, ALWAYS)
@@ -311,9 +306,9 @@ def _simplifiers_of(job: Job) -> tuple[Simplifier, ...]:
 
 
 def _options(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
-    """Options of the EP with which it takes operators that it leaves without them.
+    """Options of the EP with which it compiles operators that it otherwise leaves to the CPU.
 
-    Not where it refuses everything: then no operator is known for which they would help.
+    Not if it refuses everything: then it is unknown which operators they would help.
     """
     more, last = job.target.provider.more_coverage, best(attempts)
     if (
@@ -329,7 +324,7 @@ def _options(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
 
 
 def _rewrites(attempts: Sequence[Attempt]) -> Iterator[Recipe]:
-    """Rewrites of what the EP leaves or refuses in the best attempt, and then in the last one."""
+    """Rewrites of what the EP leaves or refuses in the best attempt, then in the last one."""
     last = best(attempts)
     for _ in range(_MAX_ROUNDS):
         if not last.can_be_helped:
@@ -339,7 +334,7 @@ def _rewrites(attempts: Sequence[Attempt]) -> Iterator[Recipe]:
 
 
 def _unrolled(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
-    """Loops and recurrent layers of known length, step by step; what was inside an EP can refuse too."""
+    """Loops and recurrent layers of known length, unrolled; the EP may refuse their bodies too."""
     last = best(attempts)
     if not last.can_be_helped or not job.target.settings.unroll_limit:
         return
@@ -354,7 +349,7 @@ def _unrolled(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
 
 
 def _wanted(job: Job, names: Sequence[RewriteName]) -> tuple[RewriteName, ...]:
-    """Those of ``names`` that avoid something of the number format of the EP, and that are not left out."""
+    """Those of ``names`` that help in the EP's number format, and that the target does not leave out."""
     settings, provider = job.target.settings, job.target.provider
     format_ = provider.number_format(settings.device, settings.provider_options)
     if format_ is None or provider.product != "context":
@@ -365,7 +360,7 @@ def _wanted(job: Job, names: Sequence[RewriteName]) -> tuple[RewriteName, ...]:
 
 
 def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:
-    """Forms that compute more exactly in the number format of the EP, or on it, as far as each helps."""
+    """Forms that compute more exactly in the EP's number format or with its kernels, if they help."""
     found = best(attempts)
     if not _is_enough(job, found):
         return
@@ -375,7 +370,7 @@ def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[R
         if verdict.agrees:
             return
         unrolled = found.recipe.with_change("unroll", None)
-        # What is wrong in a layer is also in the emulation, as far as its kernel is known.
+        # The emulation also has the faults of a layer whose kernel is known.
         in_kernels = verdict.in_kernels or verdict.differs
         is_inexact = group is not FOR_RANGES and in_kernels and verdict.in_layers
         if is_inexact and job.target.settings.unroll_limit and _is_new(unrolled, attempts):
@@ -383,14 +378,14 @@ def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[R
             found = _nearer(job, found, attempts[-1], judge)
             verdict = judge(found)
         names = _wanted(job, group)
-        # A kernel may also be wrong for some values only, which those for ranges avoid.
+        # A kernel may also be wrong for some values only: rewrites for ranges avoid these.
         if not names or not (verdict.in_kernels or (group is FOR_RANGES and verdict.in_format)):
             continue
         yield replace(found.recipe, remedies=(*found.recipe.remedies, *names))
         if attempts[-1].stopped_in != "change":
             applied += names
         found = _nearer(job, found, attempts[-1], judge)
-    # Two may help only together: one for the range of values, and one for a kernel.
+    # Two rewrites may help only together: one for the range of values, and one for a kernel.
     together = replace(plain, remedies=(*plain.remedies, *applied))
     if not judge(found).agrees and _is_new(together, attempts):
         yield together
@@ -401,15 +396,15 @@ def _is_new(recipe: Recipe, attempts: Sequence[Attempt]) -> bool:
 
 
 def _nearer(job: Job, found: Attempt, last: Attempt, judge: Judge) -> Attempt:
-    """``last`` if it is enough nearer to the CPU than ``found``, or else that."""
+    """``last`` if it is sufficiently nearer to the CPU than ``found``, else ``found``."""
     return last if _is_enough(job, last) and judge(last).is_worth(judge(found)) else found
 
 
 def _other_forms(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:
-    """Forms in which an EP may compute rightly what it computes wrong.
+    """Forms for which the EP may give right results where it gave wrong ones.
 
     Scales that are folded into the weights of convolutions cost accuracy in float16, and some EPs compute
-    loops and recurrent layers wrong. They start from the simplified model: rewrites may be to blame too.
+    loops and recurrent layers wrong. They start from the simplified model: rewrites may be the cause too.
     """
     enough = acceptable(job, attempts)
     verdicts = [judge(each) for each in enough]
@@ -418,7 +413,7 @@ def _other_forms(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterato
     plain = replace(enough[0].recipe, changes=(), fuse=True, remedies=_wanted(job, ALWAYS))
     if job.target.settings.optimization == "basic":
         yield replace(plain, fuse=False)
-        # In parts: at a whole one `try_recipes` ends.
+        # Only for partial attempts: `try_recipes` ends at a whole one.
         if _is_enough(job, attempts[-1]) and judge(attempts[-1]).agrees:
             return
     unrolled = plain.with_change("unroll", None)
@@ -431,9 +426,9 @@ def _is_enough(job: Job, attempt: Attempt) -> bool:
 
 
 def chosen(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Attempt | None:
-    """Of the ``attempts`` that cover enough and do not differ the one that covers most, if there is one.
+    """The one that covers most among the ``attempts`` that cover enough and do not differ, if there is one.
 
-    Of those that cover as much it is the one nearest to the CPU, if that is worth what was changed more.
+    Among equals it is the one nearest to the CPU, if that is worth the additional changes.
     """
     found: Attempt | None = None
     for each in acceptable(job, attempts):

@@ -25,7 +25,7 @@ from hatch_epcontext.text import pairs, show_size
 from hatch_epcontext.worker.results import Context, Coverage
 
 _MAX_CHARACTERS = 90
-"""Characters of a failed preparation's message in a summary; the report has all of it."""
+"""Characters of a failed preparation's message in a summary; the report has the whole message."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class JobReport:
     """One job.
 
     ``size``: bytes of all its ``files``.
-    ``saved``: bytes that sharing weights and one context for several chips save.
+    ``saved``: bytes saved by sharing weights, and by one context for several chips.
     ``times``: those of the build that compiled it.
     """
 
@@ -97,7 +97,7 @@ class Report:
 
 
 def make_report(result: Result) -> Report:
-    """The report of a build: the manifest's facts, and also times and failures, which it must not have."""
+    """The report of a build: the manifest's facts, and times and failures, which a manifest must not have."""
     by_name = {source.model.name: source for source in result.sources}
     return Report(
         f"{GENERATOR} {hatch_epcontext.__version__}",

@@ -24,7 +24,7 @@ from hatch_epcontext.providers import DISTRIBUTIONS
 from hatch_epcontext.text import count, hide_credentials, listing
 
 ONNX_RUNTIME = ">=1.23"
-"""Older releases have no ModelCompiler that fails when nothing was compiled."""
+"""The ModelCompiler of older releases does not fail when nothing was compiled."""
 
 TOOLS = ("onnx>=1.19", "onnxslim>=0.1.80", "numpy>=2.0")
 """What a worker imports besides ONNX Runtime."""
@@ -36,7 +36,7 @@ INSPECTION = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *TOOLS)
 """The requirements to read models without compiling any."""
 
 FARM = (*INSPECTION, "distributed>=2025.4")
-"""The requirements to read models, and to give jobs to a dask cluster."""
+"""The requirements to read models, and to submit jobs to a dask cluster."""
 
 _IN_TURN = (
     "Build some targets with HATCH_EPCONTEXT_TARGETS=<names>, which fills the cache, and then all "
@@ -57,7 +57,7 @@ def _relevant_distributions(target: Target) -> frozenset[str]:
 @functools.lru_cache
 def owners(package: str) -> frozenset[str]:
     """The installed distributions that have files in the import package ``package``."""
-    # The text of RECORD, because parsing all of them takes half a second in a large environment.
+    # As text: parsing every RECORD takes half a second in a large environment.
     return frozenset(
         canonicalize_name(each.name)
         for each in metadata.distributions()
@@ -66,7 +66,7 @@ def owners(package: str) -> frozenset[str]:
 
 
 def versions_of(target: Target, installed_versions: Mapping[str, str]) -> dict[str, str]:
-    """The versions, out of ``installed_versions``, of all that ``target`` is compiled with."""
+    """Those of ``installed_versions`` with which ``target`` is compiled."""
     named = _relevant_distributions(target)
     versions = {
         name: installed_versions[name] for name in sorted(named & installed_versions.keys())
@@ -78,10 +78,7 @@ def versions_of(target: Target, installed_versions: Mapping[str, str]) -> dict[s
 
 
 def _most_demanding(targets: Iterable[Target]) -> list[Target]:
-    """One target of each name, in the form that needs the most.
-
-    Models narrow targets, and a target's requirements are those of all its models.
-    """
+    """One target of each name, in the form with the most requirements: models narrow targets."""
     chosen: dict[str, Target] = {}
     for target in targets:
         if target.name not in chosen or (target.needs_ep and not chosen[target.name].needs_ep):
@@ -101,12 +98,12 @@ def _distribution(targets: Iterable[Target]) -> str:
         raise ConfigError(
             Problem.at(Key() / "targets", Kind.CONFLICTING_REQUIREMENTS, message, _IN_TURN)
         )
-    # Without isolation one may be installed already, and two exclude each other.
+    # Without isolation one may already be installed, and two exclude each other.
     if present := [name for name in possible if installed(name)]:
         return present[0]
 
     def penalty(name: str) -> int:
-        # Without its own distribution an optimized graph can be made, but not run on its EP.
+        # Without its own distribution an EP's optimized graph can be written, but not run on that EP.
         wanted = (t.provider.distributions for t in targets if not _unavailable(t))
         return sum(d.index(name) if name in d else len(DISTRIBUTIONS) for d in wanted)
 
@@ -116,11 +113,11 @@ def _distribution(targets: Iterable[Target]) -> str:
 def requirements(targets: Iterable[Target]) -> tuple[str, ...]:
     """What a front end installs for all targets, with exactly one ONNX Runtime distribution.
 
-    ``targets`` may have several forms of one target. Raises ConfigError when they cannot be built in
-    one environment.
+    ``targets`` may have several forms of one target. Raises ConfigError when one environment cannot build
+    all of them.
     """
-    # What cannot be installed on this machine is left out, and reported when it is to be compiled:
-    # an editable install of the source models needs none of it.
+    # What cannot be installed on this machine is left out, and reported before it is compiled: an editable
+    # install of the source models needs none of it.
     targets = [
         t
         for t in _most_demanding(targets)
@@ -150,7 +147,7 @@ def requirements(targets: Iterable[Target]) -> tuple[str, ...]:
 def cache_requirements(settings: BuildSettings) -> tuple[str, ...]:
     """What a front end installs for the shared cache, if there is one.
 
-    Not part of `requirements`: a build without it goes on without the shared cache.
+    Not part of `requirements`: without it a build goes on without the shared cache.
     """
     if settings.cache is None:
         return ()
@@ -189,9 +186,9 @@ def _check_available(targets: Iterable[Target]) -> None:
 def check_environment(targets: Iterable[Target], requirements: Iterable[str]) -> Mapping[str, str]:
     """The version of each installed distribution that ``requirements`` names.
 
-    For builds without isolation, in which no front end installs anything. Raises RequirementError when
-    a target cannot be built on this machine or two distributions conflict, and MissingError with the
-    pip command when something is missing or too old. Imports none of it.
+    For builds without isolation, in which the front end installs nothing. Raises RequirementError when a
+    target cannot be built on this machine or two distributions conflict, and MissingError with the pip
+    command when something is missing or too old. Imports none of them.
     """
     targets = [target for target in _most_demanding(targets) if not target.from_cache]
     _check_available(targets)

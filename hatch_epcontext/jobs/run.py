@@ -28,7 +28,7 @@ from hatch_epcontext.jobs.validation import validation_warnings
 from hatch_epcontext.text import count
 
 _STEP = 0.5
-"""Seconds for which a build waits for a job at once."""
+"""Seconds that a build waits for a job before it checks for an interruption."""
 
 
 class IncompleteError(BuildError):
@@ -41,7 +41,7 @@ class IncompleteError(BuildError):
 
 
 def _with_target(problem: Problem, job: Job) -> Problem:
-    """``problem``, with the target of ``job`` if its key is that of a model with several."""
+    """``problem``, with the target of ``job`` if its key belongs to a model with several targets."""
     has_others = any(len(model.targets) > 1 for model in job.models)
     if problem.key is None or problem.targets or not has_others:
         return problem
@@ -49,7 +49,7 @@ def _with_target(problem: Problem, job: Job) -> Problem:
 
 
 def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
-    """The cache for ``config``; ``warn`` gets what is wrong with it."""
+    """The cache for ``config``; ``warn`` gets its problems."""
     if not config.use_cache:
         return Cache(None, warn)
     root, settings = config.cache_dir or default_root(), config.build
@@ -58,7 +58,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
         warn(f"{NO_HOME}; this build does not use one. Set HATCH_EPCONTEXT_CACHE_DIR to a folder.")
     if settings.cache is None:
         return Cache(root, warn, read_all=read_all)
-    # Few builds have one.
+    # Imported here: few builds have a shared cache.
     from hatch_epcontext.jobs.cache.shared import SharedCache
 
     shared = SharedCache(
@@ -73,7 +73,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
 
 
 def _may_write(settings: BuildSettings, warn: Callable[[str], None]) -> bool:
-    """Whether the build writes to the shared cache: only what others would use."""
+    """Whether the build writes to the shared cache: only if others would use what it writes."""
     is_refused = settings.trust is not None and settings.cache_key is None
     if settings.cache_write and is_refused:
         warn(
@@ -108,7 +108,7 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     """The runner for the jobs of ``plan``, after a check of the environment and the models, which are cut.
 
     The caller closes its executor. Raises RequirementError when the environment cannot build the plan, and
-    BuildError when a model is invalid, or when the scheduler of a cluster cannot be reached.
+    BuildError when a model is invalid or the scheduler of a cluster cannot be reached.
     """
     config = plan.config
     installed = check_environment(plan.local_targets, plan.requirements)
@@ -116,7 +116,7 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     read = read_sources(config, index, workers, staging / "check")
     sources = {source.model.name: source for source in read}
     executor: Executor
-    # A build that takes everything from the cache contacts no scheduler.
+    # A build entirely from the cache contacts no scheduler.
     if config.build.scheduler is not None and not all(j.target.from_cache for j in plan.jobs):
         from hatch_epcontext.jobs.executors.dask import DaskExecutor
 
@@ -142,10 +142,10 @@ def build(
 ) -> Result:
     """Compile and validate every job of the plan, except for those in the cache.
 
-    ``staging`` is a folder of this build, which has the files of the result; ``log`` gets one line for each
-    finished job, in the plan's order, and ``warn`` what a validation leaves open; ``workers`` have the plan's
-    limits by default. Raises RequirementError when the environment cannot build the plan, BuildError when a
-    model cannot be read, and IncompleteError when jobs failed, after all others are finished and stored.
+    ``staging`` is a folder of this build for the files of the result; ``log`` gets one line for each finished
+    job, in the plan's order, and ``warn`` what a validation leaves open; ``workers`` default to the plan's
+    limits. Raises RequirementError when the environment cannot build the plan, BuildError when a model
+    cannot be read, and IncompleteError when jobs failed, after all others are finished and stored.
     """
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
@@ -174,7 +174,7 @@ def _run(
     with ThreadPoolExecutor(runner.executor.at_once) as pool:
 
         def stop() -> None:
-            # No waiting job starts any more, and the running ones end.
+            # Start no waiting job, and end the running ones.
             pool.shutdown(wait=False, cancel_futures=True)
             runner.executor.stop()
             runner.cache.stop()
@@ -189,7 +189,7 @@ def _run(
                 future.add_done_callback(stop_if_failed)
             for job, future in running:
                 try:
-                    # On Windows nothing interrupts a wait, and Ctrl-C counts at its end.
+                    # On Windows Ctrl-C does not interrupt a wait, and takes effect at its end.
                     while not future.done():
                         wait([future], _STEP)
                     finished = future.result()

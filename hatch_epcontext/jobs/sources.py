@@ -26,20 +26,20 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _REQUESTS = 16
-"""Requests to a shared cache at once."""
+"""The most requests to a shared cache at once."""
 
 
 def read_sources(
     config: Config, index: Index, workers: Workers, scratch: Path
 ) -> tuple[Source, ...]:
-    """All models of ``config``; a worker in ``scratch`` reads those that ``index`` does not know.
+    """All models of ``config``; a worker in ``scratch`` reads those that are not in ``index``.
 
     Raises BuildError with all problems of all models.
     """
     if problems := list(_too_large(config.models)):
-        # They are not even hashed.
+        # Not even hashed.
         raise ModelError(*problems)
-    # The build that compiled what is in the cache has checked the model for its own targets.
+    # The build that filled the cache has checked the model for its own targets.
     key_of = _unchecked_key if config.only_from_cache else _key
     keys = {model.name: key_of(model, index) for model in config.models}
     known: dict[str, ModelFacts] = {}
@@ -52,27 +52,27 @@ def read_sources(
         if config.only_from_cache:
             trouble = index.shared.trouble if index.shared is not None else None
             raise BuildError(*(_not_known(model, trouble) for model in unknown))
-        # Only now: a build that knows its models needs no requests.
+        # Imported here: a build that has its models in the index makes no requests.
         from hatch_epcontext.worker.requests import CheckRequest
 
         reply = workers.call(CheckRequest(unknown), scratch, location="reading the models")
         for model in unknown:
-            # Facts of other contents must not be stored as those of what was hashed.
+            # The facts must be those of the contents that were hashed.
             index.check(model.path)
         known |= {model.name: facts for model, facts in zip(unknown, reply.models, strict=True)}
-    # Others may not have what was read here before.
+    # The shared cache may lack facts that this machine read before.
     sent = config.models if index.shared is not None and index.shared.can_write else unknown
     kept = {_unchecked_key(model, index): known[model.name] for model in sent}
     kept |= {keys[model.name]: known[model.name] for model in unknown}
     _for_each(index, lambda item: index.store_facts(*item), kept.items())
     if problems := [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]:
-        # The shapes of one model have the same tolerance.
+        # All shapes of one model have the same tolerance.
         raise ModelError(*merged(problems))
     return tuple(_source(model, known[model.name], index) for model in config.models)
 
 
 def check_unchanged(sources: Iterable[Source], hint: str) -> None:
-    """Raise ModelError, with ``hint``, if a file of ``sources`` is not any more what was read."""
+    """Raise ModelError, with ``hint``, if a file of ``sources`` has changed since it was read."""
     for source in sources:
         for name, recorded in source.records.items():
             file = source.model.path.parent / name
@@ -82,7 +82,7 @@ def check_unchanged(sources: Iterable[Source], hint: str) -> None:
 
 
 def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Problem]:
-    """The outputs in the tolerance of ``model`` that are not among its ``outputs``."""
+    """Problems for outputs in the tolerance of ``model`` that are not among its ``outputs``."""
     names = [output.name for output in outputs]
     key, given = model.key / "validate" / "tolerance", model.validate.tolerance or ToleranceTable()
     of_targets = ((key / "targets" / name, table) for name, table in given.targets.items())
@@ -94,14 +94,14 @@ def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Pr
 
 
 def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results of ``request`` for all items, several at once where a shared cache answers slowly."""
+    """The results of ``request`` for all items, several at once: a shared cache may be slow."""
     if index.shared is None:
         return list(map(request, items))
     with ThreadPoolExecutor(_REQUESTS) as pool:
         try:
             return list(pool.map(request, items))
         except BaseException:
-            # An interrupted build does not wait for answers.
+            # An interrupted build must not wait for answers.
             index.shared.stop()
             raise
 
@@ -121,9 +121,9 @@ def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
 
 
 def _is_whole(model: Model, facts: ModelFacts) -> bool:
-    """Whether the external data of ``model`` is there; a worker reports what is missing.
+    """Whether the external data of ``model`` is there; if not, a worker reports what is missing.
 
-    Facts from a shared cache name no files elsewhere, which the wheel would contain.
+    Facts from a shared cache must name no files elsewhere: the wheel would contain them.
     """
     return all(
         is_portable(name) and _can_be_read(model.path.parent / name) for name in facts.external_data
@@ -145,7 +145,9 @@ def _too_large(models: Iterable[Model]) -> Iterator[Problem]:
 
 
 def _not_known(model: Model, trouble: str | None) -> Problem:
-    message = "HATCH_EPCONTEXT_FROM_CACHE is all, and the cache does not know this model with these settings."
+    message = (
+        "HATCH_EPCONTEXT_FROM_CACHE is all, and the cache lacks this model with these settings."
+    )
     return Problem.at(
         model.key,
         Kind.NOT_CACHED,
@@ -155,7 +157,7 @@ def _not_known(model: Model, trouble: str | None) -> Problem:
 
 
 def _key(model: Model, index: Index) -> str:
-    """What identifies the facts of ``model``: its contents and all that it is checked against."""
+    """What identifies the facts of ``model``: its contents, and the keys that it is checked against."""
     targets = [
         (
             (target.settings.provider, target.settings.ep, target.settings.static_shapes),

@@ -13,10 +13,10 @@ _SIGNALS = (signal.SIGTERM, *(s for s in signal.Signals if s.name == "SIGBREAK")
 
 @contextlib.contextmanager
 def terminated_as_error() -> Iterator[None]:
-    """While it is entered, SIGTERM raises SystemExit with the exit code of a shell, 143; a second one kills.
+    """In this context SIGTERM raises SystemExit with the exit code of a shell, 143; a second one kills.
 
-    So does Ctrl-Break on Windows, which has no SIGTERM. Not where the process has a handler of its own,
-    and not outside of its main thread, which handles signals. The earlier handlers are restored.
+    So does Ctrl-Break on Windows, which has no SIGTERM. It does nothing if the process has a handler of its
+    own, or outside of the main thread, which handles signals. The earlier handlers are restored.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     found = [each for each in _SIGNALS if signal.getsignal(each) is signal.SIG_DFL]

@@ -98,19 +98,19 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     emulation = validation.emulation
     reasons = [each.reason for each in validation.compared if each.reason]
     if emulation is not None and emulation.reason and not reasons:
-        # Of a format that was not measured: it only warns.
+        # The number format was not measured, so this only warns.
         reasons = [emulation.reason]
     real = f"; compare with real ones {where}"
     for reason in dict.fromkeys(reasons):
         if any(each != reason and each.startswith(reason) for each in reasons):
-            # Of another output, with a node to blame.
+            # Another output has this reason too, with the node that is the cause.
             continue
         hint = real if validation.synthetic else ""
         yield f"{name}: other inputs may give wrong answers: {reason}{hint}"
 
 
 def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
-    """Raise BuildError if the validation of ``model`` is required, and proves nothing."""
+    """Raise BuildError if the validation of ``model`` is required, and its comparison is inconclusive."""
     if not validation.inconclusive or model.validate.mode != "require":
         return
     raise BuildError(
@@ -184,12 +184,12 @@ def validation_without_run(job: Job, model: Model, reason: str | None) -> Valida
 
 
 def reason_not_to_run(job: Job) -> str | None:
-    """Why the job's result cannot be run on this machine, if that is known without asking the EP."""
+    """Why the job's result cannot be run on this machine, if that is known without the EP."""
     return reason_not_to_run_here(job.target.provider, job.target.settings)
 
 
 def reason_not_to_run_here(provider: Provider, settings: CompileSettings) -> str | None:
-    """Why what ``provider`` compiled cannot be run on this machine, if that is known without the EP."""
+    """Why artifacts of ``provider`` cannot be run on this machine, if that is known without the EP."""
     if settings.virtual_devices:
         return f"{provider.ep} compiled for a virtual device"
     if provider.runs_on(sys.platform, platform.machine()):
@@ -227,7 +227,7 @@ def validation_of(
 
 
 def reason_not_to_open(job: Job) -> str | None:
-    """Why no simulator can open the job's result; None unless it needs the EP's own device."""
+    """Why no simulator can open the job's result, if it needs the EP's own device."""
     if not job.needs_device:
         return None
     shared = job.group is not None and not job.target.provider.loads_shared
@@ -237,9 +237,9 @@ def reason_not_to_open(job: Job) -> str | None:
 
 
 def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> Validation:
-    """The validation of a context that cannot be opened on this machine; see `Job.needs_device`.
+    """The validation of a context that this machine cannot open; see `Job.needs_device`.
 
-    ``alone``: the validations of the same model compiled without the others, one for each chip.
+    ``alone``: the validations of the same model compiled alone, one for each chip.
     """
     if not model.validate.mode:
         return Validation(ValidationStatus.NOT_VALIDATED)
@@ -261,7 +261,7 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
 
 
 def not_run_error(job: Job, model: Model, reason: str) -> BuildError:
-    """The error for a model that must be run, and cannot be."""
+    """The error for a model that must be run but cannot be."""
     validate = model.key / "validate"
     only_mode = dataclasses.replace(model.validate, mode="auto") == ValidateTable()
     return BuildError(

@@ -1,7 +1,7 @@
-"""Artifacts as archives: an uncompressed tar file with the record first, and then its files in its order.
+"""Artifacts as archives: an uncompressed tar file with the record, followed by its files in its order.
 
-The same record gives the same bytes, and an archive is named by their sha256. An archive can come from a
-machine that is not trusted: nothing is unpacked but what its record names, inside one folder.
+The same record gives the same bytes, and an archive is named by their sha256. An archive can come from an
+untrusted machine: only what its record names is unpacked, into one folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_RECORD = 64 << 20
 class DamagedError(ValueError):
     """Something in a cache is not what was written; the text is the reason.
 
-    ``blob``: the file of a shared cache that is damaged or missing, where it is one.
+    ``blob``: the file of a shared cache that is damaged or missing, if it is one.
     """
 
     blob: FileRecord | None = None
@@ -47,14 +47,14 @@ def pack(artifact: Path, record: Record, file: Path) -> FileRecord:
 def unpack(file: Path, artifact: Path) -> Record:
     """Put the files of an archive into the folder ``artifact``, which is made.
 
-    Raises DamagedError if the archive is not as `pack` makes it, and OSError. What was unpacked until then
-    stays in the folder.
+    Raises DamagedError if the archive is not as `pack` writes it, and OSError. What was unpacked before the
+    error stays in the folder.
     """
     try:
         return _unpack(file, artifact)
     except DamagedError:
         raise
-    # Of headers with impossible numbers too.
+    # Also raised for headers with impossible numbers.
     except (tarfile.TarError, EOFError, OverflowError, ValueError) as error:
         raise DamagedError(f"its archive cannot be read: {error}") from None
 
@@ -77,14 +77,14 @@ def _unpack(file: Path, artifact: Path) -> Record:
 
 
 def read_record(text: str | bytes) -> Record:
-    """The record in ``text``; raises DamagedError if it is none, or names files outside of an artifact."""
+    """The record in ``text``; raises DamagedError if it is invalid, or names files outside of an artifact."""
     try:
         record = from_json(text, Record)
     except ValueError:
         raise DamagedError("its record cannot be read") from None
     if not all(map(is_portable, record.files)):
         raise DamagedError("its record has a file outside of the artifact")
-    # File systems may take names for one that differ in case or in how accents are written.
+    # A file system may treat names as equal that differ in case or in Unicode normalization.
     names = {unicodedata.normalize("NFC", name).casefold() for name in record.files}
     folders = {str(parent) for name in names for parent in PurePosixPath(name).parents}
     if len(names) != len(record.files) or not names.isdisjoint(folders):

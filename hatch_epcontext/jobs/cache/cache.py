@@ -1,4 +1,4 @@
-"""What earlier builds compiled: in the user's cache folder, and behind it in a cache that machines share."""
+"""What earlier builds compiled: in the user's cache folder, and after it in a shared cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hatch_epcontext.jobs.cache.shared import SharedCache
 
 _POLL_SECONDS = 0.5
-"""Seconds between two looks at whether a build that waits for another one must end."""
+"""Seconds after which a build that waits for another one checks again whether it must end."""
 
 NO_HOME = "this user has no home folder, and so no cache folder"
 """Why there is no default folder, as in a container that runs as any user."""
@@ -52,8 +52,8 @@ class Cache:
 
     ``root`` is None when the build does not use the user's cache. ``warn`` gets a line for each damaged
     artifact, and one when the folder cannot be used; the build then goes on without it. What the
-    folder does not have is read from ``shared``, and what is stored is sent there, as far as the build
-    may write to it. With ``read_all`` each file is read, whatever its status.
+    folder lacks is read from ``shared``, and what is stored is also sent there if the build may write
+    to it. With ``read_all`` each file is read, whatever its status.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Cache:
 
     @property
     def trouble(self) -> str:
-        """Why the build goes on without the shared cache, as a line of a message; empty if it does not."""
+        """Why the build goes on without the shared cache, as a line of a message; empty if it uses it."""
         trouble = None if self.shared is None else self.shared.trouble
         return f"\n{trouble}" if trouble else ""
 
     def stop(self) -> None:
-        """Wait no longer for the shared cache, and do not use it any more."""
+        """Stop waiting for the shared cache, and stop using it."""
         if self.shared is not None:
             self.shared.stop()
 
@@ -99,16 +99,16 @@ class Cache:
     def take(
         self, key: str, folder: Path, fits: Callable[[Record], bool] = lambda record: True
     ) -> Artifact | None:
-        """The artifact of that key with its files in ``folder``, which is made; None for a miss.
+        """The artifact of that key with its files in ``folder``, which is created; None for a miss.
 
-        Hard links where they are possible: what happens to the cache later does not matter. From the shared
-        cache only an artifact is taken whose record ``fits``.
+        The files are hard links where possible: later changes of the cache do not matter. An artifact of the
+        shared cache is used only if its record ``fits``.
         """
         artifact = self._take(key, folder)
         if self.shared is None:
             return artifact
         if artifact is not None:
-            # Another build may have made it, which could not write there.
+            # Another build may have compiled it that could not write to the shared cache.
             self.shared.send(key, folder, artifact.record)
             return artifact
         record = self.shared.fetch(key, folder, fits)
@@ -121,14 +121,14 @@ class Cache:
     def lock(self, fingerprint: str, on_wait: Callable[[], None]) -> Iterator[None]:
         """Hold the right to compile ``fingerprint``, in this process and all others with this cache.
 
-        While another build has it, ``on_wait`` is called again and again; what it raises ends the waiting.
-        The system releases the lock of a process that ends in any way. Without a cache that can be locked
-        nothing is held.
+        While another build holds it, ``on_wait`` is called repeatedly; an exception from it ends the wait.
+        The system releases the lock of a process that ends, however it ends. Without a cache that can be
+        locked, nothing is held.
         """
         if self._root is None:
             yield
             return
-        # It imports asyncio, which builds from the cache do without.
+        # Imported here because it imports asyncio, which builds from the cache do not need.
         import filelock
 
         file = self._root / LAYOUT / "locks" / fingerprint
@@ -141,7 +141,7 @@ class Cache:
                 except filelock.Timeout:
                     on_wait()
         except (OSError, NotImplementedError):
-            # `store` reports that the folder cannot be written.
+            # `store` reports a folder that cannot be written.
             yield
             return
         try:
@@ -159,8 +159,8 @@ class Cache:
     def latest(self, what: str, *, own_first: bool = False) -> str | None:
         """The key of the latest artifact of ``what``.
 
-        That of the shared cache, if there is one: the user's own folder can be older than what others
-        compiled. With ``own_first`` it is asked only for what that folder does not have, which then has it.
+        The shared cache wins, if there is one: others may have compiled a newer one than the user's folder
+        has. With ``own_first`` it is read only for what that folder lacks, and its answer is stored there.
         """
         own = self._local_latest(what)
         if self.shared is None or (own_first and own is not None):
@@ -173,7 +173,7 @@ class Cache:
         return found
 
     def store(self, key: str, folder: Path, record: Record) -> None:
-        """Store the files in ``folder``, to which nothing writes any more, under ``key``."""
+        """Store the files in ``folder``, which no longer change, under ``key``."""
         self._keep(key, folder, record)
         if self.shared is not None:
             self.shared.send(key, folder, record)
@@ -198,7 +198,7 @@ class Cache:
         return run
 
     def store_validation(self, key: str, validation: str, run: ValidationRun) -> None:
-        """Store ``run`` beside the artifact, where the cache has it and can be written."""
+        """Store ``run`` beside the artifact, if the cache has that and can be written."""
         text = to_json(run, indent=None)
         self._keep_validation(key, validation, text)
         if self.shared is not None:
@@ -212,7 +212,7 @@ class Cache:
         with contextlib.suppress(OSError):
             if file.exists() and not Output.REPORT.is_at(file):
                 return None
-            # Builds without changes have equal reports, and replacing a file can wait for the disk.
+            # Builds without changes have equal reports, and replacing a file may wait for the disk.
             if file.is_file() and file.read_text(encoding="utf-8", errors="replace") == text:
                 return file
             return write_atomically(file, text, durable=False)
@@ -250,7 +250,7 @@ class Cache:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(entry / "files" / name, folder / name)
         except OSError:
-            # Somebody cleaned the cache at this moment.
+            # Another process cleaned the cache at this moment.
             shutil.rmtree(folder, ignore_errors=True)
             return None
         # `prune` removes artifacts by the time of their last use.
@@ -280,7 +280,7 @@ class Cache:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except DamagedError as error:
-            # Without an entry somebody cleaned the cache at this moment.
+            # If the entry is gone, another process cleaned the cache at this moment.
             if entry.exists() and entry not in self._damaged:
                 self._damaged.add(entry)
                 self._warn(f"the cached artifact in {entry} is damaged ({error}); compiling again")

@@ -1,4 +1,4 @@
-"""Lists and cleans the folder of a cache, which builds and others that clean it may use at the same time."""
+"""Lists and cleans the folder of a cache, while builds and other cleanups may use it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cut_models import FOLDER as CUT_MODELS
 
 _LEFTOVER_AGE = datetime.timedelta(days=1)
-"""A build that wrote a file so long ago, and did not finish it, does not run any more."""
+"""After this time a build that has not finished a file no longer runs."""
 
 _SMALL_FILES = ("latest", "locks", "index")
-"""The folders of the layout with small files, which are named by hashes."""
+"""The folders of the layout with small files that are named by hashes."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One artifact in a cache: its size in bytes, and the time of its last use.
 
-    ``record`` is None where it cannot be read.
+    ``record`` is None if it cannot be read.
     """
 
     folder: Path
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Store:
-    """A whole cache folder, to list and clean it. Builds may use it at the same time."""
+    """A whole cache folder, to list and clean. Builds may use it at the same time."""
 
     root: Path
 
@@ -57,13 +57,13 @@ class Store:
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
     def damaged(self) -> list[Entry]:
-        """The artifacts that are not as they were stored; every file is read."""
+        """The artifacts with a missing or changed file; every file is read."""
         return [entry for entry in self.entries() if not _is_intact(entry.folder)]
 
     def prune(self, older_than: datetime.timedelta | None, max_size: int | None) -> list[Entry]:
-        """Remove artifacts unused for ``older_than``, and the longest unused beyond ``max_size`` bytes.
+        """Remove artifacts unused for ``older_than``, and the least recently used beyond ``max_size`` bytes.
 
-        Also what killed builds left in the folder more than a day ago.
+        Also removes what killed builds left in the folder more than a day ago.
         """
         oldest = datetime.datetime.now(datetime.timezone.utc) - older_than if older_than else None
         kept, removed = 0, []
@@ -101,7 +101,7 @@ class Store:
         return removed
 
     def _entry_folders(self) -> Iterator[Path]:
-        # In any folder that a user names, only entries that a build can have stored are touched.
+        # The user may name any folder: only entries that a build can have stored are touched.
         for group in _inside(self.root / LAYOUT):
             if re.fullmatch("[0-9a-f]{2}", group.name):
                 yield from (folder for folder in _inside(group) if is_sha256(folder.name))
@@ -113,7 +113,7 @@ class Store:
             yield from (file for file in found if is_sha256(file.name))
 
     def _remove_cut_models(self, oldest: datetime.datetime | None) -> None:
-        """Remove the cut models that were made before ``oldest``: a build makes them again."""
+        """Remove the cut models from before ``oldest``: a build makes them again."""
         for folder in _inside(self.root / LAYOUT / CUT_MODELS):
             with contextlib.suppress(OSError):
                 if is_sha256(folder.name) and oldest and _changed(folder.lstat()) < oldest:
@@ -123,7 +123,7 @@ class Store:
         """Remove what killed builds left: unused folders, and files unchanged since ``before``."""
         sweep(self.root / LAYOUT / STAGING)
         for path in list(self._leftovers()):
-            # It can be that of a running build, which removes it itself.
+            # It may belong to a running build, which removes it itself.
             with contextlib.suppress(OSError):
                 if before is None or _changed(path.lstat()) < before:
                     path.unlink()
@@ -137,12 +137,12 @@ class Store:
 
 @contextlib.contextmanager
 def _removals() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """A function that removes something; it goes on behind what is in use, of which the first is an error."""
+    """A function that removes something and skips what is in use; the first such error is raised at last."""
     failed: list[OSError] = []
 
     def remove(action: Callable[[], None]) -> None:
         try:
-            # Who has one file open for longer has others too.
+            # A program that keeps one file open keeps others open too.
             patiently(action) if not failed else action()
         except FileNotFoundError:
             pass
@@ -168,7 +168,7 @@ def _is_temporary(file: Path) -> bool:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """What is in ``folder``; nothing if it is missing, a link or no folder."""
+    """The contents of ``folder``; none if it is missing, a link or no folder."""
     try:
         return [] if folder.is_symlink() else sorted(folder.iterdir())
     except OSError:
@@ -176,7 +176,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _entry(folder: Path) -> Entry | None:
-    """The entry in ``folder``; None if that is no folder, or if somebody removes it at this moment."""
+    """The entry in ``folder``; None if that is no folder, or is being removed."""
     record: Record | None = None
     try:
         status = folder.lstat()

@@ -12,7 +12,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.jobs.plan import Job
 
 FORMAT = 11
-"""Raised when workers compile or validate the same request in another way."""
+"""Increased when workers compile or validate the same request differently."""
 
 
 def fingerprint(
@@ -21,8 +21,8 @@ def fingerprint(
     """The hex sha256 that identifies the result of ``job``.
 
     ``sha256``: of each model's contents, by its name; ``versions``: of ONNX Runtime and the EP's
-    package; ``calibration``: what identifies the inputs for which models are quantized. Without versions
-    it identifies the settings: what they compile with any versions.
+    package; ``calibration``: identifies the inputs for which models are quantized. Without versions it
+    identifies the settings: what they compile to, with any versions.
     """
     return value_sha256(
         {
@@ -49,7 +49,7 @@ _NOT_COMPILED = frozenset(
         *("shape_set", "fallback", "cut", "license"),
     }
 )
-"""Fields of a model that do not change what is compiled. All others count, also future ones."""
+"""Fields of a model that do not change what is compiled. All others count, including future ones."""
 
 
 def model_settings(model: Model) -> dict[str, Any]:
@@ -58,6 +58,6 @@ def model_settings(model: Model) -> dict[str, Any]:
 
 
 def value_sha256(value: Any) -> str:
-    """The hex sha256 of plain values; the order of keys does not count."""
+    """The hex sha256 of plain values; the order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

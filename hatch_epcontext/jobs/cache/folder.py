@@ -2,12 +2,12 @@
 
 Below its root: ``v5/<first two digits>/<key>/`` with ``files/``, ``record.json`` and a
 ``validation-<key>.json`` for each way in which the artifact was validated; ``v5/latest/<key>`` with the key
-of an artifact; ``v5/locks/``; ``v5/cut/``, which `cutting` describes; ``v5/index/``, which `index`
-describes; ``v5/staging/`` with what is not yet, or no longer, an artifact; and ``reports/`` with the report
-of each project's last build.
+of an artifact; ``v5/locks/``; ``v5/cut/`` (see `cut_models`); ``v5/index/`` (see `index`); ``v5/staging/``
+with artifacts that are not yet published, or being removed; and ``reports/`` with the report of each
+project's last build.
 
-Only a folder that no other user can write to is used (`untrusted`). So what is in it is what builds of this
-user wrote, as long as nothing damages it: a file that has changed is compared with its record.
+Only a folder that no other user can write to is used (`untrusted`), so its contents come from this user's
+builds. A file that has changed is compared with its record.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.serialize import to_json
 
 _ATTEMPTS = 3
-"""How often an artifact is put in its place while others remove it."""
+"""How many times an artifact is published again while other processes remove it."""
 
 STAGING = "staging"
-"""The folder of the layout with artifacts that are not yet in their place, or no longer."""
+"""The folder of the layout with artifacts that are not yet published, or being removed."""
 
 
 def untrusted(root: Path) -> str | None:
-    """Why what is in the folder ``root`` may not be this user's, as the end of a sentence; None if it is.
+    """Why the contents of the folder ``root`` may not be this user's, as the end of a sentence; else None.
 
-    A missing one is made, so that only this user can enter it, where that is possible.
+    A missing folder is created so that, if possible, only this user can enter it.
     """
     for folder in (root, root / LAYOUT):
         with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ def untrusted(root: Path) -> str | None:
         try:
             status = folder.stat()
         except OSError:
-            # It cannot be written either, as `write_entry` reports.
+            # It cannot be written either: `write_entry` reports that.
             return None
         if sys.platform == "win32":
             continue
@@ -62,14 +62,14 @@ def untrusted(root: Path) -> str | None:
             return f"{folder} belongs to another user"
         if stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
             return f"other users can write to {folder} (chmod go-w {folder})"
-    # What is below has the modes that the user's processes give to new files.
+    # What is below has the modes that the user's processes give new files.
     with contextlib.suppress(OSError):
         (root / LAYOUT).chmod(0o700)
     return None
 
 
 def write_entry(root: Path, key: str, folder: Path, record: Record, index: Index) -> None:
-    """Store the files in ``folder`` under ``key``, unless they are there; raises OSError."""
+    """Store the files in ``folder`` under ``key``, unless it is stored already; raises OSError."""
     entry = entry_folder(root, key)
     entry.parent.mkdir(parents=True, exist_ok=True)
     with staging(root / LAYOUT) as made:
@@ -95,7 +95,7 @@ def staging(layout: Path) -> Iterator[Path]:
 
 def _publish(staged: Path, entry: Path, index: Index) -> None:
     for _ in range(_ATTEMPTS):
-        # Others remove what is damaged too, and clean the cache.
+        # Other builds also remove what is damaged, or clean the cache.
         entry.parent.mkdir(exist_ok=True)
         with contextlib.suppress(OSError):
             patiently(lambda: staged.rename(entry))
@@ -109,7 +109,7 @@ def _publish(staged: Path, entry: Path, index: Index) -> None:
 
 
 def discard(entry: Path) -> None:
-    """Remove an entry so that a build finds the whole of it or nothing."""
+    """Remove an entry so that a build finds all of it or nothing."""
     with staging(entry.parents[1]) as trash, contextlib.suppress(FileNotFoundError):
         entry.rename(trash / "entry")
 
@@ -134,7 +134,7 @@ def stored_record(entry: Path) -> Record:
 
 
 def checked_record(entry: Path, index: Index) -> Record:
-    """The record of an entry whose files are as they were stored.
+    """The record of an entry whose files are unchanged.
 
     Raises FileNotFoundError if there is no entry, DamagedError if it is damaged, and OSError if it cannot be
     read.

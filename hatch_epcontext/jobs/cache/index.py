@@ -1,14 +1,14 @@
 """An index of files: from a file's status to its sha256, and from that to the facts of a model.
 
-So a build reads no file that did not change, and needs no worker for a model that it knows. An index is a
-folder of small files, which are written whole or not at all, and which any number of builds may use.
+With it a build reads no unchanged file, and needs no worker for a model that was read before. An index is a
+folder of small files, which are written atomically, and which any number of builds may use.
 
-The status of a user's file counts only where it is known to change with the content, as `Mounts` knows.
-Elsewhere the content is read in each build. To the files of the cache only builds write, so their size, inode
-and time of change are enough to find what was damaged.
+The status of a user's file is used only where it is known to change with the content (`Mounts`). Elsewhere
+each build reads the content. Only builds write to the files of the cache, so their size, inode and time of
+change are enough to detect damage.
 
-An `Index` belongs to one build, which sees one version of each file: it fails when a file is not what it
-was when it was first read.
+An `Index` belongs to one build, which sees one version of each file: it fails when a file has changed since
+it was first read.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileState:
-    """What a file was when a build first read it: size in bytes, time of its last change in ns, hex sha256.
+    """A file when a build first read it: size in bytes, time of its last change in ns, hex sha256.
 
-    ``trusted``: whether changes show in its status; ``settled``: also one that comes at once.
+    ``trusted``: whether changes show in its status; ``settled``: whether an immediate change shows too.
     """
 
     size: int
@@ -58,8 +58,8 @@ class FileState:
 
 
 _SETTLED_NS = 2 * 10**9
-"""Nanoseconds after which a changed file must have another status: the coarsest file systems count in
-two seconds."""
+"""Nanoseconds after which a changed file must have another status: the coarsest time stamps are two seconds
+apart."""
 
 
 _TRUE_STATUS = frozenset({"btrfs", "ext2", "ext3", "ext4", "tmpfs", "xfs", "zfs"})
@@ -70,23 +70,23 @@ Others were not tried.
 """
 
 _IMAGES = ("/dev/loop", "/dev/nbd")
-"""How the names of devices begin that are files, of which another one can take the same place."""
+"""The prefixes of devices that are backed by a file: another file can take the same name."""
 
 
 @dataclass(frozen=True)
 class Mounts:
-    """Knows of the mounted file systems whether they change a file's status whenever its content changes."""
+    """Which mounted file systems change a file's status whenever its content changes."""
 
     _known: dict[str, bool] = field(default_factory=dict)
 
     def have_true_status(self, path: Path) -> bool:
-        """Whether that is known of the file system of the file ``path``; on Linux only.
+        """Whether the file system of the file ``path`` is known to do so; on Linux only.
 
-        What is mounted read-only, or from a file, can give way to another image, with the same device, inodes
-        and times.
+        What is mounted read-only, or from a file, can be replaced by another image with the same device,
+        inodes and times.
         """
         try:
-            # That of the file and not of its folder: a file can be mounted by itself.
+            # The mount of the file, not of its folder: a file can be mounted by itself.
             descriptor = os.open(path, os.O_PATH) if sys.platform == "linux" else None
             if descriptor is None:
                 return False
@@ -113,7 +113,7 @@ def _read_mounts() -> Iterator[tuple[str, bool]]:
 class Index:
     """An index in ``folder``; with None it only remembers what it read itself.
 
-    Facts of models are also read from ``shared``, and written to it if the build may do that. With
+    Facts of models are also read from ``shared``, and written to it if the build may write. With
     ``read_all`` it reads each file, whatever its status.
     """
 
@@ -126,7 +126,7 @@ class Index:
     def sha256(self, path: Path) -> str:
         """The hex sha256 of the file ``path``, from the index if its status is known there.
 
-        Raises ModelError if it is not what it was when it was first read.
+        Raises ModelError if the file has changed since it was first read.
         """
         first = self._states.get(path)
         if first is None:
@@ -135,9 +135,9 @@ class Index:
         return first.sha256
 
     def check(self, path: Path) -> None:
-        """Raise ModelError if the file ``path`` is not what it was when it was first read.
+        """Raise ModelError if the file ``path`` has changed since it was first read.
 
-        As `sha256`, but a file that was written at the moment when it was first read is read again.
+        Unlike `sha256` this reads a file again that was written just before it was first read.
         """
         first = self._states.get(path)
         if first is None:
@@ -148,7 +148,7 @@ class Index:
     def _first_state(self, path: Path) -> FileState:
         status = path.stat()
         key = _digest_of(path, status)
-        # A file that was written at this moment may be written again without another status.
+        # A file that was just written may be written again without another status.
         trusted = not self.read_all and self._mounts.have_true_status(path)
         settled = trusted and _is_settled(status)
         found = self._read_sha256(key) if settled else None
@@ -158,19 +158,19 @@ class Index:
                 raise changed_error(path)
             if settled:
                 self._write(key, found)
-        # Threads may look at the same time: the first one counts.
+        # Threads may read it at the same time: the first result counts.
         look = FileState(status.st_size, status.st_mtime_ns, key, found, trusted, settled)
         return self._states.setdefault(path, look)
 
     def _compare(self, path: Path, first: FileState, *, read: bool) -> None:
-        """Raise ModelError if the file is another one than at the ``first`` look.
+        """Raise ModelError if the file differs from its ``first`` state.
 
-        It is read again with ``read``, or if its status moved: links and changes of modes move it too.
+        It is read again with ``read``, or if its status changed: hard links and chmod change that too.
         """
         try:
             status = path.stat()
             moved = abs(status.st_mtime_ns - first.changed) > _SETTLED_NS
-            # Written again in the meantime: what a worker read can be neither the old nor the new contents.
+            # Written in the meantime: a worker may have read neither the old nor the new contents.
             if moved or status.st_size != first.size:
                 raise changed_error(path)
             digest = _digest_of(path, status)
@@ -184,7 +184,7 @@ class Index:
         self._states[path] = replace(first, digest=digest, settled=settled)
 
     def is_intact(self, path: Path, recorded: FileRecord) -> bool:
-        """Whether a file of the cache is as it was stored; it is read if its status has changed."""
+        """Whether a file of the cache is unchanged; it is read if its status has changed."""
         try:
             key = _digest_of_own(path)
             if self.read_all or self._read_sha256(key) != recorded.sha256:
@@ -196,7 +196,7 @@ class Index:
         return True
 
     def remember(self, path: Path, recorded: FileRecord) -> None:
-        """Note that a file of the cache is as ``recorded``."""
+        """Remember that a file of the cache is as ``recorded``."""
         self._write(_digest_of_own(path), recorded.sha256)
 
     def facts(self, key: str, type_: type[T]) -> T | None:
@@ -214,7 +214,7 @@ class Index:
         return facts
 
     def store_facts(self, key: str, facts: object) -> None:
-        """Store ``facts`` under ``key``, a hex sha256, where that can be written and has others or none."""
+        """Store ``facts`` under ``key``, a hex sha256, wherever they are missing or differ."""
         self._keep_facts(key, to_json(facts, indent=None), self._read(key))
 
     def _keep_facts(self, key: str, text: str, known: str | None) -> None:
@@ -237,7 +237,7 @@ class Index:
 
 
 def changed_error(path: Path) -> ModelError:
-    """The error for a file, or a folder of files, that is not what it was when the build began."""
+    """The error for a file, or a folder of files, that changed during the build."""
     return ModelError(
         Problem(
             Kind.MODEL_CHANGED,
@@ -249,13 +249,13 @@ def changed_error(path: Path) -> ModelError:
 
 
 def _digest_of(path: Path, status: os.stat_result) -> str:
-    # Of disks that took the same place in turn.
+    # The file system too: disks can take the same device number in turn.
     file_system = os.statvfs(path).f_fsid if sys.platform != "win32" else 0
     return _digest(file_system, status.st_dev, status.st_ctime_ns, status)
 
 
 def _digest_of_own(path: Path) -> str:
-    # Not with the time of the last change of its status, which every hard link to it moves.
+    # Without the time of the last change of its status, which every hard link to it changes.
     return _digest(0, 0, 0, path.stat())
 
 

@@ -1,11 +1,11 @@
-"""A second level behind the user's cache, which teams and CI share: a bucket, a server or a folder.
+"""The second level of the cache, which teams and CI share: a bucket, a server or a folder.
 
 Below its URL: ``v5/<kind>/<name>.json`` with signed statements (see `statement`), and ``v5/blobs/<sha256>``
-with the archives of artifacts, and with what the machines of a cluster send each other. An archive is sent
-before the statement that names it. What arrives is compared with what was asked for before it is downloaded,
-and with what was signed before it is unpacked.
+with the archives of artifacts, and with the files that the machines of a cluster send each other. An archive
+is sent before the statement that names it. A statement is compared with the request before its archive is
+downloaded, and the archive with the signed hash before it is unpacked.
 
-Nothing that a shared cache does fails a build: a build warns once, and goes on without it.
+A fault of a shared cache never fails a build: the build warns once, and goes on without it.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ class SharedCache:
     """The cache at ``url``, a valid URL of `check_cache_url`, for all threads of one build.
 
     ``warn`` gets a line when it cannot be used, and one for each damaged artifact. Without ``can_write``
-    nothing is sent. ``trust``: the public keys of those whose statements are used; with None those of
-    everybody. ``key``: the private key that signs what is sent. ``timeout``: seconds that the build waits
-    for it without a byte, in all.
+    nothing is sent. ``trust``: the trusted public keys; None to use all statements. ``key``: the private
+    key that signs what is sent. ``timeout``: seconds in all that the build waits without receiving a byte.
     """
 
     def __init__(
@@ -80,23 +79,23 @@ class SharedCache:
         self._lock = threading.Lock()
         self._readable, self._writable = True, can_write
         self._reported: set[str] = set()
-        # Artifacts that have to be sent again.
+        # The keys of artifacts that must be sent again.
         self._damaged: set[str] = set()
 
     @property
     def can_write(self) -> bool:
-        """Whether the build may write to it, and could until now."""
+        """Whether the build may write to it, and writing has not failed yet."""
         return self._writable
 
     def has(self, key: str) -> bool:
-        """Whether it has a statement about the artifact of that key; nothing else is read."""
+        """Whether it has a statement about the artifact of that key; only the statement is read."""
         return self._reading(lambda: self._archive(key), key) is not None
 
     def fetch(self, key: str, folder: Path, fits: Callable[[Record], bool]) -> Record | None:
-        """Download the artifact of that key into ``folder``, which is made.
+        """Download the artifact of that key into ``folder``, which is created.
 
-        None, and nothing is left in the folder's place, if there is none, if the cache cannot be read, if
-        anything is not as it was signed, or if the record does not fit.
+        None, and no folder, if there is no artifact, if the cache cannot be read, if anything differs from
+        what was signed, or if the record does not fit.
         """
         record = self._reading(lambda: self._fetch(key, folder, fits), key)
         if record is None:
@@ -104,7 +103,7 @@ class SharedCache:
         return record
 
     def send(self, key: str, folder: Path, record: Record) -> None:
-        """Upload the artifact in ``folder``, if the build may write and there is none, or only a part."""
+        """Upload the artifact in ``folder``, if the build may write and the cache lacks any part of it."""
         self._writing(lambda: self._send(key, folder, record))
 
     def read(self, kind: Kind, name: str) -> str | None:
@@ -113,16 +112,16 @@ class SharedCache:
         return None if statement is None else statement.text
 
     def write(self, kind: Kind, name: str, text: str) -> None:
-        """State ``text``, if the build may write."""
+        """Sign and send ``text``, if the build may write."""
         self._writing(lambda: self._state(Statement(kind, name, text=text)))
 
     def share(self, kind: Kind, name: str, text: str) -> None:
-        """State ``text`` if the cache has another one, or none, and the build may write."""
+        """Sign and send ``text`` if the build may write and the cache has another text, or none."""
         if self.can_write and self.read(kind, name) != text:
             self.write(kind, name, text)
 
     def stop(self) -> None:
-        """End all requests of an interrupted build, and begin no others."""
+        """End all requests of an interrupted build, and start no more."""
         self._readable = self._writable = False
         self.transport.stop()
 
@@ -162,7 +161,7 @@ class SharedCache:
                     "write", f"cannot be written ({error}); this build does not write to it"
                 )
         except OSError:
-            # The user's cache was cleaned at this moment.
+            # Another process cleaned the user's cache at this moment.
             return
 
     def _switch_off(self, error: TransportError) -> None:
@@ -203,7 +202,7 @@ class SharedCache:
 
     def _send(self, key: str, folder: Path, record: Record) -> None:
         try:
-            # A store that removes files by age can remove the archive of a statement that it keeps.
+            # A store that removes old files may remove an archive before its statement.
             if key not in self._damaged and self.transport.has_blob(self._archive(key)):
                 return
         except (DamagedError, _UntrustedError):
@@ -240,7 +239,7 @@ class SharedCache:
         self.transport.write(statement_path(statement.kind, statement.name), content)
 
     def _check_key(self) -> None:
-        """Raises TransportError if the build's own key is not trusted: its artifacts would never be used."""
+        """Raise TransportError if the build's own key is not trusted: its artifacts would never be used."""
         if self._key is None or self._trust is None:
             return
         if self._signing().public_key(self._key) not in self._trust:
@@ -248,7 +247,7 @@ class SharedCache:
             raise TransportError(FailureReason.FAILED, reason)
 
     def _signing(self) -> ModuleType:
-        """The module with the signatures, whose package a project without a shared cache does not need."""
+        """The module for signatures: projects without a shared cache do not need its package."""
         try:
             from hatch_epcontext.jobs.cache import signing
         except ImportError as error:

@@ -34,7 +34,7 @@ def sign(data: bytes, private: str) -> str:
 
 
 def is_signed(data: bytes, signature: str, public: tuple[str, ...]) -> bool:
-    """Whether ``signature``, in base64, is that of ``data`` by one of the public keys."""
+    """Whether ``signature``, in base64, signs ``data`` with the key of one of ``public``."""
     try:
         decoded = base64.b64decode(signature, validate=True)
     except (binascii.Error, ValueError):

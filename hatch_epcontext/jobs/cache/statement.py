@@ -1,7 +1,7 @@
-"""Statements of a shared cache: what somebody states of an artifact, a validation or a model, and signs.
+"""Signed statements of a shared cache, about an artifact, a validation or a model.
 
-A statement has its kind and its full name, so one in the place of another is noticed. Of an artifact it has
-the size and the sha256 of the archive; all others have their text themselves.
+A statement contains its kind and its full name, so a statement in the place of another one is detected. That
+of an artifact has the size and the sha256 of the archive; all others contain their text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ FORMAT = 1
 """The format of statements; others are refused."""
 
 Kind = Literal["artifact", "validation", "facts", "latest"]
-"""What a statement is about: `Statement.name` is an artifact's key, that and the key of a validation, the
-key of a model's facts, or what an artifact's key is the latest of.
+"""What a statement is about. `Statement.name` is an artifact's key, an artifact's and a validation's key,
+the key of a model's facts, or the name of which an artifact is the latest.
 """
 
 
@@ -30,8 +30,8 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class Statement:
-    """``archive``: that of an artifact; ``text``: what all others state. ``versions``: of the packages that
-    made it; ``time``: when it was signed.
+    """``archive``: that of an artifact; ``text``: the content of all others. ``versions``: of the packages
+    that made it; ``time``: when it was signed.
     """
 
     kind: Kind
@@ -45,14 +45,14 @@ class Statement:
 
 @dataclass(frozen=True)
 class Signed:
-    """A statement as it is written: its JSON, of which each byte counts, and its signature in base64."""
+    """A statement as it is written: its JSON, byte for byte, and its signature in base64."""
 
     statement: str
     signature: str = ""
 
     @property
     def signed_bytes(self) -> bytes:
-        """What the signature is of."""
+        """The signed bytes."""
         return f"hatch-epcontext statement\n{self.statement}".encode()
 
 
@@ -65,7 +65,7 @@ def read_signed(data: str | bytes) -> Signed:
     """The statement in ``data`` with its signature, which is not verified yet; raises DamagedError."""
     try:
         signed = from_json(data, Signed)
-        # JSON can have characters that are no Unicode.
+        # JSON can have lone surrogates.
         signed.statement.encode()
     except ValueError:
         raise DamagedError("it is not a statement") from None

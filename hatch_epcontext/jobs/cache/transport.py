@@ -1,6 +1,6 @@
 """Files at the URL of a shared cache: a bucket, a server or a folder, through the backends of fsspec.
 
-Every request runs in a thread of its own, because backends can wait for much longer than a build does.
+Every request runs in a thread of its own, because backends may wait much longer than a build does.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ MAX_DOCUMENT = _CHUNK
 """Bytes of a document: one request for each."""
 
 _PART = 5 << 20
-"""Bytes of a file that are sent at once: the least that Amazon takes."""
+"""Bytes of a file that are sent at once: the minimum of Amazon S3."""
 
 _SLOWEST = 10_000
-"""Bytes a second from which a transfer counts as progress: a byte from time to time is as good as none."""
+"""Bytes a second from which a transfer counts as progress: a byte from time to time does not."""
 
 _CONNECT_SECONDS = 5
 _READ_SECONDS = 30
@@ -72,20 +72,20 @@ class TransportError(Exception):
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether it may be missing: a bucket that cannot be listed does not report it."""
+        """Whether the file may be missing: a bucket that cannot be listed reports no missing files."""
         return self.failure in (FailureReason.MISSING, FailureReason.DENIED)
 
 
 _POLL_SECONDS = 0.5
-"""Seconds between two looks at whether a request that does not answer must be given up."""
+"""Seconds after which a request without an answer is checked again for its timeout."""
 
 
 @dataclass(frozen=True)
 class _Backend:
-    """How requests of one kind of URL are made.
+    """How requests to one kind of URL are made.
 
     ``options`` are for opening that URL, ``download`` for getting a file, and ``upload`` for sending one of
-    so many bytes. With ``streams`` a document is read in one request, because servers need not know ranges.
+    so many bytes. With ``streams`` a document is read in one request: servers need not support ranges.
     """
 
     options: Callable[[str], Mapping[str, Any]] = lambda _: {}
@@ -108,8 +108,8 @@ def _http_options(url: str) -> Mapping[str, Any]:
     )
     parts = urlsplit(url)
     host = parts.hostname or ""
-    # Not aiohttp's own lookup, which sends the default entry of .netrc to whatever host it is redirected to.
-    # From a request to another host it removes this header.
+    # Not aiohttp's own lookup, which sends the default entry of .netrc to any host that it is redirected to.
+    # A redirect to another host drops this header.
     headers = _netrc_headers(host)
     proxy = (
         None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(parts.scheme)
@@ -137,7 +137,7 @@ def _http_upload(size: int) -> Mapping[str, Any]:
 
 _S3 = _Backend(
     _s3_options,
-    # In one request, whose bytes are counted as they come.
+    # In one request, whose bytes are counted as they arrive.
     {"max_concurrency": 1},
     lambda _: {"chunksize": _PART, "max_concurrency": 2},
 )
@@ -161,14 +161,14 @@ _BACKENDS: Mapping[str, _Backend] = {
 
 
 _LOGGERS = ("aiobotocore", "asyncio", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs")
-"""What the backends log to; without configured logging a build does not show it."""
+"""The backends' loggers; without configured logging a build shows nothing of them."""
 
 
 class _Stopwatch:
     """How long a build has waited for its remote in all, without the time in which bytes arrived.
 
-    Several requests may wait at once: what counts is that one waits, and that nothing arrives for any.
-    Without ``in_all`` it begins again when none waits any more.
+    Time counts while at least one request waits and no bytes arrive for any. Without ``in_all`` the count
+    restarts when no request waits.
     """
 
     def __init__(self, limit: float, in_all: bool) -> None:
@@ -200,7 +200,7 @@ class _Stopwatch:
 
     @property
     def left(self) -> float:
-        """Seconds that the build still waits; at most 0 when it waits no longer."""
+        """Seconds that the build may still wait; 0 or less when it must stop waiting."""
         with self._lock:
             return self.limit - self._waited - (time.monotonic() - self._since)
 
@@ -211,15 +211,15 @@ class _Stopwatch:
 
 
 class _FullError(OSError):
-    """There is no room on this machine for what is downloaded."""
+    """This machine has no room for what is downloaded."""
 
 
 class Transport:
     """The files below ``url``, a valid URL of `check_cache_url`, for all threads of one build.
 
-    ``timeout``: seconds that the build waits for it without a byte, in all, or without ``in_all`` each time
-    that it waits. All methods raise TransportError. ``signs``: whether the build also needs the package for
-    signatures, for the advice if one is missing.
+    ``timeout``: seconds that the build waits without receiving a byte: in all, or without ``in_all`` each
+    time. All methods raise TransportError. ``signs``: whether the build also needs the package for
+    signatures, for the advice if a package is missing.
     """
 
     def __init__(
@@ -233,11 +233,11 @@ class Transport:
         self._opening = threading.Lock()
         self._opened: tuple[Any, str] | None = None
         self._stopped = False
-        # Whether a file is there as it should be, where that is known.
+        # Whether a file is present and intact, if known.
         self._known: dict[FileRecord, bool] = {}
 
     def read(self, name: str) -> bytes:
-        """The document ``name``; at most as much of it as it may have."""
+        """The document ``name``, up to the size that one may have."""
         return self._ask(self._read_stream if self._backend.streams else _read, name)
 
     def write(self, name: str, data: bytes) -> None:
@@ -247,7 +247,7 @@ class Transport:
     def has_blob(self, blob: FileRecord) -> bool:
         """Whether the file with this content is there with its size, and not known to be damaged.
 
-        No listing, which needs a right of its own. Servers need not know the size.
+        It lists nothing, which needs a permission of its own. Servers need not report the size.
         """
         if blob in self._known:
             return self._known[blob]
@@ -276,8 +276,8 @@ class Transport:
     def fetch_blob(self, blob: FileRecord, target: Path) -> None:
         """Download the file with this content to ``target``, which must not exist.
 
-        Raises DamagedError if it is missing or has other content, of which at most ``blob.size`` bytes are
-        downloaded, and OSError if this machine has no room for it.
+        At most ``blob.size`` bytes are downloaded. Raises DamagedError if it is missing or has other content,
+        and OSError if this machine has no room for it.
         """
         try:
             self._download(blob, target)
@@ -288,11 +288,11 @@ class Transport:
         self._known[blob] = True
 
     def distrust(self, blob: FileRecord) -> None:
-        """Send the file with this content again the next time, because somebody has found it damaged."""
+        """Send the file with this content again the next time, because a worker found it damaged."""
         self._known[blob] = False
 
     def stop(self) -> None:
-        """End all requests of an interrupted build, and begin no others."""
+        """End all requests of an interrupted build, and start no more."""
         self._stopped = True
 
     def _download(self, blob: FileRecord, target: Path) -> None:
@@ -335,8 +335,8 @@ class Transport:
         return Progress()
 
     def _read_stream(self, files: Any, path: str) -> bytes:
-        """A document of a server that need not know ranges."""
-        # With a size it does not ask for one first.
+        """A document of a server that need not support ranges."""
+        # With a size, fsspec makes no request for it first.
         with contextlib.closing(files.open(path, block_size=0, size=MAX_DOCUMENT)) as stream:
             data = bytearray()
             while chunk := stream.read(MAX_DOCUMENT - len(data)):
@@ -364,7 +364,7 @@ class Transport:
             threading.Thread(target=run, daemon=True, name="shared cache").start()
             while not outcome.done():
                 self._check()
-                # Not all of it at once: bytes that arrive prolong it.
+                # In short waits: bytes that arrive extend the limit.
                 futures.wait([outcome], min(self._stopwatch.left, _POLL_SECONDS))
             return outcome.result()
         except (DamagedError, _FullError):
@@ -375,7 +375,7 @@ class Transport:
             self._stopwatch.end()
 
     def _check(self) -> None:
-        """Raise TransportError if the build waits no longer."""
+        """Raise TransportError if the build was interrupted or must stop waiting."""
         if self._stopped:
             raise TransportError(FailureReason.STOPPED, "the build was interrupted")
         if self._stopwatch.left <= 0:
@@ -388,7 +388,7 @@ class Transport:
             if self._opened is None:
                 from fsspec.core import url_to_fs
 
-                # Some log whole tracebacks, with all that is in a request.
+                # Some log whole tracebacks, with the contents of requests.
                 for logger in _LOGGERS:
                     logging.getLogger(logger).addHandler(logging.NullHandler())
                 files, root = url_to_fs(
@@ -410,7 +410,7 @@ class Transport:
                 [REQUIREMENTS[self._scheme], *([SIGNATURES] if self._signs else [])]
             )
             return TransportError(FailureReason.NO_BACKEND, f"run: {command}")
-        # Amazon's code; a bucket that does not exist is no missing file.
+        # Amazon's code; a missing bucket is not a missing file.
         response = getattr(error.__cause__, "response", None)
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
         if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
@@ -430,13 +430,13 @@ def _size_of(files: Any, path: str) -> int | None:
 
 
 def _read(files: Any, path: str) -> bytes:
-    # Without a limit some backends ask for the size first.
+    # Without a limit some backends make a request for the size first.
     data: bytes = files.cat_file(path, start=0, end=MAX_DOCUMENT)
     return data
 
 
 class _LocalFolder:
-    """A folder, with the methods of fsspec that are used here. Others see a file when it is whole."""
+    """A folder, with the methods of fsspec that are used here. A file becomes visible when it is complete."""
 
     def info(self, path: str) -> Mapping[str, int]:
         return {"size": _regular(path).stat().st_size}
@@ -459,7 +459,7 @@ class _LocalFolder:
 
 
 def _regular(path: str) -> Path:
-    """A file of a folder; raises FileNotFoundError for anything else, such as a pipe, which would wait."""
+    """A regular file; raises FileNotFoundError for anything else, such as a pipe, which would block."""
     if not is_regular(Path(path)):
         raise FileNotFoundError(path)
     return Path(path)
@@ -467,7 +467,7 @@ def _regular(path: str) -> Path:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of ``path`` then."""
+    """A file to write, which replaces ``path`` at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(f"{path}.{os.urandom(8).hex()}.tmp")
     try:
@@ -478,7 +478,7 @@ def _replaced(path: Path) -> Iterator[Path]:
 
 
 def _copy(source: Path, target: Path, progress: Any) -> None:
-    """Copy a file in pieces, which ``progress`` counts."""
+    """Copy a file in pieces that ``progress`` counts."""
     with source.open("rb") as reading, target.open("wb") as writing:
         while chunk := reading.read(_CHUNK):
             writing.write(chunk)
@@ -495,7 +495,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, without anything that can be a secret."""
+    """The first line of an error, without possible secrets."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
     # aiohttp names its TLS setting for addresses without TLS too.

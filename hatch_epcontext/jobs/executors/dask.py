@@ -2,7 +2,7 @@
 
 The client, in the build process, submits each step of a job as a task. Files go through the shared cache,
 named by their content: the client sends what models need, and fetches the archives that workers send.
-Resources, lost workers, cancelled tasks and the order of tasks are dask's business.
+Dask handles resources, lost workers, cancelled tasks and the order of tasks.
 """
 
 from __future__ import annotations
@@ -54,29 +54,28 @@ WORKER_SECONDS = 30.0
 """Seconds to wait for a worker with the resources of a target: at first, and when the last one is lost."""
 
 _POLL_SECONDS = 0.5
-"""Seconds between two looks at which workers there are."""
+"""Seconds between polls of the cluster's workers."""
 
 _WATCH_SECONDS = 5.0
-"""Seconds between two looks at whether the cluster still has workers for a task that was submitted."""
+"""Seconds between checks that the cluster still has workers for a submitted task."""
 
 _END_SECONDS = 10.0
 """Seconds that the end of a build may take on the cluster."""
 
 _MIN_JOBS, _MAX_JOBS = 4, 1000
-"""The limits of the number of jobs at once. Each has a thread, which waits."""
+"""The limits of the number of jobs at once. For each a thread waits."""
 
 _FIRST = 10
-"""The priority of validations: their artifact is on a worker already."""
+"""The priority of validations: a worker has their artifact already."""
 
 _PACKAGE = "hatch_epcontext"
 
 
 @dataclass(frozen=True)
 class _Fitting:
-    """The workers that may compile for a target: their versions, which are all the same.
+    """The workers that may compile for a target, with the versions that all of them have.
 
-    ``able``: the addresses of those that can run artifacts too, None if that are all of them;
-    ``reason``: why none of them can.
+    ``able``: the addresses of those that can also run artifacts, None if all can; ``reason``: why none can.
     """
 
     versions: Mapping[str, str]
@@ -86,8 +85,8 @@ class _Fitting:
 
 @dataclass
 class _RunningJob:
-    """A job that has not ended: its number in their order, its last task, and the address of the worker
-    that runs it, None while it waits.
+    """A job that has not ended: its number, its last task, and the address of the worker that runs it, None
+    while it waits.
     """
 
     number: int
@@ -128,18 +127,18 @@ class DaskExecutor:
         self._transport = Transport(settings.cache, settings.cache_timeout, in_all=False)
         self._lock, self._looking, self._sending = (threading.Lock() for _ in range(3))
         self._numbers = itertools.count()
-        # Those of the target names, with or without the need of an EP.
+        # By the target's name and whether it needs the EP.
         self._fitting: dict[tuple[str, bool], Future[_Fitting]] = {}
-        # The archives of the artifacts that were fetched or sent, by their folders.
+        # The archives of fetched or sent artifacts, by their folders.
         self._archives: dict[Path, FileRecord] = {}
-        # By their folders, which are their names in this build.
+        # By their folders, which name them in this build.
         self._jobs: dict[str, _RunningJob] = {}
-        # The addresses of the workers that have worked for this build.
+        # The addresses of the workers that this build has used.
         self._places: set[str] = set()
         # The workers of the cluster, and when the scheduler reported them.
         self._cluster_seen: tuple[float, Mapping[str, Any]] = (0.0, {})
         self._beat = Heartbeat()
-        # The thread of the client's connection must not wait for anything.
+        # The thread of the client's connection must never block.
         self._events = ThreadPoolExecutor(1, TOPIC)
         client.subscribe_topic(TOPIC, lambda event: self._events.submit(self._handle, event[1]))
 
@@ -149,7 +148,7 @@ class DaskExecutor:
     ) -> DaskExecutor:
         """An executor on the cluster of ``settings.scheduler``.
 
-        ``workers`` are those of this machine: their limits and their logs are also those of the cluster's.
+        ``workers`` are those of this machine: the cluster's workers get the same limits and logs.
         Raises BuildError when the scheduler cannot be reached or has other versions.
         """
         assert settings.scheduler is not None, "the executor is dask"
@@ -162,14 +161,14 @@ class DaskExecutor:
             raise
 
     def versions(self, job: Job) -> Mapping[str, str]:
-        """The versions on the workers that may take ``job``.
+        """The versions on the workers that may run ``job``.
 
-        Raises BuildError when they differ, when a worker misses something, or when there is no such worker.
+        Raises BuildError when they differ, when a worker lacks a package, or when there is no such worker.
         """
         return self._find(job).versions
 
     def reason_not_to_run(self, job: Job) -> str | None:
-        """Why the job's result cannot be run on any worker that may take the job."""
+        """Why none of the job's workers can run its result."""
         return reason_not_to_run(job) if job.target.from_cache else self._find(job).reason
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
@@ -190,7 +189,7 @@ class DaskExecutor:
     def validate(
         self, job: Job, model: Model, artifact: Artifact, context: Context
     ) -> ValidationRun:
-        """Validate on a worker, if possible on the one that compiled the artifact."""
+        """Validate on a worker: if possible on the one that compiled the artifact."""
 
         def work() -> ToValidate:
             return ToValidate(artifact.record, self._archive(job, artifact), context)
@@ -198,7 +197,7 @@ class DaskExecutor:
         return cast("ValidationRun", self._run(job, work))
 
     def finished(self, job: Job) -> None:
-        """Let workers free what they keep for ``job``, when they get their next task."""
+        """Let workers free what they keep for ``job`` when they get their next task."""
         with self._lock:
             self._jobs.pop(job.folder, None)
 
@@ -228,7 +227,7 @@ class DaskExecutor:
     # The cluster's workers.
 
     def _find(self, job: Job) -> _Fitting:
-        """The workers of the job's target, which are examined once."""
+        """The workers of the job's target, examined once."""
         name = (job.target.name, job.target.needs_ep)
         with self._lock:
             is_first = name not in self._fitting
@@ -251,7 +250,7 @@ class DaskExecutor:
                 workers=list(names),
                 on_error="return",
             )
-            # One that was lost meanwhile tells nothing about the others.
+            # A worker that was lost meanwhile does not count.
             cluster = self._cluster()
             found = {
                 address: each
@@ -288,9 +287,9 @@ class DaskExecutor:
         return names
 
     def _fitting_workers(self, job: Job) -> Iterator[Mapping[str, str]]:
-        """The names of the workers with the job's resources, by their address, each time anew.
+        """Yield the current names of the workers with the job's resources, by their address, again and again.
 
-        Raises BuildError when there have been none for too long: dask lets tasks wait for ever.
+        Raises BuildError when there were none for too long: dask lets tasks wait for ever.
         """
         wanted, missing_since = job.target.resources, None
         while True:
@@ -326,7 +325,7 @@ class DaskExecutor:
     # The tasks.
 
     def _run(self, job: Job, work: Callable[[], Recipe | ToValidate]) -> Outcome:
-        """What comes out of a task, which is made again if a file of it is damaged in the shared cache."""
+        """The outcome of a task, which is submitted again if the shared cache has a damaged file of it."""
         with self._using_cache(job):
             try:
                 return self._result(job, work())
@@ -337,7 +336,7 @@ class DaskExecutor:
             return self._result(job, work())
 
     def _result(self, job: Job, work: Recipe | ToValidate) -> Outcome:
-        """What comes out of a task, as soon as it has ended; raises DamagedError, and BuildError."""
+        """The outcome of a task when it has ended; raises DamagedError, and BuildError."""
         from distributed import CancelledError
 
         fitting = self._find(job)
@@ -369,13 +368,13 @@ class DaskExecutor:
         versions: Mapping[str, str],
         able: tuple[str, ...] | None,
     ) -> Any:
-        """The future of a task, whose files are in the shared cache then."""
+        """Submit a task, after its files were sent to the shared cache; returns its future."""
         files = self._files(job)
         with self._lock:
             number = next(self._numbers)
             running = self._jobs.setdefault(job.folder, _RunningJob(number))
             oldest = min(each.number for each in self._jobs.values())
-            # It has what the job's last task has left.
+            # That worker has the artifact of the job's last task.
             last, running.place = running.place, None
         task = RemoteTask(self._info, running.number, oldest, _portable(job), files, versions, work)
         kind = "compile" if isinstance(work, Recipe) else "validate"
@@ -392,7 +391,7 @@ class DaskExecutor:
         with self._lock:
             running.future = future
         if self.stopped:
-            # Too late for `stop`.
+            # `stop` did not see this future.
             future.cancel(force=True)
         return future
 
@@ -411,7 +410,7 @@ class DaskExecutor:
                 self._report(f"{count(waiting, 'job')} {waits} for a free worker")
 
     def _waiting(self) -> int:
-        """How many jobs have a task that no worker has started, or that has lost its worker."""
+        """The number of jobs whose task no worker has started, or whose worker was lost."""
         cluster = self._cluster(_POLL_SECONDS)
         with self._lock:
             return sum(
@@ -445,7 +444,7 @@ class DaskExecutor:
     # Files.
 
     def _files(self, job: Job) -> Mapping[str, SharedFiles]:
-        """The files of the paths that ``job`` names, which are in the shared cache then."""
+        """Send the files that ``job`` names to the shared cache; returns them by their paths."""
         found = {
             str(model.path): self._offered(model.path, self._sources[model.name].files)
             for model in job.models
@@ -464,11 +463,11 @@ class DaskExecutor:
         return SharedFiles(str(path.parent), path.name, records)
 
     def _send_input(self, path: Path, record: FileRecord) -> None:
-        # One after the other: several jobs can need the same file.
+        # One at a time: several jobs may need the same file.
         with self._sending:
             if self._transport.has_blob(record):
                 return
-            # What the user writes at this moment must not stay there under the name of other content.
+            # A copy: if the user writes the file now, the cache must not get it under another content's name.
             with writing("a copy of a model", path), temp_dir() as made:
                 shutil.copyfile(path, made / "file")
                 if record_file(made / "file") != record:
@@ -476,7 +475,7 @@ class DaskExecutor:
                 self._transport.send_blob(made / "file", record)
 
     def _archive(self, job: Job, artifact: Artifact) -> FileRecord:
-        """The archive of ``artifact``, which is in the shared cache then."""
+        """Send the archive of ``artifact`` to the shared cache, and return its record."""
         archive = self._archives.get(artifact.folder)
         if archive is None or not self._transport.has_blob(archive):
             with writing("an archive", artifact.folder), temp_dir() as made:
@@ -487,7 +486,7 @@ class DaskExecutor:
 
     @contextlib.contextmanager
     def _using_cache(self, job: Job) -> Iterator[None]:
-        """Raise BuildError when the shared cache does not take or give a file."""
+        """Raise BuildError when a file cannot be sent to the shared cache, or fetched from it."""
         try:
             yield
         except (TransportError, DamagedError) as error:
@@ -498,7 +497,7 @@ class DaskExecutor:
 
 
 def _portable(job: Job) -> Job:
-    """``job`` without paths of this system, whose type another one may not have."""
+    """``job`` without `Path` objects of this system, which another system cannot unpickle."""
     models = tuple(
         replace(model, path=cast("Path", PurePosixPath(str(model.path)))) for model in job.models
     )
@@ -510,12 +509,12 @@ def _connect(address: str) -> Any:
 
     make_client: Any = distributed.Client
     try:
-        # A client waits for ever for a server that never answers, and one whose constructor fails may print a
-        # traceback. This is done in a thread, because the caller may have an event loop.
+        # Checked first: a client waits for ever for a server that never answers, and may print a traceback if
+        # its constructor fails. In a thread, because the caller may have an event loop.
         with ThreadPoolExecutor(1) as pool:
             pool.submit(lambda: asyncio.run(_probe_scheduler(address))).result()
         return make_client(address, timeout=CONNECT_SECONDS, set_as_default=False, name=TOPIC)
-    # Anything, because another kind of server may answer at that address.
+    # Any exception, because another kind of server may answer at that address.
     except Exception as error:
         raise BuildError(
             Problem.at(
@@ -536,9 +535,9 @@ async def _probe_scheduler(address: str) -> None:
     from distributed.comm import core
 
     if dask.config.get("distributed.client.security-loader", None):
-        # Only the client knows how to call it.
+        # Only a client can make this call.
         return
-    # Both have no types.
+    # Neither has types.
     security: Any = distributed.Security
     connect: Any = core.connect
     arguments = security().get_connection_args("client")
@@ -617,7 +616,7 @@ def _workers(names: Sequence[str]) -> str:
 def _grouped(
     errors: Mapping[str, Exception],
 ) -> Iterable[tuple[Problem, Sequence[str]]]:
-    """Each different problem, with the workers that have it."""
+    """Each distinct problem, with the workers that have it."""
     found: dict[str, tuple[Problem, list[str]]] = {}
     for worker, error in errors.items():
         message = f"{type(error).__name__}: {error}"
@@ -628,7 +627,7 @@ def _grouped(
 
 
 def _limited(work: Callable[[], object]) -> None:
-    """Do ``work`` in a thread of its own, and wait for it for a limited time: the network may hang."""
+    """Do ``work`` in a thread, and wait for it for a limited time: the network may hang."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):

@@ -1,8 +1,8 @@
 """What runs on the workers of a dask cluster: the tasks of jobs, each by the worker machine's own executor.
 
 A dask worker only starts the processes in which vendors' compilers run, as a build on one machine does. Files
-come from the shared cache, and artifacts go there; what a build signs is decided by the build. What a worker
-keeps for a build can be made again at any time.
+come from the shared cache, and artifacts go there; only the build decides what it signs. What a worker keeps
+for a build can be made again at any time.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from hatch_epcontext.text import pairs
 from hatch_epcontext.worker.results import Context
 
 TOPIC = "hatch-epcontext"
-"""The topic of the events that workers log for the builds. One for all builds: the scheduler keeps the
-last events of each topic for as long as it runs."""
+"""The topic of the events that workers log, one for all builds: the scheduler keeps the last events of each
+topic as long as it runs."""
 
 _IDLE_SECONDS = 300.0
-"""Seconds after its last task for which a worker keeps the files and the processes of a build."""
+"""Seconds that a worker keeps the files and the processes of a build after its last task."""
 
 _WATCH_SECONDS = 1.0
-"""Seconds between two looks at whether dask has cancelled tasks that run."""
+"""Seconds between checks whether dask has cancelled running tasks."""
 
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """A build as its workers see it: a name of its own, the URL of the shared cache and the seconds to wait
-    for it, and how worker processes run.
+    """A build as its workers see it: its unique name, the URL of the shared cache and the seconds to wait for
+    it, and how worker processes run.
 
-    ``log`` and ``progress``: whether the build wants the lines of both.
+    ``log`` and ``progress``: whether the workers send these lines to the build.
     """
 
     id: str
@@ -94,8 +94,8 @@ class ToValidate:
 class RemoteTask:
     """Compile ``job`` with the recipe ``work``, or validate what ``work`` names.
 
-    ``files``: by the paths that the job names. ``versions``: those that the job's fingerprint has.
-    ``number`` is that of the job in its build, and all jobs with numbers below ``oldest`` have ended.
+    ``files``: by the paths that the job names. ``versions``: those in the job's fingerprint. ``number`` is
+    the job's in its build, and all jobs with numbers below ``oldest`` have ended.
     """
 
     build: BuildInfo
@@ -109,14 +109,14 @@ class RemoteTask:
 
 @dataclass(frozen=True)
 class Description:
-    """What a worker reports of a target: its versions, and why it cannot run artifacts."""
+    """A worker's report on a target: its versions, and why it cannot run artifacts."""
 
     versions: Mapping[str, str]
     reason_not_to_run: str | None
 
 
 async def describe(data: bytes) -> Description | EpcontextError:
-    """The `Description` for a pickled job, or what the worker misses."""
+    """The `Description` for a pickled job, or the error that names what the worker lacks."""
     return await asyncio.to_thread(_describe, pickle.loads(data))
 
 
@@ -138,18 +138,18 @@ def _check_library(job: Job) -> None:
         return
     path = Path(plugin.path)
     if not path.is_file() or file_sha256(path) != job.target.settings.library_sha256:
-        message = f"the library {path} is missing or another one there."
+        message = f"the library {path} is missing, or differs from the build's."
         hint = "Install it at the same path, or use a package with get_library_path()."
         raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint))
 
 
 Outcome = FileRecord | Refused | ValidationRun
-"""What comes out of a task: the archive of what was compiled, which is in the shared cache, or why there is
-none; or a validation."""
+"""The outcome of a task: the archive of the artifact, which is in the shared cache, or why there is none; or
+a validation."""
 
 
 def run_task(data: bytes) -> Outcome | DamagedError | BuildError:
-    """Run a pickled `RemoteTask`; foreseen errors are returned, because dask logs those that are raised."""
+    """Run a pickled `RemoteTask`; returns expected errors, because dask logs those that are raised."""
     from distributed import get_worker
 
     worker = get_worker()
@@ -162,7 +162,7 @@ def run_task(data: bytes) -> Outcome | DamagedError | BuildError:
 
 
 async def end(build: str) -> None:
-    """End all that runs for a build, and free what is kept for it."""
+    """Stop everything that runs for a build, and free what is kept for it."""
     with _lock:
         ended = [_builds.pop(key) for key in list(_builds) if key[1] == build]
     for each in ended:
@@ -172,8 +172,8 @@ async def end(build: str) -> None:
 _lock = threading.Lock()
 
 _builds: dict[tuple[str, str], _Build] = {}
-"""The builds that this process works for, by the id of a dask worker, of which it can have several, and their
-own."""
+"""The builds that this process works for, by the id of a dask worker (a process can have several), and by
+their own id."""
 
 _device_locks: dict[str, threading.Lock] = {}
 
@@ -196,10 +196,10 @@ def _entered(info: BuildInfo, worker: Any) -> Iterator[_Build]:
 
 
 class _Build:
-    """What a worker has for one build: an executor, the files of models, and jobs with their artifacts."""
+    """A worker's state for one build: an executor, the files of models, and jobs with their artifacts."""
 
     def __init__(self, info: BuildInfo, worker: Any) -> None:
-        # Those that run, by their dask keys, and when the last one ended.
+        # The running tasks by their dask keys, and when the last one ended.
         self.tasks: set[str] = set()
         self.used = time.monotonic()
         self._info = info
@@ -223,7 +223,7 @@ class _Build:
         self._executor = LocalExecutor.make(self._workers, self._folder, 1, {}, (), _device_locks)
         self._lock = threading.Lock()
         self._making: dict[Path, threading.Lock] = {}
-        # As they are here, by their numbers.
+        # The jobs with their paths here, by their numbers.
         self._jobs: dict[int, Job] = {}
         threading.Thread(target=self._watch, name=TOPIC, daemon=True).start()
 
@@ -250,16 +250,16 @@ class _Build:
         return outcome
 
     def end(self) -> None:
-        """End all that runs, and free all that is kept."""
+        """Stop everything that runs, and free everything that is kept."""
         self._transport.stop()
         self._workers.stop()
         self._stack.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        """End what runs here when dask has cancelled a task: the build has ended, or needs no result.
+        """Stop what runs here when dask has cancelled a task: the build has ended, or needs no result.
 
-        The client cancels no single task of a build that goes on.
+        The client never cancels a single task of a build that goes on.
         """
         states = self._worker.state.tasks
         over = False
@@ -267,7 +267,7 @@ class _Build:
             time.sleep(_WATCH_SECONDS)
             with _lock:
                 over = not self.tasks and time.monotonic() > self.used + _IDLE_SECONDS
-                # Another thread changes them.
+                # A copy, because another thread changes them.
                 found = map(states.get, self.tasks)
                 over |= any(each is None or each.state == "cancelled" for each in found)
                 if over:
@@ -277,7 +277,7 @@ class _Build:
     def _run(self, task: RemoteTask) -> Outcome:
         self._free(task.oldest)
         job = self._placed(task)
-        # It keeps the versions of a target that it had first: those that its processes have imported.
+        # The worker keeps the first versions of a target: those that its processes have imported.
         executor = replace(self._executor, installed=_installed(job))
         if (found := executor.versions(job)) != task.versions:
             message = (
@@ -348,7 +348,7 @@ class _Build:
         unpack(file, folder)
 
     def _made(self, folder: Path, make: Callable[[Path], object]) -> Path:
-        """``folder``, which ``make`` makes at another place, and which others see when it is finished."""
+        """``folder``, which ``make`` fills at another place; it appears when it is complete."""
         with self._lock:
             busy = self._making.setdefault(folder, threading.Lock())
         with busy:

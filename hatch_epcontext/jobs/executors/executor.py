@@ -17,16 +17,16 @@ class Executor(Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many jobs it works on at the same time."""
+        """How many jobs it runs at the same time."""
 
     def versions(self, job: Job) -> Mapping[str, str]:
         """The versions of everything that can change what is compiled for ``job``.
 
-        Raises BuildError if there are several, or if nothing can compile it.
+        Raises BuildError if machines differ in them, or if none can compile it.
         """
 
     def reason_not_to_run(self, job: Job) -> str | None:
-        """Why the job's result cannot be run there, if that is known without asking the EP."""
+        """Why the job's result cannot be run there, if that is known without the EP."""
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Compile ``job`` with ``recipe`` into ``folder``, which it makes.
@@ -37,19 +37,16 @@ class Executor(Protocol):
     def validate(
         self, job: Job, model: Model, artifact: Artifact, context: Context
     ) -> ValidationRun:
-        """Validate the ``context`` of ``model`` in ``artifact``.
-
-        Raises BuildError when it is not as it should be.
-        """
+        """Validate the ``context`` of ``model`` in ``artifact``; raises BuildError when that fails."""
 
     def finished(self, job: Job) -> None:
-        """Free what was kept for ``job``, which has ended in any way."""
+        """Free what was kept for ``job``, which has ended, with a result or an error."""
 
     def stop(self) -> None:
-        """End all that runs, and start nothing more: each call then raises BuildError."""
+        """Stop everything that runs, and start nothing more: each call then raises BuildError."""
 
     def close(self) -> None:
-        """Free all that it holds, when all jobs have ended."""
+        """Free everything that it holds, when all jobs have ended."""
 
     @property
     def stopped(self) -> bool:

@@ -47,7 +47,7 @@ REFUSALS = frozenset(
         Kind.NOT_EMBEDDABLE,
     }
 )
-"""The problems of an EP that another form of the model can solve."""
+"""The problems with an EP that another form of the model may avoid."""
 
 _FAULTS_OF_SIMPLIFIERS = CRASHES | {
     Kind.COMPILE_FAILED,
@@ -55,8 +55,8 @@ _FAULTS_OF_SIMPLIFIERS = CRASHES | {
     Kind.NOT_FINITE,
     Kind.OUTPUT_SHAPE,
 }
-"""The faults of a simplifier itself. After any other one, such as a worker that was killed, the result of
-the next simplifier would stay in the cache, although it is weaker, and although this one works."""
+"""The faults of a simplifier itself. After any other problem, such as a killed worker, the next simplifier's
+weaker result would stay in the cache although this one works."""
 
 _ACCIDENTS = frozenset(
     {
@@ -66,14 +66,14 @@ _ACCIDENTS = frozenset(
         Kind.WORKER_LOST,
     }
 )
-"""What tells nothing about a recipe: a weaker result would stay in the cache."""
+"""Accidents, which do not depend on the recipe: after them a weaker result would stay in the cache."""
 
 
 @dataclass(frozen=True)
 class LocalExecutor:
     """Jobs in ``workers``, ``at_once`` of them at the same time, below ``staging``.
 
-    ``installed``: the versions of all that is installed for the build. ``jobs`` are all jobs of the build.
+    ``installed``: the versions of all build requirements. ``jobs`` are all jobs of the build.
     """
 
     workers: Workers
@@ -94,9 +94,9 @@ class LocalExecutor:
         jobs: Iterable[Job],
         locks: dict[str, threading.Lock] | None = None,
     ) -> LocalExecutor:
-        """An executor for ``jobs``, which prepares a model once for all that want it prepared alike.
+        """An executor for ``jobs``, which prepares a model once for all jobs that need it prepared alike.
 
-        Executors with the same ``locks`` wait for each other where a device takes one user.
+        Executors with the same ``locks`` wait for each other where a device is exclusive.
         """
         preparations = Preparations(workers, staging / "prepared", jobs)
         own = {} if locks is None else locks
@@ -109,7 +109,7 @@ class LocalExecutor:
 
     def versions(self, job: Job) -> Mapping[str, str]:
         """The versions of everything installed that can change what is compiled for ``job``."""
-        # Of all models that are compiled for the target: asking is slow in a large environment.
+        # Once for all models of the target: looking them up is slow in a large environment.
         target = job.target
         key = (target.name, target.requirements, target.provider.plugin)
         if key not in self._versions:
@@ -163,7 +163,7 @@ class LocalExecutor:
             prepared = self.preparations.get(job, plain, worker)
         except BuildError as error:
             known = error.is_only(_FAULTS_OF_SIMPLIFIERS) and not isinstance(error, ModelError)
-            # What the float form of a model lacks tells nothing about the model.
+            # What the float form of a model lacks, the model itself may not lack.
             if _has_accident(error) or not (known or recipe.dequantize):
                 raise
             return Refused("prepare", error.problems)
@@ -173,7 +173,7 @@ class LocalExecutor:
         try:
             return self.preparations.get(job, recipe, worker)
         except BuildError as error:
-            # The rewrites for all models are no other form of the model, in which it may be taken.
+            # The rewrites for all models make no other form that the EP may accept.
             if _has_accident(error) or (recipe.is_plain and not error.is_only(CRASHES)):
                 raise
             return Refused("change", error.problems)
@@ -186,15 +186,15 @@ class LocalExecutor:
         folder: Path,
         worker: Worker,
     ) -> CompileReply:
-        """Compile the models of ``job`` as they are ``prepared`` into ``folder``, which it makes."""
-        # Only now: a build that finds everything in the cache needs no requests.
+        """Compile the ``prepared`` models of ``job`` into ``folder``, which it makes."""
+        # Imported here: a build that finds everything in the cache makes no requests.
         from hatch_epcontext.worker.requests import CompileRequest
 
         with writing("an artifact", folder):
             folder.mkdir(parents=True)
         target = with_options(job.target, dict(recipe.options))
         if not recipe.fuse:
-            # ONNX Runtime would fuse what preparation has left as it is.
+            # ONNX Runtime would fuse what preparation has deliberately not fused.
             target = replace(target, settings=replace(target.settings, optimization="none"))
         request = CompileRequest(
             models=tuple(model.on(job.target) for model in job.models),
@@ -225,7 +225,7 @@ class LocalExecutor:
             str(moved),
             model.tolerance_for(job.target),
             artifact.record.contexts if job.group else (),
-            # Other inputs have other outputs.
+            # Other inputs give other outputs.
             reference=self.preparations.reference(job, model)
             if to_run == model.on(job.target)
             else None,
@@ -241,21 +241,21 @@ class LocalExecutor:
         return ValidationRun(found, reply.load, day)
 
     def _prepared_path(self, job: Job, model: Model, artifact: Artifact) -> str | None:
-        """The file that was compiled, for EPs of which the number format is known.
+        """The file that was compiled, for EPs whose number format is known.
 
-        Prepared once more where an earlier build has compiled it; None if that gives another one.
+        It is prepared again if an earlier build compiled it; None if the result differs.
         """
         settings, provider = job.target.settings, job.target.provider
         if provider.number_format(settings.device, settings.provider_options) is None:
             return None
         index = job.models.index(model)
         found = self.preparations.get(job, artifact.record.recipe, self.workers)[index]
-        # With other samples other rewrites are worth it.
+        # With other samples, other rewrites are worthwhile.
         same = found.preparation.rewrites == artifact.record.preparations[index].rewrites
         return found.path if same else None
 
     def finished(self, job: Job) -> None:
-        """Remove prepared models that no other job wants: copies of whole models."""
+        """Remove prepared models that no other job needs: they are copies of whole models."""
         self.preparations.release(job)
 
     def stop(self) -> None:
@@ -269,7 +269,7 @@ class LocalExecutor:
         return self.staging / "steps" / f"{next(self._numbers)}-{step}"
 
     def _device(self, target: Target) -> AbstractContextManager[object]:
-        """What a step holds that uses the target's EP: others wait if its device takes one user."""
+        """The lock of a step that uses the target's EP: other steps wait if its device is exclusive."""
         if not target.provider.exclusive_device:
             return contextlib.nullcontext()
         return self._locks.setdefault(f"{target.provider.ep}: device", threading.Lock())

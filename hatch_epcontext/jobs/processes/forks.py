@@ -1,13 +1,13 @@
-"""Workers as forks of one process that has imported already what every worker needs.
+"""Workers as forks of one process that has already imported what every worker needs.
 
 A fresh interpreter needs about half a second for that, a fork some milliseconds. Only on Linux: the
-frameworks of macOS do not survive a fork, and Windows has none.
+frameworks of macOS do not survive a fork, and Windows has no forks.
 
 The build process and the server (`hatch_epcontext.worker.fork_server`) share a socket. For each worker the
-build process sends one end of a new connection over it. On that the worker gets orders and sends the code of
-each answer; the server sends the exit code when all has ended that the worker started. A connection that is
-closed before ends its worker, so no worker outlives the build, however that ends. The server's own parent,
-its supervisor, ends what the server leaves behind if it is killed.
+build process sends one end of a new connection over it. Through it the worker gets commands and sends the
+code of each answer; the server sends the exit code when the worker and all its children have ended. Closing
+the connection earlier ends the worker, so no worker outlives the build, however that ends. The server's own
+parent, its supervisor, ends what the server leaves behind if it is killed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hatch_epcontext.worker.protocol import CRASHED, PRELOAD
 _MODULE = "hatch_epcontext.worker.fork_server"
 
 _GRACE, _BUSY = 10.0, 60.0
-"""Seconds in which the server must end, and end a worker: it may be importing something. Then it is killed
-itself, and its workers end with it.
+"""Seconds in which the server must end, and in which it must end a worker: it may be importing something.
+After that it is killed, and its workers end with it.
 """
 
 
 class ServerGoneError(Exception):
-    """The server has ended, and nothing is known of the worker: it never started, or the server crashed."""
+    """The server has ended, and the worker's fate is unknown: it never started, or the server crashed."""
 
 
 def is_supported() -> bool:
@@ -58,7 +58,7 @@ class Fork:
     def send(self, command: WorkerCommand, seconds: float) -> None:
         self._messages.begin(command)
         self._connection.settimeout(seconds)
-        # The waiting thread sees that it has ended.
+        # The waiting thread notices that it has ended.
         with contextlib.suppress(OSError):
             self._connection.sendall(command.order)
 
@@ -72,7 +72,7 @@ class Fork:
             except TimeoutError:
                 return None
             except ConnectionResetError:
-                # It ended before it had read an order; what it has sent is still there.
+                # It ended before it read a command; what it sent before can still be read.
                 continue
             except OSError:
                 piece = b""
@@ -101,8 +101,8 @@ class Fork:
 class ForkServer:
     """The process that forks workers; closing it ends all of them.
 
-    With ``log`` it is for one worker: it imports nothing before, and what Python prints when it starts goes
-    to that file. Without, it loads the simulators of ``providers``.
+    With ``log`` it serves one worker: it imports nothing in advance, and Python's output at the start goes to
+    that file. Without, it loads the simulators of ``providers``.
     """
 
     def __init__(self, log: Path | None = None, providers: Iterable[str] = ()) -> None:
@@ -119,9 +119,9 @@ class ForkServer:
                 stderr=output,
                 env=worker_environment(),
                 pass_fds=(theirs.fileno(),),
-                # Ctrl-C is for the build process, which ends its workers itself.
+                # Ctrl-C goes to the build process only, which ends its workers itself.
                 start_new_session=True,
-                # Not the project's folder: Python 3.10 would find its modules before all others.
+                # Not in the project's folder: Python 3.10 would import its modules before all others.
                 cwd="/",
             )
         self._control = ours
@@ -140,10 +140,9 @@ class ForkServer:
         return Fork(ours, self)
 
     def exit_code(self, is_started: bool) -> int:
-        """The exit code of a worker of which this server has sent none, because it has ended itself.
+        """The exit code of a worker for which this server sent none, because the server itself has ended.
 
-        Raises ServerGoneError if that tells nothing about the worker: it never started, or what the server
-        does for all has crashed.
+        Raises ServerGoneError if the worker is not the cause: it never started, or the server crashed.
         """
         if self._is_for_one:
             self.close()
@@ -154,23 +153,23 @@ class ForkServer:
         raise ServerGoneError
 
     def left(self) -> None:
-        """End it if its only worker has ended."""
+        """End the server if its only worker has ended."""
         if self._is_for_one:
             self.close()
 
     def kill(self) -> None:
-        """End the server at once, and all its workers with it: it is stopped, or stuck."""
+        """End the server at once, and all its workers with it: it is suspended or stuck."""
         self._process.terminate()
         self.close()
 
     def close(self) -> None:
-        """End the server and all its workers, and wait for that."""
+        """End the server and all its workers, and wait for them."""
         with self._lock:
             self._control.close()
             try:
                 self._process.wait(_GRACE)
             except subprocess.TimeoutExpired:
-                # Stopped, or stuck: its supervisor ends it, and its workers with it.
+                # Suspended or stuck: its supervisor ends it and its workers.
                 self._process.terminate()
                 try:
                     self._process.wait(_GRACE)

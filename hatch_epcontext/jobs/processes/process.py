@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import ReplyT, WorkerRequest
 
 _FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
-"""Seconds after which a running worker is reported first, and then again."""
+"""Seconds until a running worker is reported, and between further reports."""
 
 _POLL_SECONDS = 0.2
-"""Seconds between two looks at a worker and its log."""
+"""Seconds between checks of a worker and its log."""
 
 _NO_MEMORY = re.compile(
     r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena"
     r"|can't start new thread",
     re.IGNORECASE,
 )
-"""How Python, C++ and ONNX Runtime report that memory is short."""
+"""How Python, C++ and ONNX Runtime report a lack of memory."""
 
 _LESS_MEMORY = "Run fewer jobs at once (build.jobs), or build on a machine with more memory."
 
@@ -58,18 +58,18 @@ _FOUND_BY_WORKERS = frozenset(
         Kind.WRONG_RESULT,
     }
 )
-"""Problems that a worker finds in what was compiled: only errors in its log can have to do with them."""
+"""Problems that a worker finds in the artifact: only errors in its log can be related to them."""
 
 _EP_FAILED = frozenset({Kind.NOTHING_COMPILED, Kind.COMPILE_FAILED})
-"""Problems of an EP that may not have found its own libraries. Many then only log that."""
+"""Problems of an EP that may lack its own libraries: many only log that."""
 
 _CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"})
-"""The signals by which a process ends through its own fault; all others come from outside."""
+"""The signals of a process that crashes; all others come from outside."""
 
 _WINDOWS_CRASHES = {
     0xC0000005: "access violation",
     0xC00000FD: "stack overflow",
-    # Most often by abort(), which the C library of Windows turns into it.
+    # Usually from abort(): the C library of Windows raises it.
     0xC0000409: "an abort, or a stack buffer overrun",
     0xC0000374: "heap corruption",
     0xC000001D: "illegal instruction",
@@ -77,11 +77,11 @@ _WINDOWS_CRASHES = {
 
 
 _STOPPED = 0xC000013A
-"""The exit code of a process of Windows that Ctrl-C or Ctrl-Break ended, or the end of its console."""
+"""The exit code of a process on Windows that was ended by Ctrl-C, Ctrl-Break or the end of its console."""
 
 
 class Heartbeat:
-    """When to report that something still runs: after ten seconds, then after thirty without a line.
+    """When to report that something still runs: after ten seconds, then every thirty without a line.
 
     Threads may use it at the same time.
     """
@@ -97,7 +97,7 @@ class Heartbeat:
         return time.monotonic() - self._start
 
     def due(self) -> bool:
-        """Whether it is time for a word; then not again until the next one."""
+        """Whether a report is due; after True, not until the next one."""
         with self._lock:
             now = time.monotonic()
             if now < self._next:
@@ -106,7 +106,7 @@ class Heartbeat:
             return True
 
     def mark_reported(self) -> None:
-        """Count the time from now on, because there was a word."""
+        """Restart the interval, because a line was printed."""
         with self._lock:
             self._next = time.monotonic() + _NEXT_BEATS
 
@@ -123,11 +123,11 @@ class _Processes:
         self.stopped = False
 
     def enter(self) -> None:
-        """From now on workers share a server that has imported what they need, where the system has forks."""
+        """Let workers share a server that has imported what they need, where the system has forks."""
         self._shares = is_supported()
 
     def exit(self) -> None:
-        """From now on each worker imports what it needs."""
+        """Let each worker import what it needs again."""
         with self._lock:
             self._shares = False
             server, self._server = self._server, None
@@ -135,7 +135,7 @@ class _Processes:
             server.close()
 
     def start(self, log_path: Path, memory_limit: int | None) -> WorkerProcess:
-        """A started process, which prints to ``log_path`` at first; raises BuildError after `stop`."""
+        """Start a process, whose first output goes to ``log_path``; raises BuildError after `stop`."""
         with self._lock:
             if self.stopped:
                 raise _interrupted()
@@ -144,7 +144,7 @@ class _Processes:
             return process
 
     def end(self, process: WorkerProcess) -> None:
-        """Return when ``process`` has ended, which is killed if it still runs."""
+        """Kill ``process`` if it still runs, and return when it has ended."""
         process.close()
         with self._lock:
             self._running.discard(process)
@@ -172,10 +172,10 @@ class Workers:
     ``timeout``: seconds for each. ``log``, if given, gets each request and every line that a worker
     prints while it runs; ``progress`` gets a line from time to time while a worker runs. With ``verbose``
     ONNX Runtime prints more than its warnings. ``memory_limit``: bytes of memory for each.
-    ``pulse``, if given: when ``progress`` gets a line although no worker runs for long.
+    ``pulse``, if given: when ``progress`` gets a line although no single worker runs for long.
 
-    As a context manager it starts a process once that has imported what workers need, where the system
-    can fork it; otherwise each worker is a fresh interpreter.
+    As a context manager it starts one process that has imported what workers need, where the system can
+    fork it; otherwise each worker is a fresh interpreter.
     """
 
     timeout: float
@@ -194,7 +194,7 @@ class Workers:
         self._processes.exit()
 
     def expect(self, providers: Iterable[Provider]) -> None:
-        """Announce for which ``providers`` workers will compile, before the first one starts."""
+        """Name the ``providers`` that workers will compile for, before the first worker starts."""
         names = {each.name for each in providers if each.simulator}
         self._processes.simulated = tuple(sorted(names))
 
@@ -217,7 +217,7 @@ class Workers:
         try:
             yield worker
         finally:
-            # After any error, such as an interruption, its reply is not needed.
+            # After an error, such as an interruption, nothing needs its reply.
             worker.close()
 
     @property
@@ -231,10 +231,7 @@ class Workers:
 
 
 class Worker:
-    """A process that answers requests one after the other; it starts with the first one.
-
-    One thread uses it.
-    """
+    """A process that answers the requests of one thread, one after the other; it starts with the first."""
 
     def __init__(self, workers: Workers, processes: _Processes) -> None:
         self._workers = workers
@@ -243,10 +240,10 @@ class Worker:
         self._orders: list[WorkerCommand] = []
 
     def close(self) -> None:
-        """Return when it has ended, with all that it started."""
+        """Return when it has ended, with all its children."""
         self._end()
         for order in self._orders:
-            # It is complete, and stays until the end of the build.
+            # The log is complete, and stays until the end of the build.
             order.log.hide_secrets()
         self._orders.clear()
 
@@ -260,9 +257,9 @@ class Worker:
     ) -> ReplyT:
         """The worker's reply to ``request``.
 
-        ``folder`` gets the log; it is made, and is the worker's working directory. ``location`` is that of
-        what it logs, and of problems without one. With the ``step`` of a job (empty for compiling) problems
-        get only that, because the job's runner sets their location. Raises ModelError when the worker refuses
+        ``folder``, which is created, is the worker's working directory and gets its log. ``location`` labels
+        the log, and problems without a location. With the ``step`` of a job (empty for compiling) problems
+        get only the step: the job's runner sets their location. Raises ModelError when the worker refuses
         the request, and BuildError when it fails, crashes or takes too long.
         """
         try:
@@ -272,13 +269,13 @@ class Worker:
             raise error.located(own, step=step or "") from error
 
     def _call(self, request: WorkerRequest[ReplyT], folder: Path, location: str) -> ReplyT:
-        # Only now: a build that finds everything in the cache needs no requests.
+        # Imported here: a build that finds everything in the cache makes no requests.
         from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
 
         text, memory_limit = to_json(request, indent=None), self._workers.memory_limit
         secrets = _secrets(text)
         flags = [f"{MEMORY_LIMIT}{memory_limit}"] if memory_limit else []
-        # ONNX Runtime's whole log has the values of all options.
+        # ONNX Runtime's verbose log has the values of all options.
         flags += [VERBOSE] if self._workers.verbose and not secrets else []
         log, start = self._workers.log, time.monotonic()
         listener = None if log is None else lambda line: log(f"{location} | {line}")
@@ -321,7 +318,7 @@ class Worker:
         raise error(*(_explained(each, order, memory_limit, has_log) for each in problems))
 
     def _run(self, order: WorkerCommand, location: str) -> int | None:
-        """The code of the answer or of the process's end, or None after the timeout."""
+        """The code of the answer, or the exit code; None after the timeout."""
         while True:
             try:
                 if self._process is None:
@@ -332,7 +329,7 @@ class Worker:
                 self._process.send(order, self._workers.timeout)
                 return self._wait(self._process, order, location, beat)
             except ServerGoneError:
-                # What the server imports for all crashes, for example: the worker's own log then has more.
+                # For example, an import in the server crashes: the log of a worker of its own shows more.
                 self._end()
                 self._processes.exit()
 
@@ -356,31 +353,31 @@ class Worker:
         return None
 
     def _report(self, beat: Heartbeat, order: WorkerCommand, location: str) -> None:
-        """Report what runs, if it is time for that."""
+        """Report what runs, if a report is due."""
         progress, pulse = self._workers.progress, self._workers.pulse
         is_long = beat.due()
         if progress is None or not (is_long or (pulse is not None and pulse.due())):
             return
         for each in filter(None, (beat, pulse)):
             each.mark_reported()
-        # Of many short steps the one that is named has often only begun.
+        # Among many short steps, the current one has often just begun.
         begins = beat.seconds < 1 and not is_long
         state = "begins" if begins else f"has run for {beat.seconds:.0f} s{order.last_step}"
         progress(f"{location}: {order.action} {state}")
 
 
 def _secrets(request: str) -> tuple[str, ...]:
-    """The values of the environment variables that a request names as secrets."""
+    """The values of the environment variables to which the secrets of a request refer."""
     return tuple(value for name in variables_in(request) if (value := os.environ.get(name)))
 
 
 def _explained(
     found: Problem, order: WorkerCommand, memory_limit: int | None, has_log: bool
 ) -> Problem:
-    """The problem of a worker that has ``found`` one, or ended with it; without the values of secrets.
+    """The problem of a worker that ``found`` one, or ended with it; without the values of secrets.
 
-    The first of these: the disk is full, the EP does not find its libraries, memory is short, or ``found``.
-    ``has_log``: whether the log of the worker has to do with it.
+    The first of these causes: a full disk, missing libraries of the EP, a lack of memory, or ``found``.
+    ``has_log``: whether the worker's log is related to it.
     """
     location, message, hint = (
         hide_values(text or "", order.secrets)
@@ -394,18 +391,18 @@ def _explained(
     )
     output = f"{message}\n{log}"
     if full := full_disk_problem(order.folder, location, output):
-        # The worker's own message has the path.
+        # The worker's own message names the path.
         return found if found.kind is Kind.SYSTEM_ERROR else replace(full, log=found.log)
     if found.kind in _EP_FAILED and (lacking := missing(errors)):
         message = f"the EP cannot load its own libraries, because {lacking} is missing."
         return Problem(Kind.UNLOADABLE_LIBRARY, location, message, lacking.advice, log=errors)
     key, size = Key() / "build" / "memory-limit", show_size(memory_limit or 0)
     causes = (*own, *_small_address_space())
-    # Without a limit, a log may have warnings about memory: only that of a crash counts.
+    # Without a limit a log may contain warnings about memory: only the log of a crash counts.
     has_crashed = found.kind is Kind.WORKER_CRASHED
     if not _NO_MEMORY.search(output if memory_limit or has_crashed else message):
         if memory_limit:
-            # Some EPs only report that they cannot do what they could do with more memory.
+            # Some EPs report a lack of memory only as a failure.
             causes = (f"Or the worker had too little memory: {key} is {size}.", *causes)
         return found if found.kind is Kind.SYSTEM_ERROR else replace(found, causes=causes)
     limit = Setting(key, f"{-(-2 * (memory_limit or 0) // 10**6)} MB")
@@ -420,7 +417,7 @@ def _explained(
 
 
 def _small_address_space() -> tuple[str, ...]:
-    """That the shell of this build limits the address space, if it does: EPs do not report it."""
+    """The cause that this shell limits the address space, if it does: EPs do not report it."""
     if sys.platform == "win32":
         return ()
     import resource
@@ -433,7 +430,7 @@ def _small_address_space() -> tuple[str, ...]:
 
 
 def _to_raise(limit: Setting, hint: str | None = None) -> tuple[str | None, tuple[Setting, ...]]:
-    """The hint and the settings that raise a ``limit`` of the build: of its variable, if that is set."""
+    """The hint and the settings that raise a ``limit`` of the build: its variable, if that is set."""
     variable = PREFIX + str(limit.key.parts[-1]).upper().replace("-", "_")
     if os.environ.get(variable):
         return f"Raise {variable}, which wins over the configuration.", ()
@@ -457,7 +454,7 @@ def _interrupted() -> BuildError:
 
 
 def _ended(code: int, step: str) -> Problem:
-    """The problem of a worker that ended with exit code ``code`` and without a reply, in ``step``."""
+    """The problem of a worker that ended in ``step`` with exit code ``code`` and without a reply."""
     name = _signal_name(code)
     if name is not None and name not in _CRASHES:
         hint = "Something else ended it: build again."

@@ -1,4 +1,4 @@
-"""Reads the replies of workers, which can be anything: they run the code of vendors."""
+"""Reads the replies of workers. They can be arbitrary bytes: workers run vendors' code."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hatch_epcontext.worker.requests import Refusal, ReplyT, WorkerRequest
 T = TypeVar("T")
 
 _MAX_REASON = 400
-"""Characters of the reason why a reply cannot be read."""
+"""Characters that are shown of the reason why a reply cannot be read."""
 
 
 class InvalidReplyError(Exception):
-    """A reply that is not one; the message explains why."""
+    """A reply that cannot be read; the message explains why."""
 
 
 def read_reply(text: bytes, request: WorkerRequest[ReplyT]) -> ReplyT:
-    """The reply ``text`` to ``request``; raises InvalidReplyError if it is none."""
+    """The reply in ``text`` to ``request``; raises InvalidReplyError if it is invalid."""
     reply: ReplyT = _read(text, request.reply_type)
     if reason := request.misfit(reply):
         raise InvalidReplyError(reason)
@@ -28,7 +28,7 @@ def read_reply(text: bytes, request: WorkerRequest[ReplyT]) -> ReplyT:
 
 
 def read_refusal(text: bytes) -> Refusal:
-    """The refusal ``text``; raises InvalidReplyError if it is none."""
+    """The refusal in ``text``; raises InvalidReplyError if it is invalid."""
     return _read(text, Refusal)
 
 

@@ -31,7 +31,7 @@ from hatch_epcontext.worker.protocol import (
 _ADDED = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONSAFEPATH": "1",
-    # What a worker prints before it ends abruptly often tells why: buffers of Python and of C would be lost.
+    # The last output of a worker that crashes often has the cause: buffers of Python and C would be lost.
     "PYTHONUNBUFFERED": "1",
     "PYTHONUTF8": "1",
 }
@@ -40,16 +40,16 @@ _ADDED = {
 def worker_environment() -> dict[str, str]:
     """The variables of every worker: those of this process, without the credentials of the shared cache."""
     inherited = {name: value for name, value in os.environ.items() if name not in CREDENTIALS}
-    # Only who builds decides what a build sends: ONNX Runtime's wheels send events of sessions by default.
+    # Only the user decides what a build sends: ONNX Runtime's wheels send telemetry by default.
     telemetry = {NO_TELEMETRY: os.environ.get(NO_TELEMETRY) or "1"}
     return {**inherited, **_ADDED, **telemetry}
 
 
 PIECE = 1 << 18
-"""Bytes of what a worker sends that are read at once."""
+"""Bytes that are read at once from a worker."""
 
 MAX_REPLY = 64 * 10**6
-"""Bytes of the largest reply: that of a graph with a million nodes has less."""
+"""The most bytes of a reply: that of a graph with a million nodes has less."""
 
 
 class WorkerCommand:
@@ -71,19 +71,19 @@ class WorkerCommand:
         self.folder = folder
         self.secrets = secrets
         self.log = WorkerLog(folder / LOG, secrets, listener)
-        # What a worker gets, as a line of JSON.
+        # The line of JSON that the worker gets.
         self.order = json.dumps([action, request, str(folder), *flags]).encode() + b"\n"
         self.reply: bytes | None = None
-        """What the worker has replied, which can be anything: it runs the code of vendors."""
+        """The worker's reply. It can be arbitrary bytes: workers run vendors' code."""
         self._step, self._since = "", 0.0
 
     def note(self, step: str) -> None:
-        """Remember what the worker does now."""
+        """Remember the worker's current step."""
         self._step, self._since = step, time.monotonic()
 
     @property
     def last_step(self) -> str:
-        """What the worker did last, and for how many seconds, for the end of a sentence."""
+        """The worker's last step and its seconds, for the end of a sentence."""
         seconds = time.monotonic() - self._since
         return f" while {self._step} (for {seconds:.0f} s)" if self._step else ""
 
@@ -98,11 +98,11 @@ class Messages:
         self._unread = bytearray()
 
     def begin(self, command: WorkerCommand) -> None:
-        """What comes from now on belongs to ``command``."""
+        """Assign everything that follows to ``command``."""
         self._command = command
 
     def read(self, piece: bytes) -> int | None:
-        """The code of an answer if ``piece`` ends one, or the exit code if it has that."""
+        """The code of an answer if ``piece`` completes one, or the exit code if ``piece`` has that."""
         seen = len(self._unread)
         self._unread += piece
         code = None
@@ -126,7 +126,7 @@ class Messages:
             self._command.note(rest.decode())
         elif self._command is not None and word == REPLY:
             self._command.reply = rest
-        # Without forks there may also be lines that Python prints when it starts.
+        # Without forks there may also be lines that Python prints at its start.
         return code
 
 
@@ -134,19 +134,16 @@ class WorkerProcess(Protocol):
     """A started worker process; threads may use it at the same time."""
 
     def send(self, command: WorkerCommand, seconds: float) -> None:
-        """Let it answer a request, after it has answered those before; it may take ``seconds`` to read it."""
+        """Send it a request, to be answered after earlier ones; it may take ``seconds`` to read it."""
 
     def wait(self, seconds: float) -> int | None:
-        """The code of its answer, or that with which it has ended, negative for a signal.
-
-        None if it still works after ``seconds``.
-        """
+        """The code of its answer, or its exit code, negative for a signal; None after ``seconds``."""
 
     def kill(self) -> None:
-        """Begin to end it, with all processes that it started. It may have ended already."""
+        """Begin to end it, with all its children. It may have ended already."""
 
     def close(self) -> None:
-        """Return when it has ended, after `kill` if it still runs."""
+        """Return when it has ended; kill it if it still runs."""
 
 
 _KILL_ON_JOB_CLOSE, _PROCESS_MEMORY, _EXTENDED_LIMIT_INFORMATION = 0x2000, 0x100, 9
@@ -155,29 +152,29 @@ _KILL_ON_JOB_CLOSE, _PROCESS_MEMORY, _EXTENDED_LIMIT_INFORMATION = 0x2000, 0x100
 _ALONE = sum(
     getattr(subprocess, flag, 0) for flag in ("CREATE_NEW_PROCESS_GROUP", "CREATE_NO_WINDOW")
 )
-"""How a worker starts on Windows: Ctrl-C is for the build, which ends it, and no window opens for it."""
+"""How a worker starts on Windows: without a window, and without Ctrl-C, which ends it through the build."""
 
 _POLL = 0.1
-"""Seconds between two looks whether an interpreter has ended."""
+"""Seconds between checks whether an interpreter has ended."""
 
 
 class Interpreter:
     """A worker in a fresh Python interpreter, where the system has no forks.
 
-    It ends at the end of its standard input, and so with the build, however that ends.
+    It ends when its standard input ends, and so with the build, however that ends.
     """
 
     def __init__(self, log_path: Path, memory_limit: int | None = None) -> None:
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 (sys.executable, "-m", "hatch_epcontext.worker"),
-                # Not the project's folder: Python 3.10 would find its modules before all others.
+                # Not in the project's folder: Python 3.10 would import its modules before all others.
                 cwd=log_path.parent,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=worker_environment(),
-                # A group of its own, so that what it starts can be ended with it.
+                # A group of its own, so that its children can be ended with it.
                 start_new_session=True,
                 creationflags=_ALONE,
             )
@@ -188,7 +185,7 @@ class Interpreter:
 
     def send(self, command: WorkerCommand, seconds: float) -> None:
         self._messages.begin(command)
-        # A pipe takes little at once, and the interpreter reads it when it has started.
+        # A pipe's buffer is small, and the interpreter reads it only after its start.
         writer = threading.Thread(target=self._write, args=(command.order,), daemon=True)
         writer.start()
         writer.join(seconds)
@@ -223,7 +220,7 @@ class Interpreter:
 
     def _write(self, order: bytes) -> None:
         assert self._process.stdin is not None, "it is a pipe"
-        # The waiting thread sees that it has ended, also by `close`.
+        # The waiting thread notices that it has ended, also through `close`.
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(order)
             self._process.stdin.flush()
@@ -243,14 +240,14 @@ class Interpreter:
 def _contain(
     process: subprocess.Popen[bytes], memory_limit: int | None = None
 ) -> contextlib.ExitStack:
-    """Put ``process`` into a job object of Windows; closing the result ends all that it started.
+    """Put ``process`` into a job object of Windows; closing the result ends all its children.
 
-    Each of its processes gets no more memory than ``memory_limit`` bytes. The job ends with the process that
-    has it too. On other systems, and where Windows refuses, the result does nothing.
+    Each of its processes gets at most ``memory_limit`` bytes of memory. The job also ends with this process.
+    On other systems, and where Windows refuses, the result does nothing.
     """
     stack = contextlib.ExitStack()
     if sys.platform == "win32":
-        # Elsewhere no build pays for it.
+        # Imported here, because other systems do not need it.
         import ctypes
 
         class Limits(ctypes.Structure):

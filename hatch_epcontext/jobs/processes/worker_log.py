@@ -1,4 +1,4 @@
-"""Reads the log of a worker while it grows and after it ended, in limited pieces: it can be a flood."""
+"""Reads the log of a worker while it grows and after it ended, in limited pieces: it can be huge."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from hatch_epcontext.providers import is_benign
 from hatch_epcontext.text import hide_values, narrow, printable, show_size
 
 LOG_LIMIT = 100 * 10**6
-"""Bytes of a log above which its worker is stopped. ONNX Runtime's whole log of a large model has less."""
+"""Bytes of a log above which its worker is stopped: more than ONNX Runtime's verbose log of a large model."""
 
 TAIL = 40
-"""The number of lines of a worker's log that an error shows."""
+"""The most lines of a worker's log that an error shows."""
 
 _TAIL_BYTES = 64 << 10
-"""Bytes of the end of a log in which these lines are looked for."""
+"""Bytes at the end of a log that are searched for these lines."""
 
 _PIECE = 1 << 20
 """Bytes of a log that are forwarded at once."""
 
 _MAX_LINE = 2000
-"""Characters of a line of a log that are shown."""
+"""The most characters that are shown of a line of a log."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class WorkerLog:
-    """The log of a worker in the file ``path``; nothing that it gives has ``secrets``.
+    """The log of a worker in the file ``path``; nothing that it returns has ``secrets``.
 
-    ``listener``, if given, gets each line that `forward` finds. A file and not a pipe: processes that a
-    vendor's compiler starts and leaves running would keep a pipe open.
+    ``listener``, if given, gets each line that `forward` finds. It is a file and not a pipe, because a
+    vendor's compiler may leave processes running that would keep a pipe open.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WorkerLog:
             return 0
 
     def forward(self, *, is_last: bool = False) -> None:
-        """Give the new lines to the listener; with ``is_last`` also half a line at the end."""
+        """Pass the new lines to the listener; with ``is_last`` also an incomplete line at the end."""
         if (log := self._listener) is None:
             return
         end = self.size
@@ -77,7 +77,7 @@ class WorkerLog:
     def tail(self, *, only_errors: bool = False) -> str:
         """The last lines, as an error shows them.
 
-        Without lines that clean runs print too; with ``only_errors`` without everything but errors.
+        Without lines that clean runs print too; with ``only_errors`` only errors.
         """
         start = max(self.size - _TAIL_BYTES, 0)
         lines = narrow(self._read(start, _TAIL_BYTES)).rstrip().splitlines()
@@ -94,7 +94,7 @@ class WorkerLog:
             return b""
 
     def _shown(self, line: bytes) -> str:
-        # Before it is cut: half a secret is one too.
+        # Hidden before the line is cut: half a secret must not show either.
         text = hide_values(line.decode("utf-8", "replace"), self._secrets)
         if len(text) <= _MAX_LINE:
             return _plain(text)
@@ -107,7 +107,7 @@ def _plain(text: str) -> str:
 
 
 _ENTRY = re.compile(r"\[([VIWEF]):onnxruntime")
-"""Where ONNX Runtime's log has the severity of an entry; lines without it belong to the entry before them."""
+"""The severity of an entry in ONNX Runtime's log; lines without one belong to the entry before them."""
 
 
 def _relevant(lines: Iterable[str], *, only_errors: bool) -> Iterator[str]:
