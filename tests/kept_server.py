@@ -16,7 +16,7 @@ from hatch_epcontext.jobs.processes.running import worker_environment
 Variables = frozenset[tuple[str, str]]
 """Names of environment variables with their values."""
 
-_OF_TESTS = (PREFIX, "HATCH_BUILD", "PYTEST_CURRENT_TEST")
+_OF_TESTS = (PREFIX, "AWS_", "COLUMNS", "HATCH_BUILD", "NO_PROXY", "PYTEST_CURRENT_TEST")
 
 
 class _KeptServer(ForkServer):
@@ -49,10 +49,8 @@ class KeptServers:
     def get(self, log: Path | None = None, providers: tuple[str, ...] = ()) -> ForkServer:
         """The server for the variables of this moment and ``providers``, started if there is none.
 
-        With ``log`` it is a new one, for one worker.
+        It forks also the workers that would have a server of their own, with a ``log``.
         """
-        if log is not None:
-            return ForkServer(log)
         key = (inherited(), providers)
         with self._lock:
             server = self._servers.get(key)

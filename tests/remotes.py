@@ -159,7 +159,8 @@ def web_server(folder: Path) -> Iterator[WebServer]:
             pass
 
     with Server(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
+        # Shutting down waits for the next look.
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
         server.url = f"http://127.0.0.1:{running.server_address[1]}/cache"
         try:
