@@ -1,1 +1,1 @@
-"""ONNX graphs in, ONNX graphs out: what is in them, what they can take, and other forms of them."""
+"""ONNX graphs in, ONNX graphs out: their contents, the values that they accept, and other forms of them."""

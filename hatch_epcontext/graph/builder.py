@@ -1,4 +1,4 @@
-"""Replace nodes of a model by others: with unique names, in the form of its opset, up to a limit."""
+"""Replace nodes of a model by others, with unique names, in the form of its opset, up to a limit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hatch_epcontext.graph.scope import Scope, Types
 _AXES_AS_INPUTS = 13
 _AXES_OF_MEAN_AS_INPUTS = 18
 BOUNDS_AS_INPUTS = 11
-"""The opsets since which these are inputs, and no attributes."""
+"""The opsets from which these are inputs instead of attributes."""
 
 _CONCAT_AT_A_TIME = 128
-"""How many values one Concat joins: EPs have limits, QNN's simulator refuses many more."""
+"""The most values that one Concat joins: QNN's simulator, for example, refuses many more."""
 
 
 class TooManyNodesError(Exception):
@@ -32,11 +32,11 @@ class TooManyNodesError(Exception):
 
 
 class Builder:
-    """Collects the new ``nodes`` of a graph in order, and what is ``stored`` in the main graph of ``model``.
+    """Collects the new ``nodes`` of a graph in order, and the ``stored`` tensors of ``model``'s main graph.
 
-    What it adds is named after the node that it replaces, whose floats have ``dtype``. Methods that add nodes
-    return the names of their outputs, and raise TooManyNodesError when the ``size`` of the graph, which is
-    its nodes with those inside them, is larger than ``limit``.
+    New names begin with that of the replaced node, whose floats have ``dtype``. Methods that add nodes return
+    the names of their outputs, and raise TooManyNodesError when the ``size`` of the graph, its nodes with
+    those inside them, exceeds ``limit``.
     """
 
     def __init__(self, model: onnx.ModelProto, limit: int | None = None) -> None:
@@ -56,14 +56,14 @@ class Builder:
                 self._taken |= {node.name, *node.input, *node.output}
 
     def replace(self, scope: Scope, rules: Rules, *, nested: bool = True) -> int:
-        """Add the nodes of the graph of ``scope``, or what ``rules`` replace them with by their operators.
+        """Add the nodes of the graph of ``scope``, each replaced by the rule for its operator, if any.
 
-        Returns how many are replaced; with ``nested`` those of the graphs inside it too.
+        Returns the number of replaced nodes; with ``nested`` also those of the graphs inside it.
         """
         count = 0
         for each in scope.part.node:
             node = copy_of(each)
-            # What is inside comes first: it may be copied by what is around it.
+            # Inner graphs come first: the node around them may copy them.
             for inner in graph.inner_graphs(node) if nested else ():
                 builder = copy.copy(self)
                 builder.nodes, builder.size = [], 0
@@ -132,7 +132,7 @@ class Builder:
         names = [each and self.fresh(f"{self._stem}/{op}") for each in outputs]
         while inputs and not inputs[-1]:
             inputs = inputs[:-1]
-        # Not the output's name: the graph optimizer of ONNX Runtime keeps one space of names for both.
+        # Not the output's name: ONNX Runtime's optimizer has one namespace for both.
         name = self.fresh(f"{self._stem_of_nodes}/{op}")
         self.append(helper.make_node(op, inputs, names, name, **attributes))
         return names
@@ -274,10 +274,10 @@ class Builder:
 
 
 Outputs = Sequence[str] | None
-"""The values that take the place of a node's outputs; None if the node stays as it is."""
+"""The values that replace a node's outputs; None if the node stays as it is."""
 
 Rule = Callable[[onnx.NodeProto, Scope, Builder], Outputs]
-"""Adds to the builder what computes the outputs of a node of the scope.
+"""Adds nodes to the builder that compute the outputs of a node of the scope.
 
 The node also stays as it is if one of its outputs has an empty name in the result.
 """
@@ -294,10 +294,10 @@ def replace(
     nested: bool = True,
     limit: int | None = None,
 ) -> int:
-    """Replace nodes of ``model``, in place; returns how many.
+    """Replace nodes of ``model``, in place; returns their number.
 
-    ``types``: those of its values, as far as they are known. Raises TooManyNodesError, and nothing changes,
-    if the graph would get more than ``limit`` nodes.
+    ``types``: the known types of its values. Raises TooManyNodesError, and nothing changes, if the graph
+    would get more than ``limit`` nodes.
     """
     if not any(graph.operator(node) in rules for node in graph.nodes(model.graph)):
         return 0
@@ -309,12 +309,11 @@ def replace(
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A replacement of nodes by others that compute the same; ``name`` is what it does, for messages.
+    """A replacement of nodes by others that compute the same; ``name`` describes it in messages.
 
     ``operators``: those that it replaces, as `graph.operator` writes them. ``apply(model, types, refused)``
-    changes the model in place where a node's operator is in ``refused``, and returns how many nodes it has
-    replaced; ``types`` are those of its values, as far as they are known. Nodes that it does not understand
-    stay as they are.
+    changes the model in place where a node's operator is in ``refused``, and returns the number of replaced
+    nodes; ``types`` are the known types of its values. Nodes of an unknown form stay as they are.
     """
 
     name: str
@@ -323,10 +322,7 @@ class Rewrite:
 
 
 def by_node(name: str, rules: Rules, *, nested: bool = True) -> Rewrite:
-    """A rewrite that replaces nodes one by one, and removes what nothing uses then.
-
-    With ``nested`` it replaces those in the graphs inside of others too.
-    """
+    """A rewrite that replaces single nodes, with ``nested`` also in inner graphs, and removes unused ones."""
 
     def apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
         wanted = {operator: rule for operator, rule in rules.items() if operator in refused}
@@ -339,18 +335,18 @@ def by_node(name: str, rules: Rules, *, nested: bool = True) -> Rewrite:
 
 
 def copy_of(node: onnx.NodeProto) -> onnx.NodeProto:
-    """A node like ``node``, which can be changed."""
+    """A copy of ``node`` that can be changed."""
     return onnx.NodeProto.FromString(node.SerializeToString())
 
 
 def set_nodes(part: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Give ``part`` these ``nodes``, which are no nodes of it."""
+    """Give ``part`` these ``nodes``, none of which it contains."""
     del part.node[:]
     part.node.extend(nodes)
 
 
 def renamed(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
-    """``model``, changed in place: names that begin with ``prefix`` are without it, and unique."""
+    """``model``, changed in place: names that begin with ``prefix`` lose it, and stay unique."""
     builder = Builder(model)
 
     def rename(part: onnx.GraphProto, names: dict[str, str]) -> None:
@@ -378,10 +374,7 @@ def renamed(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
 def remove_unused(
     part: onnx.GraphProto, is_removable: Callable[[onnx.NodeProto], bool] = lambda node: True
 ) -> None:
-    """Remove the nodes of ``part`` that are removable and whose results nothing uses.
-
-    What is stored only for them is removed too.
-    """
+    """Remove the removable nodes of ``part`` whose results nothing uses, and their stored tensors."""
     used = {value.name for value in (*part.input, *part.output)}
     kept: list[onnx.NodeProto] = []
     for node in reversed(part.node):

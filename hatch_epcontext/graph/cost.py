@@ -1,4 +1,4 @@
-"""What one run of a model costs."""
+"""The cost of one run of a model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hatch_epcontext.graph.scope import Scope
 
 
 def multiply_adds(main: onnx.GraphProto) -> int:
-    """About how many multiplications with additions a run of ``main`` takes; other operators count a value
-    each. What is in graphs inside of nodes counts once, and an unknown size is 1.
+    """About how many multiply-adds a run of ``main`` needs; other operators count one for each value. Inner
+    graphs count once, and an unknown size is 1.
     """
     return sum(_of_scope(Scope(part)) for part in graph.graphs(main))
 
@@ -24,7 +24,7 @@ def _of_scope(scope: Scope) -> int:
 
 
 def _products(node: onnx.NodeProto, scope: Scope) -> int:
-    """The products of which each value of the result of ``node`` is the sum."""
+    """The number of products whose sum is one value of the result of ``node``."""
     if node.op_type in ("Conv", "ConvInteger", "QLinearConv"):
         index = 3 if node.op_type == "QLinearConv" else 1
         return max(1, math.prod((scope.shape(graph.operand(node, index)) or (1,))[1:]))

@@ -1,4 +1,4 @@
-"""What depends on what in a graph: on the values of its inputs, and not only on their shapes."""
+"""Dependencies of values in a graph: on the values of its inputs, and not only on their shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAME_VALUES = graph.RESHAPING | {"Cast", "Expand"}
 _CHOOSING = frozenset({"Gather", "GatherElements", "GatherND"})
 
 _MAX_SETTINGS = 4
-"""Numbers that an input with settings has."""
+"""The most numbers in an input with settings."""
 
 
 class Dependencies(Scope):
@@ -38,7 +38,7 @@ class Dependencies(Scope):
     def counted(self) -> tuple[onnx.NodeProto, ...]:
         """The nodes that depend on the values of inputs, and that an output of the graph needs.
 
-        All others are computed once, or are removed, when the graph is prepared.
+        Preparation computes all others once, or removes them.
         """
         needed = sorted(self.above(value.name for value in self.part.output))
         nodes = (self.part.node[index] for index in needed)
@@ -53,7 +53,7 @@ class Dependencies(Scope):
         return self._origins.get(name, frozenset())
 
     def behind(self, name: str) -> list[onnx.NodeProto]:
-        """The nodes that make the value ``name`` of inputs, the last ones first."""
+        """The nodes that compute the value ``name`` from inputs, the last ones first."""
         found = self.above([name], lambda each: each in self._origins)
         return [self.part.node[index] for index in found]
 

@@ -1,7 +1,7 @@
 """Undo the quantization of a model: integer arithmetic becomes float arithmetic, with dequantized weights.
 
-Dynamic quantization measures each activation when the model runs, which NPUs cannot do. What it computes is
-``(q - zero_point) * scale`` of integers, and so an approximation of a float operator, which takes its place.
+Dynamic quantization measures each activation when the model runs, which NPUs cannot do. It computes
+``(q - zero_point) * scale`` of integers, an approximation of a float operator, which replaces it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOVING = graph.RESHAPING | {"Gather", "Slice", "Transpose"}
 """Operators that only move the values of their first input."""
 
 _SAME_NUMBERS = _MOVING | {"MaxPool", "Split"}
-"""Operators that quantizers apply to integers, because they give the same with floats."""
+"""Operators that quantizers apply to integers, because the result is the same as with floats."""
 
 _NUMBERS = frozenset(
     {
@@ -40,7 +40,7 @@ _NUMBERS = frozenset(
         TensorProto.INT32,
     }
 )
-"""The element types of what a quantizer stores, and casts to."""
+"""The element types that a quantizer stores, and casts to."""
 
 
 def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
@@ -50,7 +50,7 @@ def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
 
 
 def is_noisy(onnx_model: onnx.ModelProto) -> bool:
-    """Whether a model rounds values to integers: what changes one in its last bits changes others more."""
+    """Whether a model rounds values to integers: small errors in a value then change others more."""
     operators = {node.op_type for node in graph.nodes(onnx_model.graph)}
     return "QuantizeLinear" in operators or is_dynamic(onnx_model)
 
@@ -59,13 +59,13 @@ def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     """Undo dynamic quantization in ``model``, in place, and return the number of operators undone.
 
     Stored weights that are only dequantized become floats too, unless the model also has static quantization
-    (QuantizeLinear), which NPUs take as it is; with ``static`` that is undone as well. A node whose
-    surroundings are not those of a known quantizer stays as it is. All tensors must have their values.
+    (QuantizeLinear), which NPUs support; with ``static`` that is undone as well. A node stays as it is unless
+    a known quantizer writes it like this. All tensors must have their values.
     """
     before = _count(model)
     _replace(model, _Undoing(static=static).rules())
     if static or not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
-        # Nodes that only the integers go through are removed at the end.
+        # Nodes that only integers pass through are removed at the end.
         _replace(model, {"DequantizeLinear": _stored_floats})
     remove_unused(model.graph)
     return before - _count(model)
@@ -118,7 +118,7 @@ class _Sum:
 
 @dataclass(frozen=True)
 class _Bias:
-    """Integers that are ``value`` divided by ``by``, rounded."""
+    """Integers: ``value`` divided by ``by``, rounded."""
 
     value: Floats
     by: _Scale
@@ -128,10 +128,9 @@ _Restored = _Quantized | _Scale | _Sum | _Bias
 
 
 class _Undoing:
-    """Puts floats beside integers, where the scales of the results are known; ``known``: what is of values.
+    """Adds floats beside integers whose scales are known; ``known``: by the names of values.
 
-    With ``static`` what goes into QuantizeLinear too is connected with what comes out of DequantizeLinear
-    behind it.
+    With ``static`` the input of a QuantizeLinear also replaces the output of the DequantizeLinear after it.
     """
 
     def __init__(self, *, static: bool) -> None:
@@ -170,7 +169,7 @@ class _Undoing:
         self.known[scale] = _Scale(scale, np.ones((), np.float32))
 
     def _clip(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        """Keep the range of the integers: quantizers leave out a Relu that it replaces."""
+        """Keep the range of the integers: quantizers omit a Relu that it replaces."""
         value, scale, zero = graph.operands(node, 3)
         bounds = _bounds(scope, scale, zero)
         if bounds is None:
@@ -180,8 +179,8 @@ class _Undoing:
         return node.output
 
     def _move(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        """A copy of ``node`` for the floats of quantized integers, beside the node itself, which goes if
-        it is not read any more.
+        """A copy of ``node`` for the floats of quantized integers; the node itself is removed if it becomes
+        unused.
         """
         data = node.input if node.op_type == "Concat" else node.input[:1]
         known = {name: its for name in data if isinstance(its := self.known.get(name), _Quantized)}
@@ -213,7 +212,7 @@ class _Undoing:
         weight = _real(scope, _floats(scope, right), "", right_zero, spread)
         known = self.known.get(left)
         if not isinstance(known, _Quantized) and (path := _to_stored(scope, left)):
-            # Rows of a table that is stored as integers, which have a stored scale.
+            # Rows of a table of stored integers with a stored scale.
             offset, table = _floats(scope, left_zero), _floats(scope, path[1])
             if table is not None and offset is not None and offset.size == 1:
                 real = _moved(path, table - offset.reshape(()), builder)
@@ -232,7 +231,7 @@ class _Undoing:
         if node.op_type == "Reshape":
             if not isinstance(known, _Bias):
                 return
-            # Only sizes of 1 are added, which `_as_floats` does too.
+            # Only sizes of 1 are added; `_as_floats` does the same.
             known = replace(known, value=known.value.reshape(-1))
         self.known[node.output[0]] = known
 
@@ -248,7 +247,7 @@ class _Undoing:
         return None
 
     def _scale_of(self, name: str, scope: Scope) -> _Scale | None:
-        """What is known of a scale: a stored one belongs to stored integers."""
+        """The known scale ``name``: a stored one belongs to stored integers."""
         known, stored = self.known.get(name), _floats(scope, name)
         if isinstance(known, _Scale):
             return known
@@ -328,7 +327,7 @@ def _is_equal(scope: Scope, one: str, other: str) -> bool:
 
 
 def _bounds(scope: Scope, scale: str, zero: str) -> tuple[float, float] | None:
-    """The range of what is quantized; None if that is not one for all values."""
+    """The range of the quantized values; None if it is not the same for all."""
     factor, offset = _floats(scope, scale), _floats(scope, zero)
     if factor is None or factor.size != 1:
         return None
@@ -343,16 +342,16 @@ def _bounds(scope: Scope, scale: str, zero: str) -> tuple[float, float] | None:
 
 
 def _stored_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """What makes the result of a DequantizeLinear if its integers are stored, perhaps moved after that."""
+    """The result of a DequantizeLinear as stored floats, if its integers are stored, perhaps moved later."""
     path = _to_stored(scope, node.input[0])
     floats = _dequantized(node, scope, path[1], moved=bool(path[0])) if path else None
     return None if path is None or floats is None else [_moved(path, floats, builder)]
 
 
 def _dequantized(node: onnx.NodeProto, scope: Scope, first: str, *, moved: bool) -> Floats | None:
-    """What the DequantizeLinear ``node`` makes of the stored tensor ``first``."""
+    """The floats that the DequantizeLinear ``node`` computes from the stored tensor ``first``."""
     integers, factor = scope.constant(first), scope.shape(node.input[1])
-    # Which axis has the scales is another one before it is moved.
+    # Before the moves, another axis has the scales.
     several = factor is not None and math.prod(factor) > 1
     if integers is None or graph.attribute(node, "block_size", 0) or (several and moved):
         return None
@@ -366,7 +365,7 @@ _Path = tuple[list[onnx.NodeProto], str]
 
 
 def _to_stored(scope: Scope, name: str) -> _Path | None:
-    """What moves a stored tensor into the value ``name``."""
+    """The nodes that move a stored tensor into the value ``name``."""
     moves: list[onnx.NodeProto] = []
     while scope.stored.get(name) is None:
         node = scope.maker(name)
@@ -378,7 +377,7 @@ def _to_stored(scope: Scope, name: str) -> _Path | None:
 
 
 def _moved(path: _Path, values: Floats, builder: Builder) -> str:
-    """``values``, which take the place of the stored tensor of ``path``, after it is moved."""
+    """``values``, which replace the stored tensor of ``path``, after the moves."""
     moves, name = path
     renamed = {name: builder.store(values)}
     builder.copy(moves, renamed, _SUFFIX)
@@ -453,7 +452,7 @@ def _as_floats(product: _Sum, scale: _Scale, builder: Builder) -> list[str] | No
         factor = _per_channel(0)(factor, weight.ndim)
     floats, bias = weight * factor, ""
     if product.bias is not None and product.biased is not None:
-        # It was divided by one factor, and is multiplied with another.
+        # It was divided by one factor, and is multiplied by another.
         values = product.bias * (scale.factor.reshape(-1) / product.biased.reshape(-1))
         bias = builder.store(np.broadcast_to(values, len(weight)) if is_convolution else values)
     if is_convolution:

@@ -1,4 +1,4 @@
-"""The files that hold a model's external data: where they are, and whether the model can use them."""
+"""The files of a model's external data: where they are, and whether the model can use them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from hatch_epcontext.graph.reading import byte_size
 from hatch_epcontext.text import show_size
 
 _ADDRESS = "_ORT_MEM_ADDR_"
-"""ONNX Runtime takes the offset of a location with this for an address in its own memory."""
+"""ONNX Runtime treats the offset of a location with this prefix as an address in its own memory."""
 
 
 def names(model: onnx.ModelProto) -> tuple[str, ...]:
     """Return the files of the model's external data as it names them, sorted; they may be missing.
 
-    Raises ModelError, without a location, when a tensor does not say where its data is.
+    Raises ModelError, without a location, when a tensor does not name the place of its data.
     """
     return tuple(sorted(_ends(model)))
 
@@ -41,10 +41,9 @@ def names(model: onnx.ModelProto) -> tuple[str, ...]:
 def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> tuple[str, ...]:
     """Return the files of the external data of ``model``, which is in ``folder``.
 
-    They are relative to ``folder``, with forward slashes, sorted. ``location`` is that of problems.
-    Raises ModelError when a tensor does not name where its data is, and when a file is outside the
-    folder, is missing, is no regular file, is too short, or is larger than a model can need. Nothing of
-    them is read.
+    They are relative to ``folder``, with forward slashes, sorted. ``location`` is that of problems. Raises
+    ModelError when a tensor does not name the place of its data, and when a file is outside the folder, is
+    missing, is no regular file, is too short, or is larger than a model can need. No file is read.
     """
     key = location if isinstance(location, Key) else None
     problems: list[Problem] = []
@@ -104,11 +103,11 @@ _NO_FILE = Rejection("is not a regular file.", "Save the model and its data agai
 _LFS_POINTER = Rejection("is a Git LFS pointer, not the data itself.", "Run: git lfs pull")
 
 _MAX_OF_A_POINTER = 1024
-"""Bytes below which a file can be a pointer of Git LFS, as its specification states."""
+"""The specification's upper limit in bytes of a Git LFS pointer."""
 
 
 class _ModelFolder:
-    """A model's folder, which is resolved once for all files in it."""
+    """A model's folder, resolved once for all its files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -121,15 +120,15 @@ class _ModelFolder:
         try:
             return (self._folder / location).resolve().is_relative_to(self._resolved)
         except RuntimeError:
-            # Links in a circle, which lead nowhere. Python 3.13 and newer raise nothing.
+            # A loop of links. Python 3.13 and newer raise nothing.
             return True
         except OSError:
-            # A name that no file system has.
+            # A name that no file system allows.
             return False
 
     def status(self, location: str) -> os.stat_result | Rejection:
         """The status of the file at ``location``, or why it cannot be used."""
-        # 10^5 files in one folder are usual for some exporters, and resolving a path is slow.
+        # Some exporters write 10^5 files into one folder, and resolving a path is slow.
         plain = re.fullmatch(r"[\w-][\w.-]*", location) is not None
         path = self._folder / location
         try:
@@ -156,9 +155,9 @@ def _unusable(path: Path, status: os.stat_result) -> Rejection | None:
 
 
 def _link_to_another_place(link: Path) -> Rejection:
-    """The message about such a link, as hubs have in their caches for each file of a model.
+    """The message about a link out of the folder, as in the caches of hubs for each file of a model.
 
-    Raises FileNotFoundError if it leads nowhere.
+    Raises FileNotFoundError if its target does not exist.
     """
     link.stat()
     return Rejection(

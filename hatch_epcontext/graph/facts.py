@@ -1,4 +1,4 @@
-"""Facts of graphs as data: others use them without onnx.
+"""Facts of graphs as data, which need no onnx.
 
 Shapes are lists of sizes; an open dimension is its name, or None if it has none.
 """
@@ -24,7 +24,7 @@ class TensorFacts:
     shape: tuple[Size, ...]
 
     def takes(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of ``shape`` fits: an open dimension takes any size."""
+        """Whether an array of ``shape`` fits: an open dimension accepts any size."""
         return len(shape) == len(self.shape) and all(
             not isinstance(size, int) or size == given
             for given, size in zip(shape, self.shape, strict=True)
@@ -43,11 +43,11 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class Range:
-    """What values an input takes, from ``low`` to ``high``, both included.
+    """The values that an input accepts, from ``low`` to ``high``, both included.
 
-    ``known``: whether the graph shows it; otherwise nothing bounds the input, and the range is a guess.
-    ``usual``: the value that the input has in normal use, such as 1 in a mask or the whole length; None if
-    any value is as good. ``whole``: whether the graph uses the values as integers, whatever their dtype.
+    ``known``: whether the graph shows them; otherwise nothing bounds the input, and the range is a guess.
+    ``usual``: the value in normal use, such as 1 in a mask or the whole length; None if any value is as good.
+    ``whole``: whether the graph uses the values as integers, whatever their dtype.
     """
 
     low: float
@@ -73,10 +73,10 @@ class Cut:
         return bool(self.inputs or self.outputs)
 
     def within(self, other: Cut) -> Cut:
-        """This cut of a model that is cut by ``other``: ends that are not named are those of that."""
+        """This cut of a model after the cut ``other``: without names of its own it has the ends of that."""
         return Cut(self.inputs or other.inputs, self.outputs or other.outputs)
 
     def setting(self, model: Key) -> Setting:
-        """What to set for this cut of the model at the key ``model``."""
+        """The setting for this cut of the model at the key ``model``."""
         ends = {"inputs": list(self.inputs), "outputs": list(self.outputs)}
         return Setting(model / "cut", {end: names for end, names in ends.items() if names})

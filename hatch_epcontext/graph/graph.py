@@ -41,10 +41,10 @@ RESHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 """Operators whose result has all values of their first input, in the same order."""
 
 _MAX_VALUES = 2**16
-"""Values of a stored tensor that can decide shapes: tables of weights are larger."""
+"""The most values of a stored tensor that can decide shapes: weights are larger."""
 
 Part = onnx.GraphProto | onnx.FunctionProto
-"""What has nodes."""
+"""A graph or function."""
 
 
 _P = TypeVar("_P", bound=Part)
@@ -94,7 +94,7 @@ def is_random(node: onnx.NodeProto) -> bool:
 
 
 def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return the nodes of ``graph``, nested ones too, that are not constants."""
+    """Return the nodes of ``graph`` that are not constants, including nested ones."""
     return [node for node in nodes(graph) if node.op_type != "Constant"]
 
 
@@ -140,7 +140,7 @@ def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     """Return the value of an attribute of ``node``, text as bytes; ``default`` if it has no value."""
     for each in node.attribute:
         if each.name == name:
-            # A function's attribute can stand for it, or it is of no type that ONNX has.
+            # It refers to a function's attribute, or has an invalid type.
             with contextlib.suppress(ValueError):
                 return onnx.helper.get_attribute_value(each)
     return default
@@ -252,7 +252,7 @@ def is_external(tensor: onnx.TensorProto) -> bool:
 
 
 def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """Return the value of a Constant node; None for another node, or a value that is no dense tensor."""
+    """Return the value of a Constant node; None for another node, or a value that is not a dense tensor."""
     if node.op_type != "Constant" or node.domain not in STANDARD or not node.attribute:
         return None
     (given,) = node.attribute[:1]
@@ -346,7 +346,7 @@ def inferred(
     main.sparse_initializer.extend(model.graph.sparse_initializer)
     listed = {value.name for value in main.input}
     for tensor in model.graph.initializer:
-        # Inferring shapes would copy the others twice, and fail where they are in another file.
+        # Shape inference would copy large tensors twice, and fail if they are in another file.
         if math.prod(tensor.dims) <= _MAX_VALUES and not is_external(tensor):
             main.initializer.append(tensor)
         elif tensor.name not in listed:
@@ -355,5 +355,5 @@ def inferred(
     try:
         return onnx.shape_inference.infer_shapes(light, data_prop=True).graph
     except Exception:
-        # It raises many things, for models that ONNX Runtime takes.
+        # It raises many types, even for models that ONNX Runtime opens.
         return model.graph

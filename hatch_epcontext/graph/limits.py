@@ -20,11 +20,10 @@ DYNAMIC_QUANTIZATION = frozenset(
         "com.microsoft.QAttention",
     }
 )
-"""Operators of models whose activations are quantized while they run, as they are written with their
-domain. NPUs take none."""
+"""Operators of models that quantize activations while they run, with their domains. NPUs support none."""
 
 ValueKind = Literal["string", "sequence", "map", "optional"]
-"""The kinds of values that are no tensors of numbers."""
+"""The kinds of values that are not tensors of numbers."""
 
 VALUE_KINDS: tuple[ValueKind, ...] = ("string", "sequence", "map", "optional")
 
@@ -33,11 +32,10 @@ VALUE_KINDS: tuple[ValueKind, ...] = ("string", "sequence", "map", "optional")
 class Limits:
     """Nodes that an EP leaves to the CPU whatever its options and its version are.
 
-    ``domains``: those of which it has no operator but ``known``, which are written with their domain.
-    ``kinds``: kinds of values that none of its nodes takes or makes. ``shapes_from``: operators whose
-    output has a shape that depends on the values of one of these inputs, by their numbers from 0, and
-    which it takes with constants there only. ``loops``: whether it takes loops whose number of rounds
-    depends on the data.
+    ``domains``: those of which it has only the operators ``known``, which have their domains in their names.
+    ``kinds``: kinds of values that none of its nodes reads or computes. ``shapes_from``: operators whose
+    output shape depends on the values of these inputs, by their numbers from 0, and which it compiles only
+    with constants there. ``loops``: whether it compiles loops whose number of iterations depends on the data.
     """
 
     domains: frozenset[str] = frozenset({"ai.onnx.ml"})
@@ -48,7 +46,7 @@ class Limits:
 
 
 NUMBERS_ONLY = Limits()
-"""The limits of an EP for neural networks that takes open shapes."""
+"""The limits of an EP for neural networks that compiles open shapes."""
 
 FIXED_SHAPES = Limits(
     shapes_from={

@@ -1,4 +1,4 @@
-"""The floats in which an EP computes, and what it computes wrong, for graphs that stand in float32."""
+"""The number format in which an EP computes float32 graphs, and the faults of its kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FUSING = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-"""Operators that EPs compute together with the addition and the activation behind them."""
+"""Operators that EPs fuse with the addition and the activation after them."""
 
 RewriteName = Literal[
     "square",
@@ -24,22 +24,22 @@ RewriteName = Literal[
     "log-softmax",
     "sigmoid",
 ]
-"""The rewrites of what EPs compute wrong, or inexactly, in float16: see `rewrites.precise`."""
+"""The rewrites of nodes that EPs compute wrong, or inexactly, in float16: see `rewrites.precise`."""
 
 ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
-"""The rewrites that lose nothing, and are applied to all models where they avoid something."""
+"""The rewrites that lose nothing, and are applied to every model with such a fault."""
 
 FOR_RANGES: tuple[RewriteName, ...] = (
     *("exp", "hypot", "log-power", "log-scale", "variance", "scaled-square", "softplus"),
 )
-"""Those that avoid what an emulation of the number format shows, or values that a kernel gets wrong."""
+"""Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
 REMEDIES: tuple[tuple[RewriteName, ...], ...] = (
     FOR_RANGES,
     ("barrier",),
     ("log-softmax", "sigmoid"),
 )
-"""Those that add nodes, in the groups in which they are tried where outputs differ, or may differ.
+"""Those that add nodes, in the groups that are tried one after the other if outputs differ, or may differ.
 
 All but `FOR_RANGES` avoid inexact kernels of an EP, which only a run shows.
 """
@@ -52,17 +52,16 @@ _FOR_SMALL_RANGES: frozenset[RewriteName] = frozenset(
 
 @dataclass(frozen=True)
 class Fault:
-    """Nodes of ``operator`` that an EP computes wrong, although its number format has their results.
+    """Nodes of ``operator`` that an EP computes wrong, although its number format can represent the results.
 
-    ``text``: what is wrong, the end of a sentence about the node. ``rewrite``: the name of the rewrite that
+    ``text``: the fault, as the end of a sentence about the node. ``rewrite``: the name of the rewrite that
     avoids it, None if there is none. ``operand``: the number, from 0, of the operand that decides: results
-    are wrong where it is from ``low`` to ``high``, and then they are ``gives``, or at worst (None where one
-    element does not decide, or where results are only less exact). Where ``high`` is -0.0, 0.0 is right.
+    are wrong if it is from ``low`` to ``high``, and then ``gives`` at worst (None if more than one element
+    decides, or if results are only less exact). If ``high`` is -0.0, 0.0 is right.
 
-    Its conditions: ``exponent``, that of a Pow; ``computed``: only where the operand is no stored tensor;
-    ``behind``: only directly behind these operators, with or without an Add between; ``inputs``: how many
-    the node has; ``attributes``: names, and the values that each may have, ``""`` where the node does not
-    have it.
+    Its conditions: ``exponent``, of a Pow; ``computed``: the operand is not a stored tensor; ``behind``: the
+    node directly follows one of these operators, with or without an Add between; ``inputs``: their number;
+    ``attributes``: names, and the values that each may have, ``""`` for a missing one.
     """
 
     operator: str
@@ -79,9 +78,9 @@ class Fault:
     attributes: tuple[tuple[str, frozenset[str]], ...] = ()
 
     def concerns(self, operator: str, inputs: int, attributes: Mapping[str, str]) -> bool:
-        """Whether a node with so many inputs, and these of its attributes that are strings, may have it.
+        """Whether a node with so many inputs and these string attributes may have the fault.
 
-        ``exponent``, ``computed`` and ``behind`` depend on other nodes, and are left to the caller.
+        ``exponent``, ``computed`` and ``behind`` depend on other nodes: the caller checks them.
         """
         return (
             operator == self.operator
@@ -93,11 +92,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How an EP rounds floats; for ``sums``, operators, it saturates at ``largest_of_sums``.
+    """How an EP rounds floats; results of the operators ``sums`` saturate at ``largest_of_sums``.
 
     ``seen``: where that was measured, such as "the simulator of onnxruntime-qnn 2.7.0"; empty if it was not:
-    then nothing that is computed with it decides. ``inexact``: operators whose kernels are less exact
-    than their format. ``has_reciprocals``: whether a / b is a * (1 / b), where 1 / b is rounded too.
+    then its emulation decides nothing. ``inexact``: operators whose kernels are less exact than the format.
+    ``has_reciprocals``: whether a / b is a * (1 / b), where 1 / b is rounded too.
     """
 
     name: Literal["float16", "bfloat16"]
@@ -110,12 +109,12 @@ class NumberFormat:
     has_reciprocals: bool = False
 
     def faults_of(self, operator: str) -> tuple[Fault, ...]:
-        """Those that nodes of ``operator`` may have."""
+        """The faults that nodes of ``operator`` may have."""
         return tuple(each for each in self.faults if each.operator == operator)
 
     @property
     def rewrites(self) -> frozenset[RewriteName]:
-        """Those of `ALWAYS` and `REMEDIES` that avoid something of it."""
+        """Those of `ALWAYS` and `REMEDIES` that avoid a fault of the format."""
         avoided = {fault.rewrite for fault in self.faults if fault.rewrite}
         return frozenset(avoided) | (_FOR_SMALL_RANGES if self.name == "float16" else frozenset())
 

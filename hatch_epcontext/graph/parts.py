@@ -29,9 +29,9 @@ class Part:
 def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str], key: Key) -> Part:
     """Return the part of ``main`` that ``cut``, which is at ``key``, keeps.
 
-    ``frozen``: the inputs to which the configuration gives a value, which a cut need not name. Raises
-    ModelError with all names that the graph does not have; when an output depends on none of the inputs,
-    or on an input that the cut takes away; and when no output depends on an input of the cut.
+    ``frozen``: the inputs with a configured value, which a cut need not name. Raises ModelError with all
+    unknown names; when an output depends on none of the inputs, or on an input that the cut removes; and
+    when no output depends on an input of the cut.
     """
     part, problems = collect(_part(main, cut, frozen, key))
     if problems or part is None:
@@ -83,7 +83,7 @@ def _part(
     needed = {name for its in reached.values() for name in its}
     named = set(cut.inputs) if cut.inputs else set(own)
     kept = [each for each in cut.inputs if each in needed]
-    # Outputs that lack the same inputs are one problem.
+    # Outputs that need the same inputs are one problem.
     lacking: dict[tuple[str, ...], list[str]] = {}
     for name, its in reached.items():
         more = tuple(sorted(its - named - set(frozen)))
@@ -119,7 +119,7 @@ def _unknown(
 def _not_computable(
     outputs: Sequence[str], more: Sequence[str], kept: Sequence[str], key: Key
 ) -> Problem:
-    """The problem of ``outputs`` that need the inputs ``more`` too, or that need none at all."""
+    """The problem of ``outputs`` that also need the inputs ``more``, or that need none at all."""
     one = len(outputs) == 1
     named = f"the output{'' if one else 's'} {listing([repr(each) for each in outputs])}"
     if more:
@@ -127,14 +127,14 @@ def _not_computable(
         return Problem.at(
             key / "inputs",
             Kind.INVALID_CUT,
-            f"{named} also need{'s' if one else ''} {also} of the model, which the cut takes away.",
-            "Keep what is needed, or cut behind it:",
+            f"{named} also need{'s' if one else ''} {also} of the model, which the cut removes.",
+            "Keep what is needed, or cut after it:",
             Setting(key / "inputs", [*kept, *more]),
         )
     return Problem.at(
         key / "outputs",
         Kind.INVALID_CUT,
         f"{named} {'does' if one else 'do'} not depend on any input.",
-        "Name outputs behind the inputs.",
+        "Name outputs after the inputs.",
         Setting(key / "outputs"),
     )

@@ -1,4 +1,4 @@
-"""Read ONNX files, which anybody may have made: what is wrong with one is found before it is used."""
+"""Read untrusted ONNX files: damage is found before they are used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import show_size
 
 _MAX_NODES = 1_000_000
-"""Nodes to which the functions of a model may expand: EPs and simplifiers take them one by one."""
+"""The most nodes to which the functions of a model may expand."""
 
 _FEW_BITS: dict[int, int] = {
     TensorProto.UINT4: 4,
@@ -63,10 +63,10 @@ def read(path: Path, key: Key) -> onnx.ModelProto:
 def load(path: Path, location: Key | str) -> onnx.ModelProto:
     """Read the ONNX file at ``path``, compiled or not, without its external data.
 
-    ``location`` is that of problems. Raises ModelError when the file is no ONNX model, when it is too
-    large, and when names, tensors or functions of it are damaged; the message names them.
+    ``location`` is that of problems. Raises ModelError when the file is not an ONNX model, is too large, or
+    has damaged names, tensors or functions; the message names them.
     """
-    # Any other location is that of the file.
+    # Any other location names the file.
     name = f"{path.name} " if isinstance(location, Key) else ""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -94,7 +94,7 @@ def _invalid(location: Key | str, message: str, hint: str | None = None) -> Mode
 
 
 def _damage(model: onnx.ModelProto) -> Iterator[str]:
-    """What is wrong with ``model`` itself, in words."""
+    """Descriptions of the damage in ``model``."""
     yield from _damaged_part(model.graph)
     for function in model.functions:
         its = (function.name, function.domain, *function.input, *function.output)
@@ -143,7 +143,7 @@ def _are_names(names: Iterable[str]) -> bool:
 
 
 def _no_names(what: str, *names: str | bytes) -> Iterator[str]:
-    """The ``names`` that are no text, or end early for everything that is written in C."""
+    """The ``names`` that are not text, or that contain NUL, where they would end for code in C."""
     for name in names:
         if not isinstance(name, str):
             yield f"{what} is not UTF-8 text: {name!r}"
@@ -152,7 +152,7 @@ def _no_names(what: str, *names: str | bytes) -> Iterator[str]:
 
 
 def _endless_functions(model: onnx.ModelProto) -> Iterator[str]:
-    """The functions that call themselves, or expand to more nodes than anything can take."""
+    """The functions that call themselves, or expand to too many nodes."""
     own = {(each.domain, each.name, each.overload): each for each in model.functions}
     if not own:
         return
@@ -207,7 +207,7 @@ def _is_unpacked(tensor: TensorProto) -> bool:
 
 
 def byte_size(tensor: TensorProto) -> int | None:
-    """The bytes of the values of ``tensor`` as raw data; None for a dtype that has no such form."""
+    """The bytes of the values of ``tensor`` as raw data; None for a dtype without raw data."""
     count = math.prod(tensor.dims)
     if bits := _FEW_BITS.get(tensor.data_type):
         return -(-count * bits // 8)

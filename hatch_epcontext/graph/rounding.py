@@ -1,4 +1,4 @@
-"""A model in float32 that computes as an EP does in its number format: each result is rounded.
+"""Emulates an EP's number format with a float32 model: each result is rounded.
 
 Sums inside Conv, MatMul and reductions stay exact, as NPUs compute them.
 """
@@ -24,19 +24,19 @@ _SAME_VALUES = graph.RESHAPING | {
     *("ReverseSequence", "Sign", "Slice", "SpaceToDepth", "Split", "Tile", "TopK", "Transpose"),
     *("Trilu", "Where"),
 }
-"""Operators whose results are among their operands, or follow from their signs: they are rounded already."""
+"""Operators whose results are values of their operands, or signs: they need no rounding."""
 
 _QUANTIZES = frozenset({"QuantizeLinear", "com.microsoft.QuantizeLinear"})
 _DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
 
 _SCALING = frozenset({"Resize", "Upsample"})
-"""Operators whose stored floats are sizes, and no data."""
+"""Operators whose stored floats are sizes, not data."""
 
 _WHERE = 9
-"""The opset since which there is a Where; most models of the two before are also ones of this."""
+"""The first opset with Where; most models of the two opsets before are also valid in it."""
 
 _FEW_VALUES = 1e-3
-"""A range of values that a model seldom has."""
+"""The width of a range of values so small that a model seldom has them."""
 
 _TYPES: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
@@ -46,10 +46,10 @@ def emulate(
 ) -> None:
     """Round the floats of ``model`` as ``format_`` does, in place; its shapes are fixed.
 
-    ``types``: those of its values, as far as they are known. ``skipped``: the names of nodes that the EP does
-    not compute: what these make is rounded where others read it, as inputs are. What is computed with
-    integers between quantized values is not rounded, nor are their scales, the graphs inside of nodes, and
-    stored numbers that a node which is not rounded reads too.
+    ``types``: the known types of its values. ``skipped``: the names of nodes that the EP does not compute:
+    their results are rounded where other nodes read them, as inputs are. Not rounded are results that the EP
+    computes with integers between quantized values, their scales, inner graphs, and stored numbers that a
+    node without rounding also reads.
     """
     for each in model.opset_import:
         if not each.domain and each.version in (_WHERE - 2, _WHERE - 1):
@@ -61,7 +61,7 @@ def emulate(
 
 
 def rounded(values: Array, format_: NumberFormat) -> Array:
-    """Float32 ``values`` as ``format_`` has them."""
+    """Float32 ``values``, rounded to ``format_``."""
     import ml_dtypes
 
     dtype = np.float16 if format_.name == "float16" else ml_dtypes.bfloat16
@@ -82,7 +82,7 @@ class _EmulatedGraph:
         self._entered: dict[str, str] = {}
 
     def add(self, node: onnx.NodeProto, *, rounds: bool) -> None:
-        """Add ``node``, and with ``rounds`` what rounds its results."""
+        """Add ``node``, and with ``rounds`` nodes that round its results."""
         copy = copy_of(node)
         if not rounds:
             self._outside.update(node.output)
@@ -132,7 +132,7 @@ class _EmulatedGraph:
         node.op_type, node.input[1] = "Mul", inverse
 
     def _is_inside(self, node: onnx.NodeProto, name: str) -> bool:
-        """Whether a value is never one of the format: it is quantized at once, or added to at once."""
+        """Whether a value is never rounded to the format, because it is quantized or added to at once."""
         readers = [self._scope.nodes[index] for index in self._scope.readers.get(name, ())]
         if not readers or name in self._outputs:
             return False
@@ -145,7 +145,7 @@ class _EmulatedGraph:
         return reader.op_type in ("Relu", "Clip") or (reader.op_type == "Add" and has_constant)
 
     def _round(self, value: str, name: str, *, wide: bool) -> None:
-        """Add nodes that make ``name`` of ``value``."""
+        """Add nodes that round ``value`` into ``name``."""
         builder, largest = self._builder, self._format.largest
         inside = self._limited(value, largest)
         short = builder.add("Cast", inside, to=_TYPES[self._format.name])
@@ -168,16 +168,16 @@ class _EmulatedGraph:
         return self._constants[value]
 
     def _faulty(self, node: onnx.NodeProto, value: str, fault: Fault) -> str:
-        """``value``, the result of ``node``, as the EP has it with ``fault``."""
+        """``value``, the result of ``node``, as the EP computes it with ``fault``."""
         if fault.gives is None or not applies(fault, node, self._scope):
             return value
         builder, operand = self._builder, node.input[fault.operand]
-        # Without GreaterOrEqual, which older opsets do not have.
+        # Without GreaterOrEqual, which older opsets lack.
         below = builder.add("Less", operand, self._constant(fault.low))
         above = builder.add("Greater", operand, self._constant(fault.high))
         right = builder.add("Or", below, above)
         if math.copysign(1.0, fault.high) < 0 and not fault.high:
-            # Comparisons take -0.0 for 0.0, and its reciprocal is -Inf.
+            # Comparisons treat -0.0 as 0.0; its reciprocal is -Inf.
             positive = builder.add(
                 "Greater", builder.add("Reciprocal", operand), self._constant(0.0)
             )
@@ -186,7 +186,7 @@ class _EmulatedGraph:
 
 
 def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
-    """Whether ``fault`` is one of ``node``, whatever its values."""
+    """Whether ``node`` can have ``fault``, whatever its values."""
     texts = {each.name: graph.text(node, each.name) for each in node.attribute if each.s}
     if not fault.concerns(graph.operator(node), len(node.input), texts):
         return False
@@ -203,7 +203,7 @@ def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
 
 
 def hidden_faults(format_: NumberFormat, node: onnx.NodeProto, scope: Scope) -> Iterator[Fault]:
-    """Those of ``node`` that no emulation shows, and that are not only those of a few values."""
+    """The faults of ``node`` that the emulation cannot show, and that concern more than a few values."""
     for fault in format_.faults_of(graph.operator(node)):
         is_hidden = fault.gives is None and fault.high - fault.low > _FEW_VALUES
         if is_hidden and applies(fault, node, scope):

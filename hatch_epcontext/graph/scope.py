@@ -1,6 +1,6 @@
 """What is known of the values that a graph can use: its own, and those of the graphs around it.
 
-Types and stored tensors are those of the graphs around it too; nodes are those of the graph itself.
+Types and stored tensors include those of the graphs around it; nodes are only the graph's own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Sizes = tuple[int | None, ...]
 
 
 class Scope:
-    """The graph ``part``, which is inside that of ``outer``; its values hide others of the same name.
+    """The graph ``part`` inside that of ``outer``; its values hide others of the same name.
 
-    With ``nested`` the graphs inside its nodes are parts of it too, as far as their names differ. ``types``:
-    those of its values that it does not have itself; as an attribute, and so for the tensors that are
-    ``stored``, with those of the graphs around it. None for what is not known.
+    With ``nested`` its inner graphs belong to it too, as far as their names differ. ``types``: of values
+    whose types the graph does not contain. The attributes ``types`` and ``stored`` include the graphs around
+    it. Methods return None for unknown values.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Scope:
     def of(model: onnx.ModelProto, types: Types = MappingProxyType({})) -> Scope:
         """The main graph of a copy of ``model``, with the types that onnx infers.
 
-        ``types``: those that onnx may not infer, such as those behind operators of other domains.
+        ``types``: those that onnx may not infer, such as after operators of other domains.
         """
         scope = Scope(graph.inferred(model, types), types=types)
         scope.stored.update({tensor.name: tensor for tensor in model.graph.initializer})
@@ -75,7 +75,7 @@ class Scope:
 
     @cached_property
     def makers(self) -> Mapping[str, int]:
-        """The number of the node of this graph that makes each value."""
+        """The number of the node of this graph that computes each value."""
         return {name: i for i, node in enumerate(self.nodes) for name in node.output if name}
 
     @cached_property
@@ -93,10 +93,10 @@ class Scope:
         return found
 
     def maker(self, name: str) -> onnx.NodeProto | None:
-        """The node that makes a value, in this graph or around it; None for inputs and stored tensors."""
+        """The node that computes a value, in this graph or around it; None for inputs and stored tensors."""
         if (index := self.makers.get(name)) is not None:
             return self.nodes[index]
-        # What this graph has hides what is called so around it.
+        # A value of this graph hides those of the same name around it.
         if self._outer is None or name in self._own:
             return None
         return self._outer.maker(name)
@@ -106,7 +106,7 @@ class Scope:
     ) -> list[int]:
         """The numbers of the nodes of this graph on which values depend, the nearest first.
 
-        ``goes_on``: whether what a value depends on is wanted too.
+        ``goes_on``: whether to follow what a value depends on.
         """
         found: dict[int, None] = {}
         waiting = deque(names)

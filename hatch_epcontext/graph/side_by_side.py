@@ -1,4 +1,4 @@
-"""Integer operators and the float operators that `dequantize` puts in their place, in one graph."""
+"""Integer operators, and the float operators with which `dequantize` replaces them, in one graph."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hatch_epcontext.graph.builder import copy_of
 from hatch_epcontext.graph.scope import Scope
 
 _ADDED = "hatch_epcontext.float."
-"""The beginning of the names of what is added."""
+"""The prefix of the names of added nodes and values."""
 
 _ROUNDING = frozenset({"DynamicQuantizeLinear", "com.microsoft.DynamicQuantizeMatMul"})
-"""Operators that round their first input to integers, whose scale they measure."""
+"""Operators that round their first input to integers, with a measured scale."""
 
 
 @dataclass(frozen=True)
 class Undone:
     """A ``node`` of the source that was undone, and the names of its results in ``integers`` and ``floats``.
 
-    ``step``: by how much the result grows with the sum of integers, which a bias of integers rounds to; empty
-    where none is known.
+    ``step``: the result's step for one more in the sum of integers, to which an integer bias rounds; empty if
+    it is unknown.
     """
 
     node: onnx.NodeProto
@@ -36,12 +36,12 @@ class Undone:
 
 
 def add_floats(source: onnx.ModelProto, dequantized: onnx.ModelProto) -> tuple[Undone, ...]:
-    """Add to ``source``, in place, the float operators that `dequantize` has given ``dequantized``, its copy.
+    """Add to ``source``, in place, the float operators of its copy ``dequantized``, made by `dequantize`.
 
     The results of both become outputs. The float operators read the values of ``source`` itself, rounded to
-    the integers that it makes of them: so errors do not add up from layer to layer, and all that may differ
-    is the rounding of floats, and a step. A recurrent layer rounds its state in each step. So both forms of
-    it get a state whose range is that of each of its rows, and run one step.
+    its integers: so errors do not add up from layer to layer, and only float rounding and a step may differ.
+    A recurrent layer rounds its state in each step, so both forms run one step, from a state whose rows all
+    have the same range.
     """
     adding = _Adding(source)
     before = {node.SerializeToString() for node in source.graph.node}
@@ -70,7 +70,7 @@ class _Adding:
         self.count = 0
 
     def add(self, node: onnx.NodeProto) -> Iterator[Undone]:
-        """Add ``node``, which is not in the source, and yield what it takes the place of."""
+        """Add ``node``, which is not in the source, and yield what it replaces."""
         replaced = {name: self.makers[name] for name in node.output if name in self.makers}
         for maker in replaced.values():
             if maker.op_type == "DynamicQuantizeLSTM":
@@ -108,10 +108,10 @@ class _Adding:
         ):
             names = {name: f"{_ADDED}{kind}.{name}" for name in node.output if name}
             new = self._copy(node, {}, names)
-            # Lengths are those of all steps.
+            # Without lengths, which are for all steps.
             given = [*new.input, *[""] * 6][: max(len(new.input), 6)]
             given[0], given[4], given[5] = inputs[0], "", inputs[1]
-            # ONNX Runtime cannot convert weights of several nodes to another type of integers.
+            # ONNX Runtime cannot convert shared weights to another integer type.
             new.input[:] = [self._own(name) for name in given]
             kinds.append(names)
         of_integers, of_floats = kinds
@@ -129,7 +129,7 @@ class _Adding:
         return self.main.node[-1]
 
     def _round(self, value: str) -> str:
-        """``value`` after it was quantized as the source does it, and dequantized."""
+        """``value``, quantized as in the source and dequantized."""
         if value not in self.rounded:
             integers = [self._fresh(each) for each in ("quantized", "scale", "zero_point")]
             self.main.node.append(helper.make_node("DynamicQuantizeLinear", [value], integers))

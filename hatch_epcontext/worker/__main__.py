@@ -1,7 +1,7 @@
 """``python -m hatch_epcontext.worker``: answer the requests in lines of standard input, one by one.
 
-Each line is a list in JSON: the action, the request as text, the folder where it works, and flags. Lines of
-standard output report what it does, and have the reply and its code: see `hatch_epcontext.worker.protocol`.
+Each line is a list in JSON: the action, the request as text, its folder, and flags. Lines of standard output
+report the steps, the reply and its code: see `hatch_epcontext.worker.protocol`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _INFO = 1
 
 def _answer(action: str, request: Any, *, verbose: bool) -> Any:
     handler = importlib.import_module(f"hatch_epcontext.worker.actions.{action}")
-    # Not imported here: `inspect` works without ONNX Runtime.
+    # Not imported, because `inspect` works without ONNX Runtime.
     runtime: Any = sys.modules.get("onnxruntime")
     if (
         sys.platform == "win32"
         and runtime is not None
         and os.environ.get(NO_TELEMETRY, "").lower() not in ("0", "false")
     ):
-        # Some builds for Windows do not read the variable. They have sent an event already.
+        # Some builds for Windows ignore the variable. They have already sent an event.
         runtime.disable_telemetry_events()
     if verbose and runtime is not None:
         runtime.set_default_logger_severity(_INFO)
@@ -64,14 +64,14 @@ def _limit_memory(size: int) -> None:
     if sys.platform == "linux":
         import resource
 
-        # Not the address space, of which the libraries of EPs reserve much and use little.
+        # Not the address space: the libraries of EPs reserve much of it and use little.
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
 def answer(action: str, text: str, *flags: str) -> tuple[str, int]:
     """The reply to the request ``text``, both as JSON, and its code."""
     if sys.version_info >= (3, 14):
-        # The stack of C has more lines than an error shows of a log, and the reason is above it.
+        # The C stack has more lines than an error shows of a log, and the reason is above it.
         faulthandler.enable(c_stack=False)
     for flag in flags:
         if flag.startswith(MEMORY_LIMIT):
@@ -104,13 +104,13 @@ def _is_of_onnx_runtime(error: Exception) -> bool:
 
 
 def _print_traceback() -> None:
-    # The disk that is full has the log too.
+    # The log is on the full disk too.
     with contextlib.suppress(OSError):
         traceback.print_exc()
 
 
 def _os_problem(error: OSError) -> Problem:
-    """The problem for ``error``: the system's, or that of the library that raised it."""
+    """The problem for ``error``, raised by the system or by a library."""
     if is_refusal(error):
         return system_problem(error, Path.cwd())
     _print_traceback()
@@ -137,12 +137,12 @@ def serve(orders: Iterable[bytes], send: Callable[[bytes], object]) -> int:
 
 
 def _begin(folder: Path) -> None:
-    """Make ``folder`` the working directory, and print to the log there from now on."""
+    """Make ``folder`` the working directory, and redirect all output to the log there."""
     os.chdir(folder)
     os.environ.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / TEMPORARY)))
-    # This process, or the one that was forked, may have looked for it already.
+    # This process, or the forked one, may have cached the folder for temporary files.
     tempfile.tempdir = None
-    # On Windows C would end lines a second time, and so each line would have an empty one behind it.
+    # On Windows C would also translate line ends, and an empty line would follow each line.
     binary = getattr(os, "O_BINARY", 0)
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | binary, 0o666)
     for descriptor in (1, 2):
@@ -162,8 +162,8 @@ def _orders(descriptor: int) -> Iterator[bytes]:
     """The lines of a pipe; at its end this process ends, with its group."""
     lines = os.fdopen(descriptor, "rb")
     if sys.platform == "win32":
-        # A job object ends this process with the build. There numpy's import would wait for a thread that
-        # reads: it asks for the type of standard input (numpy 24290, CPython 78961).
+        # A job object ends this process with the build. Here importing numpy would wait for a thread that
+        # reads standard input, because it gets its type (numpy 24290, CPython 78961).
         yield from lines
         return
     found = queue.SimpleQueue[bytes]()
@@ -179,7 +179,7 @@ def _orders(descriptor: int) -> Iterator[bytes]:
 
 
 def _main() -> int:
-    # Not for what a vendor's library starts.
+    # Not inherited by the processes that a vendor's library starts.
     orders, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -190,7 +190,7 @@ def _main() -> int:
             file.write(lines)
             file.flush()
 
-        # What Python has printed when it started may not have ended its line.
+        # Python's own output at its start may not end with a line break.
         send(b"\n")
         return serve(_orders(orders), send)
 

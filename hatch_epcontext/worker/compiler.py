@@ -27,7 +27,7 @@ _CHANGE = "Change the model there, or keep only the part before or after it."
 
 _NEWEST = 127
 _FIELD = b"\x08"
-"""How a protobuf file begins whose first field is a number, as the IR version of ONNX is."""
+"""The first byte of a protobuf file whose first field is a number, such as ONNX's IR version."""
 
 
 def compile_context(
@@ -39,8 +39,8 @@ def compile_context(
 ) -> None:
     """Compile ``prepared`` into the context model ``result``, with its sidecars beside it.
 
-    ``session_options`` are added to the target's; ``model``: what it was made of, for advice.
-    Raises BuildError with an explanation of the EP's error where there is one.
+    ``session_options`` are added to the target's; ``model``: the source model, for advice. Raises BuildError
+    with an explanation of the EP's error, if there is one.
     """
     provider = target.provider
     optimizes = target.settings.optimization != "none"
@@ -72,7 +72,7 @@ def compile_context(
 def lower_ir_version(result: Path, source: Path) -> None:
     """Give the context model ``result`` the IR version of ``source``, if that is older.
 
-    ONNX Runtime writes its own newest, which its older releases refuse to read.
+    ONNX Runtime writes its newest version, which its older releases refuse to read.
     """
     wanted = max(_ir_version(source) or _NEWEST, _IR_VERSION)
     if wanted < (_ir_version(result) or 0):
@@ -90,7 +90,7 @@ def _ir_version(path: Path) -> int | None:
 def compile_buffers(model: bytes, data: Mapping[str, bytes], target: Target) -> bytes:
     """Return the context model of ``model``, an ONNX file's contents, with the compiled blob inside.
 
-    ``data``: the contents of the files of its external data, by the location that the model has.
+    ``data``: the contents of its external data files, by their locations in the model.
     """
     session_options = options(target, target.settings.provider_options)
     if data:
@@ -100,7 +100,7 @@ def compile_buffers(model: bytes, data: Mapping[str, bytes], target: Target) -> 
     compiler = ort.ModelCompiler(
         session_options,
         model,
-        # Always: ONNX Runtime would write a sidecar beside the source model.
+        # Embedded: ONNX Runtime would otherwise write a sidecar beside the source model.
         embed_compiled_data_into_model=True,
         flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
         graph_optimization_level=LEVELS[target.settings.optimization],
@@ -120,9 +120,9 @@ def explained(
 ) -> Iterator[None]:
     """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
 
-    An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled,
-    and ``key`` is its model's place in the configuration, if it has one. ``refused`` gives the sentence that
-    reports why nothing of it was compiled, if the EP does. ``optimizes``: whether ONNX Runtime optimizes it.
+    An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled, and
+    ``key`` is its model's place in the configuration, if it has one. ``refused`` finds the nodes that the EP
+    refuses. ``optimizes``: whether ONNX Runtime optimizes the graph.
     """
     try:
         yield
@@ -148,7 +148,7 @@ def _with_model_compiler(
         options(target, settings.provider_options, session_options),
         near(prepared),
         embed_compiled_data_into_model=settings.embed,
-        # Relative, which means beside the context model; ONNX Runtime takes no other path.
+        # Relative to the context model; ONNX Runtime accepts no other path.
         external_initializers_file_path=None
         if threshold is None
         else result.with_suffix(".data").name,
@@ -178,7 +178,7 @@ def _explanation(
     key: Key | None,
     refused: Callable[[], RefusedNodes],
 ) -> Problem | None:
-    """Return what an error of ONNX Runtime or the EP means; None where that is not known."""
+    """Return the meaning of an error of ONNX Runtime or the EP; None if it is unknown."""
     if "Unable to compile any nodes" in message:
         return _nothing_compiled(provider, source, key, refused)
     if "NULL EPContext node" in message:
@@ -210,7 +210,7 @@ def _refused_graph(
     key: Key | None,
     refused: Callable[[], RefusedNodes],
 ) -> Problem | None:
-    """The problem of a graph that ONNX Runtime or the EP's compiler refuses, where a node is known."""
+    """The problem of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
     settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
     if words := provider.error_in_words(message):
         hint = _CHANGE
@@ -221,11 +221,11 @@ def _refused_graph(
     if not_inferred := _NOT_INFERRED.search(message):
         return _not_inferred(not_inferred, source, key)
     if (nodes := refused()).text:
-        # What it leaves to the CPU can be what it fails with: a type that the rest makes for it.
+        # The nodes that it leaves to the CPU may cause the failure, as by a type that they pass to the rest.
         reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
         words, hint = f"{provider.ep} failed: {reason}. {nodes.text}", _CHANGE
         if nodes.cut and key is not None:
-            hint = "Change the model there, or keep the part that it may take (not tried):"
+            hint = "Change the model there, or keep the part that it may compile (not tried):"
             settings = (nodes.cut.setting(key),)
         return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
     return None
@@ -235,14 +235,14 @@ _BROKEN = re.compile(
     r"INVALID_GRAPH : .*?In Node, \(\"(?P<name>[^\"]*)\", (?P<op>\w+).*?Error (?P<reason>.*)",
     re.DOTALL,
 )
-"""ONNX Runtime's error about an invalid graph. Preparation has opened the graph before: it was valid when
-ONNX Runtime began to optimize it."""
+"""ONNX Runtime's error about an invalid graph. Preparation has opened the graph: it was valid before ONNX
+Runtime optimized it."""
 
 
 _NOT_INFERRED = re.compile(
     r"Node \((?P<name>[^)]*)\) Op \((?P<op>\w+)\) \[\w+InferenceError\] (?P<reason>.*)", re.DOTALL
 )
-"""ONNX Runtime's error about types or shapes that do not fit each other; the first node is the outermost."""
+"""ONNX Runtime's error about types or shapes that do not match; the first node is the outermost."""
 
 
 def _not_inferred(found: re.Match[str], source: onnx.GraphProto, key: Key | None) -> Problem:
@@ -251,7 +251,7 @@ def _not_inferred(found: re.Match[str], source: onnx.GraphProto, key: Key | None
         f"with these sizes the types or shapes in the node {found['name']!r} ({found['op']}) do not fit each "
         f"other: {reason}."
     )
-    # A branch that is never taken may be for other sizes.
+    # A branch that never runs may be for other sizes.
     hint, settings = advice(source, key) or ("Check dims, shapes and constants.", ())
     return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
 
@@ -296,6 +296,6 @@ def _nothing_compiled(
         hint, settings = advice(source, key) or ("Remove them from the model.", ())
     if text := refused().text:
         message += f" {text}"
-        # With reasons for its nodes the chip is not the reason.
+        # If the EP gives reasons for its nodes, the chip is not the cause.
         hint = hint if settings else "Change the model at these nodes."
     return Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings)

@@ -18,13 +18,13 @@ from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
 
 
 def feeds_for(onnx_model: onnx.ModelProto, model: Model) -> dict[str, Array]:
-    """Return dummy inputs for a model that `fix_inputs` took, within the ranges that it takes."""
+    """Return dummy inputs, within their ranges, for a model after `fix_inputs`."""
     inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
     return dummy_inputs(inputs, model, ranges_for(onnx_model, model))
 
 
 def ranges_for(onnx_model: onnx.ModelProto, model: Model) -> dict[str, Range]:
-    """Return the ranges of the inputs of a model that `fix_inputs` took; empty if none are needed."""
+    """Return the ranges of the inputs of a model after `fix_inputs`; empty if none are needed."""
     if model.validate.inputs != "random":
         return {}
     return input_ranges(
@@ -52,7 +52,7 @@ def fix_constants(onnx_model: onnx.ModelProto, model: Model) -> None:
     if len(needed) < len(onnx_model.graph.input):
         del onnx_model.graph.input[:]
         onnx_model.graph.input.extend(needed)
-        # Before, every initializer had to be an input.
+        # In older IR versions every initializer had to be an input.
         onnx_model.ir_version = max(onnx_model.ir_version, 4)
     problems = [
         *_fix_constants(onnx_model.graph, model),
@@ -78,7 +78,7 @@ def fix_shapes(onnx_model: onnx.ModelProto, model: Model) -> None:
 
 
 def unknown_name(key: Key, name: str, noun: str, known: list[str]) -> Problem:
-    """The problem of a key that names something (``noun``) that the model does not have."""
+    """The problem of a key with a ``name`` that is no ``noun`` of the model."""
     hint = suggestion(name, known) if known else f"It has no {noun}."
     return Problem.at(key, Kind.UNKNOWN_INPUT, f"the model has no {noun} {name!r}.", hint)
 
@@ -160,7 +160,7 @@ def open_dimension_message(tensor: TensorFacts, ep: str) -> str:
 
 
 _EXAMPLE = 16
-"""The size in an example of a shape, for what only the user knows."""
+"""The size in an example of a shape, for a size that only the user knows."""
 
 
 def place_of_sizes(tensor: TensorFacts, model: Model) -> Key:
@@ -188,10 +188,7 @@ def how_to_fix(tensor: TensorFacts) -> str:
 
 
 def sizes_to_fix(tensor: TensorFacts, model: Model) -> list[Setting]:
-    """The settings that fix ``tensor``: 1 for what is a batch, and all else is for the user to choose.
-
-    In a shape that has an example.
-    """
+    """The settings that fix ``tensor``: 1 for a batch, `_EXAMPLE` in a shape, and else no value."""
     axes = _open_axes(tensor)
     known = all(_is_batch(tensor, axis) for axis in axes)
     if None in tensor.shape:

@@ -27,21 +27,21 @@ from hatch_epcontext.worker.__main__ import flush, serve
 from hatch_epcontext.worker.protocol import CRASHED, ENDED, NO_TELEMETRY, STARTED
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-"""Of Linux's ``prctl``: the signal that a process gets when its parent dies, and to adopt orphans."""
+"""Options of Linux's ``prctl``: set the signal on the parent's death, and adopt orphans."""
 
 _GRACE = 5.0
-"""Seconds in which killed processes must end. One that waits for a broken disk may take longer."""
+"""Seconds to wait for killed processes. One that waits for a broken disk may take longer."""
 
 _ACTIONS = "hatch_epcontext.worker.actions."
 
 _FIRST = ("numpy", "onnx", f"{_ACTIONS}check")
-"""What is imported before the first worker starts, which reads the models."""
+"""The imports before the first worker, which reads the models."""
 
 _NEXT = ("onnxruntime", *(_ACTIONS + name for name in ("compile", "prepare", "validate")))
 
 
 def _preload(names: Iterable[str]) -> None:
-    # OpenBLAS would start threads, which a fork does not have. Workers multiply nothing large with it.
+    # OpenBLAS would start threads, which forks lack. Workers multiply nothing large with it.
     threads = "OPENBLAS_NUM_THREADS"
     own = threads not in os.environ
     os.environ.setdefault(threads, "1")
@@ -55,9 +55,9 @@ def _preload(names: Iterable[str]) -> None:
 
 
 def _load_simulator(provider: Provider) -> None:
-    """Load the libraries of the simulator of ``provider``: a fifth of what a small model takes."""
+    """Load the simulator's libraries of ``provider``, a fifth of the time for a small model."""
     spec = importlib.util.find_spec(provider.plugin.module) if provider.plugin else None
-    # On the vendor's own processors they are drivers, and may look for the device.
+    # On the vendor's own processors they are drivers, and may access the device.
     if spec is None or spec.origin is None or os.uname().machine != "x86_64":
         return
     for name in provider.simulator:
@@ -69,14 +69,14 @@ def _load_simulator(provider: Provider) -> None:
 def _rehearse() -> None:
     """Prepare, compile and validate a small model on the CPU.
 
-    Python and ONNX Runtime do much only the first time, which each fork would do again: half of the time
-    that a small model takes.
+    Python and ONNX Runtime do much work once per process. Each fork would repeat it: half of the time for a
+    small model.
     """
     if os.environ.get(NO_TELEMETRY, "").lower() in ("0", "false"):
-        # A session would start what sends events, and forks would not have its threads.
+        # A session would start telemetry threads, which forks lack.
         return
     with contextlib.suppress(Exception), temp_dir() as folder:
-        import onnx.reference  # noqa: F401, what few workers need takes long too
+        import onnx.reference  # noqa: F401, slow to import, though few workers need it
 
         from hatch_epcontext.worker.rehearsal import rehearse
 
@@ -85,7 +85,7 @@ def _rehearse() -> None:
 
 
 def _freeze() -> None:
-    # The garbage collector of a fork must not copy what all share.
+    # The garbage collector of a fork must not copy shared memory.
     gc.collect()
     gc.freeze()
 
@@ -93,8 +93,8 @@ def _freeze() -> None:
 class _Server:
     """Forks a worker for each connection, and sends its exit code when it has ended.
 
-    Workers adopt what they leave behind while they live. So orphans that come to the server are those of a
-    worker that has ended: they end too.
+    A living worker adopts its orphans. So orphans of the server are those of a worker that has ended, and
+    are killed.
     """
 
     def __init__(self, control: socket.socket, later: Iterable[Callable[[], None]]) -> None:
@@ -108,7 +108,7 @@ class _Server:
         self._is_used = self._must_end = False
 
     def serve(self) -> None:
-        """Work until the build process closes its end, or the supervisor has ended."""
+        """Serve until the build process closes its end, or the supervisor has ended."""
         _adopt_orphans()
         # A handler, so that the signal wakes `poll`.
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -117,8 +117,8 @@ class _Server:
         for each in (self._control, self._awake):
             self._poll.register(each, select.POLLIN)
         while not self._must_end:
-            # While the first worker works. Others wait, and share what comes of it; the end of a worker or of
-            # the build waits for one of these at most.
+            # Import more while the first worker runs. Other workers wait, and share the imports; the end of a
+            # worker or of the build waits for one import at most.
             has_work = bool(self._later and self._is_used)
             self._poll.modify(self._control, select.POLLRDHUP if has_work else select.POLLIN)
             for descriptor, _ in self._poll.poll(0 if has_work else None):
@@ -138,7 +138,7 @@ class _Server:
     def _accept(self) -> bool:
         """Fork a worker for the next connection; False when the build process has closed its end."""
         message, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
-        # Without a descriptor this process has too many: the build process sees that nobody answers.
+        # Without a descriptor, this process has too many open: the build process gets no answer.
         for descriptor in descriptors:
             connection = socket.socket(fileno=descriptor)
             worker = self._fork(connection)
@@ -146,7 +146,7 @@ class _Server:
                 connection.close()
                 continue
             self._workers[worker] = connection
-            # The worker reads it; here only the end of the build process's side counts.
+            # The worker reads from it; here only the end of the build process's side matters.
             self._poll.register(connection, select.POLLRDHUP)
             self._is_used = True
         return bool(message)
@@ -154,23 +154,23 @@ class _Server:
     def _fork(self, connection: socket.socket) -> int | None:
         server = os.getpid()
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads, whose locks a fork inherits and never releases. There is one
-            # here, which ONNX Runtime starts when it is imported: it sleeps until there is work for it,
-            # and this process gives it none. The rehearsal's sessions have ended, with their threads.
+            # Python 3.12 warns about threads, because a fork inherits their locks and never releases them.
+            # The only thread here is one that ONNX Runtime starts on import: it sleeps until it gets work,
+            # and this process gives it none. The rehearsal's sessions and their threads have ended.
             warnings.filterwarnings(
                 "ignore", "This process .* is multi-threaded", DeprecationWarning
             )
             try:
                 worker = os.fork()
             except OSError:
-                # Too many processes, or too little memory: the build process sees that nobody answers.
+                # Too many processes, or too little memory: the build process gets no answer.
                 return None
         if not worker:
             _leave(lambda: self._work(connection, server))
         return worker
 
     def _work(self, connection: socket.socket, server: int) -> int:
-        """Be a worker."""
+        """Run as a worker."""
         _begin_worker(server)
         _adopt_orphans()
         for each in (self._control, self._awake, self._wake, *self._workers.values()):
@@ -179,14 +179,14 @@ class _Server:
         return serve(connection.makefile("rb"), connection.sendall)
 
     def _kill_worker(self, descriptor: int) -> None:
-        """Kill the worker that the build process does not want any more."""
+        """Kill the worker that the build process no longer needs."""
         for worker, connection in self._workers.items():
             if connection.fileno() == descriptor:
                 self._poll.unregister(connection)
                 _kill(worker)
 
     def _reap(self) -> None:
-        """Send the exit codes of workers that have ended, after the end of all that they started."""
+        """Send the exit codes of workers that have ended, after the end of all their children."""
         for worker, connection in list(self._workers.items()):
             if (code := _exit_code(worker)) is None:
                 continue
@@ -195,7 +195,7 @@ class _Server:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(connection)
             with connection, contextlib.suppress(OSError):
-                # It may have ended in the middle of a line.
+                # The worker may have ended in the middle of a line.
                 connection.sendall(b"\n%b %d\n" % (ENDED, code))
 
     def _end(self, *_: object) -> None:
@@ -221,26 +221,26 @@ def _adopt_orphans() -> None:
 
 
 def _end_with_parent(parent: int, by: signal.Signals) -> None:
-    """Let the death of the process ``parent``, which is that of this one, send this one the signal."""
+    """Let the death of ``parent``, the parent of this process, send this process the signal."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
-        # It died before that.
+        # It died before the call.
         os._exit(1)
 
 
 def _begin_worker(parent: int) -> None:
-    """Make this fork of the process ``parent`` a worker: with signals of its own, it ends with ``parent``."""
+    """Make this fork of ``parent`` a worker, with default signal handlers, that ends with ``parent``."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    # A group of its own, so that what it starts can be ended with it at once.
+    # A group of its own, so that its children can be ended with it.
     os.setsid()
     _end_with_parent(parent, signal.SIGKILL)
 
 
 def _exit_code(worker: int) -> int | None:
     """The exit code of a child, negative for a signal, after the end of its group; None if it still runs."""
-    # Not reaped yet: until then its number belongs to it, and its group can be ended safely.
+    # It is not reaped yet: until then its process id is its own, and its group can be ended safely.
     if os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         return None
     _kill(worker)
@@ -248,10 +248,10 @@ def _exit_code(worker: int) -> int | None:
 
 
 def _kill_children(keep: Container[int] = ()) -> None:
-    """End all children of this process except those to ``keep``, with all that they started."""
+    """Kill all children of this process except ``keep``, with their own children."""
     end = time.monotonic() + _GRACE
     while _has_children() and time.monotonic() < end:
-        # A list is only complete when no process ends while it is read.
+        # The list is complete only if no process ends while it is read.
         found = [child for child in {*_children(), *_children()} if child not in keep]
         if not found:
             return
@@ -259,7 +259,7 @@ def _kill_children(keep: Container[int] = ()) -> None:
             with contextlib.suppress(OSError):
                 os.kill(child, signal.SIGKILL)
         for child in found:
-            # Not -1: those to keep are waited for elsewhere.
+            # Not -1: other code waits for those to keep.
             with contextlib.suppress(OSError):
                 os.waitpid(child, os.WNOHANG)
         time.sleep(0.002)
@@ -276,7 +276,7 @@ def _has_children() -> bool:
 def _children() -> list[int]:
     own = os.getpid()
     with contextlib.suppress(OSError):
-        # One file for each thread, without a look at all processes of the system.
+        # One file for each thread, instead of scanning all processes of the system.
         lists = [each.read_text("ascii") for each in Path("/proc/self/task").glob("*/children")]
         if lists:
             return [int(number) for number in " ".join(lists).split()]
@@ -287,15 +287,15 @@ def _children() -> list[int]:
 def _parent(process: str) -> int | None:
     try:
         status = Path(f"/proc/{process}/stat").read_bytes()
-        # The name before the last parenthesis can have any characters.
+        # The name before the last parenthesis can contain any characters.
         return int(status.rpartition(b")")[2].split()[1])
     except (OSError, IndexError, ValueError):
         return None
 
 
 def _leave(work: Callable[[], int]) -> None:
-    """Run ``work``, and end this fork without what Python and libraries do at their end: it belongs to
-    the process that was forked.
+    """Run ``work``, and end this fork without the exit handlers of Python and libraries: these belong to the
+    forked process.
     """
     code = 1
     try:
@@ -309,7 +309,7 @@ def _leave(work: Callable[[], int]) -> None:
             traceback.print_exc()
         flush()
     finally:
-        # In any case, also when the log cannot be written: ONNX Runtime hangs at the usual end of a fork.
+        # Always, even if the log cannot be written: ONNX Runtime hangs at the normal exit of a fork.
         os._exit(code)
 
 
@@ -321,7 +321,7 @@ def _kill(process_id: int) -> None:
 
 
 def _supervise(server: int) -> int:
-    """End the child ``server``, and what it leaves behind, when it ends, or at SIGTERM.
+    """Wait until the child ``server`` ends, or for SIGTERM; then kill it and everything that it leaves.
 
     Returns the exit code of this process.
     """
@@ -334,7 +334,7 @@ def _supervise(server: int) -> int:
 
 if __name__ == "__main__":
     _descriptor, _supervisor = int(sys.argv[1]), os.getpid()
-    # Before this process has threads, and much memory.
+    # Before this process has threads and much memory.
     _process = os.fork()
     if not _process:
         _leave(lambda: _serve(_descriptor, _supervisor, sys.argv[2:]))

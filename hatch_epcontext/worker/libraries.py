@@ -18,7 +18,7 @@ from hatch_epcontext.providers import MissingLibrary, Plugin, missing
 from hatch_epcontext.text import listing
 
 _MAX_LIBRARIES = 3
-"""Libraries of a package that a message names."""
+"""The most libraries of a package that a message names."""
 
 
 class UnavailableError(BuildError):
@@ -66,7 +66,7 @@ def _library_in(module: str) -> str:
 
 
 def registered_name(plugin: Plugin, *, virtual: bool) -> str:
-    """The name under which the library of ``plugin`` is registered; its end asks for virtual devices."""
+    """The name under which the library of ``plugin`` is registered; a suffix requests virtual devices."""
     return plugin.registration_name + (".virtual" if virtual else "")
 
 
@@ -103,7 +103,7 @@ def _libraries_in(module: str) -> str:
         str(path)
         for folder in getattr(sys.modules.get(module), "__path__", ())
         for path in sorted(Path(folder).rglob("*"))
-        # Extension modules of Python are tagged.
+        # Names with tags are Python's extension modules.
         if path.suffix in LIBRARIES and "." not in path.stem
     ]
     return f": {listing(found)}" if 0 < len(found) <= _MAX_LIBRARIES else ""
@@ -134,9 +134,9 @@ def unloadable(ep: str | None, message: str, library: Path) -> Problem:
 
 
 def missing_in_package(plugin: Plugin) -> list[str]:
-    """What libraries in the package of ``plugin`` need and the system does not find, and what to do.
+    """Missing libraries that libraries in the package of ``plugin`` need, and what to do.
 
-    An EP loads them when it begins to compile, and then many a one reports only that it compiles no node.
+    An EP loads them when it begins to compile, and then often reports only that it compiles no node.
     """
     needed: dict[MissingLibrary, list[str]] = {}
     library = Path(_library_in(plugin.module))
@@ -144,7 +144,7 @@ def missing_in_package(plugin: Plugin) -> list[str]:
         try:
             ctypes.CDLL(str(path))
         except OSError as error:
-            # Those for the NPU itself are for another processor.
+            # The NPU's own libraries are for another processor.
             if found := missing(str(error)):
                 needed.setdefault(found, []).append(path.name)
     return [
@@ -154,7 +154,7 @@ def missing_in_package(plugin: Plugin) -> list[str]:
 
 
 def _missing_dependencies(library: Path) -> list[MissingLibrary]:
-    """Return all libraries that ``library`` needs and the system does not find.
+    """Return all libraries that ``library`` needs and the system cannot find.
 
     The error of the system's loader names only the first.
     """
@@ -170,7 +170,7 @@ def _missing_dependencies(library: Path) -> list[MissingLibrary]:
         return []
     not_found: list[MissingLibrary] = []
     for name in re.findall(r"^\s*(\S+) => not found", listed, re.MULTILINE):
-        # A library that is loaded already, for example from a pip package, is available.
+        # A library that is already loaded, for example from a pip package, is available.
         try:
             ctypes.CDLL(name)
         except OSError as error:

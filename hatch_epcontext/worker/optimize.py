@@ -13,11 +13,11 @@ from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.worker.session import LEVELS, cpu_options, near, open_session, options
 
 _FUSIONS = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion")
-"""ONNX Runtime's names of what folds other nodes into the weights of convolutions."""
+"""ONNX Runtime's names of the optimizers that fold other nodes into the weights of convolutions."""
 
 _INSERTED = "InsertedPrecisionFreeCast_"
-"""How the name of the float32 form of a float16 value begins, in each graph and after each optimization: ONNX
-Runtime refuses its own result where there are two."""
+"""The prefix of the float32 form of a float16 value. ONNX Runtime uses it in each graph and optimization, and
+refuses its own result if two names are equal."""
 
 
 def optimize(
@@ -30,12 +30,11 @@ def optimize(
 ) -> ort.InferenceSession:
     """Write ``source`` to ``result`` as ONNX Runtime optimizes it for the EP of ``target``.
 
-    Returns the session that has written it, and runs the same graph. Without ``target`` it is optimized
-    for the CPU EP. ``level``: ``"none"`` or ``"basic"``, which are the same for all EPs and need only the
-    CPU's; ``"extended"`` or ``"all"``, which insert operators that only that EP can run. Initializers stay
-    in external data where the source has them there. Without ``fuse`` nothing is folded into the weights of
-    convolutions. Raises UnavailableError when the EP is needed and
-    unavailable.
+    Returns the session that wrote it and runs the same graph. Without ``target`` it is optimized for the CPU
+    EP. ``level``: ``"none"`` or ``"basic"``, which are the same for all EPs and need only the CPU's;
+    ``"extended"`` or ``"all"``, which insert operators that only that EP can run. External data stays
+    external. Without ``fuse`` nothing is folded into the weights of convolutions. Raises UnavailableError
+    when the EP is needed and unavailable.
     """
     if target is None or level in ("none", "basic"):
         session_options = cpu_options()

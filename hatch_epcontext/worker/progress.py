@@ -1,4 +1,4 @@
-"""What this worker is doing, for the message of a build that has to stop it."""
+"""The current step of this worker, for the message of a build that has to stop it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _last: list[str] = []
 
 
 def report_to(send: Callable[[bytes], object]) -> None:
-    """From now on ``send`` gets a line for each `step`."""
+    """Send a line for each `step` to ``send``."""
     _listeners[:] = [send]
     _last.clear()
 
 
 def step(text: str) -> None:
-    """Report what begins now, such as ``"opening the source model on the CPU"``."""
-    # A model is run several times: that takes less time than to report it.
+    """Report the step that begins, such as ``"opening the source model on the CPU"``."""
+    # Repeated runs of a model are not reported again: a run takes less time than a report.
     if [text] == _last:
         return
     _last[:] = [text]
     for send in _listeners:
-        # A build that has ended does not wait for this worker.
+        # The build may have ended.
         with contextlib.suppress(OSError):
             send(STEP + b" " + " ".join(text.split()).encode(errors="replace") + b"\n")

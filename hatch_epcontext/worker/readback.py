@@ -32,13 +32,13 @@ def read_optimized(name: str, result: Path) -> Context:
 def read_context(model: Model, prepared: Path, result: Path, target: Target) -> Context:
     """Return the facts of the context model ``result``, which was compiled from ``prepared``.
 
-    Raises BuildError when it is not what the target asks for.
+    Raises BuildError when it does not fit the target.
     """
     provider = target.provider
     try:
         return _read_context(model, prepared, result, target, provider)
     except ModelError as error:
-        # What the EP wrote is not to blame on the model.
+        # A fault in the EP's output is not a fault of the model.
         problems = (
             Problem(Kind.WRONG_RESULT, "", f"{provider.ep} wrote {result.name}: {problem.message}")
             for problem in error.problems
@@ -94,7 +94,7 @@ def _largest(
 
 
 def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
-    """Return the values with shapes that are known only at run time, although the inputs are fixed."""
+    """Return the values whose shapes are known only at run time, although the inputs' are fixed."""
     inferred = graph.inferred(prepared)
     values = (*inferred.input, *inferred.value_info, *inferred.output)
     return frozenset(value.name for value in values if not graph.facts(value).is_fixed)

@@ -1,4 +1,4 @@
-"""Why an EP leaves nodes to the CPU: what its log reports of them, and what decides their shapes."""
+"""Why an EP leaves nodes to the CPU: the reasons in its log, and the inputs that decide their shapes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from hatch_epcontext.worker.results import GUESSED, Context, NodeFacts
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _VERBOSE = 0
-"""ONNX Runtime's log severity for everything: EPs log there what they refuse."""
+"""ONNX Runtime's log severity for everything: there EPs log the nodes that they refuse."""
 
 _MAX_TENSORS = 4
-"""Tensors of a node whose types and shapes a reason names."""
+"""The most tensors of a node whose types and shapes a reason names."""
 
 _MAX_REASONS = 4
-"""Reasons in one message."""
+"""The most reasons in one message."""
 
 _COMPUTE_NOTHING = {"session.disable_model_compile": "1"}
-"""ONNX Runtime then asks the EP which nodes it takes, and compiles none."""
+"""With this option ONNX Runtime queries the EP for the nodes that it can compile, and compiles none."""
 
 
 def with_reasons(context: Context, prepared: Path, result: Path, target: Target) -> Context:
@@ -59,7 +59,7 @@ def explained(
     optimized: onnx.GraphProto,
     provider: Provider,
 ) -> tuple[NodeFacts, ...]:
-    """``nodes`` with the reasons that the EP has ``logged``, and with the inputs that decide about them.
+    """``nodes`` with the reasons that the EP ``logged``, and with the inputs that decide about the nodes.
 
     ``source`` is the graph that the EP got; ``optimized`` has the types of the values of ``nodes``.
     """
@@ -71,8 +71,8 @@ def explained(
 
 
 class RefusedNodes(NamedTuple):
-    """Which nodes the EP refuses and why, as a sentence, empty if it gives no reasons; and where to cut the
-    model so that it has the rest, if that is most of it.
+    """A sentence about the nodes that the EP refuses, with the reasons, empty if it gives none; and a cut
+    that leaves the EP the rest, if that is most of the model.
     """
 
     text: str = ""
@@ -80,7 +80,7 @@ class RefusedNodes(NamedTuple):
 
 
 def refused_nodes(prepared: Path, target: Target, model: Model | None = None) -> RefusedNodes:
-    """Which nodes of ``prepared``, made of ``model``, the EP refuses, or has no types for."""
+    """The nodes of ``prepared``, made of ``model``, that the EP refuses, or whose types it lacks."""
     provider = target.provider
     logged = dict(ask(prepared, target))
     if not logged:
@@ -90,7 +90,7 @@ def refused_nodes(prepared: Path, target: Target, model: Model | None = None) ->
     for name, tensors in _tensors(typed, {node.name for node in main.node}).items():
         if {each.dtype for some in tensors for each in some} & provider.lacks_dtypes:
             logged.setdefault(name, "")
-    # Others are in no file: ONNX Runtime has made them since.
+    # Other nodes are in no file: ONNX Runtime has inserted them since.
     refused = [node for node in main.node if node.name in logged]
     if not refused:
         return RefusedNodes()
@@ -112,9 +112,9 @@ def refused_nodes(prepared: Path, target: Target, model: Model | None = None) ->
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:
-    """Ask the EP why it refuses nodes of ``prepared``; returns the reasons by the names of the nodes.
+    """Query the EP for the nodes of ``prepared`` that it refuses; returns the reasons by the nodes' names.
 
-    A reason is empty where the EP has none. Nothing is compiled.
+    A reason is empty if the EP gives none. Nothing is compiled.
     """
     provider = target.provider
     if provider.reasons is None:
@@ -125,7 +125,7 @@ def ask(prepared: Path, target: Target) -> Mapping[str, str]:
     session_options.graph_optimization_level = LEVELS[settings.optimization]
     session_options.log_severity_level = _VERBOSE
     with _output() as file:
-        # It always fails where there is something to compile.
+        # It always fails if there are nodes to compile.
         with contextlib.suppress(Exception):
             open_session(prepared, session_options)
         file.seek(0)
@@ -134,7 +134,7 @@ def ask(prepared: Path, target: Target) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def _output() -> Iterator[IO[bytes]]:
-    """Write what this process prints into a file that is read afterwards, and not into the log."""
+    """Redirect this process's output from the log into a file that is read afterwards."""
     with tempfile.TemporaryFile() as file:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -150,9 +150,9 @@ def _output() -> Iterator[IO[bytes]]:
 
 
 def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[str, Decided]]:
-    """The nodes of ``main`` called ``names`` that need a value which only settings decide.
+    """The nodes of ``main`` called ``names`` that need a value which an input decides, by their names.
 
-    By their names, each with that value and with what decides it.
+    Each comes with that value, and with the input that decides it.
     """
     flow = Dependencies(main)
     found: dict[str, tuple[str, Decided]] = {}
@@ -180,7 +180,7 @@ def _with_reason(
 def _tensors(
     main: onnx.GraphProto, names: Container[str]
 ) -> dict[str, tuple[list[TensorFacts], list[TensorFacts]]]:
-    """The inputs and outputs of the nodes of ``main`` called ``names``, as far as they are known."""
+    """The known inputs and outputs of the nodes of ``main`` called ``names``."""
     values = {
         value.name: graph.facts(value) for value in (*main.input, *main.value_info, *main.output)
     }
@@ -197,13 +197,13 @@ def _tensors(
 def _guess(
     inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts], provider: Provider
 ) -> str:
-    """Why an EP that gives no reason may refuse a node with these inputs and outputs."""
+    """A possible reason why an EP that gives none refuses a node with these inputs and outputs."""
     tensors = (*inputs, *outputs)
     rank = max((len(each.shape) for each in tensors), default=0)
     if provider.max_rank is not None and rank > provider.max_rank:
         return f"it has a tensor of rank {rank}, and the EP takes at most {provider.max_rank}"
     if lacking := sorted({each.dtype for each in tensors} & provider.lacks_dtypes):
-        return f"the EP does not take {' or '.join(lacking)}"
+        return f"the EP does not support {' or '.join(lacking)}"
     taken, made = (
         ", ".join(f"{each.dtype} [{each.shape_text}]" for each in some[:_MAX_TENSORS]) or "?"
         for some in (inputs, outputs)

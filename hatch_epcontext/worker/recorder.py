@@ -1,8 +1,8 @@
-"""Keeps what an app feeds to the project's models: `epcontext record` puts a copy of this module on its path.
+"""Keeps inputs of the project's models in an app: `epcontext record` puts a copy of this module on its path.
 
 Python imports the copy as ``sitecustomize`` when it starts, in the app's own environment, where this package
-need not be installed. Beside the copy is `SETTINGS`. Each process of the app has a folder there, named by its
-id, with its `REPORT`, and ``<model>/<sample>-<step>.npz``. No error in here reaches the app.
+need not be installed. Beside the copy is `SETTINGS`. Each process of the app gets a folder there, named by
+its id, with its `REPORT`, and ``<model>/<sample>-<step>.npz``. No error of this module reaches the app.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SETTINGS = "settings.json"
 REPORT = "report.json"
 
 SAMPLES = 8
-"""Samples that are kept of a model; of a recurrent one each is a sequence of `_STEPS` consecutive steps."""
+"""The most samples that are kept of a model; of a recurrent one each has `_STEPS` consecutive steps."""
 
 _STEPS = 8
 _MAX_BYTES = 2**30
-"""Bytes of what is kept of a model, unless one sample has more."""
+"""The most bytes that are kept of a model, unless one sample has more."""
 
 _MAX_STATE = 2**24
-"""Bytes of an output beyond which nothing finds out whether the app feeds it back."""
+"""The most bytes of an output that is compared with later inputs, to find states."""
 
 _COLLECTION = "onnxruntime.capi.onnxruntime_inference_collection"
 """The module of `onnxruntime.InferenceSession`."""
@@ -40,13 +40,13 @@ _COLLECTION = "onnxruntime.capi.onnxruntime_inference_collection"
 _CPU = "CPUExecutionProvider"
 
 _UNSEEN = ("run_async", "run_with_iobinding", "run_with_ort_values")
-"""Methods whose inputs are not recorded: those of most are on a device."""
+"""Methods whose inputs are not recorded: most are on a device."""
 
 Arrays = dict[str, Any]
 
 
 class _Sequence:
-    """Consecutive steps of a model; ``number`` is None where they are not kept."""
+    """Consecutive steps of a model; ``number`` is None if they are not kept."""
 
     def __init__(self, number: int | None) -> None:
         self.number = number
@@ -56,7 +56,7 @@ class _Sequence:
 class _Kept:
     """The samples of a model that this process keeps: those that are farthest from each other.
 
-    ``states``: the inputs that got what an output was in the run before, each with that output.
+    ``states``: the inputs that got an output of the run before, each with that output.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class _Kept:
         self._folder: Path | None = None
 
     def begin(self, arrays: Arrays, process: Path) -> _Sequence:
-        """Keep ``arrays`` as the first step of a sample, unless those that are kept differ more."""
+        """Keep ``arrays`` as the first step of a sample, unless the kept ones differ more."""
         self._folder = process / str(self.settings["name"])
         found = _features(arrays)
         if len(found) != len(self._bounds):
@@ -94,7 +94,7 @@ class _Kept:
         return _Sequence(number)
 
     def _least_telling(self) -> int:
-        """The sample without which the others are farthest from each other; never the first one."""
+        """The sample whose removal leaves the others farthest from each other; never the first one."""
         numbers = list(self._features)
         distances = {
             pair: self._distance(*map(self._features.__getitem__, pair))
@@ -124,7 +124,7 @@ class _Kept:
 
         assert self._folder is not None
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # NumPy pickles Python's strings, and its own have a fixed length.
+        # NumPy would pickle Python's strings; its own have a fixed length.
         plain = {n: a.astype(str) if a.dtype.kind == "O" else a for n, a in arrays.items()}
         with _private(self._folder / f"{number}-{step}.npz") as file:
             np.savez(file, **plain)
@@ -132,7 +132,7 @@ class _Kept:
 
 @contextlib.contextmanager
 def _private(path: Path) -> Iterator[Any]:
-    """A file that only this user may read, which is at ``path`` as soon as it is whole."""
+    """A file that only this user may read; it appears at ``path`` when it is complete."""
     part = path.with_name(f"{path.name}.part")
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         yield file
@@ -140,7 +140,7 @@ def _private(path: Path) -> Iterator[Any]:
 
 
 def _features(arrays: Arrays) -> list[float]:
-    """Numbers that tell samples apart: how large the values of each input are, and how varied."""
+    """Numbers that distinguish samples: the magnitude and the variation of each input's values."""
     import numpy as np
 
     found: list[float] = []
@@ -166,7 +166,7 @@ def _features(arrays: Arrays) -> list[float]:
 
 
 class _Session:
-    """What is known of a session: what the last run gave, and the sequence that it belongs to."""
+    """A session's state: the outputs of the last run, and the sequence that it belongs to."""
 
     def __init__(self, kept: _Kept) -> None:
         self.kept = kept
@@ -174,7 +174,7 @@ class _Session:
         self.sequence = _Sequence(None)
 
     def continues(self, arrays: Arrays) -> bool:
-        """Whether ``arrays`` have an output of the run before: then this is the next step."""
+        """Whether ``arrays`` contain an output of the run before: then this is the next step."""
         import numpy as np
 
         found = {
@@ -182,7 +182,7 @@ class _Session:
             for name, array in arrays.items()
             for output, before in self.outputs.items()
             if array.shape == before.shape and array.dtype == before.dtype
-            # Values that are all the same, such as zeros at the beginning, show nothing.
+            # Constant values, such as zeros at the start, show nothing.
             if array.size and (array != array.flat[0]).any() and np.array_equal(array, before)
         }
         self.kept.states.update(found)
@@ -190,7 +190,7 @@ class _Session:
 
 
 class Recorder:
-    """What a process of the app keeps below ``folder``, as ``settings`` require."""
+    """Records a process of the app below ``folder``, as ``settings`` require."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._folder = folder
@@ -211,7 +211,7 @@ class Recorder:
         self.write()
 
     def after_fork(self) -> None:
-        """Begin again in a forked process: what the other one keeps is its own."""
+        """Start afresh in a forked process: the samples so far belong to the other one."""
         self._lock = threading.RLock()
         with self._safely():
             self._reset()
@@ -290,7 +290,7 @@ class Recorder:
         return method
 
     def _model(self, given: Any) -> tuple[str | None, bool]:
-        """The name of the project's model that ``given`` is, and whether it was compiled for another EP."""
+        """The name of the project's model in ``given``, and whether it was compiled for another EP."""
         is_bytes = isinstance(given, bytes)
         path = None if is_bytes else Path(os.fsdecode(given)).absolute()
         size = len(given) if path is None else path.stat().st_size
@@ -354,10 +354,10 @@ class Recorder:
         else:
             known.sequence = kept.begin(arrays, self._process)
         if known.sequence.number is not None and known.sequence.steps <= 2:
-            # Not only at the end, which an app that is killed does not have.
+            # Now, because an app that is killed does not reach its end.
             self.write()
         names = names or [each.name for each in session.get_outputs()]
-        # Copies, because the app may write into what it got.
+        # Copies, because the app may change its outputs.
         known.outputs = {
             name: np.array(value)
             for name, value in zip(names, outputs, strict=False)
@@ -366,7 +366,7 @@ class Recorder:
 
 
 def _array(value: Any, type_: str) -> Any:
-    """An input as an array: ONNX Runtime takes lists too, and values of its own."""
+    """An input as an array: ONNX Runtime also accepts lists, and its own values."""
     import numpy as np
 
     if isinstance(value, np.ndarray):
@@ -380,7 +380,7 @@ def _array(value: Any, type_: str) -> Any:
 
 
 class _ImportHook:
-    """Hands ONNX Runtime's module to the recorder as soon as the app imports it, and not before."""
+    """Passes ONNX Runtime's module to the recorder when the app imports it."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -411,7 +411,7 @@ def _start(folder: Path) -> None:
 
 
 def _import_other() -> None:
-    """Import the environment's own ``sitecustomize``, which this module stands before."""
+    """Import the environment's own ``sitecustomize``, which this module hides."""
     own = sys.modules.pop(__name__)
     try:
         importlib.import_module(__name__)

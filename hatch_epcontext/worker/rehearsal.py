@@ -1,4 +1,4 @@
-"""Do once what every job does, so that forks of this process do not begin from nothing."""
+"""Do the common work of all jobs once, so that forks of this process need not repeat it."""
 
 from __future__ import annotations
 

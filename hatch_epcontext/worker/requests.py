@@ -1,6 +1,6 @@
 """The process border: one request in, one reply out, both JSON files.
 
-What they carry is in `facts`.
+What they carry is in `results`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REQUESTS: dict[str, type[WorkerRequest[Any]]] = {}
 class WorkerRequest(Generic[ReplyT]):
     """A request that a worker answers with a `ReplyT`.
 
-    A subclass names its action, which is also the module of `hatch_epcontext.worker` whose
+    A subclass names its action, which is also the module of `hatch_epcontext.worker.actions` whose
     ``handle`` answers it.
     """
 
@@ -51,7 +51,7 @@ class WorkerRequest(Generic[ReplyT]):
         REQUESTS[action] = cls
 
     def misfit(self, reply: ReplyT) -> str | None:
-        """Why ``reply``, which has the right type, cannot be the answer to this request; None if it can."""
+        """Why ``reply``, which has the right type, cannot answer this request; None if it can."""
         return None
 
 
@@ -73,7 +73,7 @@ class CutReply:
 
 @dataclass(frozen=True)
 class CutRequest(WorkerRequest[CutReply], action="cut"):
-    """Write the part of a model that its configuration keeps into ``folder``, which exists and is empty.
+    """Write the configured part of a model into ``folder``, which exists and is empty.
 
     ``forms``: the model in all its forms, which differ only in what their configuration fixes.
     """
@@ -103,10 +103,10 @@ class CheckRequest(WorkerRequest[CheckReply], action="check"):
 class PrepareReply:
     """The absolute path of the prepared model, its nodes, and those of the source with its shapes.
 
-    ``control_flow``: operators of the prepared model that choose or repeat other graphs.
-    ``ranges``: those of the inputs, if dummy inputs are random. ``reference``: the absolute path of the
-    outputs of the source model on the CPU, if they were compared and fit into a file. ``precision``: how its
-    numbers were changed, in words.
+    ``control_flow``: operators of the prepared model that choose or repeat inner graphs. ``ranges``: those
+    of the inputs, if dummy inputs are random. ``reference``: the absolute path of the file with the outputs
+    of the source model on the CPU, if they were compared and fit into one. ``precision``: how its numbers
+    were changed, in words.
     """
 
     path: str
@@ -123,7 +123,7 @@ class PrepareRequest(WorkerRequest[PrepareReply], action="prepare"):
     """Fix and simplify a model into ``folder``, which exists and is empty.
 
     With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
-    ``reference``, if an earlier `PrepareReply` has it. ``precision``: how its numbers are changed.
+    ``reference``, if an earlier `PrepareReply` has one. ``precision``: how its numbers are changed.
     Without ``fuse`` nothing is folded into the weights of convolutions.
     """
 
@@ -162,9 +162,9 @@ class RewriteRequest(WorkerRequest[RewriteReply], action="rewrite"):
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
     ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
     ``reference`` if there is one. ``folder`` exists and is empty. ``precision``: how its numbers were changed
-    before. With an ``unroll_limit`` loops and layers of known length are unrolled instead, up to so many
+    before. With an ``unroll_limit`` loops and layers of known length are unrolled instead, up to that many
     nodes. With ``remedies``, the ids of rewrites for the number format of ``target``, only these are applied;
-    those for its range only if they help there.
+    rewrites for its range only if they help.
     """
 
     model: Model
@@ -232,13 +232,13 @@ class CompileBytesRequest(WorkerRequest[CompileBytesReply], action="compile_byte
 
 @dataclass(frozen=True)
 class ValidateReply:
-    """``agreements`` is empty where nothing was compared; ``load``: seconds to open the context's file,
-    when the EP's libraries are loaded already.
+    """``agreements`` is empty if nothing was compared; ``load``: seconds to open the context's file, after
+    the EP's libraries were loaded.
 
-    ``unavailable`` is the reason why an optimized graph ran on the CPU EP instead of its own; None
-    where the target's EP ran the artifact. ``samples``: the names of the inputs that were compared;
-    ``warnings``: disagreements for inputs that the app may never have; ``emulation``: what the number format
-    of the EP makes of the model, None where it has none that is known. ``float_form_db``: as in `Validation`.
+    ``unavailable`` is the reason why an optimized graph ran on the CPU EP instead of its own; None if the
+    target's EP ran the artifact. ``samples``: the names of the inputs that were compared; ``warnings``:
+    disagreements for inputs that the app may never have; ``emulation``: the effect of the EP's number format,
+    None if that is unknown. ``float_form_db``: as in `Validation`.
     """
 
     agreements: tuple[Agreement, ...]
@@ -258,9 +258,9 @@ class ValidateRequest(WorkerRequest[ValidateReply], action="validate"):
     ``sharing``: all members of the context's weight-sharing group, in order; empty without a group.
     ``has_source``: whether ``model`` is the source; if not, there is nothing to compare with.
     ``reference``: the source model's outputs on the same inputs, if a `PrepareReply` has them.
-    ``prepared``: the absolute path of the model that was compiled, if there is one to emulate.
-    ``only_target``: the target's name, if the model has others, or limits of its own for it: then a
-    disagreement is to be allowed for it alone.
+    ``prepared``: the absolute path of the model that was compiled, if it is to be emulated.
+    ``only_target``: the target's name, if the model has other targets, or limits of its own for this one:
+    then a hint relaxes only its limits.
     """
 
     model: Model
@@ -278,8 +278,8 @@ class ValidateRequest(WorkerRequest[ValidateReply], action="validate"):
 
 @dataclass(frozen=True)
 class TimeOpeningReply:
-    """Seconds to open the model and for the first inference, and the peak of memory after opening in
-    bytes; None where the system does not report it.
+    """Seconds to open the model and for the first inference, and the peak of memory after opening in bytes,
+    None if the system does not report it.
     """
 
     load: float
@@ -291,9 +291,8 @@ class TimeOpeningReply:
 class TimeOpeningRequest(WorkerRequest[TimeOpeningReply], action="time_opening"):
     """Open the model at ``path`` on ``target``, from a ``buffer`` or from disk, and run it once.
 
-    ``target`` is None for the source model on the CPU, and ``product`` for a prepared one. ``inputs`` are
-    the model's, ``model`` describes
-    the dummy inputs, which are within ``ranges``.
+    ``target`` is None for the source model on the CPU, and ``product`` for a prepared one. ``inputs`` are the
+    model's, and ``model`` describes the dummy inputs, which are within ``ranges``.
     """
 
     path: str
@@ -307,7 +306,7 @@ class TimeOpeningRequest(WorkerRequest[TimeOpeningReply], action="time_opening")
 
 @dataclass(frozen=True)
 class ContextFacts:
-    """One EPContext node as it is written.
+    """One EPContext node.
 
     ``sidecar``: None if the blob is inside the model, or in another node.
     ``size``: that of the sidecar or of the embedded blob.
@@ -329,7 +328,7 @@ class InspectReply:
     """Facts of an ONNX file.
 
     ``operators``: how many of each there are, without contexts.
-    ``external_data``: its files; those outside of its folder are in ``outside``.
+    ``external_data``: its files; ``outside``: those outside its folder.
     ``compatibility``: the compatibility string by EP.
     """
 
@@ -352,8 +351,8 @@ class InspectRequest(WorkerRequest[InspectReply], action="inspect"):
 
 @dataclass(frozen=True)
 class OpenSize:
-    """An open dimension of an input. ``size`` is None where that is for the user to choose; ``note`` says
-    where it comes from, or what to ask.
+    """An open dimension of an input. ``size`` is None if the user must choose it; ``note`` is its origin, or
+    a question for the user.
     """
 
     input: str
@@ -376,7 +375,7 @@ class SuggestedConstant:
 class SuggestReply:
     """All open dimensions of a model, and the inputs that can be constants.
 
-    ``samples``: the shapes of the inputs in each of the request's samples that has them, and nothing else.
+    ``samples``: the shapes of the inputs in those of the request's samples that have exactly the inputs.
     """
 
     sizes: tuple[OpenSize, ...] = ()
@@ -396,7 +395,7 @@ class SuggestRequest(WorkerRequest[SuggestReply], action="suggest"):
     samples: tuple[str, ...] = ()
 
 
-UNDO = "Undo that. Without the key, a build does so where nothing else helps."
+UNDO = "Undo that. Without the key, a build does so if nothing else helps."
 """What to do about dynamic quantization that an EP leaves to the CPU."""
 
 
@@ -405,8 +404,7 @@ class PreviewReply:
     """What is known of a model and a target before anything is compiled.
 
     ``nodes``: the number of nodes that depend on the values of inputs; ``refused``: those of them that the
-    EP leaves to the CPU, as far as the package knows. ``problems``: why a build would refuse the model, and
-    what to set.
+    EP is known to leave to the CPU. ``problems``: why a build would refuse the model, and what to set.
     """
 
     nodes: int
@@ -416,7 +414,7 @@ class PreviewReply:
 
 @dataclass(frozen=True)
 class PreviewRequest(WorkerRequest[PreviewReply], action="preview"):
-    """Find what the EP of ``target`` cannot compile of ``model``, from its file alone."""
+    """Find the nodes of ``model`` that the EP of ``target`` cannot compile, from its file alone."""
 
     model: Model
     target: Target
@@ -432,7 +430,7 @@ class FindRefusedReply:
 
 @dataclass(frozen=True)
 class FindRefusedRequest(WorkerRequest[FindRefusedReply], action="find_refused"):
-    """Ask the EP of ``target`` which nodes of ``model`` it refuses, and compile nothing.
+    """Find the nodes of ``model`` that the EP of ``target`` itself refuses, and compile nothing.
 
     ``folder`` exists and is empty.
     """
@@ -462,7 +460,7 @@ class DevicesRequest(WorkerRequest[DevicesReply], action="devices"):
 @dataclass(frozen=True)
 class EpDevice:
     """A device that an EP offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``vendor``: of the hardware;
-    ``ep_metadata`` is what the EP says of itself and of it, and ``metadata`` what ONNX Runtime says of it.
+    ``ep_metadata``: the EP's, of itself and of the device; ``metadata``: ONNX Runtime's, of the device.
     """
 
     ep: str
@@ -480,7 +478,7 @@ class LibraryReply:
     """The ``devices`` of all EPs of a library that was registered as ``name``.
 
     ``module``: the package whose ``get_library_path()`` leads to it, empty if there is none; ``main``: the EP
-    that this package names first. ``reasons``: what the EPs say of the hardware that they do not take.
+    that this package names first. ``reasons``: the EPs' reasons for the hardware that they do not support.
     """
 
     module: str
@@ -492,7 +490,7 @@ class LibraryReply:
 
 @dataclass(frozen=True)
 class LibraryRequest(WorkerRequest[LibraryReply], action="library"):
-    """Register a library that nothing is known of, and list what it offers.
+    """Register an unknown library, and list what it offers.
 
     ``path`` is its path, and ``module`` a package that may contain it; without a path the package does.
     ``name``: the name to register it as, if the user gave one; ``default_name`` if its package has none.
@@ -513,7 +511,7 @@ TRIALS: Mapping[str, str] = {
     "qdq": "a convolution that is quantized with QuantizeLinear and DequantizeLinear",
     "dynamic": "a convolution whose batch size stays open",
 }
-"""The graphs that an unknown EP is tried with, by name, and what each is."""
+"""The graphs to try an unknown EP with, by name, with descriptions."""
 
 TRIAL_DIMS: Mapping[str, Mapping[str, int]] = {"dynamic": {"batch": 3}}
 """Sizes for dummy inputs of those of `TRIALS` that leave dimensions open."""
@@ -550,7 +548,7 @@ class AssignedNode:
 
 @dataclass(frozen=True)
 class AssignReply:
-    """Which EP got which node, empty where ONNX Runtime does not say it, and how near the outputs are.
+    """Which EP got which node, empty if ONNX Runtime does not report it, and how near the outputs are.
 
     ``problems``: why it does not run, or why its outputs are wrong.
     """
@@ -564,7 +562,7 @@ class AssignReply:
 class AssignRequest(WorkerRequest[AssignReply], action="assign"):
     """Open the file ``prepared``, which was made of ``model``, on ``target`` without a context, and run it.
 
-    It is compared with the outputs of the source on the CPU in the file ``reference``, if there is one.
+    Its outputs are compared with those of the source on the CPU, in the file ``reference``, if there is one.
     """
 
     model: Model
@@ -576,13 +574,13 @@ class AssignRequest(WorkerRequest[AssignReply], action="assign"):
 
 @dataclass(frozen=True)
 class Refusal:
-    """The answer instead of a reply; a problem with an empty location is about the request."""
+    """The answer to a request that failed; a problem with an empty location is about the request."""
 
     problems: tuple[Problem, ...]
 
 
 def _misfit_files(folder: str, paths: Iterable[str]) -> str | None:
-    """Why the files ``paths`` cannot be those that a worker wrote into ``folder``; None if they can."""
+    """Why a worker cannot have written the files ``paths`` into ``folder``; None if it can."""
     for path in paths:
         try:
             inside = Path(path).resolve(strict=True).is_relative_to(Path(folder).resolve())

@@ -1,4 +1,4 @@
-"""What requests and replies carry, and builds keep: facts of models.
+"""The results of workers, which replies carry and builds keep: facts of models.
 
 Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or None if it has none.
 """
@@ -23,7 +23,7 @@ SIMPLIFIERS: tuple[Simplifier, ...] = ("onnxruntime", "onnxslim", "none")
 
 ONNX Runtime is the most reliable: of the 1441 of ONNX's own test models that ONNX Runtime 1.31 can
 run, its basic optimizations broke none, and onnxslim 0.1 about a hundred. But it crashes on some
-models with constant conditions, which onnxslim takes.
+models with constant conditions, which onnxslim simplifies.
 """
 
 
@@ -50,7 +50,7 @@ class ModelFacts:
 class Precision:
     """How the numbers of a model are changed: see `CompileSettings`. ``calibration`` is a path.
 
-    ``tolerance``: how far the changed model may differ from its reference, None for no further than others.
+    ``tolerance``: how far the changed model may differ from its reference; None for the usual limits.
     """
 
     dequantize: Dequantize | None
@@ -63,7 +63,7 @@ class Precision:
 class CutResult:
     """What the configuration of one form of a model fixes in the cut model.
 
-    ``shapes`` also has those that the tensors where it begins get from the sizes of the whole model.
+    ``shapes`` also has the shapes of its first tensors that follow from the sizes of the whole model.
     """
 
     dims: Mapping[str, int]
@@ -75,8 +75,8 @@ class CutResult:
 class NodeFacts:
     """A node that no context covers, and the reason, if it is known.
 
-    ``dynamic``: whether a shape of it depends on the data.
-    ``freeze``: the inputs that decide about the node, each with a value to freeze it to, or None.
+    ``dynamic``: whether one of its shapes depends on the data.
+    ``freeze``: the inputs that decide whether the EP compiles it, each with a value to freeze it to, or None.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of an output across ``axis``, at ``index``, and its ratio of signal to noise in decibels."""
+    """One slice of an output across ``axis``, at ``index``, and its signal-to-noise ratio in decibels."""
 
     axis: int
     index: int
@@ -147,21 +147,21 @@ class Slice:
 
 
 SENSITIVE = 10.0
-"""Decibels above a limit below which a run, or its emulation, shows that other inputs may be beyond it:
-from one input to another float16 costs as much."""
+"""A run or emulation with a smaller margin in decibels shows that other inputs may exceed the limit: float16
+errors differ by as much between inputs."""
 
 GAIN = 6.0
-"""Decibels by which something has to be nearer to the CPU to be worth what it costs: half of the error."""
+"""Decibels that a change must gain to be worth its cost: half of the error."""
 
 
 GUESSED = "the EP refuses it with"
-"""How a reason begins that the EP did not give: with the types and shapes of one node."""
+"""The first words of a reason that the EP did not give: the types and shapes of the node follow."""
 
 FEW_SAMPLES = 8
-"""The natures that models are tried with of which a run takes much."""
+"""The number of samples for models whose runs are expensive."""
 
 NOTHING = -1000.0
-"""Decibels for outputs of which nothing is right: JSON has no infinity."""
+"""Decibels of outputs that are entirely wrong: JSON has no infinity."""
 
 
 class AgreementStatus(Enum):
@@ -170,11 +170,11 @@ class AgreementStatus(Enum):
     AGREES = "agrees"
     """It is within the limits."""
     SENSITIVE = "sensitive"
-    """It is within the limits for the inputs that were run, and may not be for others."""
+    """It is within the limits for the inputs that were run, but may not be for others."""
     INCONCLUSIVE = "inconclusive"
-    """The reference proves nothing: it has no finite values, or is the same constant for all inputs."""
+    """The reference has no finite values, or is the same constant for all inputs."""
     RANDOM = "random"
-    """It depends on chance, and was not compared."""
+    """It is random, and was not compared."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,9 @@ class Agreement:
 
     ``max_abs``: the largest absolute difference.
     ``cosine``: the cosine similarity; None for an output that is nearly zero.
-    ``snr``: the ratio of signal to noise in decibels; ``worst`` has that of the worst slice. Both are None
-    for equal outputs, and so is ``margin``.
-    ``reason``: why it is not simply ``AGREES``, and which inputs to give.
+    ``snr``: the signal-to-noise ratio in decibels; ``worst`` has that of the worst slice. Both are None for
+    equal outputs, and so is ``margin``.
+    ``reason``: why the status is not ``AGREES``, and which inputs to give.
     ``margin``: the decibels by which the ratios are above their limits.
     """
 
@@ -228,17 +228,16 @@ def _least(one: float | None, other: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Emulation:
-    """What the number ``format`` of an EP makes of a model, computed on the CPU for ``samples`` inputs, which
-    are 0 where that was not possible.
+    """The effect of an EP's number ``format`` on a model, emulated on the CPU for ``samples`` inputs; 0 if
+    that was not possible. For samples that the target ran, its results count.
 
-    ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the sample that
-    suffers most, whose ratio of signal to noise is ``snr`` decibels, None if it is equal. ``margin``: the
-    decibels that the worst sample has above the limits, and `SENSITIVE` more if an app may never have it;
-    None if all are equal. ``reason``: why the model is sensitive to the format, and the node; None if it is
-    not. What the target ran counts as it was there.
-    ``gap``: the decibels by which the target was worse than the emulation of the same sample.
-    ``inexact``: the operators in it whose kernels are less exact than the format. ``in_format``: whether the
-    format makes it sensitive, and not only what the target has made of it.
+    ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the worst sample, whose
+    signal-to-noise ratio is ``snr`` decibels, None if it is equal. ``margin``: the decibels of the worst
+    sample above the limits, and `SENSITIVE` more if an app may never have it; None if all are equal.
+    ``reason``: why the model is sensitive to the format, and the node; None if it is not. ``gap``: the
+    decibels by which the target was worse than the emulation of the same sample. ``inexact``: the operators
+    whose kernels are less exact than the format. ``in_format``: whether the format itself makes the model
+    sensitive, and not only the target's results.
     """
 
     format: str

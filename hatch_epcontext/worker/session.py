@@ -57,7 +57,7 @@ def options(
 
 
 def _look_up(option: str, value: str) -> str:
-    """``value``, or that of the environment variable that it names as a secret."""
+    """``value``, or the value of the environment variable that it names as a secret."""
     variable = variable_of(value)
     if variable is None:
         return value
@@ -76,7 +76,7 @@ def _look_up(option: str, value: str) -> str:
 
 def _session_options() -> ort.SessionOptions:
     result = ort.SessionOptions()
-    # Threads that wait would take the cores from other jobs, and from the EP's own threads.
+    # Spinning threads would take cores from other jobs, and from the EP's own threads.
     result.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return result
 
@@ -96,13 +96,13 @@ def context_options(
     load_options = {name: _with_own_cache(value) for name, value in target.load_options.items()}
     result = options(target, load_options, shared)
     if product == "context":
-        # Nothing may be compiled now: it must be in the artifact.
+        # Nothing may be compiled now: the artifact must contain everything.
         result.add_session_config_entry("session.disable_model_compile", "1")
     return result
 
 
 def _with_own_cache(value: str) -> str:
-    # The loader takes the user's cache folder, and a worker its own working directory.
+    # The loader uses the user's cache folder, and a worker its own working directory.
     if USER_CACHE not in value:
         return value
     path = value.replace(USER_CACHE, near(Path.cwd() / "user-cache"))
@@ -115,7 +115,7 @@ def open_session(
 ) -> ort.InferenceSession:
     """Open a session without fallback: by default the CPU EP replaces an EP that fails.
 
-    ``without``: the names of optimizations of ONNX Runtime that are left out.
+    ``without``: the names of ONNX Runtime's optimizers that are switched off.
     """
     return ort.InferenceSession(
         model if isinstance(model, bytes) else near(model),
@@ -128,8 +128,8 @@ def open_session(
 def set_model_path(path: Path, session_options: ort.SessionOptions) -> None:
     """Set in ``session_options`` the file of a model that a session will open from bytes.
 
-    The bytes have no path, but the sidecars and the external data beside the file must be found. The
-    second option alone would apply to sidecars too, and a file name would be taken for a folder.
+    The bytes have no path, but ONNX Runtime must find the sidecars and the external data beside the file.
+    The second option alone would apply to sidecars too, and a file name would count as a folder.
     """
     session_options.add_session_config_entry("ep.context_file_path", near(path))
     session_options.add_session_config_entry(
@@ -138,13 +138,13 @@ def set_model_path(path: Path, session_options: ort.SessionOptions) -> None:
 
 
 def near(path: Path) -> str:
-    """``path`` for ONNX Runtime and EPs: on Windows from the working directory, in which a worker works.
+    """``path`` for ONNX Runtime and EPs: on Windows relative to the worker's working directory.
 
-    There `ModelCompiler` and EPs read paths in the system's code page, and the folders above, such as that of
-    the user, may have letters that it reads as others, or does not have.
+    There `ModelCompiler` and EPs read paths in the system's code page, which may lack letters of the folders
+    above, such as the user's, or replace them.
     """
     if sys.platform == "win32":
-        # One on another drive has no such path.
+        # A path on another drive has no relative form.
         with contextlib.suppress(ValueError):
             return os.path.relpath(path)
     return str(path)
@@ -155,7 +155,7 @@ def add_built_in(
 ) -> None:
     """Add an EP that is a part of ONNX Runtime.
 
-    Raises UnavailableError when this ONNX Runtime does not have it, or its library does not load.
+    Raises UnavailableError when this ONNX Runtime lacks it, or its library does not load.
     """
     available = ort.get_available_providers()
     if provider.ep not in available:
@@ -177,7 +177,7 @@ def add_built_in(
     try:
         result.add_provider(provider.ep, dict(provider_options))
     except Exception as error:
-        # ONNX Runtime writes the reason only to its log.
+        # ONNX Runtime reports the reason only in its log.
         stem = provider.ep.removesuffix("ExecutionProvider").lower()
         name = f"onnxruntime_providers_{stem}"
         name = f"{name}.dll" if sys.platform == "win32" else f"lib{name}.so"
@@ -239,7 +239,8 @@ def _matches(device: Any, wanted: Mapping[str, str]) -> bool:
 def describe_device(device: Any) -> str:
     """Describe a device of an EP: the EP, the kind of device, its vendor, and what distinguishes it."""
     facts = {**dict(device.device.metadata), **dict(device.ep_metadata)}
-    # The same for all devices: the library's path and version. In capitals: the hardware's features.
+    # Left out: what is the same for all devices (the library's path and version), and names in capitals (the
+    # hardware's features).
     same = ("library_path", "version")
     shown = [f"{n} = {v!r}" for n, v in facts.items() if n.islower() and n not in same]
     kind = device.device.type.name.lower()

@@ -28,7 +28,7 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
     for model, path, result in zip(request.models, request.prepared, results, strict=True):
         sharing = {
             "ep.share_ep_contexts": "1",
-            # Their partitions are in one sidecar, where names must differ.
+            # All partitions are in one sidecar, so their names must differ.
             _PREFIX: f"{target.settings.session_options.get(_PREFIX, '')}{model.name}_",
         }
         if result == results[-1]:
@@ -65,7 +65,7 @@ def _sidecars(result: Path) -> set[str]:
 def _equalize_spill_fill(results: list[Path]) -> None:
     """Give every context the largest ``max_size`` of all: the size of QNN's spill-fill buffer.
 
-    The first member that is opened allocates the buffer for all, and it can be any of them.
+    The first context that is opened, which can be any of them, allocates the buffer for all.
     """
     models = {result: load(result, result.name) for result in results}
     nodes = [node for model in models.values() for node in graph.contexts(model.graph)]

@@ -1,4 +1,4 @@
-"""Arrays of every ONNX dtype: their NumPy dtypes, and how they are fed to a session."""
+"""Arrays of every ONNX dtype: their NumPy dtypes, and feeding them to a session."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 
 
 class TooSlowError(Exception):
-    """A run was ended, because it took too long."""
+    """A run took too long and was ended."""
 
 
 def run(
@@ -60,9 +60,9 @@ class _Watch(threading.Thread):
         self.stopped = False
 
     def begin(self, run: _TimedRun | None) -> None:
-        """Watch ``run``, and no other one."""
+        """Watch ``run`` instead of the one before."""
         self._run = run
-        # It looks at the run after it has set when it wakes, so it misses none.
+        # The thread reads the run after it has set its time to wake, so it misses none.
         if run is not None and run.end < self._wakes:
             self._changed.set()
 
@@ -73,7 +73,7 @@ class _Watch(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Sleep until the end of the present run, or the next one."""
+        """Sleep until the limit of the current run, or until the next run."""
         while not self.stopped:
             run = self._run
             self._wakes = math.inf if run is None else run.end
@@ -92,14 +92,14 @@ _watches: list[_Watch] = []
 
 
 def end_watch() -> None:
-    """End the thread that watches runs, because this process is forked; the next run starts one again."""
+    """End the thread that watches runs before this process is forked; the next run starts another one."""
     while _watches:
         _watches.pop().stop()
 
 
 @contextlib.contextmanager
 def _limited(seconds: float | None) -> Iterator[ort.RunOptions]:
-    """Options of a run that ends at its next node, also inside a loop, after ``seconds``."""
+    """Options for a run that ends at its next node, also inside a loop, after ``seconds``."""
     options = ort.RunOptions()
     if seconds is None:
         yield options
@@ -147,7 +147,7 @@ def _to_array(value: ort.OrtValue) -> Array:
 def refuse_not_finite(outputs: Arrays, reference: Arrays) -> None:
     """Raise BuildError for NaN and Inf, unless ``reference`` has them in the same place.
 
-    With a reference, outputs that it does not have are ignored.
+    With a reference, outputs that it lacks are ignored.
     """
     problems = []
     for name, output in outputs.items():

@@ -22,9 +22,9 @@ _ELEM_TYPES: Mapping[str, int] = {
 
 
 def value_types(model: onnx.ModelProto, path: Path) -> dict[str, onnx.TypeProto]:
-    """The types of the values of ``model``, which is in the file ``path``, as far as they are known.
+    """The known types of the values of ``model``, which is in the file ``path``.
 
-    onnx infers none behind operators of other domains; there ONNX Runtime does.
+    onnx infers none after operators of other domains; there ONNX Runtime does.
     """
     main = graph.inferred(model)
     types = {value.name: value.type for value in (*main.value_info, *main.output)}
@@ -41,11 +41,11 @@ def value_types(model: onnx.ModelProto, path: Path) -> dict[str, onnx.TypeProto]
 def types_of_runtime(
     model: onnx.ModelProto, names: Iterable[str], session_options: ort.SessionOptions
 ) -> dict[str, onnx.TypeProto]:
-    """The types of the values ``names`` of ``model`` that ONNX Runtime infers, which knows its own operators.
+    """The types of the values ``names`` of ``model`` as ONNX Runtime, with its own operators, infers them.
 
     None if it cannot open the model with ``session_options``.
     """
-    # It has the types of outputs only, so all values are made that.
+    # It reports the types of outputs only, so all values become outputs.
     extended = onnx.ModelProto()
     extended.CopyFrom(model)
     wanted = list(names)
@@ -56,7 +56,7 @@ def types_of_runtime(
     try:
         session = open_session(extended.SerializeToString(), session_options)
     except Exception:
-        # What is not known stays unknown, and running the model reports why it does not open.
+        # The types stay unknown, and running the model reports why it does not open.
         return {}
     outputs = {each.name: each for each in session.get_outputs()}
     found = (outputs[name] for name in wanted if name in outputs)

@@ -32,7 +32,7 @@ def explain(
 @pytest.mark.parametrize(
     ("dtype", "shape", "reason"),
     [
-        (TensorProto.INT16, [2, 4], "the EP does not take int16"),
+        (TensorProto.INT16, [2, 4], "the EP does not support int16"),
         (TensorProto.FLOAT, [1] * 6, "it has a tensor of rank 6, and the EP takes at most 5"),
         (TensorProto.INT32, [2, 4], "the EP refuses it with int32 [2 x 4] -> int32 [2 x 4]"),
     ],

@@ -1,1 +1,1 @@
-"""What an EP does not compile of a graph, and why."""
+"""The nodes of a graph that an EP does not compile, and why."""

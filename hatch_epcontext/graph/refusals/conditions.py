@@ -1,4 +1,4 @@
-"""What decides a value that must be known when a model is compiled: inputs that can be frozen."""
+"""Inputs that decide a value that compiling needs, and so can be frozen."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.text import listing, show
 
 _MAX_VALUES = 4
-"""Values of an input that a message names."""
+"""The most values of an input that a message names."""
 
 
 @dataclass(frozen=True)
 class Decided:
-    """A value that only settings of the model decide.
+    """A value that only settings of the model decide, such as a sample rate, and no data.
 
-    ``inputs``: the inputs that decide it, each with the constants that it is compared with, if there are
-    any: an input such as a sample rate, and not data.
+    ``inputs``: the inputs that decide it, each with the constants that it is compared with, if any.
     """
 
     inputs: dict[str, tuple[Any, ...]]
@@ -43,7 +42,7 @@ def _described(name: str, values: tuple[Any, ...]) -> str:
 
 
 def decided(flow: Dependencies, name: str) -> Decided | None:
-    """What decides the value ``name``; None if data does, or if nothing is known."""
+    """The settings that decide the value ``name``; None if data does, or if nothing is known."""
     inputs = sorted(flow.origins(name))
     if not inputs or not flow.settings.issuperset(inputs):
         return None
@@ -63,7 +62,7 @@ def _compared(nodes: Iterable[onnx.NodeProto], flow: Dependencies) -> Iterator[A
 
 
 def undecided(main: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, Decided | None]]:
-    """Yield each If of ``main`` whose condition depends on inputs, and what decides it."""
+    """Yield each If of ``main`` whose condition depends on inputs, and the settings that decide it."""
     flow = Dependencies(main)
     for node in flow.counted:
         if node.op_type == "If" and flow.depends(node.input[:1]):
@@ -71,8 +70,8 @@ def undecided(main: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, Decided |
 
 
 def advice(main: onnx.GraphProto, model: Key | None) -> tuple[str, tuple[Setting, ...]] | None:
-    """What to freeze so that the conditions of ``main`` are known: a sentence, and the setting in the
-    table at ``model``, if the model has one. None where no input decides them, or only data.
+    """What to freeze so that the conditions of ``main`` are known: a sentence, and the setting in the table
+    at ``model``, if the model has one. None if no input decides them, or only data.
     """
     found: dict[str, tuple[Any, ...]] = {}
     names = []

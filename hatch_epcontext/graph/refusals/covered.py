@@ -17,7 +17,7 @@ _MIN_PART = 0.5
 """The share of all nodes above which a part is worth naming."""
 
 _MAX_ENDS = 4
-"""Inputs, and outputs, up to which an app can be asked to do the rest."""
+"""The most inputs, and outputs, of a part: the app has to compute the rest."""
 
 
 def largest_covered(
@@ -27,13 +27,11 @@ def largest_covered(
     open_values: Collection[str] = (),
     frozen: Collection[str] = (),
 ) -> Cut | None:
-    """Return where to cut the ``source`` so that an EP covers what is left, which is as large as possible.
+    """Return the cut of the ``source`` that keeps the largest part that the EP covers; None if there is none.
 
-    It is more than half of it, and has few ends.
-    ``uncovered``: the nodes that the EP left of ``prepared``, which was made of the source.
-    ``open_values``: the values of ``prepared`` without a fixed shape, where a part cannot begin. Ends that
-    are those of the source itself are not named. ``frozen``: the inputs with a constant. None if there is no
-    such part.
+    The part is more than half of the source, and has few ends; ends of the source itself are not named.
+    ``uncovered``: the nodes of ``prepared``, made of the source, that the EP left. ``open_values``: those of
+    ``prepared`` without a fixed shape, where a part cannot begin. ``frozen``: the inputs with a constant.
     """
     flow = _Flow(prepared, {name for node in uncovered for name in node.output})
     inputs = {value.name for value in graph.inputs(source)}
@@ -56,10 +54,7 @@ def _cut(flow: _Flow, part: set[int], source: onnx.GraphProto) -> Cut:
 
 
 def _is_possible(source: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> bool:
-    """Whether the source can be cut so, with few ends.
-
-    Before its preparation, more may depend on its inputs.
-    """
+    """Whether the source can be cut so, with few ends: more may depend on its inputs than in ``prepared``."""
     if max(len(cut.inputs), len(cut.outputs)) > _MAX_ENDS:
         return False
     try:
@@ -84,8 +79,8 @@ class _Flow(Scope):
     def parts(self) -> Iterator[set[int]]:
         """Yield connected covered parts that no path leaves and enters again.
 
-        Nodes are in one part if equally many uncovered nodes are on the longest path to them, or from them.
-        What one node reads is connected too: an app that computes it needs all of that.
+        Nodes are in one part if the longest paths to them, or from them, have equally many uncovered nodes.
+        The values that one node reads are connected too: an app that computes it needs all of them.
         """
         for depths in (
             self._depths(self._before, self.numbers),
@@ -105,7 +100,7 @@ class _Flow(Scope):
             yield from self.readers.get(name, ())
 
     def _read(self, index: int) -> list[str]:
-        """What a node reads of inputs and other nodes."""
+        """The values that a node reads from inputs and other nodes."""
         return [name for name in self.reads[index] if name in self._values]
 
     def _depths(
@@ -145,7 +140,7 @@ class _Flow(Scope):
 
 
 def _within(flow: _Flow, part: set[int], begin: Set[str], end: Set[str]) -> set[int]:
-    """``part`` without the nodes at its ends that begin or end with other values than these."""
+    """``part`` without nodes at its ends whose own ends are not among ``begin`` and ``end``."""
     part = set(part)
     while part:
         first, last = flow.ends(part)

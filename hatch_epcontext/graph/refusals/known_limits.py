@@ -1,4 +1,4 @@
-"""What an EP cannot compile of a source graph, found before anything is compiled.
+"""Nodes of a source graph that an EP cannot compile, found before anything is compiled.
 
 Only the file is read: opening a session on a model of trees can take minutes.
 """
@@ -22,7 +22,7 @@ from hatch_epcontext.graph.refusals.conditions import Decided, decided
 from hatch_epcontext.text import count, listing
 
 _MAX_NAMES = 3
-"""Names or reasons in one message."""
+"""The most names or reasons in one message."""
 
 MAKES: Mapping[str, str] = {
     "StringConcat": "string",
@@ -40,13 +40,13 @@ MAKES: Mapping[str, str] = {
     "ai.onnx.ml.DictVectorizer": "map",
     "Optional": "optional",
 }
-"""Operators whose first output is not a tensor of numbers, or is only sometimes one."""
+"""Operators whose first output is never, or not always, a tensor of numbers."""
 
 _SAME_KIND = graph.RESHAPING | {
     *("Compress", "Concat", "Expand", "Gather", "GatherElements", "GatherND", "Slice", "Split"),
     *("Tile", "Transpose", "Where"),
 }
-"""Operators that make strings of strings."""
+"""Operators from strings to strings."""
 
 _TRIVIAL = graph.RESHAPING | {"Cast", "Transpose"}
 """Operators that are not worth a context of their own."""
@@ -56,8 +56,8 @@ _TRIVIAL = graph.RESHAPING | {"Cast", "Transpose"}
 class RefusedNode:
     """A node that an EP leaves to the CPU, and ``why``: the end of a sentence about it.
 
-    ``decider``: the value with which it would take the node if that were a constant, the last word of the
-    sentence; empty if there is none.
+    ``decider``: the value, at the end of the sentence, that would have to be a constant; empty if none would
+    help.
     """
 
     node: onnx.NodeProto
@@ -72,9 +72,9 @@ class RefusedNode:
 
 @dataclass(frozen=True)
 class Findings:
-    """The nodes that count, which are those that depend on the values of inputs, and the refused ones.
+    """The nodes that depend on the values of inputs, and the refused ones among them.
 
-    ``growing``: whether preparation may make many nodes of few, so that their number means little.
+    ``growing``: whether preparation may turn few nodes into many, so that their number means little.
     """
 
     flow: Dependencies
@@ -83,20 +83,20 @@ class Findings:
 
     @property
     def share(self) -> float:
-        """The largest part of the nodes that can be compiled, from 0 to 1."""
+        """The upper limit of the compiled share of the nodes, from 0 to 1."""
         total, refused = len(self.flow.counted), len(self.refused)
         if not refused:
             return 1.0
         if self.growing and refused < total:
-            # Less than all, however many nodes it becomes.
+            # Less than 1, however many nodes preparation makes.
             return 1 - 1e-9
         return 1 - refused / total
 
 
 def find(model: onnx.ModelProto, limits: Limits) -> Findings:
-    """Find the nodes of ``model`` that an EP with ``limits`` leaves to the CPU for certain.
+    """Find the nodes of ``model`` that an EP with ``limits`` certainly leaves to the CPU.
 
-    Only of the main graph: what is in the graphs inside its nodes may never run.
+    Only in the main graph: inner graphs may never run.
     """
     flow = Dependencies(model.graph)
     own = {(function.domain, function.name) for function in model.functions}
@@ -124,12 +124,12 @@ def problem(model: onnx.ModelProto, findings: Findings, ep: str, key: Key, targe
 
 
 def _rounded(share: float) -> float:
-    # Lower: preparation removes nodes of the rest too.
+    # Rounded down: preparation also removes nodes that can be compiled.
     return math.floor(9 * share) / 10
 
 
 def describe(refused: Sequence[RefusedNode]) -> str:
-    """The reasons of refused nodes, each once, with the operators that it is about."""
+    """The reasons of refused nodes, each once, with its operators."""
     reasons: dict[str, list[RefusedNode]] = {}
     for each in refused:
         reasons.setdefault(each.why, []).append(each)
@@ -147,7 +147,7 @@ def _describe(why: str, refused: Sequence[RefusedNode]) -> str:
 
 
 def numbered(operators: Counter[str]) -> list[str]:
-    """How many of each operator there are: ``["2 Loop", "Shape"]``."""
+    """The operators with their numbers: ``["2 Loop", "Shape"]``."""
     return [op if number == 1 else f"{number} {op}" for op, number in operators.items()]
 
 
@@ -186,7 +186,7 @@ def _advice(
 
 
 def _frozen(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] | None:
-    """The inputs to freeze, if they decide whatever is refused."""
+    """The inputs to freeze, if they decide all refused nodes."""
     found: dict[str, tuple[Any, ...]] = {}
     for each in findings.refused:
         by = decided(findings.flow, each.decider) if each.decider else None
@@ -200,7 +200,7 @@ def _frozen(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] | N
 def _last_outputs(
     model: onnx.ModelProto, rest: Sequence[onnx.NodeProto], findings: Findings, refused: set[str]
 ) -> list[str]:
-    """The values of ``rest`` that refused nodes or outputs of the graph take, in the order of the graph."""
+    """The values of ``rest`` that refused nodes or the graph's outputs read, in the order of the graph."""
     taken = {name for each in findings.refused for name in each.node.input}
     taken |= {value.name for value in model.graph.output} - refused
     return [name for node in rest for name in node.output if name in taken]
@@ -217,7 +217,7 @@ def _refused(
     kinds: Mapping[str, str],
     fixed: frozenset[str],
 ) -> RefusedNode | None:
-    """Why an EP with ``limits`` leaves ``node`` to the CPU; None if it may take it."""
+    """Why an EP with ``limits`` leaves ``node`` to the CPU; None if it may compile it."""
     operator = graph.operator(node)
     if node.op_type in TREES and node.domain in limits.domains:
         return RefusedNode(node, "is an ensemble of trees, and the EP is for neural networks")
@@ -233,12 +233,12 @@ def _refused(
         if name and flow.depends([name]) and not fixed.issuperset(node.output):
             return RefusedNode(node, "has an output whose shape depends on the values of", name)
     if operator == "Loop" and not limits.loops and flow.depends(node.input[:1]):
-        return RefusedNode(node, "has a number of rounds that depends on", node.input[0])
+        return RefusedNode(node, "has a number of iterations that depends on", node.input[0])
     return None
 
 
 def _kinds(main: onnx.GraphProto) -> dict[str, str]:
-    """The values of ``main`` that are no tensors of numbers: by their types, or by what makes them."""
+    """The values of ``main`` that are not tensors of numbers: by their types, or by their nodes."""
     kinds: dict[str, str] = {}
     for value in (*main.input, *main.output, *main.value_info):
         if kind := _kind(value.type):
@@ -264,7 +264,7 @@ _OTHER_TYPES = frozenset({"sequence_type", "map_type", "optional_type"})
 
 
 def _made(node: onnx.NodeProto, kinds: Mapping[str, str]) -> str | None:
-    """The kind of the first output of ``node``; None for a tensor of numbers, or if it is not known."""
+    """The kind of the first output of ``node``; None for a tensor of numbers, or if it is unknown."""
     operator = graph.operator(node)
     if operator in _SAME_KIND:
         given = node.input[1:2] if operator == "Where" else node.input[:1]
@@ -287,7 +287,7 @@ def _has_string_classes(node: onnx.NodeProto) -> bool:
 
 
 def _fixed_values(main: onnx.GraphProto) -> frozenset[str]:
-    """The values whose shapes the file has, with all sizes."""
+    """The values whose full shapes are in the file."""
     values = (*main.value_info, *main.output)
     return frozenset(
         value.name

@@ -61,8 +61,7 @@ def rewrite(
 ) -> tuple[str, ...]:
     """Apply ``rewrites`` to ``model``, in place, where its nodes have ``refused`` operators.
 
-    ``types``: those of its values, as far as they are known. Returns the names of those that
-    did something.
+    ``types``: the known types of its values. Returns the names of those that changed something.
     """
     done = []
     for each in rewrites:

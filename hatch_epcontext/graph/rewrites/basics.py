@@ -1,4 +1,4 @@
-"""Operators of ONNX that few EPs take in all forms, as simpler ones."""
+"""Operators of ONNX that few EPs support in all forms, as simpler ones."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.unrolling.activations import DEFAULTS, named_activations
 
 _MAX_VALUES = 2**24
-"""Values of a mask that is stored: 16 MB."""
+"""The most values of a stored mask: 16 MB."""
 
 _NEUTRAL = {"add": 0, "max": -np.inf}
-"""What changes nothing, for each way to join rows."""
+"""The neutral value of each way to join rows."""
 
 
 def _gemm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     alpha, beta = (graph.attribute(node, name, 1.0) for name in ("alpha", "beta"))
     if alpha == beta == 1:
-        # ONNX Runtime makes a Gemm of the product again.
+        # ONNX Runtime would turn the product into a Gemm again.
         return None
     operands = [
         builder.transpose(name, [1, 0]) if graph.number(node, f"trans{letter}", 0) else name
@@ -72,7 +72,7 @@ def _one_hot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _is_at(indices: str, places: NDArray[Any], dtype: np.dtype[Any], builder: Builder) -> str:
-    """Where ``indices``, which count from the end too, are each of all ``places``."""
+    """Where ``indices``, which may be negative, equal each of all ``places``."""
     sides = (places, places - places.size) if dtype.kind == "i" else (places,)
     equal = [builder.add("Equal", indices, builder.store(side.astype(dtype))) for side in sides]
     return equal[0] if len(equal) == 1 else builder.add("Or", *equal)
@@ -90,7 +90,7 @@ def _scattered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     given, dtype = scope.shape(indices), scope.dtype(indices)
     if given is None or dtype is None or 0 in (*to, *shape):
         return None
-    # All of a row have one index, and are a whole row.
+    # All values of a row have one index, and are a whole row.
     (count, *inner), wide = shape, [*[1] * (len(shape) - len(given)), *given]
     if wide != [count, *[1] * len(inner)] or inner != [*to[1:]]:
         return None
@@ -122,7 +122,7 @@ def _gathered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     batches = graph.number(node, "batch_dims", 0)
     named = batches + indices.shape[-1]
     sizes = np.array(shape[batches:named])
-    # Indices count from the end too. All of a place's indices are one, in a list of all places.
+    # Indices may be negative. The indices of a place become one, into a list of all places.
     positive = np.where(indices < 0, indices + sizes, indices)
     inner = positive @ np.array([math.prod(sizes[i + 1 :]) for i in range(len(sizes))], np.int64)
     outer = np.arange(math.prod(shape[:batches])) * math.prod(sizes)
@@ -166,7 +166,7 @@ UNDILATED = by_node("ConvTranspose without dilations", {"ConvTranspose": _withou
 
 
 def _as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A Slice of computed place and known length, along one axis."""
+    """A Slice with a computed start and a known length, along one axis."""
     value, start, _, axes, steps = graph.operands(node, 5)
     shape, result = scope.shape(value), scope.shape(node.output[0])
     dtype = scope.dtype(start) if start else None
@@ -178,7 +178,7 @@ def _as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return None
     at = int(axis[0]) % len(shape)
     offsets = np.arange(result[at], dtype=dtype) * step.astype(dtype)
-    # Places count from the end too, all or none: over the end it would be shorter.
+    # Starts may be negative: a slice beyond the end would be shorter.
     indices = builder.add("Add", start, builder.store(offsets))
     return [builder.add("Gather", value, indices, axis=at)]
 
@@ -189,7 +189,7 @@ _OF_ERF = (4.51351884, 6.57699078, -0.188808943, -10.2517888, 23.5176118, -25.10
 
 
 def _error(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """An Erf by the Tanh of a polynomial, whose factors float16 has too."""
+    """An Erf as the Tanh of a polynomial, whose factors float16 can represent."""
     value = builder.clip(builder.scaled(node.input[0], 0.25), -1.0, 1.0)
     square = builder.add("Mul", value, value)
     *others, factor = map(builder.number, _OF_ERF)
@@ -217,7 +217,7 @@ REVERSED = by_node("ReverseSequence as Gather", {"ReverseSequence": _reversed})
 
 
 _FIRST_OF_INTEGERS = 12
-"""The opset since which Max and Min take all integers."""
+"""The opset from which Max and Min accept all integers."""
 
 
 def _max_and_min(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -235,7 +235,7 @@ def _max_and_min(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Output
 
 
 def _is(scope: Scope, bound: str, limit: float) -> bool:
-    """Whether ``bound`` is stored as ``limit``, which is no bound."""
+    """Whether ``bound`` is a stored ``limit``, which bounds nothing."""
     array = scope.constant(bound)
     return array is not None and array.size == 1 and array.dtype.kind == "f" and array == limit
 
@@ -250,7 +250,7 @@ _OF_MICROSOFT = frozenset({TensorProto.INT16, TensorProto.UINT16})
 def _dequantized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A cast of a small integer to float32 as its dequantization with the scale 1.
 
-    Some EPs take small integers only as quantized values.
+    Some EPs support small integers only as quantized values.
     """
     (value,) = node.input
     elem_type, dtype = scope.elem_type(value), scope.dtype(value)
@@ -267,12 +267,12 @@ INTEGER_CASTS = by_node("Cast of small integers as DequantizeLinear", {"Cast": _
 
 
 def _without_defaults(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """``node`` without ``activations``, if these are the default ones; EPs refuse any."""
+    """``node`` without ``activations``, if these are the defaults: EPs refuse the attribute."""
     given = named_activations(node)
     directions = 2 if graph.text(node, "direction") == "bidirectional" else 1
     if not given or given != [*DEFAULTS[node.op_type]] * directions:
         return None
-    # Those of the default activations take no numbers.
+    # The default activations have no parameters.
     unused = ("activations", "activation_alpha", "activation_beta")
     kept = [each for each in node.attribute if each.name not in unused]
     result = copy_of(node)
@@ -288,7 +288,7 @@ DEFAULT_ACTIVATIONS = by_node(
 
 
 _COMPARISONS = frozenset({"GreaterOrEqual", "LessOrEqual"})
-"""Functions of ONNX, whose older versions ONNX Runtime infers no shape for, which some EPs need."""
+"""Functions of ONNX. ONNX Runtime infers no shapes for older versions, and some EPs need shapes."""
 
 
 def _write_shapes(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:

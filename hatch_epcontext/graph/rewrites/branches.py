@@ -1,4 +1,4 @@
-"""An ``If`` whose condition is computed from the data: both branches are computed, and one is taken."""
+"""An ``If`` whose condition depends on the data: both branches run, and one result is selected."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Mean Min Mish Mul Neg Not Or PRelu Reciprocal Relu Round Selu Shape Sigmoid Sign
 Sqrt Sub Sum Tan Tanh ThresholdedRelu Transpose Where Xor
 """
 _NEVER_FAIL = frozenset(_NAMES.split())
-"""Operators that give a result for any values of the right shapes and dtypes."""
+"""Operators that never fail for values of the right shapes and dtypes."""
 
 _OF_FLOATS = frozenset({"Cast", "Div", "Pow"})
-"""Those that give one for any floats: integers are not divided by zero."""
+"""Operators that never fail for floats; with integers they may divide by zero."""
 
 _NAMES = """
 Expand Gather Pad ReduceL1 ReduceL2 ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare
 Reshape Slice Split Squeeze Tile Unsqueeze
 """
 _OF_CONSTANTS = frozenset(_NAMES.split())
-"""Those that give one if all their inputs but the first are constants."""
+"""Operators that never fail if all inputs but the first are constants."""
 
 _MAX_CONDITIONS = 3
-"""The number of conditions of which all combinations are tried."""
+"""The most conditions of which all combinations are tried."""
 
 
 def _both_branches(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -76,7 +76,7 @@ def _form(name: str, scope: Scope) -> tuple[int, tuple[int, ...]] | None:
 
 
 def _is_safe(node: onnx.NodeProto, scope: Scope) -> bool:
-    """Whether ``node`` gives a result of a known shape for any data."""
+    """Whether ``node`` has a result of a known shape for any data."""
     if node.domain or any(_form(name, scope) is None for name in filter(None, node.output)):
         return False
     if node.op_type in _OF_FLOATS:
@@ -88,7 +88,7 @@ def _is_safe(node: onnx.NodeProto, scope: Scope) -> bool:
 
 
 def removed(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
-    """The conditions of the nodes ``If`` of ``before`` that ``after`` does not have any more."""
+    """The conditions of the ``If`` nodes of ``before`` that ``after`` no longer has."""
     left = {name for node in after.graph.node if node.op_type == "If" for name in node.output}
     found = (
         node.input[0]
@@ -99,10 +99,7 @@ def removed(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def with_inputs(model: onnx.ModelProto, names: Iterable[str], types: Types) -> onnx.ModelProto:
-    """A copy of ``model`` in which the conditions ``names`` are inputs, instead of being computed.
-
-    ``types``: those that `Scope.of` gets.
-    """
+    """A copy of ``model`` in which the conditions ``names`` are inputs; ``types``: as for `Scope.of`."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
     scope, builder = Scope.of(model, types), Builder(result)
@@ -125,7 +122,7 @@ def with_inputs(model: onnx.ModelProto, names: Iterable[str], types: Types) -> o
 def assignments(
     conditions: tuple[str, ...], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[dict[str, Array]]:
-    """Values for ``conditions``: all combinations of a few; of many, all the same or one different."""
+    """Values for ``conditions``: all combinations of a few; for many, all equal or one different."""
     combinations: Iterable[tuple[bool, ...]] = itertools.product(
         (True, False), repeat=len(conditions)
     )

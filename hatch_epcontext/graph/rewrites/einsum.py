@@ -14,7 +14,7 @@ from hatch_epcontext.graph.builder import Builder, Outputs, by_node
 from hatch_epcontext.graph.scope import Scope
 
 _MAX_DIMENSIONS = 4
-"""Dimensions of an operand that every EP multiplies; more are joined."""
+"""The most dimensions of an operand that every EP multiplies; more are joined."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ def _expand(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _parse(equation: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str] | None:
-    """The letters of the operands and those of the result; None for a form that is not understood.
+    """The letters of the operands and of the result; None for an unknown form.
 
-    Letters stand for the dimensions of an ellipsis too.
+    The dimensions of an ellipsis get letters too.
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -127,7 +127,7 @@ def _parse(equation: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str],
     most = max(counts)
     if most > len(unused):
         return None
-    # Its last dimensions are the same, as in broadcasting.
+    # The last dimensions correspond, as in broadcasting.
     ellipsis = "".join(unused[:most])
     terms = [
         term.replace("...", ellipsis[most - count :])

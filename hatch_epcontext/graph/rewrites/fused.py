@@ -15,7 +15,7 @@ from hatch_epcontext.graph.scope import Scope, Types
 
 
 def _activated(builder: Builder, value: str, name: str, numbers: list[float]) -> str | None:
-    """``value`` after the activation ``name``, which takes ``numbers``; None for an unknown one."""
+    """``value`` after the activation ``name`` with the parameters ``numbers``; None for an unknown one."""
     if name in ("Relu", "Sigmoid", "Tanh"):
         return builder.add(name, value)
     if name == "LeakyRelu":
@@ -65,7 +65,7 @@ def _matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
             return None
         order = list(range(len(sizes)))
         if batch:
-            # The first dimension goes before the last.
+            # The first dimension moves before the last.
             order = [*order[1:-1], order[0], order[-1]]
         if transposed:
             order[-2:] = reversed(order[-2:])
@@ -105,12 +105,12 @@ def _biased(node: onnx.NodeProto, builder: Builder) -> str:
 _NORMALIZING: Mapping[str, Sequence[str]] = {
     "LayerNormalization": ("value", "scale", "bias"),
     "RMSNormalization": ("value", "scale"),
-    # ONNX Runtime registers it in ONNX's domain.
+    # ONNX Runtime registers this operator in ONNX's domain.
     "SimplifiedLayerNormalization": ("value", "scale"),
     "com.microsoft.SkipLayerNormalization": ("value", "skip", "scale", "bias", "added"),
     "com.microsoft.SkipSimplifiedLayerNormalization": ("value", "skip", "scale", "added"),
 }
-"""What each of these operators takes. Those that take no bias do not subtract the mean."""
+"""The inputs of each of these operators. Those without a bias do not subtract the mean."""
 
 
 def _normalized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -140,7 +140,7 @@ def _normalized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
 
 
 def _attention(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """Attention whose query, key and value are one product with ``weights``."""
+    """Attention with one product with ``weights`` for query, key and value."""
     value, weights, bias, mask, past, added, *others = graph.operands(node, 8)
     shape, wide = scope.shape(value), scope.shape(weights)
     if past or any(others) or shape is None or wide is None:
@@ -175,7 +175,7 @@ def _attended(
     mask: str,
     added: str,
 ) -> Outputs:
-    """What all heads read of the value, for query, key and value as three ``parts`` of three dimensions."""
+    """The result of all heads, for query, key and value as three ``parts`` of three dimensions."""
     heads, masked = graph.number(node, "num_heads", 1), scope.shape(mask) if mask else None
     (batch, length, width), (_, keys, _), (*_, result) = shapes
     unknown = any(node.output[1:]) or any(
@@ -245,7 +245,7 @@ def _inline_definitions(model: onnx.ModelProto, types: Types, refused: frozenset
     try:
         inlined = onnx.inliner.inline_selected_functions(model, names, inline_schema_functions=True)
     except RuntimeError:
-        # It does not understand all models that ONNX Runtime takes.
+        # onnx cannot handle all models that ONNX Runtime opens.
         return 0
     model.CopyFrom(inlined)
     # An older opset may not define all of them.

@@ -16,20 +16,20 @@ from hatch_epcontext.graph.builder import Builder, Outputs, Rule, by_node
 from hatch_epcontext.graph.scope import Scope
 
 _AXIS = 13
-"""The opset since which DequantizeLinear takes a scale for each channel, and Softmax is over one axis."""
+"""The opset from which DequantizeLinear accepts a scale for each channel, and Softmax is over one axis."""
 
 _BEGINS: Mapping[str, int] = {
     **dict.fromkeys(("QLinearAdd", "QLinearMul", "QLinearConv", "QLinearMatMul"), 6),
     "QGemm": 7,
     "QLinearConcat": 0,
 }
-"""Where the scale of the results is among the inputs, if that is not 3; their zero point is behind it."""
+"""The number of the input with the results' scale, if that is not 3; the zero point follows it."""
 
 _BIASES: Mapping[str, int] = {"QLinearConv": 8, "QGemm": 6}
 """The operand that is added to a product."""
 
 _MOVING = graph.RESHAPING | {"MaxPool", "Transpose"}
-"""Operators that give the same with integers, and that EPs take with floats."""
+"""Operators with the same result for integers, which EPs support for floats."""
 
 _OWN = frozenset({"channels_last", "opset"})
 """Attributes that only the operators of integers have."""
@@ -48,7 +48,7 @@ def _real(
 
 
 def _bias(node: onnx.NodeProto, scope: Scope, builder: Builder) -> str | None:
-    """The floats of what is added to a product, whose scale is that of the product; empty without any."""
+    """The bias of a product as floats, with the product's scale; empty without a bias."""
     name = graph.operand(node, _BIASES[node.op_type]) if node.op_type in _BIASES else ""
     if not name:
         return ""
@@ -116,7 +116,7 @@ def _moved(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _scale_of(name: str, scope: Scope) -> Sequence[str]:
-    """The scale and the zero point of integers; empty if they are not known, or are floats."""
+    """The scale and the zero point of integers; empty if they are unknown, or for floats."""
     while (node := scope.maker(name)) is not None and node.op_type in _MOVING:
         name = node.input[0]
     if node is None:

@@ -1,4 +1,4 @@
-"""Operators that ONNX has given up, or writes in another way today."""
+"""Operators that ONNX has removed, or whose form has changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _cropped(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     left, top, right, bottom = border
     size = graph.attribute(node, "scale", [shape[2] - top - bottom, shape[3] - left - right])
     ends = [top + size[0], left + size[1]]
-    # These operators end with opset 9, and indices as inputs begin with 10.
+    # These operators exist up to opset 9; indices are inputs from 10 on.
     return [builder.add("Slice", node.input[0], starts=[top, left], ends=ends, axes=[2, 3])]
 
 
@@ -39,7 +39,7 @@ GIVEN_UP = by_node(
 
 
 _NEWER = 11
-"""The opset since which all `_OPERATORS` have the form of today."""
+"""The opset from which all `_OPERATORS` have today's form."""
 
 _OPERATORS = frozenset({"Scatter", "TopK"})
 
@@ -50,7 +50,7 @@ def _convert(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> i
     try:
         converted = onnx.version_converter.convert_version(model, _NEWER)
     except RuntimeError:
-        # It knows no operators that ONNX has given up.
+        # The converter has no operators that ONNX has removed.
         return 0
     model.CopyFrom(converted)
     return len(model.graph.node)

@@ -1,7 +1,7 @@
-"""Equal forms of what EPs compute wrong, or inexactly, in float16.
+"""Equivalent forms of nodes that EPs compute wrong, or inexactly, in float16.
 
-Those of `number_format.ALWAYS` lose nothing and add hardly a node. Those of `number_format.REMEDIES` add
-nodes, and what these cost on an NPU is not measured: they are for models that a run has shown to need them.
+Those of `number_format.ALWAYS` lose nothing and add hardly any nodes. Those of `number_format.REMEDIES` add
+nodes, whose cost on NPUs is not measured: they are for models that, as a run has shown, need them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hatch_epcontext.graph.number_format import FUSING, RewriteName
 from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
-"""The opset since which Max and Min take a number beside a tensor."""
+"""The opset from which Max and Min accept a number beside a tensor."""
 
 _SOFTMAX_OVER_ONE_AXIS = 13
-"""The opset since which it is not over all axes from one on."""
+"""The opset from which it is over one axis, instead of all from that axis on."""
 
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 
@@ -31,7 +31,7 @@ _FLOAT_MAX = float(np.finfo(np.float32).max)
 def _number(name: str, scope: Scope) -> float | None:
     """The stored number ``name``, also in a tensor of one value; None for anything else."""
     tensor = scope.stored.get(name)
-    # Weights are not read.
+    # Skips weights.
     array = graph.array_of(tensor) if tensor is not None and math.prod(tensor.dims) == 1 else None
     return None if array is None else float(array.item())
 
@@ -45,7 +45,7 @@ def _number_beside(value: str, name: str, scope: Scope) -> float | None:
 def _value_and_number(node: onnx.NodeProto, scope: Scope) -> tuple[str, float] | None:
     """The operands of a ``node`` that computes a value with a number, in any order."""
     names = list(node.input)
-    # A Clip may have an upper bound that is none.
+    # The upper bound of a Clip may be infinite.
     while names and (not names[-1] or (_number(names[-1], scope) or 0) >= _FLOAT_MAX):
         names.pop()
     for value, name in (names, names[::-1]) if len(names) == 2 else ():
@@ -56,7 +56,7 @@ def _value_and_number(node: onnx.NodeProto, scope: Scope) -> tuple[str, float] |
 
 
 def _maker(name: str, scope: Scope) -> str:
-    """The operator that makes a value; empty for inputs and stored tensors."""
+    """The operator that computes a value; empty for inputs and stored tensors."""
     node = scope.maker(name)
     return "" if node is None else graph.operator(node)
 
@@ -74,7 +74,7 @@ def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _axes(node: onnx.NodeProto, scope: Scope) -> list[int] | None:
-    """Those that a node reduces, counted from the first; None if they are not known, or none."""
+    """The axes that a node reduces, counted from the first; None if there are none or they are unknown."""
     sizes, name = scope.sizes(node.input[0]), graph.operand(node, 1)
     axes = scope.constant(name) if name else np.array(graph.attribute(node, "axes", []), np.int64)
     if sizes is None or axes is None:
@@ -85,7 +85,7 @@ def _axes(node: onnx.NodeProto, scope: Scope) -> list[int] | None:
 
 
 def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A sum divided by the number of its values, which nothing else reads."""
+    """A sum that is read only by its division by the number of its values."""
     if (found := _value_and_number(node, scope)) is None or builder.dtype.kind != "f":
         return None
     name, number = found
@@ -106,13 +106,13 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _is_read_once(name: str, scope: Scope) -> bool:
-    """Whether a value of the graph, which is no output of it, has one reader."""
+    """Whether a value has one reader, and is not an output of the graph."""
     is_output = any(each.name == name for each in scope.part.output)
     return name in scope.makers and not is_output and len(scope.readers[name]) == 1
 
 
 def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A Clip whose bounds are attributes: its opset has no others."""
+    """A Clip of an opset in which the bounds are attributes."""
     if builder.opset >= BOUNDS_AS_INPUTS:
         return None
     value = node.input[0]
@@ -125,11 +125,11 @@ def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 _FUSING = FUSING | {"Add", "Sub"}
 _FUSED_THROUGH = graph.RESHAPING | {"Mul", "Slice", "Split"}
-"""What EPs compute together with an activation, and what may stand between."""
+"""Operators that EPs fuse with an activation, and those that may come between."""
 
 
 def _barrier(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """An activation, apart from what it would be fused with: it is 0 or -1 at the number, and below it."""
+    """An activation that cannot be fused: it is 0 or -1 at the number, and below it."""
     value = node.input[0]
     maker = scope.maker(value)
     while maker is not None and graph.operator(maker) in _FUSED_THROUGH:
@@ -141,11 +141,12 @@ def _barrier(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 _EXP_FROM, _EXP_TO = -80.0, 80.0
-"""Where Exp is right: QNN's simulator gives anything beyond 88. Both results are beyond float16."""
+"""The range in which Exp is right: QNN's simulator returns arbitrary values beyond 88. The results at both
+ends are beyond float16."""
 
 
 _QUANTIZED = frozenset({"DequantizeLinear", f"{graph.MICROSOFT}.DequantizeLinear"})
-"""What is behind these is computed in integers."""
+"""Operators after which EPs compute in integers."""
 
 
 def _exp(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -165,7 +166,7 @@ def _sigmoid(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The larger of x and 0, and what is above it: Log(1 + p), as a series that small p are not lost in."""
+    """The larger of x and 0, plus Log(1 + p) as a series, which keeps small p."""
     value = node.input[0]
     if _maker(value, scope) in _QUANTIZED:
         return None
@@ -193,13 +194,13 @@ def _log_softmax(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Output
 
 
 _MIN_NORMAL = 2.0**-14
-"""The smallest number that float16 has with all its digits."""
+"""The smallest normal number of float16."""
 
 _PART = 1 / 8
-"""Of the largest value, by which all are divided: QNN's simulator gives 0 for divisors above 16384."""
+"""The factor of the largest value, the common divisor: QNN's simulator returns 0 for divisors above 16384."""
 
 _MAX_DEPTH = 8
-"""Nodes from a root down to its squares."""
+"""The most nodes from a root down to its squares."""
 
 _PASSING = graph.RESHAPING | {"Transpose"}
 _WITH_NUMBERS = frozenset({"Add", "Clip", "Max"})
@@ -209,7 +210,7 @@ _SUMS = frozenset({"Add", "ReduceSum"})
 
 @dataclass(frozen=True)
 class _Roots:
-    """Square roots of sums of squares, by way of values of about 1, whose squares float16 has.
+    """Square roots of sums of squares, through values of about 1, whose squares are in float16's range.
 
     ``operators``: those that may sum them.
     """
@@ -219,7 +220,7 @@ class _Roots:
     operators: frozenset[str]
 
     def of(self, name: str, offset: float = 0.0, max_depth: int = _MAX_DEPTH) -> str | None:
-        """Sqrt(name + offset); None if ``name`` is no sum of squares."""
+        """Sqrt(name + offset); None if ``name`` is not a sum of squares."""
         node = self.scope.maker(name)
         if node is None or not max_depth:
             return None
@@ -261,7 +262,7 @@ class _Roots:
     def over_axes(
         self, node: onnx.NodeProto, operator: str, value: str, offset: float = 0.0
     ) -> str | None:
-        """The root of what ``operator`` makes of the squares of ``value``, over the axes of ``node``."""
+        """The root of ``operator``, applied to the squares of ``value`` over the axes of ``node``."""
         axes, shape = _axes(node, self.scope), self.scope.shape(node.output[0])
         keeps = graph.number(node, "keepdims", 1)
         if axes is None or (shape is None and not keeps):
@@ -295,10 +296,7 @@ class _Roots:
         axes: Sequence[int] = (),
         total: Callable[[str], str] | None = None,
     ) -> str:
-        """The root of the sum of the squares of ``values``, and of ``offset``.
-
-        ``total``: sums the squares of a single one, over ``axes``.
-        """
+        """The root of the sum of the squares of ``values``, plus ``offset``; ``total`` sums over ``axes``."""
         builder, least = self.builder, math.sqrt(offset)
         largest = builder.add("Max", *values) if len(values) > 1 else values[0]
         if total is not None:
@@ -323,7 +321,7 @@ class _Roots:
 
 
 def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
-    """The value of which ``node`` is the square; None for one that is scaled already."""
+    """The value of which ``node`` is the square; None if that is already scaled."""
     value, other = graph.operands(node, 2)
     if (operator := graph.operator(node)) == "Pow":
         is_square = _number_beside(value, other, scope) == 2
@@ -352,7 +350,7 @@ def _norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The mean of squares less the square of the mean, which are nearly the same where values are."""
+    """The mean of squares less the square of the mean: for nearly equal values both are nearly equal."""
     squares, square = (scope.maker(name) for name in graph.operands(node, 2))
     if squares is None or square is None or squares.op_type not in _MEANS:
         return None
@@ -371,7 +369,7 @@ def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The logarithm of a square as that of its root, whose exponent is half as large."""
+    """The logarithm of a square as twice that of its root, whose exponent is half as large."""
     root = _Roots(scope, builder, _SUMS | _MEANS | {"MatMul"}).of(node.input[0])
     return root and [builder.scaled(builder.add("Log", root), 2)]
 
@@ -417,7 +415,7 @@ def remedy(
 ) -> tuple[RewriteName, ...]:
     """Apply those of `PRECISE` that ``names`` has, to ``model``, in place, in their order.
 
-    ``types``: those of its values, as far as they are known. Returns the names of those that did something.
+    ``types``: the known types of its values. Returns the names of those that changed something.
     """
     wanted = frozenset(names)
     if graph.opset(model) < _BROADCASTING:

@@ -1,4 +1,4 @@
-"""Chains of Reshape, Transpose and Gather with many dimensions, as equal ones with few."""
+"""Chains of Reshape, Transpose and Gather with many dimensions, as equivalent ones with few."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, remove_unus
 from hatch_epcontext.graph.scope import Scope, Types
 
 _FEW = 4
-"""Dimensions that every EP takes."""
+"""The number of dimensions that every EP supports."""
 
 _RESHAPING = graph.RESHAPING - {"Identity"}
 
@@ -21,7 +21,7 @@ _OPERATORS = _RESHAPING | {"Gather", "Transpose"}
 
 @dataclass(frozen=True)
 class _Permutation:
-    """A Transpose: the sizes of the dimensions before it, and where each one after it comes from."""
+    """A Transpose: the sizes of its input's dimensions, and the source of each output dimension."""
 
     sizes: tuple[int, ...]
     perm: tuple[int, ...]
@@ -30,7 +30,7 @@ class _Permutation:
         """The same order of values with as few dimensions as possible."""
         # A dimension of size 1 moves no value.
         kept = [axis for axis in self.perm if self.sizes[axis] != 1]
-        # Dimensions that stay neighbours are one.
+        # Dimensions that stay neighbours become one.
         groups: list[list[int]] = []
         position = {axis: i for i, axis in enumerate(sorted(kept))}
         for axis in kept:
@@ -52,7 +52,7 @@ class _Permutation:
         for start, wanted in enumerate(self.perm):
             middle = order.index(wanted)
             end = middle
-            # All that follow in the right order come along.
+            # All that follow in the right order move along.
             while order[end : end + 1] == list(self.perm[start + end - middle :][:1]) != []:
                 end += 1
             blocks = order[:start], order[start:middle], order[middle:end], order[end:]
@@ -93,9 +93,9 @@ def _gathered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _joined(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A Reshape that takes what a value of many dimensions before it was made of."""
+    """A Reshape of a reshaped value with many dimensions, which skips that value."""
     shape, source = scope.shape(node.output[0]), node.input[0]
-    # A size of zero is that of its input.
+    # A size of zero means that of the input.
     if shape is None or 0 in shape:
         return None
     many = False
@@ -108,7 +108,7 @@ def _joined(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 def _apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
     rules = {"Transpose": _transposed, "Gather": _gathered}
     replaced = replace(model, rules, types, nested=False)
-    # What these reshape has shapes now too.
+    # The results of the new nodes have shapes now.
     replaced += replace(model, dict.fromkeys(_RESHAPING, _joined), types, nested=False)
     if replaced:
         remove_unused(model.graph, lambda node: node.op_type in _OPERATORS)

@@ -26,14 +26,14 @@ _OPERATORS = (_MAKERS - {"Identity"}) | _TAKERS
 
 
 class _Sequences:
-    """The tensors of each sequence by its name, in each graph; ``taken``: how many nodes take them now."""
+    """The tensors of each sequence by its name, in each graph; ``taken``: the number of replaced readers."""
 
     def __init__(self) -> None:
         self.known: defaultdict[Scope, dict[str, list[str]]] = defaultdict(dict)
         self.taken = 0
 
     def make(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        """Enter what ``node`` makes, which stays as it is; adds nodes that make its tensors."""
+        """Record the sequence that ``node`` makes, and add nodes for its tensors; the node itself stays."""
         known = self.known[scope]
         first = known.get(node.input[0]) if node.input else None
         output, operator = node.output[0], node.op_type
@@ -62,7 +62,7 @@ class _Sequences:
         return None
 
     def take(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        """What ``node`` takes of the tensors of its sequence."""
+        """The result of ``node`` from the tensors of its sequence."""
         tensors = self.known[scope].get(node.input[0])
         result = None if tensors is None else _taken(node, tensors, scope, builder)
         self.taken += result is not None
@@ -96,7 +96,7 @@ def _split(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _sizes(chunks: str, total: int, scope: Scope) -> list[int] | None:
-    """The sizes of the parts of ``total``: 1 each, all of one size but the last, or as they are given."""
+    """The sizes of the parts of ``total``: all 1, all equal but the last, or as given."""
     if not chunks:
         return [1] * total
     array = scope.constant(chunks)

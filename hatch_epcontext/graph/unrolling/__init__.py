@@ -1,4 +1,4 @@
-"""Unroll what repeats a known number of times: Loop, Scan, LSTM, GRU and RNN."""
+"""Unroll nodes that repeat a known number of times: Loop, Scan, LSTM, GRU and RNN."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hatch_epcontext.graph.unrolling.recurrent import RECURRENT, unroll_recurren
 from hatch_epcontext.text import count
 
 _Unroll = Callable[[onnx.NodeProto, Scope, Builder], "tuple[int, Sequence[str]] | None"]
-"""Adds what a node computes; returns how often it repeats, and its outputs. None where that is unknown."""
+"""Unrolls a node; returns the number of repetitions and its outputs, or None if these are unknown."""
 
 _UNROLL: dict[str, _Unroll] = {
     **dict.fromkeys(RECURRENT, unroll_recurrent),
@@ -30,11 +30,10 @@ def unroll(
 ) -> tuple[str, ...]:
     """Unroll the nodes of ``model`` whose operators are in ``refused``, in place, nested ones too.
 
-    Only a node whose number of repetitions is constant, and whose shapes are known as far as they are
-    needed, can be unrolled. ``types``: those of its values, as far as they are known. Returns what
-    was done, such as ``"Loop unrolled 16 times"``. The result has constants to compute, as the basic
-    optimization of ONNX Runtime does; after it there can be more to unroll. Raises TooManyNodesError, and
-    nothing changes, if the graph would get more than ``limit`` nodes.
+    A node can be unrolled only if its number of repetitions is constant, and the needed shapes are known.
+    ``types``: the known types of its values. Returns descriptions such as ``"Loop unrolled 16 times"``. ONNX
+    Runtime's basic optimization folds constants in the result; then more may be unrolled. Raises
+    TooManyNodesError, and nothing changes, if the graph would get more than ``limit`` nodes.
     """
     done: list[str] = []
 

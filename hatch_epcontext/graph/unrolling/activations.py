@@ -11,7 +11,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder
 
 DEFAULTS = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh"), "RNN": ("tanh",)}
-"""The functions of one direction of each layer, in small letters."""
+"""The functions of one direction of each layer, in lower case."""
 
 _PLAIN = {each.casefold(): each for each in ("Sigmoid", "Tanh", "Relu", "Softplus")}
 
@@ -23,7 +23,7 @@ _ALPHA: dict[str, float | None] = {
     "affine": None,
     "scaledtanh": None,
 }
-"""The functions that take alpha, with its value where the node has none; None where runtimes differ."""
+"""The functions with a parameter alpha, with its default; None if runtimes differ in that."""
 
 _BETA: dict[str, float | None] = {"hardsigmoid": 0.5, "affine": None, "scaledtanh": None}
 _OTHERS = frozenset({"softsign"})
@@ -32,7 +32,7 @@ _WITH_ALPHA = {"leakyrelu": "LeakyRelu", "thresholdedrelu": "ThresholdedRelu", "
 
 @dataclass(frozen=True)
 class Activation:
-    """A function by its name in small letters, with the values of its parameters."""
+    """A function by its name in lower case, with the values of its parameters."""
 
     name: str
     alpha: float
@@ -62,19 +62,19 @@ class Activation:
 
 
 def named_activations(node: onnx.NodeProto) -> list[str]:
-    """The functions that ``node`` names, in small letters."""
+    """The functions that ``node`` names, in lower case."""
     names = graph.attribute(node, "activations", [])
     return [name.decode("utf-8", "replace").casefold() for name in names]
 
 
 def activations(node: onnx.NodeProto, directions: int) -> list[list[Activation]] | None:
-    """The functions of each direction of ``node``; None if it has unknown ones, the wrong
-    number, or too few parameters.
+    """The functions of each direction of ``node``; None if they are unknown, or their number is wrong, or
+    parameters are missing.
     """
     defaults = DEFAULTS[node.op_type]
     names = named_activations(node) or [*defaults] * directions
     if node.op_type == "RNN":
-        # Its default names those of two directions, and the second is unused for one.
+        # The default names functions for two directions; one direction uses only the first.
         names = names[:directions]
     known = {*_PLAIN, *_ALPHA, *_OTHERS}
     if len(names) != directions * len(defaults) or not known.issuperset(names):
@@ -91,5 +91,5 @@ def activations(node: onnx.NodeProto, directions: int) -> list[list[Activation]]
 
 
 def _next(name: str, known: dict[str, float | None], values: Iterator[float]) -> float | None:
-    """The next of ``values`` for a function that takes one, or its default; 0 for another function."""
+    """The next of ``values`` for a function with a parameter, or its default; 0 for another function."""
     return next(values, known[name]) if name in known else 0.0

@@ -1,4 +1,4 @@
-"""Loop and Scan with a known number of trips, as copies of their bodies."""
+"""Loop and Scan with a known number of iterations, as copies of their bodies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from hatch_epcontext.graph.scope import Scope
 
 
 class Body:
-    """The graph that a loop repeats: what is the same in all trips is added to ``builder`` at once.
+    """The graph that a loop repeats; nodes that are the same in all iterations are added to ``builder`` once.
 
-    ``outputs``: those of the body that are ``states``, which the next trip gets, or ``scans``, to which
-    each trip adds one.
+    ``outputs``: ``states``, which the next iteration gets, or ``scans``, to which each iteration adds one.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Body:
                 builder.copy([node], self._outer)
 
     def repeat(self, trip: int, inputs: Sequence[str]) -> None:
-        """Add the nodes of one trip with ``inputs``."""
+        """Add the nodes of one iteration with ``inputs``."""
         renamed = self._outer | dict(zip(self._inputs, inputs, strict=True))
         self._builder.copy(self._varying, renamed, f"/{trip}")
         outputs = [renamed.get(name, name) for name in self._outputs]
@@ -57,9 +56,9 @@ class Body:
 def unroll_loop(
     node: onnx.NodeProto, scope: Scope, builder: Builder
 ) -> tuple[int, list[str]] | None:
-    """Add what ``node``, a Loop, computes; other loops in its body may be unrolled already.
+    """Unroll ``node``, a Loop; loops in its body may already be unrolled.
 
-    Returns the number of trips and the outputs; None where that is unknown or nothing is left. Raises
+    Returns the number of iterations and the outputs; None if that is unknown or nothing is left. Raises
     TooManyNodesError.
     """
     if (body := _body(node)) is None:
@@ -69,7 +68,7 @@ def unroll_loop(
     if not trips:
         return None if trips is None or len(body.output) - 1 > len(states) else (0, states)
     _check(trips, builder)
-    # The first output decides whether it goes on.
+    # The first output is the condition to continue.
     repeated = Body(body, body.output[1:], states, builder)
     true = builder.store(_filled(body, 1, True))
     for trip in range(trips):
@@ -80,7 +79,7 @@ def unroll_loop(
 def unroll_scan(
     node: onnx.NodeProto, scope: Scope, builder: Builder
 ) -> tuple[int, list[str]] | None:
-    """Add what ``node``, a Scan of opset 9 or newer, computes, as `unroll_loop` does."""
+    """Unroll ``node``, a Scan of opset 9 or newer, as `unroll_loop` does."""
     count = graph.number(node, "num_scan_inputs", 0)
     states, scanned = list(node.input[: len(node.input) - count]), node.input[-count:]
     axes = graph.attribute(node, "scan_input_axes", [0] * count)
@@ -93,7 +92,7 @@ def unroll_scan(
         return None
     _check(length, builder)
     backward = graph.attribute(node, "scan_input_directions", [0] * count)
-    # A negative axis counts from the end, which Gather of older opsets does not know.
+    # Gather of older opsets has no negative axes.
     axes = [axis % len(sizes) for axis, sizes in zip(axes, shapes, strict=True)]
     repeated = Body(body, body.output, states, builder)
     for trip in range(length):
@@ -113,7 +112,7 @@ def unroll_scan(
 
 
 def _body(node: onnx.NodeProto) -> onnx.GraphProto | None:
-    """What ``node`` repeats; None if it has none that can be copied."""
+    """The graph that ``node`` repeats; None if it cannot be copied."""
     body = graph.attribute(node, "body", None)
     usable = isinstance(body, onnx.GraphProto) and not body.sparse_initializer
     return body if usable else None
@@ -126,9 +125,9 @@ def _check(trips: int, builder: Builder) -> None:
 
 
 def _trip_count(loop: onnx.NodeProto, scope: Scope, builder: Builder) -> int | None:
-    """How often ``loop``, which is in ``scope``, runs its body; the limit + 1 if it is more often.
+    """The number of iterations of ``loop``, which is in ``scope``; at most the limit + 1.
 
-    None if data decides it. What decides is run by onnx, without the rest of the body.
+    None if data decides it. onnx runs the part of the body that decides.
     """
     assert builder.limit is not None, "a loop can be endless"
     body: onnx.GraphProto = graph.attribute(loop, "body", None)
@@ -139,7 +138,7 @@ def _trip_count(loop: onnx.NodeProto, scope: Scope, builder: Builder) -> int | N
     most = builder.limit + 1
     if number is not None:
         most = min(int(number.reshape(-1)[0]), most)
-    # Before the condition decides, the number of trips does.
+    # The maximum number of iterations counts before the condition.
     if most <= 0:
         return 0
     first = scope.constant(condition) if condition else None
@@ -153,13 +152,13 @@ def _trip_count(loop: onnx.NodeProto, scope: Scope, builder: Builder) -> int | N
 def _count(
     body: onnx.GraphProto, initial: Sequence[str], scope: Scope, opsets: onnx.ModelProto, most: int
 ) -> int | None:
-    """The number of trips, at most ``most``, from the part of ``body`` that decides on its condition.
+    """The number of iterations, at most ``most``, from the part of ``body`` that computes its condition.
 
-    ``opsets``: the model, of which only the versions are taken.
+    ``opsets``: the model, only for the versions of its operators.
     """
     number, given, *carried = (value.name for value in body.input)
     condition, *results = (value.name for value in body.output)
-    # What a trip makes of a state, the next one gets.
+    # The next iteration gets the state from the last one.
     following = [
         helper.make_node("Identity", [result], [state])
         for result, state in zip(results, carried, strict=False)
@@ -195,12 +194,12 @@ def _count(
     )
     model = onnx.ModelProto(ir_version=opsets.ir_version, graph=part)
     model.opset_import.extend(opsets.opset_import)
-    # Few models need it, and it imports all operators.
+    # Imported here: few models need it, and it imports all operators.
     from onnx.reference import ReferenceEvaluator
 
     try:
         evaluator = ReferenceEvaluator(model)
-        # What depends on nothing else is the same in all trips.
+        # A condition that depends on nothing else is the same in all iterations.
         for trip in range(most if states or number in wanted else 1):
             feeds[number] = _filled(body, 0, trip)
             goes_on, *values = map(np.asarray, evaluator.run(None, feeds))
@@ -208,12 +207,12 @@ def _count(
                 return trip + 1
             feeds |= dict(zip(states, values, strict=True))
     except Exception:
-        # A part that cannot be run decides nothing: the loop stays as it is.
+        # The part cannot be run: the loop stays as it is.
         return None
     return most
 
 
 def _filled(body: onnx.GraphProto, index: int, value: int) -> Array:
-    """``value`` as ``body`` takes it as its input ``index``: a number or a list of one."""
+    """``value`` in the shape of the body's input ``index``: a number or a list of one."""
     dtype = (np.int64, np.bool_)[index]
     return np.full([1] * len(body.input[index].type.tensor_type.shape.dim), value, dtype)

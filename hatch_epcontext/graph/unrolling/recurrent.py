@@ -19,11 +19,11 @@ RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 _FLAT = 20.0
-"""Where sigmoid and tanh are flat in float32. QNN's HTP joins a sum with the function that follows into one
-that is 0.007 apart, and wrong where Split follows; it does not with this between them."""
+"""Where sigmoid and tanh are flat in float32. QNN's HTP fuses a sum with the function after it: with errors
+of 0.007, and wrong if Split follows; a Clip at this value between them prevents that."""
 
 Step = Callable[[str, Sequence[str]], list[str]]
-"""From what the input adds to the gates (batch x gates * hidden) and the states to the new states."""
+"""From the input's part of the gates (batch x gates * hidden) and the states to the new states."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Layer:
         return self.builder.clip(value, -limit, limit)
 
     def active(self, function: Activation, value: str, *, is_sum: bool = True) -> str:
-        """``function`` of ``value``, which is clipped first as the node requires."""
+        """``function`` of ``value``, which is first clipped as the node requires."""
         if limit := graph.attribute(self.node, "clip", 0.0):
             value = self.clipped(value, limit)
         elif is_sum and function.is_flat:
@@ -80,10 +80,9 @@ class _Layer:
 def unroll_recurrent(
     node: onnx.NodeProto, scope: Scope, builder: Builder
 ) -> tuple[int, list[str]] | None:
-    """Add what ``node``, an LSTM, GRU or RNN, computes. Returns the number of its steps, and the outputs.
+    """Unroll ``node``, an LSTM, GRU or RNN; returns the number of its steps, and the outputs.
 
-    None where the shape of its input is open, or it has functions that are unknown. Raises
-    TooManyNodesError.
+    None if its input has open dimensions, or if it has unknown functions. Raises TooManyNodesError.
     """
     layer = _layer(node, scope, builder)
     if layer is None:
@@ -104,7 +103,7 @@ def unroll_recurrent(
             if not within:
                 states, hidden[at] = new, new[0]
                 continue
-            # After the end of a sequence, and before it backward, its states stay and its outputs are 0.
+            # After a sequence's end (backward: before it) its states stay, and its outputs are 0.
             states = [_chosen(layer, within[at], *each) for each in zip(new, states, strict=True)]
             hidden[at] = layer.add("Mul", states[0], within[at])
         sequences.append(hidden)
@@ -150,7 +149,7 @@ def _rows(layer: _Layer) -> str:
     value = layer.node.input[0]
     if layer.batch_first:
         value = layer.builder.transpose(value, [1, 0, 2])
-    # The features are the rest: -1 is the one size that need not be known.
+    # -1 stands for the features, the one size that may be unknown.
     return layer.builder.reshape(value, [layer.steps * layer.batch, -1])
 
 
@@ -199,7 +198,7 @@ def _lstm(
         new = layer.add("Mul", i, layer.active(g, c, is_sum=False))
         cell = layer.add("Add", layer.add("Mul", forget, cell), new)
         o = gate(o, cell, inner[1])
-        # The node's clip does not hold for what comes out.
+        # The node's clip does not apply to the output.
         bounded = layer.clipped(cell, _FLAT) if h.is_flat else cell
         return [layer.add("Mul", o, h.apply(bounded, layer.builder)), cell]
 

@@ -1,1 +1,1 @@
-"""What is known of values: which are constant, and which ones an input takes."""
+"""What is known of values: which are constant, and which values an input accepts."""

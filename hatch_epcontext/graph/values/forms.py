@@ -1,4 +1,4 @@
-"""Values of a graph as linear forms of its inputs, as far as they are."""
+"""Values of a graph as linear forms of its inputs, where they are linear."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.values.known import KnownValues
 
 Bounds = tuple[float, float]
-"""The smallest and the largest value of something that differs from element to element."""
+"""The smallest and the largest value of a tensor."""
 
 _MAX_FORMS = 8
-"""Ways to one value that are followed."""
+"""The most paths to one value that are followed."""
 
 INVALID = (ValueError, TypeError, IndexError, KeyError, ArithmeticError)
-"""What is raised for a malformed node: opening a session reports why."""
+"""The errors of malformed nodes: opening a session reports the reason."""
 
 _EVERYTHING = (-math.inf, math.inf)
 
@@ -31,9 +31,9 @@ Truth = Literal["", "itself", "compared"]
 class LinearForm:
     """A value that is, for each of ``scales``, a factor times that input, plus ``offset``.
 
-    ``within``: what a limit on the way guarantees, whatever the input is. ``whole``: it was rounded on
-    the way. ``truth``: whether it became true or false, by ``"itself"`` or because it was ``"compared"``.
-    ``selected``: it is 0 where it does not count. ``counted``: it counts from 0 up to the input.
+    ``within``: the bounds that a limit on the path guarantees for any input. ``whole``: it was rounded on the
+    path. ``truth``: whether it became a boolean, by ``"itself"`` or because it was ``"compared"``.
+    ``selected``: it is 0 wherever it is masked. ``counted``: it counts from 0 up to the input.
     """
 
     scales: tuple[tuple[str, Bounds], ...]
@@ -59,7 +59,7 @@ class LinearForm:
         return replace(self, within=(max(self.within[0], low), min(self.within[1], high)))
 
     def with_form(self, other: LinearForm) -> Iterator[LinearForm]:
-        """The sum with ``other``: of different inputs, or of what is selected of one, which is either."""
+        """The sum with ``other``: of different inputs, or of selected parts of one, of which it is either."""
         if self.selected and other.selected:
             yield from (self, other)
         elif not {name for name, _ in self.scales} & {name for name, _ in other.scales}:
@@ -81,7 +81,7 @@ Forms = dict[str, tuple[LinearForm, ...]]
 def follow(part: graph.Part, forms: Forms, known: KnownValues) -> Iterator[onnx.NodeProto]:
     """Add to ``forms`` those of all values in ``part`` and the graphs inside it.
 
-    Yields each node that takes a value with forms, when those of what it takes are complete.
+    Yields each node that reads a value with forms, when the forms of its operands are complete.
     """
     for node in part.node:
         inner = graph.inner_graphs(node)
@@ -98,9 +98,9 @@ def follow(part: graph.Part, forms: Forms, known: KnownValues) -> Iterator[onnx.
 
 
 def _entering(node: onnx.NodeProto, inner: onnx.GraphProto, forms: Forms) -> Forms:
-    """The forms of what a loop passes to its body."""
+    """The forms of the values that a loop passes to its body."""
     given = list(node.input)
-    # A Loop counts its rounds itself, and all else has the place that it has outside.
+    # A Loop counts its iterations itself; all other values have the same position as outside.
     return {
         value.name: forms[name]
         for value, name in zip(inner.input, given, strict=False)
@@ -109,7 +109,7 @@ def _entering(node: onnx.NodeProto, inner: onnx.GraphProto, forms: Forms) -> For
 
 
 def _leaving(node: onnx.NodeProto, inner: Iterable[onnx.GraphProto], forms: Forms) -> Forms:
-    """The forms of what the graphs inside ``node`` return."""
+    """The forms of the values that the graphs inside ``node`` return."""
     skipped = 1 if node.op_type == "Loop" else 0
     return {
         outside: forms[value.name]
@@ -139,7 +139,7 @@ _Rule = Callable[[onnx.NodeProto, _Given, KnownValues], Iterable[LinearForm]]
 
 
 def _any(given: _Given) -> Iterable[LinearForm]:
-    """Those of all operands: the result has values of each."""
+    """The forms of all operands: the result has values of each."""
     return (form for each in given for form in each)
 
 
@@ -153,7 +153,7 @@ def _cast(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterator[L
 
 
 def _equal(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterator[LinearForm]:
-    """Truths: those of all operands, if the others are 0 or 1 or truths too."""
+    """Booleans: the forms of all operands, if the others are 0, 1 or booleans too."""
     for name in node.input:
         value = known.value(name)
         if value is not None and (value.size != 1 or value.item() not in (0, 1)):
@@ -191,7 +191,7 @@ def _divided(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterato
 
 
 def _summed(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterator[LinearForm]:
-    """Sums of up to as many values as there are."""
+    """Sums of at most all values."""
     shape = known.sizes(node.input[0])
     count = math.prod(size or 1 for size in shape) if shape else 1
     for form in given[0]:
@@ -248,7 +248,7 @@ _WHOLE = frozenset(
 
 
 def constant_bounds(name: str, known: KnownValues) -> Bounds | None:
-    """The smallest and the largest value of the constant ``name``; None if it is no finite constant."""
+    """The smallest and the largest value of the constant ``name``; None if it is not a finite constant."""
     value = known.value(name)
     if value is None or not value.size:
         return None
@@ -257,7 +257,7 @@ def constant_bounds(name: str, known: KnownValues) -> Bounds | None:
 
 
 def clip_bounds(node: onnx.NodeProto, known: KnownValues) -> Bounds:
-    """Between which constants ``node``, a Clip, Min or Max, keeps its values."""
+    """The constants between which ``node``, a Clip, Min or Max, keeps its values."""
     if node.op_type == "Clip":
         low, high = (_clip_bound(node, i, name, known) for i, name in ((1, "min"), (2, "max")))
         return (-math.inf if low is None else low, math.inf if high is None else high)
@@ -280,7 +280,7 @@ def _sum(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _product(a: Bounds, b: Bounds) -> Bounds:
-    # 0 times infinity is nothing that a value has.
+    # 0 times infinity is not a possible value.
     with np.errstate(all="ignore"):
         products = [0.0 if 0 in (x, y) else x * y for x in a for y in b]
     return min(products), max(products)

@@ -1,4 +1,4 @@
-"""Kinds of inputs that their names and shapes give away: masks, lengths, images."""
+"""Kinds of inputs, by their names and shapes: masks, lengths, images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.forms import Bounds
 
 DEVIATIONS = 8.0
-"""Standard deviations up to which floats that nothing bounds go."""
+"""The range, in standard deviations, of floats that nothing bounds."""
 
 _MASK = re.compile(r"mask", re.IGNORECASE)
 _LENGTH = re.compile(
@@ -22,7 +22,7 @@ _NO_IMAGE = re.compile(
 )
 
 _SCALE = re.compile(r"scale|speed|temperature|rate", re.IGNORECASE)
-"""Numbers around 1, by which something is multiplied."""
+"""Names of factors around 1."""
 
 _MAX_SCALES = 8
 
@@ -33,7 +33,7 @@ _ALONG = re.compile(
 _STATE = re.compile(r"^(h|c|hn|cn|h_?[0n]|c_?[0n])$|hidden|cell|state", re.IGNORECASE)
 
 DimensionKind = Literal["batch", "height", "width", "length", "other"]
-"""What an open dimension is."""
+"""The meaning of an open dimension."""
 
 _LAYOUTS = ((1, (2, 3)), (3, (1, 2)))
 """The axes of the channels, and of height and width, of images."""
@@ -41,17 +41,17 @@ _LAYOUTS = ((1, (2, 3)), (3, (1, 2)))
 _CHANNELS = (1, 3, 4)
 
 _MIN_IMAGE = 8
-"""Pixels along a side."""
+"""The smallest number of pixels along a side."""
 
 _SCALED = 0.03
-"""The factor below which a graph brings bytes near to 1: those in use are 1/255 to 1/57."""
+"""The factor below which a graph scales bytes to about 1: usual factors are 1/255 to 1/57."""
 
 _CENTERED = -60.0
 """The offset below which a graph subtracts the mean of bytes."""
 
 
 def is_mask_name(name: str) -> bool:
-    """Whether an input with this name chooses what counts."""
+    """Whether an input with this name is a mask."""
     return bool(_MASK.search(name))
 
 
@@ -61,26 +61,26 @@ def is_length_name(name: str) -> bool:
 
 
 def is_scale(facts: TensorFacts) -> bool:
-    """Whether a float input has only a few numbers by which something is multiplied."""
+    """Whether a float input contains only a few factors."""
     sizes = [size for size in facts.shape if isinstance(size, int)]
     few = len(sizes) == len(facts.shape) and math.prod(sizes) <= _MAX_SCALES
     return few and bool(_SCALE.search(facts.name))
 
 
 def looks_like_image(facts: TensorFacts) -> bool:
-    """Whether a convolution of this input is one of an image, whose channels are at either end."""
+    """Whether this input of a convolution is an image, with the channels first or last."""
     sides = [facts.shape[axis] for axis in _sides(facts)]
     return bool(sides) and all(not isinstance(n, int) or n >= _MIN_IMAGE for n in sides)
 
 
 def image_range(scale: Bounds, offset: Bounds) -> Range:
-    """The range of an image of which the first convolution gets ``scale`` times it plus ``offset``."""
+    """The range of an image if its first convolution reads ``scale`` times it plus ``offset``."""
     of_bytes = 0 < scale[1] < _SCALED or offset[1] < _CENTERED
     return Range(0.0, 255.0 if of_bytes else 1.0, known=False)
 
 
 def dimension_kind(facts: TensorFacts, axis: int, *, is_state: bool) -> DimensionKind:
-    """What the open dimension ``axis`` of an input is, as far as its name and place show it.
+    """The meaning of the open dimension ``axis`` of an input, as far as its name and place show it.
 
     ``is_state``: whether the input is the state of a recurrent layer.
     """

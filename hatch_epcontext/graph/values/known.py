@@ -1,4 +1,4 @@
-"""What is known of the values of a graph without running it: their shapes, and small constants."""
+"""What is known of a graph's values without running it: their shapes, and small constants."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope, Sizes
 
 _MAX_VALUES = 2**16
-"""Values of a constant that is looked at: tables of weights are larger."""
+"""The most values of a constant that is read: weights are larger."""
 
 _MAX_PAIRS = 2**24
-"""The product of the sizes of all operands of a computed constant."""
+"""The largest product of the sizes of all operands of a computed constant."""
 
 _MAX_DEPTH = 100
-"""Nodes in a row from which a constant is computed."""
+"""The longest chain of nodes from which a constant is computed."""
 
 
 Operands = Sequence[Any]
-"""The inputs of a node as arrays; None for one that is left out."""
+"""The inputs of a node as arrays; None for an omitted one."""
 
 _IR_VERSION = 8
-"""That of a model of one node; it does not concern the operators."""
+"""The IR version of a model of one node; it does not affect the operators."""
 
 
 class KnownValues(Scope):
     """Shapes and small constants of all graphs of ``model`` with these ``inputs``.
 
-    Everything is None that cannot be known, also where the model is invalid: opening a session reports why.
+    Unknown values are None, also in an invalid model: opening a session reports the reason.
     """
 
     def __init__(self, model: onnx.ModelProto, inputs: Iterable[TensorFacts]) -> None:
@@ -70,12 +70,12 @@ class KnownValues(Scope):
         """The values of the constant ``name``, if it is a small one that simple operators compute."""
         if name in self._values or depth > _MAX_DEPTH:
             return self._values.get(name)
-        # An invalid graph can use a value to compute it.
+        # In an invalid graph a value may depend on itself.
         self._values[name] = None
         if (tensor := self.stored.get(name)) is not None:
             self._values[name] = _array(tensor)
         elif (node := self.maker(name)) is not None:
-            # onnx and NumPy raise many things for operands that do not fit.
+            # onnx and NumPy raise many types for operands that do not fit.
             with contextlib.suppress(Exception):
                 self._values[name] = _small(self._computed(node, depth))
         return self._values[name]
@@ -115,7 +115,7 @@ def _small(array: Array | None) -> Array | None:
 
 
 def _array(tensor: onnx.TensorProto | None) -> Array | None:
-    # External data is not read: what is looked at is small, and inside the model.
+    # External data is not read: small constants are inside the model.
     if tensor is None or math.prod(tensor.dims) > _MAX_VALUES:
         return None
     array = graph.array_of(tensor)
@@ -129,11 +129,11 @@ _COMPUTED = _BROADCASTING | {
     "Cast", "Ceil", "Concat", "ConstantOfShape", "Floor", "Gather", "Identity", "Neg", "Range", "Reshape",
     "Slice", "Sqrt", "Squeeze", "Transpose", "Unsqueeze",
 }  # fmt: skip
-"""Operators of which constants are computed: those with which exporters compute shapes."""
+"""Operators that are evaluated for constants: those with which exporters compute shapes."""
 
 
 def _is_large(node: onnx.NodeProto, operands: Operands) -> bool:
-    """Whether the result has more values than are looked at, as far as its operands show it."""
+    """Whether the result has too many values to read, as far as its operands show it."""
     if node.op_type == "ConstantOfShape":
         return math.prod(map(int, operands[0])) > _MAX_VALUES
     if node.op_type == "Range":
@@ -150,7 +150,7 @@ def _is_large(node: onnx.NodeProto, operands: Operands) -> bool:
 
 
 def _evaluated(node: onnx.NodeProto, operands: Operands, opset: int) -> Array:
-    """The output of ``node``, as onnx's reference computes it; it raises whatever NumPy does."""
+    """The output of ``node`` as onnx's reference implementation computes it; raises NumPy's exceptions."""
     feeds = {name: each for name, each in zip(node.input, operands, strict=True) if name}
     inputs, outputs = (
         [onnx.ValueInfoProto(name=name) for name in names] for names in (feeds, node.output)
@@ -158,7 +158,7 @@ def _evaluated(node: onnx.NodeProto, operands: Operands, opset: int) -> Array:
     alone = onnx.helper.make_graph([node], "node", inputs, outputs)
     model = onnx.ModelProto(ir_version=_IR_VERSION, graph=alone)
     model.opset_import.add(domain="", version=opset)
-    # Few models need it, and it imports all operators.
+    # Imported here: few models need it, and it imports all operators.
     from onnx.reference import ReferenceEvaluator
 
     with np.errstate(all="ignore"):

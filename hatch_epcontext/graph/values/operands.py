@@ -1,4 +1,4 @@
-"""Which operands of a node have limits: indices, lengths, sizes, masks, and values that are clipped."""
+"""The operands of a node that have limits: indices, lengths, sizes, masks, and clipped values."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hatch_epcontext.graph.values.forms import INVALID, clip_bounds
 from hatch_epcontext.graph.values.known import KnownValues
 
 _MAX_CLIP = 1e4
-"""The largest limit that tells something about the values: exporters also write those of a dtype."""
+"""The largest limit that describes the values: exporters also write the limits of a dtype."""
 
 _MAX_CHANGED = 8
-"""The largest size that an input sets freely, such as the times that something is repeated."""
+"""The largest size that an input may set freely, such as a number of repetitions."""
 
 
 @dataclass(frozen=True)
 class Limit:
     """The operand number ``operand`` is between ``low`` and ``high``, both included.
 
-    ``kind``: ``"index"`` must not be left; ``"length"`` neither, and ``high`` is infinite where the graph
-    does not name what is measured; ``"clip"`` is where values make a difference; a ``"mask"`` is true or
-    false; ``"choice"`` is one of the values with which a number is compared. ``usual`` is the value in
-    normal use.
+    ``kind``: an ``"index"`` must stay within the limits; so must a ``"length"``, whose ``high`` is infinite
+    if the graph does not show what it measures; values beyond a ``"clip"`` have no effect; a ``"mask"`` is
+    true or false; a ``"choice"`` is one of the values with which a number is compared. ``usual``: the value
+    in normal use.
     """
 
     operand: int
@@ -52,7 +52,7 @@ def limits(node: onnx.NodeProto, known: KnownValues) -> list[Limit]:
 
 
 def _indices(operand: int, size: int | None) -> Iterator[Limit]:
-    """An index into ``size`` things."""
+    """An index below ``size``."""
     if size:
         yield Limit(operand, 0, size - 1)
 
@@ -167,7 +167,7 @@ def _clip(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
 
 
 def _quantize(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
-    """What does not saturate."""
+    """The values that do not saturate."""
     scale, zero = (known.value(graph.operand(node, number)) for number in (1, 2))
     if scale is None or zero is None or scale.size != 1 or zero.size != 1:
         return
@@ -187,7 +187,7 @@ def _positions(operand: int, table: int) -> _Rule:
 
 
 def _written(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
-    """Where a cache is written: as far from its end as what is written is long."""
+    """The position of a write into a cache, which leaves room for the new values."""
     axis = graph.attribute(node, "axis", -2)
     room, written = (known.size(graph.operand(node, operand), axis) for operand in (0, 1))
     if room is not None and written is not None:
@@ -195,9 +195,9 @@ def _written(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
 
 
 def _group_query_attention(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
-    """The lengths of what is in the cache with the new part: minus one, and of the whole batch."""
+    """The lengths of the cache with the new part: minus one, and of the whole batch."""
     past, new = known.size(graph.operand(node, 3), 2), known.size(graph.operand(node, 0), 1)
-    # Shapes behind operators of ONNX Runtime are not known: one new token is what there always is.
+    # Shapes after ONNX Runtime's operators are unknown: there is at least one new token.
     total = (past or 0) + (new or 1)
     yield Limit(5, 0, total - 1, usual=total - 1)
     yield Limit(6, 1, total, usual=total)
@@ -229,7 +229,7 @@ _RULES: Mapping[str, _Rule] = {
         ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"),
         _index(1, 0, 1),
     ),
-    # The limits of what a detector keeps.
+    # The limits of a detector's results.
     "NonMaxSuppression": _all(_length(2, 0, 1), _fixed(Limit(3, 0, 1), Limit(4, 0, 1))),
     "RotaryEmbedding": _positions(3, 1),
     "TensorScatter": _written,

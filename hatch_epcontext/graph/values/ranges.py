@@ -1,7 +1,7 @@
-"""What values the inputs of a model take, as far as its graph shows it.
+"""The values that the inputs of a model accept, as far as its graph shows them.
 
-Each input is followed forwards, through what keeps its values or changes them linearly, to the nodes
-that bound it: tables from which it chooses, positions, lengths, limits.
+Each input is followed forwards, through nodes that keep its values or change them linearly, to the nodes
+that bound it: tables that it indexes, positions, lengths, limits.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _MAX_OF_BYTES = 255.0
 """The largest value of an integer that nothing bounds."""
 
 _MAX_EXACT = 2.0**53
-"""The largest integer up to which floats have all."""
+"""The integer up to which floats represent all integers."""
 
 _MIN_OF_MASKS = 1000.0
-"""The factor from which a value that is added hides what it is added to."""
+"""The size from which an added value hides the other summand."""
 
 _EVERYTHING = (-math.inf, math.inf)
 
 
 @dataclass
 class _Reached:
-    """What an input reaches: limits, each with the form in which it does, and the first convolution."""
+    """The limits that an input reaches, each with the form in which it does, and the first convolution."""
 
     limits: list[tuple[LinearForm, Limit]] = field(default_factory=list)
     convolved: LinearForm | None = None
@@ -54,9 +54,9 @@ def input_ranges(
 ) -> dict[str, Range]:
     """Return the range of each input of ``model`` that has numbers.
 
-    ``inputs``: its inputs with the shapes that they will have, if those in ``model`` are still open.
-    Integers that nothing bounds are bytes, and floats have a normal distribution, whose range has 8 standard
-    deviations on either side.
+    ``inputs``: its inputs with their later shapes, if those in ``model`` are still open. Integers that
+    nothing bounds are bytes; floats have a normal distribution, with a range of 8 standard deviations on
+    either side.
     """
     tensors = [
         each
@@ -108,7 +108,7 @@ def _convolved(node: onnx.NodeProto, forms: Forms) -> Iterator[tuple[str, Linear
 
 
 def _measured(node: onnx.NodeProto, forms: Forms) -> Iterator[str]:
-    """The inputs that are compared with positions up to themselves: they are lengths."""
+    """The inputs that are compared with positions up to their own value: they are lengths."""
     if node.op_type in ("Less", "LessOrEqual", "Greater", "GreaterOrEqual"):
         for one, other in ((0, 1), (1, 0)):
             counted = {
@@ -123,7 +123,7 @@ def _at(node: onnx.NodeProto, operand: int, forms: Forms) -> tuple[LinearForm, .
 
 
 def _hides(form: LinearForm) -> bool:
-    """Whether ``form`` is as a mask is added: 0 for a 1, and a large negative number for a 0."""
+    """Whether ``form`` is an added mask: 0 for a 1, and a large negative number for a 0."""
     if len(form.scales) != 1:
         return False
     low, high = form.scales[0][1]
@@ -142,7 +142,7 @@ def _range_of(facts: TensorFacts, reached: _Reached, tensors: Sequence[TensorFac
 def _known_range(
     facts: TensorFacts, reached: _Reached, tensors: Sequence[TensorFacts]
 ) -> Range | None:
-    """What the graph, or the input's name, tells of its values; None if nothing does."""
+    """The range that the graph, or the input's name, implies; None if neither does."""
     indices = [each for each in reached.limits if each[1].kind == "index" and not each[0].truth]
     is_integer = not is_float(numpy_dtype(facts.dtype))
     if facts.dtype == "bool":
@@ -174,7 +174,7 @@ def _bounded(name: str, found: Sequence[tuple[LinearForm, Limit]], reached: _Rea
     usual: float | None = None
     whole = False
     each_bounds = [_inverse(name, form, (limit.low, limit.high)) for form, limit in found]
-    # Last those of negative indices, to which graphs add the size: both at once is impossible.
+    # Limits of negative indices, to which graphs add the size, come last: an index cannot have both.
     for its in sorted(each_bounds, key=lambda its: its[1] < 0):
         bounds = _both(bounds, its) or bounds
     for form, limit in found:
@@ -196,7 +196,7 @@ def _finite(bounds: Bounds, usual: float | None, *, whole: bool = False) -> Rang
 
 
 def _clipped(name: str, reached: _Reached) -> Range | None:
-    """The range in which values make a difference, if the graph clips them."""
+    """The range outside which values have no effect, if the graph clips them."""
     bounds = _EVERYTHING
     for form, limit in reached.limits:
         if limit.kind == "clip" and len(form.scales) == 1:
@@ -238,7 +238,7 @@ def _length(
 
 
 def measured_sizes(facts: TensorFacts, tensors: Sequence[TensorFacts]) -> list[int]:
-    """The size that the length ``facts`` measures, as far as names and shapes show it.
+    """The sizes that the length ``facts`` may measure, as far as names and shapes show it.
 
     Axis 1 is that of time, unless the axis 2 is longer: features can come first.
     """
@@ -257,10 +257,7 @@ def _is_named_after(length: str, name: str) -> bool:
 
 
 def _inverse(name: str, form: LinearForm, target: Bounds) -> Bounds:
-    """The values of the input ``name`` with which ``form`` is in ``target``.
-
-    With several inputs, each gets an equal part of what there is.
-    """
+    """The values of the input ``name`` for which ``form`` is in ``target``; several inputs share it."""
     scale = dict(form.scales)[name]
     if scale[1] < 0:
         return _inverse(name, form.times((-1.0, -1.0)), (-target[1], -target[0]))
@@ -275,7 +272,7 @@ def _inverse(name: str, form: LinearForm, target: Bounds) -> Bounds:
 
 
 def _value_for(name: str, form: LinearForm, target: float) -> float | None:
-    """The value of the input ``name`` with which ``form`` is ``target``."""
+    """The value of the input ``name`` for which ``form`` is ``target``."""
     scale = dict(form.scales)[name]
     if len(form.scales) > 1 or scale[0] != scale[1] or not scale[0]:
         return None

@@ -1,1 +1,1 @@
-"""What workers do: one module for each request, with the function ``handle`` that answers it."""
+"""The actions of workers: one module for each request, with the function ``handle`` that answers it."""

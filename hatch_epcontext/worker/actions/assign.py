@@ -1,4 +1,4 @@
-"""Open a model on an EP without a context: which nodes it gets, and whether it computes them right."""
+"""Open a model on an EP without a context: which nodes the EP gets, and whether its results are right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHER_LAYOUT = "com.ms.internal.nhwc"
 """The domain that ONNX Runtime gives nodes whose layout it changes for an EP."""
 
 _ADDED = frozenset({"Transpose", "QuantizeLinear", "DequantizeLinear"})
-"""What ONNX Runtime adds around such nodes."""
+"""The operators that ONNX Runtime adds around such nodes."""
 
 _RECORD = {"session.record_ep_graph_assignment_info": "1"}
 

@@ -42,7 +42,7 @@ def handle(request: CheckRequest) -> CheckReply:
         except ModelError as error:
             problems += error.problems
     if problems:
-        # The shapes of one model have the same problems.
+        # All shapes of one model have the same problems.
         raise ModelError(*merged(problems))
     return CheckReply(tuple(models))
 
@@ -58,7 +58,7 @@ def _check_model(model: Model) -> ModelFacts:
         fix_shapes(onnx_model, model)
     inputs = _inputs(onnx_model)
     outputs_problems = list(_check_outputs(onnx_model.graph, model))
-    # The EPs that take only fixed shapes, by whether their targets fix them.
+    # The EPs for fixed shapes, by whether their targets fix them.
     eps = {
         target.settings.static_shapes: target.settings.ep
         for target in model.targets
@@ -74,7 +74,7 @@ def _check_model(model: Model) -> ModelFacts:
             target, inputs if target.settings.static_shapes else open_inputs
         )
     refused = list(not_compilable(onnx_model, model, model.targets))
-    # Other outputs do not help where nothing is worth compiling; otherwise what makes them is refused too.
+    # If nothing can be compiled, other outputs do not help. The node of a wrong output is refused too.
     hopeless = [each for each in refused if not each.settings]
     problems += hopeless or outputs_problems or refused
     if problems:
@@ -106,7 +106,7 @@ def not_compilable(
 ) -> Iterator[Problem]:
     """Yield a problem for each of ``targets`` for which the model, with its constants, cannot become whole.
 
-    Only where its coverage stays below the target's ``min_coverage`` whatever preparation does.
+    Only if its coverage stays below the target's ``min_coverage``, whatever preparation does.
     """
     for target in targets:
         provider = target.provider
@@ -152,8 +152,8 @@ def _check_outputs(main: onnx.GraphProto, model: Model) -> Iterator[Problem]:
 
 
 def _tensors_of(scope: Scope, output: str) -> list[str]:
-    """The tensors of which nodes make the value ``output``, or itself if it is no sequence or the like."""
-    # The operators decide which values are no tensors: files have types of few values.
+    """The tensors of which nodes make the value ``output``, or ``output`` itself if it is a tensor."""
+    # Operators show which values are not tensors: files have the types of few values.
     node = scope.maker(output)
     if node is None or refusals.MAKES.get(graph.operator(node)) not in ("sequence", "optional"):
         return [output]
@@ -164,9 +164,9 @@ def _tensors_of(scope: Scope, output: str) -> list[str]:
 def check_fixed(
     inputs: tuple[TensorFacts, ...], model: Model, ep: str | None, *, left_open: bool = False
 ) -> Iterator[Problem]:
-    """The open inputs for ``ep``, which takes only fixed shapes; None where no EP needs them.
+    """Problems for open inputs, if ``ep`` compiles only fixed shapes; ``ep`` is None if none does.
 
-    ``left_open``: whether its target leaves them open, although there may be sizes for them.
+    ``left_open``: whether its target leaves them open although the model may have sizes for them.
     """
     for each, fixed in zip(inputs, sized(inputs, model), strict=True):
         if ep is None or each.is_fixed:

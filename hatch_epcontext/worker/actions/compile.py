@@ -24,8 +24,8 @@ from hatch_epcontext.worker.sharing import compile_group
 def handle(request: CompileRequest) -> CompileReply:
     """Compile the request's models into its folder, and read back the result.
 
-    Raises BuildError when the EP's result is not what the request asks for: no node is compiled, a
-    context is of another EP or for another chip, or a sidecar is missing.
+    Raises BuildError when the result does not fit the request: no node is compiled, a context is of another
+    EP or for another chip, or a sidecar is missing.
     """
     step(f"compiling for {request.target.provider.ep}")
     start = time.monotonic()
@@ -67,7 +67,7 @@ def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
 
 
 def _sort_domains(path: Path) -> None:
-    """Write the domains that the model at ``path`` imports in order: ONNX Runtime's depends on the system."""
+    """Sort the imported domains of the model at ``path``: ONNX Runtime's order depends on the system."""
     model = onnx.load(path, load_external_data=False)
     domains = sorted(model.opset_import, key=lambda each: each.domain)
     if domains != [*model.opset_import]:

@@ -1,4 +1,4 @@
-"""Cut a source model: write the part that its configuration keeps, as a model with its own data."""
+"""Cut a source model: write the configured part as a model with its own data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Values = dict[str, onnx.ValueInfoProto]
 def handle(request: CutRequest) -> CutReply:
     """Write the request's part of the model into its folder; the source is only read.
 
-    Raises ModelError when the model cannot be cut there, or when it cannot be known what the tensors are.
+    Raises ModelError when the model cannot be cut there, or when a tensor's type is unknown.
     """
     first = request.forms[0]
     source = Path(first.path)
@@ -47,7 +47,7 @@ def handle(request: CutRequest) -> CutReply:
 
 
 def _values(model: onnx.ModelProto, source: Path, names: Iterable[str]) -> _Values:
-    """Return what is known of the tensors ``names``: by onnx, or else by ONNX Runtime."""
+    """Return the types of the tensors ``names`` as onnx infers them, or else ONNX Runtime."""
     inferred = graph.inferred(model)
     values = {each.name: each for each in (*inferred.value_info, *inferred.output, *inferred.input)}
     if missing := [name for name in names if not _is_known(values.get(name))]:
@@ -59,7 +59,7 @@ def _values(model: onnx.ModelProto, source: Path, names: Iterable[str]) -> _Valu
 
 
 def _is_typed(value: onnx.ValueInfoProto | None) -> bool:
-    """Whether the type is known: of a tensor the dtype and the rank."""
+    """Whether the type is known; for a tensor, the dtype and the rank."""
     if value is None or value.type.WhichOneof("value") != "tensor_type":
         return value is not None and value.type.WhichOneof("value") is not None
     tensor = value.type.tensor_type
@@ -76,7 +76,7 @@ def _form(
 ) -> CutResult:
     """Return what ``model`` fixes in the cut model.
 
-    Names that neither the model nor the part has stay, so that the check of the cut model reports them.
+    Names that neither the model nor the part has are kept: the check of the cut model reports them.
     """
     inputs = {each.name: graph.facts(each) for each in graph.inputs(onnx_model.graph)}
     ends = {name: graph.facts(values[name]) for name in part.inputs}
@@ -112,7 +112,7 @@ def _sizes(tensor: TensorFacts) -> tuple[int, ...]:
 
 
 def _save(model: onnx.ModelProto, source: Path, folder: Path) -> tuple[str, ...]:
-    """Write the cut ``model``; with data in a file of its own if the source has some or it is too large."""
+    """Write the cut ``model``; with external data if the source has some, or if it is too large."""
     outside = any(graph.is_external(tensor) for tensor in graph.tensors(model.graph))
     onnx.external_data_helper.load_external_data_for_model(model, str(source.parent))
     path = folder / source.name

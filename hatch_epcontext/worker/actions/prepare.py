@@ -51,17 +51,17 @@ def handle(request: PrepareRequest) -> PrepareReply:
     onnx_model = onnx.load(fixed, load_external_data=False)
     nodes_before = len(graph.compute_nodes(onnx_model.graph))
     ranges = ranges_for(onnx_model, model)
-    # In a folder of its own: beside the fixed model are links to the source's own data.
+    # A folder of its own, because beside the fixed model are links to the source's data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
     how, undone, integers = request.precision, 0, fixed
     if how is not None and how.dequantize:
         floats = own / f"{model.name}.floats.onnx"
         undone = write_float_form(fixed, floats)
         fixed = floats if undone else fixed
-    # Before the simplifier, which is not to blame for a source that cannot be run.
+    # Before simplifying: the simplifier is not the cause if the source itself cannot be run.
     expected = _reference(request, onnx_model, integers, fixed)
     outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
-    # What it is now is not what it is compared with.
+    # The result is compared with the form before the changes below.
     done = None
     if how is not None and how.dequantize == "all":
         floats = own / f"{model.name}.without-qdq.onnx"
@@ -74,7 +74,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
         result = fixed
     precision = f"dequantized ({count(undone, 'operator')})" if undone else None
     if how is not None and how.quantize is not None:
-        # Few builds need it, and importing it takes long.
+        # Imported here: few builds need it, and importing it takes long.
         from hatch_epcontext.worker.quantization.quantize import write_quantized
 
         quantized = own / f"{model.name}.quantized.onnx"
@@ -106,14 +106,14 @@ def _compare(
 ) -> None:
     """Compare ``result``, which ``simplified`` has open if it is not None, with the source.
 
-    ``before``: the file that it was made of; ``done``: how its numbers were changed since. Raises BuildError
-    if they differ more than that explains.
+    ``before``: the file that ``result`` was made of; ``done``: how its numbers were changed since then.
+    Raises BuildError if they differ more than that explains.
     """
     model, tolerance = request.model, within_noise(SIMPLIFIED, expected.facts)
     if done is not None and request.precision is not None:
         tolerance = request.precision.tolerance or tolerance
         expected = for_other_numbers(expected)
-    # The session that has written it: opening it once more takes as long as simplifying it.
+    # The session that wrote it: opening the file again takes as long as simplifying it.
     session = simplified or open_session(result, cpu_options())
     name = "the source model's" if expected.facts.float_form_db is None else "its float form's"
     name += f" before it was {done}" if done else ""
@@ -125,7 +125,7 @@ def _compare(
 def _reference(
     request: PrepareRequest, onnx_model: onnx.ModelProto, integers: Path, fixed: Path
 ) -> Reference | None:
-    """``fixed``: the file made of ``integers`` where dynamic quantization was undone, else the same."""
+    """The reference. ``fixed``: the float form of ``integers`` if that was dequantized, else the same."""
     if not request.compare:
         return None
     if request.reference is not None:
@@ -157,7 +157,7 @@ def _write_fixed(model: Model, folder: Path, simplifier: Simplifier) -> Path:
     source = Path(model.path)
     onnx_model = reading.read(source, model.key)
     data = external.external_data(onnx_model, source.parent, model.key)
-    # onnx itself, which onnxslim uses, refuses external data that is a link, hard or symbolic.
+    # onnx, which onnxslim uses, refuses external data that is a hard or symbolic link.
     copy = shutil.copyfile if simplifier == "onnxslim" else link_or_copy
     for name in data:
         target = folder / name

@@ -21,21 +21,21 @@ from hatch_epcontext.worker.results import NodeFacts
 def _likely(
     flow: Dependencies, onnx_model: onnx.ModelProto, request: PreviewRequest
 ) -> Iterator[Problem]:
-    """What keeps EPs from compiling all of a model, unless preparation finds a way."""
+    """What keeps EPs from compiling all of a model, unless preparation removes it."""
     model = request.model
     if found := advice(onnx_model.graph, model.key):
         hint, settings = found
         message = "a condition depends on an input, and few EPs compile branches."
         yield Problem.at(model.key, Kind.LOW_COVERAGE, message, hint, *settings)
     lacks = request.target.provider.lacks
-    # Some EPs take parts of it; where nothing is known of an EP, none is expected.
+    # Some EPs compile parts of it; an EP of which nothing is known is expected to compile none.
     refused = DYNAMIC_QUANTIZATION & lacks if lacks else DYNAMIC_QUANTIZATION
     dynamic = any(graph.operator(node) in refused for node in flow.counted)
     if dynamic and not request.target.settings.dequantize:
         yield Problem.at(
             model.key,
             Kind.LOW_COVERAGE,
-            "the model quantizes its activations while it runs, which NPUs do not take.",
+            "the model quantizes its activations while it runs, which NPUs cannot do.",
             UNDO,
             Setting(model.key / "dequantize", True),
         )

@@ -54,21 +54,21 @@ from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
 
 _REMEDIED = Tolerance(snr=60, cosine=0.999)
-"""What is rewritten to be more exact in few digits is as exact in many."""
+"""Decibels that a rewrite for more accuracy in a short number format keeps in float32."""
 
 _EXACT, _ROUNDED = 80.0, 50.0
-"""Decibels that a model keeps if its weights change in their last bits, unless rounding counts in it; and
-those that a rewrite then has to keep.
+"""Decibels that a model keeps if the last bits of its weights change, unless it is sensitive to rounding; and
+those that a rewrite must then keep.
 """
 
 _MAX_ROUNDS = 8
-"""How often what was unrolled is simplified and looked at again."""
+"""How often an unrolled model is simplified and unrolled again."""
 
 
 def handle(request: RewriteRequest) -> RewriteReply:
     """Write the request's model, rewritten or unrolled, into its folder.
 
-    A change after which the model cannot be run, or gives other results than the source, is dropped.
+    A change after which the model cannot be run, or gives other results than the source, is left out.
     Raises ModelError when the source model cannot be run on the CPU.
     """
     if request.unroll_limit is not None:
@@ -89,7 +89,7 @@ def handle(request: RewriteRequest) -> RewriteReply:
 
 
 def _without_faults(work: _RewriteSession, wanted: tuple[Rewrite, ...]) -> RewriteReply:
-    """The result of those of ``wanted`` that change nothing, each after those before it."""
+    """Apply the ``wanted`` rewrites one after the other; those that change results are left out."""
     best = RewriteReply(None)
     kept: tuple[Rewrite, ...] = ()
     notes: list[str] = []
@@ -108,7 +108,7 @@ def _unroll(work: _RewriteSession, limit: int) -> RewriteReply:
     done: list[str] = []
     path = Path(request.prepared)
     try:
-        # The length of a loop can follow from what another one makes: it is constant only then.
+        # The length of a loop may be constant only after another one, whose result it is, was unrolled.
         for _ in range(_MAX_ROUNDS if request.simplify else 1):
             model = onnx.load(path, load_external_data=False)
             if not (names := unroll(model, work.refused, limit, work.types)):
@@ -145,7 +145,7 @@ def _reply(path: Path, done: Iterable[str]) -> RewriteReply:
 
 
 def _dropped(name: str, error: Exception) -> str:
-    """Why the change ``name`` was dropped; ONNX Runtime raises many things, for graphs it cannot open."""
+    """Why the change ``name`` was left out; ONNX Runtime raises many types for graphs that it cannot open."""
     message = error.problems[0].message if isinstance(error, EpcontextError) else str(error)
     return f"{name}: {' '.join(message.splitlines())}"
 
@@ -154,7 +154,7 @@ def _dropped(name: str, error: Exception) -> str:
 class _RewriteSession:
     """``refused``: the operators to rewrite. ``expected``: the source's results, if they are compared.
 
-    ``types``: those of the values of the prepared model.
+    ``types``: of the prepared model's values.
     """
 
     request: RewriteRequest
@@ -187,14 +187,14 @@ class _RewriteSession:
         return onnx.load(self.request.prepared, load_external_data=False)
 
     def wanted(self) -> tuple[tuple[Rewrite, ...], tuple[str, ...]]:
-        """The rewrites that do something, and why some of these are not worth it."""
+        """The rewrites that change the model, and why some of them are not worthwhile."""
         if self.request.remedies:
             found = remedy(self.read(), self.types, self.request.remedies)
             kept, useless = self._worth(found)
             if not set(self.request.remedies).issubset(ALWAYS) and set(kept).issubset(ALWAYS):
                 kept = ()
             return tuple(PRECISE[each] for each in kept), useless
-        # Only a comparison shows that both branches give what they should.
+        # Only a comparison shows that both branches are right.
         all_ = REWRITES if self.request.compare else tuple(r for r in REWRITES if r is not BRANCHES)
         names = rewrite(self.read(), self.refused, self.types, all_)
         return tuple(each for each in all_ if each.name in names), ()
@@ -202,9 +202,9 @@ class _RewriteSession:
     def _worth(
         self, found: tuple[RewriteName, ...]
     ) -> tuple[tuple[RewriteName, ...], tuple[str, ...]]:
-        """Those of ``found`` without those that are for the range of numbers and do not help, and why not.
+        """``found`` without rewrites for the range of numbers that do not help, and why they do not.
 
-        Whether the others help only a run shows.
+        Whether the others help, only a run shows.
         """
         format_ = self._format()
         if format_ is None:
@@ -224,9 +224,9 @@ class _RewriteSession:
             if margin >= SENSITIVE:
                 text = f"{format_.name}, emulated on the CPU, agrees without it"
                 return kept, tuple(f"{PRECISE[each].name}: {text}" for each in ranges)
-            # The others have more to spare than what is to be gained.
+            # The other runs have more to spare than a gain, and so cannot be the worst.
             near = [each.run for each in before.levels if each.spare < margin + GAIN]
-            # Two may help only together: one for the small values of a spectrum, and one for the large ones.
+            # Two may help only together: one for the small values of a spectrum, one for the large ones.
             singly = [(each,) for each in ranges]
             for names in singly if len(singly) == 1 else [*singly, tuple(ranges)]:
                 tried = tuple(each for each in found if each in kept or each in names)
@@ -239,12 +239,12 @@ class _RewriteSession:
                     gain = f"{format_.name}, emulated on the CPU, has {gained:.1f} dB more with it"
                     notes.append((names[0], f"{PRECISE[names[0]].name}: {gain}"))
         except Exception:
-            # What cannot be emulated is tried on the target.
+            # A model that cannot be emulated is tried on the target.
             return found, ()
         return kept, tuple(note for name, note in notes if name not in kept)
 
     def _format(self) -> NumberFormat | None:
-        """That of the target, if what is computed in it can be compared."""
+        """The target's number format, if results in it can be compared."""
         target = self.request.target
         if target is None or self.expected is None or self.request.precision:
             return None
@@ -270,7 +270,7 @@ class _RewriteSession:
         return Emulator(request.model, path, format_, frozenset(), expected, limits, runs)
 
     def write(self, rewrites: tuple[Rewrite, ...]) -> RewriteReply:
-        """Write the model after ``rewrites``; raises an exception if it is not what it was."""
+        """Write the model after ``rewrites``; raises an exception if its results changed."""
         request = self.request
         folder = Path(tempfile.mkdtemp(prefix="rewritten-", dir=request.folder))
         model = self.read()
@@ -284,7 +284,7 @@ class _RewriteSession:
     def write_model(
         self, model: onnx.ModelProto, source: Path, folder: Path
     ) -> tuple[Path, ort.InferenceSession]:
-        """Write ``model``, whose external data is in ``source``, into ``folder``, simplified if it may be.
+        """Write ``model``, whose external data is in ``source``, into ``folder``, simplified if allowed.
 
         Returns its path, and a session that runs it.
         """
@@ -298,7 +298,7 @@ class _RewriteSession:
 
     def compare(self, session: ort.InferenceSession, path: Path) -> None:
         """Raise BuildError if ``session``, which has the file ``path`` open, gives other results than the
-        source, where that is compared.
+        source; does nothing if the request does not compare.
         """
         if self.expected is None:
             return
@@ -310,8 +310,8 @@ class _RewriteSession:
             try:
                 self._check(session, path, expected, tolerance, expected.runs)
             except BuildError:
-                # Nor is the model itself so exact in float32: differences of what is nearly the same, and
-                # logarithms of next to nothing, are all rounding.
+                # The model itself is not so exact in float32 either: differences of nearly equal values and
+                # logarithms of values near zero are mostly rounding.
                 before = self._rounded(path.parent)
                 anything = Tolerance(snr=NOTHING, cosine=-1)
                 found = self._check(before, path, expected, anything, expected.runs).agreements
@@ -324,13 +324,13 @@ class _RewriteSession:
         self._check(session, path, expected, tolerance)
 
     def _rounded(self, folder: Path) -> ort.InferenceSession:
-        """The prepared model, with other rounding."""
+        """A session of the prepared model with other rounding errors."""
         model = onnx.load(self.request.prepared)
         round_weights(model, np.random.default_rng(0))
         written = self._save(model, folder / "rounded.onnx", Path(self.request.prepared).parent)
         options = cpu_options()
         if self.request.simplify:
-            # As `optimize` runs the other: fused operators round in other ways.
+            # As `optimize` runs the rewritten model: fused operators round differently.
             options.graph_optimization_level = LEVELS["basic"]
         return open_session(written, options)
 

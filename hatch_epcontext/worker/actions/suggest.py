@@ -42,13 +42,13 @@ _LENGTHS = (
     *(160, 197, 200, 240, 250, 256, 300, 320, 384, 400, 480, 500, 576, 600, 640, 768, 800, 1000),
     *(1024, 1280, 1500, 1536, 1760, 1920, 2000, 2048, 3000, 4000, 4096, 8000, 12800, 16000, 32000),
 )
-"""Sizes that are in use; the first ones show quickly whether a graph takes any size."""
+"""Common sizes; the first ones quickly show whether a graph accepts any size."""
 
 _MAX_SIZES = 3
-"""Sizes that a graph takes, after which it counts as taking any."""
+"""The number of accepted sizes after which a graph counts as accepting any."""
 
 _BASE = 64
-"""A size for the other dimensions, where none is known that the graph takes."""
+"""A size for the other dimensions, if no size is known that the graph accepts."""
 
 _SECONDS = 20.0
 """Seconds for trying sizes, and for one run."""
@@ -71,13 +71,13 @@ _Dim = str | tuple[str, int]
 """An open dimension: its name, which has one size in the whole model, or an input and its axis."""
 
 _Sizes = dict[_Dim, tuple[int, str]]
-"""The sizes of dimensions, each with where it comes from."""
+"""The sizes of dimensions, each with its origin."""
 
 
 def handle(request: SuggestRequest) -> SuggestReply:
-    """Return what is known of the request's model; sizes are only tried if that is wanted.
+    """Return what is known of the request's model; sizes are tried only if the request allows it.
 
-    Raises ModelError when the file is no ONNX model.
+    Raises ModelError when the file is not an ONNX model.
     """
     path = Path(request.path)
     model = reading.load(path, "")
@@ -137,7 +137,7 @@ def _kinds(model: onnx.ModelProto, inputs: Sequence[TensorFacts]) -> dict[_Dim, 
 
 
 def _metadata(model: onnx.ModelProto) -> dict[str, Any]:
-    """The metadata of the file, also what is in JSON objects; keys are in lower case."""
+    """The metadata of the file, including the contents of JSON objects, with keys in lower case."""
     found: dict[str, Any] = {}
     for entry in model.metadata_props:
         try:
@@ -156,7 +156,7 @@ def _is_int(value: object) -> TypeGuard[int]:
 def _given(
     facts: TensorFacts, axis: int, kind: DimensionKind, metadata: Mapping[str, Any]
 ) -> object:
-    """What stands in the metadata: of images, under a dimension's name, or as a whole shape."""
+    """The sizes in the metadata: of images, under a dimension's name, or as a whole shape."""
     found = [metadata.get(str(facts.shape[axis]).lower())]
     shapes = (metadata.get(key) for key in (f"{facts.name}_shape".lower(), "input_shape", "shape"))
     found += [s[axis] for s in shapes if isinstance(s, list) and len(s) == len(facts.shape)]
@@ -168,7 +168,7 @@ def _given(
 
 
 def _factor(model: onnx.ModelProto, inputs: Sequence[TensorFacts], axis: int) -> int:
-    """By what the graph divides sizes: the largest product of strides along ``axis``, -1 or -2."""
+    """The divisor of sizes in the graph: the largest product of strides along ``axis``, -1 or -2."""
     products = {each.name: 1 for each in inputs}
     for node in model.graph.node:
         before = max((products.get(name, 1) for name in node.input), default=1)
@@ -184,7 +184,7 @@ def _factor(model: onnx.ModelProto, inputs: Sequence[TensorFacts], axis: int) ->
 
 
 def _sized(inputs: Sequence[TensorFacts], sizes: _Sizes) -> list[TensorFacts]:
-    """``inputs`` with the sizes that are known."""
+    """``inputs`` with the known sizes."""
     found = []
     for each in inputs:
         known = {axis: sizes[dim][0] for axis, dim in _open(each) if dim in sizes}
@@ -194,7 +194,7 @@ def _sized(inputs: Sequence[TensorFacts], sizes: _Sizes) -> list[TensorFacts]:
 
 
 class _SizeTrial:
-    """Runs a model on the CPU with dummy inputs, until its time is over; ``sizes``: those that are known."""
+    """Runs a model on the CPU with dummy inputs, within a time limit; ``sizes``: the known sizes."""
 
     def __init__(
         self, path: Path, model: onnx.ModelProto, inputs: Sequence[TensorFacts], sizes: _Sizes
@@ -211,7 +211,7 @@ class _SizeTrial:
         return self._session is None or time.monotonic() >= self._end
 
     def takes(self, others: Mapping[_Dim, int]) -> bool:
-        """Whether the model runs with the sizes ``others`` too; False also when the time is over."""
+        """Whether the model also runs with the sizes ``others``; False after the time limit."""
         left = self._end - time.monotonic()
         if self._session is None or left <= 0:
             return False
@@ -227,12 +227,12 @@ class _SizeTrial:
 def _try_sizes(
     trial: _SizeTrial, kinds: Mapping[_Dim, DimensionKind], factors: Mapping[DimensionKind, int]
 ) -> list[int]:
-    """Add the sizes to those of ``trial`` without which the model does not run on the CPU.
+    """Add to ``trial`` the sizes without which the model does not run on the CPU.
 
-    Returns some with which it runs, if it does not with others. ``factors``: by what the graph divides sides.
+    Returns sizes with which it runs, if it fails with others. ``factors``: the graph's divisors of sides.
     """
     unknown = {dim: kind for dim, kind in kinds.items() if dim not in trial.sizes}
-    # Multiples of the factors, so that only the side that is tried can be what the graph refuses.
+    # Multiples of the factors, so that the graph can refuse only the side that is tried.
     usual = {dim: -(-_BASE // f) * f for dim in unknown if (f := factors.get(unknown[dim], 1))}
     found: _Sizes = {}
     for dim, kind in unknown.items():
@@ -267,7 +267,7 @@ def _try_sizes(
 def _constants(
     model: onnx.ModelProto, inputs: Sequence[TensorFacts]
 ) -> Iterator[SuggestedConstant]:
-    """The inputs that can be constants: numbers with a usual value, and those that choose a branch."""
+    """The inputs that can be constants: numbers with a usual value, and inputs that choose a branch."""
     ranges, scope = input_ranges(model, inputs), Scope(model.graph, nested=True)
     conditions = [graph.operand(node, 0) for node in scope.nodes if node.op_type == "If"]
     deciding = scope.ancestors(conditions)

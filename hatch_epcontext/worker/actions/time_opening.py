@@ -37,7 +37,7 @@ def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
     load = time.perf_counter() - start
     memory = _peak_memory()
 
-    # Imported only now, because they use memory of their own.
+    # Imported after the measurement, because they use memory of their own.
     from hatch_epcontext.graph import graph, reading
     from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs
     from hatch_epcontext.worker.tensors import run
@@ -45,7 +45,7 @@ def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
     model = request.model
     feeds = dummy_inputs(request.inputs, model, request.ranges)
     if request.target is None and model.constants:
-        # The file still has the inputs that the other forms have as constants.
+        # The file still has inputs that are constants in the other forms.
         own = map(graph.facts, graph.inputs(reading.read(path, model.key).graph))
         feeds |= {each.name: constant(model, each) for each in own if each.name in model.constants}
     start = time.perf_counter()

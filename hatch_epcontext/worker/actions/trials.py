@@ -36,7 +36,7 @@ _GRAPHS: Mapping[str, str] = {
             flat = Flatten(means)
             y = Gemm<transB = 1>(flat, w3, b3)
         }""",
-    # The steps come first, as LSTM takes them.
+    # The steps come first, as LSTM requires.
     "lstm": """(float[1, 5, 6] x) => (float[5, 1, 4] y)
         <float[1, 32, 6] w, float[1, 32, 8] r, float[1, 64] b, float[8, 4] m, int64[1] axis = {1}> {
             steps = Transpose<perm = [1, 0, 2]>(x)
@@ -44,7 +44,7 @@ _GRAPHS: Mapping[str, str] = {
             flat = Squeeze(layer, axis)
             y = MatMul(flat, m)
         }""",
-    # Its GELU is as exporters write it for this opset.
+    # Exporters write GELU like this for this opset.
     "attention": """(float[1, 8, 16] x) => (float[1, 8, 16] y)
         <float[16] s1, float[16] n1, float[16, 16] wq, float[16, 16] wk, float[16, 16] wv, float[16, 16] wo,
          float[16] s2, float[16] n2, float[16, 32] w1, float[32] b1, float[32, 16] w2,
@@ -100,7 +100,7 @@ _GRAPHS: Mapping[str, str] = {
             y = Gemm(flat, w2, b2)
         }""",
 }
-"""Each of `TRIALS` in ONNX's own text; what is named before its nodes without values gets random ones."""
+"""Each of `TRIALS` in ONNX's text format; initializers without values get random ones."""
 
 
 def handle(request: TrialsRequest) -> TrialsReply:

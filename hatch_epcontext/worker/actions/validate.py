@@ -1,4 +1,4 @@
-"""Open an artifact, moved away from where it was compiled, run it, and compare it with the CPU EP."""
+"""Open an artifact, away from where it was compiled, run it, and compare it with the CPU EP."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from hatch_epcontext.worker.tensors import refuse_not_finite
 def handle(request: ValidateRequest) -> ValidateReply:
     """Validate the request's context: open it from disk and from memory, run it, and compare.
 
-    Raises BuildError when it cannot be opened without compiling, fails, has NaN or Inf where the CPU
-    EP has none, or leaves the tolerance; ModelError when the dummy inputs do not fit.
+    Raises BuildError when it cannot be opened without compiling, fails, has NaN or Inf where the CPU EP has
+    none, or exceeds the tolerance; ModelError when the dummy inputs do not fit.
     """
     model = request.model
     expected = _reference(request)
     step("opening the compiled model")
-    # The sessions of a group that are opened first must outlive the later ones.
+    # In a group, sessions that are opened first must outlive the later ones.
     _others = [
         open_session(Path(request.folder) / other.model_file, _options(request))
         for other in request.sharing
@@ -60,7 +60,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
     ]
     unavailable = _unavailable(request)
     make_options = cpu_options if unavailable else partial(_options, request)
-    # Only one of the two is run: they run the same, and simulators are slow.
+    # Only one of the two is run: both compute the same, and simulators are slow.
     rest = expected.facts.selections.rest if isinstance(expected, Reference) else None
     from_memory = _open_from_memory(request, make_options(), rest)
     session_options = make_options()
@@ -76,7 +76,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
         return ValidateReply((), unavailable, load)
     assert request.tolerance is not None, "there is a reference to compare with"
     if rest is not None:
-        # That which also returns what is compared before anything is selected.
+        # The session that also returns the values that are compared before a selection.
         session = from_memory
     _check_outputs(request, expected)
     settings, provider = request.target.settings, request.target.provider
@@ -124,7 +124,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
 def _judged(
     agreement: Agreement, emulation: Emulation, emulator: Emulator | None = None
 ) -> Agreement:
-    """``agreement``, or that other inputs may disagree, because of the number format of the EP."""
+    """``agreement``, or a sensitive one if other inputs may disagree because of the EP's number format."""
     if agreement.status is not AgreementStatus.AGREES:
         return agreement
     reason = emulation.reason if emulation.seen else None
@@ -138,7 +138,7 @@ def _judged(
 
 
 def _explain(request: ValidateRequest, expected: Reference) -> Callable[[ReferenceRun], str] | None:
-    """What finds the first node that differs: of optimized graphs, which are ONNX."""
+    """A function that finds the first node that differs, for optimized graphs, which are ONNX."""
     if request.prepared is None or request.product != "optimized":
         return None
     states = expected.facts.states
@@ -146,7 +146,7 @@ def _explain(request: ValidateRequest, expected: Reference) -> Callable[[Referen
 
 
 def _format(request: ValidateRequest) -> NumberFormat | None:
-    """The number format of the artifact; None where it computes as the CPU does, or with integers."""
+    """The number format of the artifact; None if it computes as the CPU does, or with integers."""
     settings, provider = request.target.settings, request.target.provider
     if request.product != "context" or settings.changes_precision:
         return None
@@ -156,7 +156,7 @@ def _format(request: ValidateRequest) -> NumberFormat | None:
 def _emulator(
     request: ValidateRequest, expected: Reference, tolerance: Tolerance
 ) -> Emulator | None:
-    """What the number format of the request's target makes of the model; None where that cannot be told."""
+    """The emulator of the target's number format; None if the model cannot be emulated."""
     format_ = _format(request)
     if format_ is None or request.prepared is None:
         return None
@@ -169,12 +169,12 @@ def _emulator(
     except ModelError:
         raise
     except Exception:
-        # ONNX Runtime raises many things, for graphs that it cannot open without optimizing them.
+        # ONNX Runtime raises many types for graphs that it cannot open without optimizing them.
         return None
 
 
 def _reference(request: ValidateRequest) -> Reference | Arrays:
-    """What to compare with; only inputs where nothing is compared."""
+    """What to compare with; only inputs if nothing is compared."""
     model = request.model
     if request.tolerance is not None and request.reference is not None:
         found = read_reference(request.reference)
@@ -211,7 +211,7 @@ def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:
 
 
 def _check_outputs(request: ValidateRequest, expected: Reference) -> None:
-    """Raise ModelError where the compiled model has other outputs: they would not be compared."""
+    """Raise ModelError if the compiled model has other outputs: they would not be compared."""
     own = {tensor.name for tensor in request.context.outputs}
     wanted = expected.runs[0].outputs[0].keys()
     for names, one, other in (
@@ -234,8 +234,7 @@ def _check_outputs(request: ValidateRequest, expected: Reference) -> None:
 def _unavailable(request: ValidateRequest) -> str | None:
     """Return the reason why an optimized graph cannot run on its EP; None if it can.
 
-    The graph is plain ONNX, so the CPU EP can run it instead. A context always needs its own EP,
-    which compiled it and so must be available.
+    The graph is plain ONNX, so the CPU EP can run it instead. A context always needs the EP that compiled it.
     """
     if request.product != "optimized":
         return None
@@ -259,7 +258,7 @@ def _file(request: ValidateRequest) -> Path:
 def _open_from_memory(
     request: ValidateRequest, session_options: ort.SessionOptions, rest: Rest | None
 ) -> ort.InferenceSession:
-    """A session of the bytes of the file, which also returns what ``rest`` reads."""
+    """A session of the file's bytes, which also returns the values that ``rest`` reads."""
     path = _file(request)
     set_model_path(path, session_options)
     if rest is None:

@@ -30,10 +30,10 @@ from hatch_epcontext.worker.results import (
 from hatch_epcontext.worker.tensors import refuse_not_finite
 
 SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
-"""A simplifier may change the order of additions, and nothing else."""
+"""A simplifier may change only the order of additions."""
 
 _WRONG = 6.0
-"""Decibels of signal to noise below which no limit is suggested: the error is half of the signal."""
+"""Signal-to-noise ratio in decibels below which no limit is suggested: the error is half of the signal."""
 
 _WRONG_SLICE = 3.0
 """The same for a slice, such as all scores of one class."""
@@ -55,11 +55,11 @@ def check_runs(
 ) -> ComparisonResult:
     """Run ``session``, the model ``what``, on ``runs`` of the reference, by default on those for a target.
 
-    ``first``: its outputs for the first sample, if it was run on it already. ``only_target``: the target that
-    is to allow more, if others are not. ``emulator``: that of its number format, corrected by the runs.
-    ``explain``: where there is none, it names where the model begins to differ. Raises BuildError when an
-    output has NaN or Inf where the reference has none, or leaves the tolerance; ModelError when it takes too
-    long.
+    ``first``: its outputs for the first sample, if that was run already. ``only_target``: the target whose
+    limits a hint should relax, if not those of all. ``emulator``: of its number format; the runs correct it.
+    ``explain``: without an emulator, it names where the model begins to differ. Raises BuildError when an
+    output has NaN or Inf where the reference has none, or exceeds the tolerance; ModelError when it takes
+    too long.
     """
     found: list[Agreement] = []
     warnings: list[str] = []
@@ -97,8 +97,8 @@ def check_runs(
             raise
         except BuildError as error:
             error = _explained(error, each, emulator, explain)
-            # Nothing shows that the app ever has the others; but an EP that is wrong there for no reason of
-            # its number format may be wrong elsewhere too.
+            # The app may never have unusual inputs; but if the number format does not explain the EP's error
+            # there, the EP may be wrong elsewhere too.
             if each.usual or (emulator is not None and emulator.level(each).margin >= SENSITIVE):
                 raise error from None
             warnings.append(_warning(error))
@@ -116,7 +116,7 @@ def check_runs(
         )
         is_better = emulated < SENSITIVE <= margin
         if is_worst and margin >= emulated - GAIN and not is_better:
-            # The emulation is right where it is worst, and the others are nearer: simulators are slow.
+            # The emulation is right for the worst sample; the others are nearer, and simulators are slow.
             break
     if emulator is not None:
         emulator.correct(levels)
@@ -125,9 +125,9 @@ def check_runs(
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """The worst agreement of each output, disagreements on inputs that nothing shows are ever so large, and
-    the names of the samples. ``gap``: the decibels by which a sample was worse than its emulation, as far as
-    they count.
+    """The worst agreement of each output, disagreements on inputs that may never be so large, and the names
+    of the samples. ``gap``: the decibels by which a sample was worse than its emulation, as far as they
+    count.
     """
 
     agreements: tuple[Agreement, ...]
@@ -137,7 +137,7 @@ class ComparisonResult:
 
 
 def _reachable(emulator: Emulator) -> float:
-    """Decibels from which exact kernels gain nothing: it agrees, or its format leaves others less."""
+    """Decibels above which exact kernels gain nothing: it agrees, or the format leaves other samples less."""
     return SENSITIVE + GAIN if emulator.margin >= SENSITIVE else SENSITIVE
 
 
@@ -147,14 +147,14 @@ def _explained(
     emulator: Emulator | None,
     explain: Callable[[ReferenceRun], str] | None,
 ) -> BuildError:
-    """``error`` of ``run`` with the first diverging node behind its first message, if that is known."""
+    """``error`` of ``run`` with the first diverging node after its first message, if that is known."""
     first, *others = error.problems
     gap = None
     if emulator is not None:
         margins = [each.margin for each in error.problems if each.margin is not None]
         margin = min(margins, default=NOTHING)
         distance = emulator.level(run).margin - margin
-        # None where the emulation is equal: infinity is no number in a reply.
+        # None if the emulation is equal: a reply cannot contain infinity.
         gap = max(0.0, distance) if distance < math.inf else None
         text = emulator.explanation(run, margin)
     else:
@@ -190,9 +190,9 @@ def check_outputs(
 ) -> list[Agreement]:
     """Compare ``outputs`` with ``wanted``, which messages call ``reference_name`` ("the CPU's").
 
-    ``expected``: the reference that ``wanted`` is from, and ``place`` where in it, for messages;
+    ``expected``: the reference that contains ``wanted``, and ``place`` where in it, for messages;
     ``only_target`` and ``what`` as in `check_runs`; ``candidates``: see `ReferenceRun`. Raises BuildError
-    when an output has NaN or Inf where ``wanted`` has none, or leaves the tolerance.
+    when an output has NaN or Inf where ``wanted`` has none, or exceeds the tolerance.
     """
     facts = expected.facts if expected else Facts()
     outputs = {name: array for name, array in outputs.items() if name not in facts.random}
@@ -239,7 +239,7 @@ def _differs(
     what: str,
 ) -> Problem:
     agreement = compared.agreement
-    # Of what was chosen, only its score differs.
+    # An index has no difference: only its score differs.
     largest = f"; the largest difference is {agreement.max_abs:.3g}" if agreement.max_abs else ""
     message = (
         f"the output {agreement.output!r} differs from {reference_name}{place}: "
@@ -253,7 +253,7 @@ def _differs(
             Kind.OUTPUT_DIFFERS,
             "",
             message,
-            f"Nothing in the graph bounds {names}, which got values up to 255. Feed real inputs:",
+            f"Nothing in the graph bounds {names}, which got values up to 255. Give real inputs:",
             settings=(Setting(key / "inputs", "samples.npz"),),
         )
     if _is_wrong(compared):
@@ -283,7 +283,7 @@ def _differs(
 
 
 def _is_wrong(compared: Comparison) -> bool:
-    """Whether an output is so far away that no limit should allow it."""
+    """Whether an output differs so much that no limit should allow it."""
     needed, worst = compared.needed, compared.agreement.worst
     if "snr" in needed:
         slice_is_wrong = worst is not None and worst.snr < _WRONG_SLICE
@@ -292,9 +292,9 @@ def _is_wrong(compared: Comparison) -> bool:
 
 
 def _rounded(name: str, limit: float) -> float:
-    """``limit`` with few digits, and no stricter."""
+    """``limit``, rounded to few digits and never stricter."""
     if name != "atol":
         return math.floor(limit * 1000) / 1000
     exponent = math.floor(math.log10(limit))
-    # In decimals, so that no digits follow from the rounding of powers of ten.
+    # As decimal text: multiplying by powers of ten would add digits.
     return float(f"{math.ceil(limit / 10.0**exponent * 100) / 100:.2f}e{exponent}")

@@ -27,13 +27,13 @@ WRONG = 0.1
 """The relative error of a value from which it is wrong."""
 
 _MATTERS = 0.01
-"""The relative error behind a value that is cut off, or without a number that the format lacks, from which
-that matters: not so in masks, which are to hide something."""
+"""The relative error after a clamped value, or after a number that the format lacks, from which it matters:
+in masks, which only hide values, it does not."""
 
 
 @dataclass(frozen=True)
 class Inner:
-    """All values of a step: ``exact``, and those of another form of the model, which are compared by name."""
+    """All values of a step: ``exact``, and those of another form of the model, by the same names."""
 
     exact: Arrays
     other: Arrays
@@ -81,7 +81,7 @@ class Inner:
         return float(np.min(array)), float(np.max(array))
 
     def matters(self, node: onnx.NodeProto, scope: Scope) -> bool:
-        """Whether the error of some of the values of ``node`` is still one behind it."""
+        """Whether an error in the values of ``node`` still exists after the nodes that read them."""
         for name in node.output:
             if name not in self.errors or not _differ(self.exact[name], self.other[name]):
                 continue
@@ -91,7 +91,7 @@ class Inner:
         return False
 
     def _hides(self, node: onnx.NodeProto, scope: Scope) -> bool:
-        """Whether what is wrong in the result of ``node`` is hidden behind it, as by a Softmax."""
+        """Whether the following nodes hide the error in the result of ``node``, as a Softmax does."""
         readers = [
             scope.nodes[index] for name in node.output for index in scope.readers.get(name, ())
         ]
@@ -108,9 +108,9 @@ class Inner:
 def first_difference(
     exact: Path, other: Path, model: Model, states: Mapping[str, str], run: ReferenceRun
 ) -> str:
-    """The first node of the file ``other`` whose result is not that of the file ``exact``: a sentence.
+    """A sentence about the first node of the file ``other`` whose result differs from the file ``exact``.
 
-    Both are forms of ``model``, which the CPU runs. Empty where nothing shows which node it is.
+    Both are forms of ``model``, and the CPU runs them. Empty if the node is unknown.
     """
     step("looking for the first node that differs")
     try:
@@ -126,7 +126,7 @@ def first_difference(
                 if final and inner.behind(node) > min(WRONG, final / 2):
                     return f"The first diverging node: {inner.words(node)}."
     except Exception:
-        # ONNX Runtime raises many things, for models that run only as they are.
+        # ONNX Runtime raises many types for models that cannot run with other outputs.
         return ""
     return ""
 
@@ -174,11 +174,11 @@ def relative(exact: Array, other: Array) -> float:
     two = np.nan_to_num(np.asarray(other, np.float64))
     with np.errstate(over="ignore", invalid="ignore"):
         found = np.sqrt(((one - two) ** 2).sum() / max((one**2).sum(), 1e-60))
-    # Masks have the largest float32.
+    # Masks contain the largest float32.
     return float(found) if np.isfinite(found) else 1.0
 
 
 def _differ(exact: Array, other: Array) -> bool:
-    """Whether some value differs by a tenth."""
+    """Whether any value differs by a tenth."""
     one, two = np.asarray(exact, np.float64), np.asarray(other, np.float64)
     return bool((np.abs(one - two) > WRONG * np.abs(one)).any())

@@ -1,4 +1,4 @@
-"""What the number format of an EP makes of a model, computed on the CPU: for which samples, and where."""
+"""The effect of an EP's number format on a model, emulated on the CPU: for which samples, and where."""
 
 from __future__ import annotations
 
@@ -42,39 +42,38 @@ from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
 
 _WORTH_RUNNING = 45.0
-"""Decibels of an emulated sample from which a run on the target shows no more."""
+"""Decibels of an emulated sample above which a run on the target shows nothing more."""
 
 _WORST = 3
-"""Samples of different natures that the target runs because they are the worst."""
+"""The number of worst samples, of different natures, that the target runs."""
 
 _JUMPS = (10.0, 3.0)
-"""How much larger the error of a value is than those of the values that it is computed from, where a node is
-to blame."""
+"""The ratios of a result's error to the errors of its operands from which a node counts as the cause."""
 
 _MAX_CUTS = 3
-"""Nodes behind which a cut is tried."""
+"""The most nodes after which a cut is tried."""
 
 _MAX_CUT = 4
-"""Tensors at which a cut is proposed: an app has to compute them."""
+"""The most tensors of a proposed cut: the app has to compute them."""
 
 _LOST = 0.5
-"""The relative error of a stored number which a format does not have."""
+"""The relative error from which a format counts as lacking a stored number."""
 
 _FLAT = 0.1
-"""The part of an output's places that may change by less than a step of the format."""
+"""The share of an output's places that may change by less than a step of the format."""
 
 _BITS: Mapping[str, int] = {"float16": 10, "bfloat16": 7}
-"""Those behind the point of a number between 1 and 2."""
+"""The bits after the point of a number between 1 and 2."""
 
 _MAX_VALUES = 2**28
-"""Values inside a model up to which all of them are compared: 2 GiB for both runs."""
+"""The most values inside a model of which all are compared: 2 GiB for both runs."""
 
 
 @dataclass(frozen=True)
 class Level:
     """How near the emulated ``run`` is to the source's: ``margin`` in decibels above the limits, negative
-    below them, and the ``snr`` of the output that is nearest to its limit; both infinite where all are equal.
-    ``step``: that of a long run. ``ran``: whether it is how the target ran it.
+    below them, and the ``snr`` of the output nearest to its limit; both infinite if all are equal.
+    ``step``: of a long run. ``ran``: whether the target ran it.
     """
 
     run: ReferenceRun
@@ -86,14 +85,14 @@ class Level:
 
     @property
     def spare(self) -> float:
-        """``margin``, with so much more for what an app may never have that only a difference counts."""
+        """``margin``, increased for inputs that an app may never have: there only a difference counts."""
         return self.margin if self.run.usual else self.margin + SENSITIVE
 
 
 class Emulator:
-    """The prepared model at ``path`` in ``format_``; ``skipped``: the names of nodes that are on the CPU.
+    """The prepared model at ``path`` in ``format_``; ``skipped``: the names of nodes that run on the CPU.
 
-    ``expected``: the source model's results; ``runs``: those of them that count, by default all.
+    ``expected``: the source model's results; ``runs``: those that are emulated, by default all.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Emulator:
 
     @staticmethod
     def is_possible(path: Path) -> bool:
-        """Whether the model at ``path`` can be emulated: in memory twice, and with fixed shapes."""
+        """Whether the model at ``path`` can be emulated: it fits into memory twice, and has fixed shapes."""
         model = onnx.load(path, load_external_data=False)
         sizes = (math.prod(each.dims) * 4 for each in graph.stored_tensors(model.graph))
         return sum(sizes) < PROTOBUF_LIMIT // 2 and all(
@@ -137,7 +136,7 @@ class Emulator:
 
     @cached_property
     def optimistic(self) -> str | None:
-        """A node that the EP computes less exactly than its format, which nothing here shows."""
+        """A node that the EP computes less exactly than its format, which the emulation cannot show."""
         for node in self._computed:
             if node.op_type in self._format.inexact:
                 return f"{named(node)}, of which the kernel is less exact than {self._format.name}"
@@ -152,12 +151,12 @@ class Emulator:
 
     @property
     def worst(self) -> Level:
-        """That of the sample that is nearest to the limits."""
+        """The level of the sample that is nearest to the limits."""
         return min(self._all, key=lambda each: (each.margin, not each.run.usual))
 
     @property
     def margin(self) -> float:
-        """The least that a sample has to spare, in decibels."""
+        """The smallest `Level.spare` of a sample, in decibels."""
         return max(min(each.spare for each in self._all), NOTHING)
 
     @property
@@ -165,23 +164,23 @@ class Emulator:
         return self.levels if self._long is None else [*self.levels, self._long]
 
     def to_run(self) -> list[ReferenceRun]:
-        """The first sample, and those that may differ on the target; of large models one of these."""
+        """The first sample, and those that may differ on the target: for large models only one of them."""
         first, *others = self.levels
         if self._model.validate.inputs not in SYNTHETIC:
-            # What the app has counts more than what may be worse.
+            # Inputs that the app has count more than inputs that may be worse.
             return [each for each in self._expected.runs if each.on_target]
         chosen = [first.run]
         longest = max(
             (each.run for each in others), key=lambda run: len(run.feeds), default=first.run
         )
         if len(longest.feeds) > 1:
-            # No emulation shows what kernels add to the states.
+            # The emulation does not show what kernels add to the states.
             chosen.append(longest)
         natures = {run.nature for run in chosen}
         # Each step of a recurrent model is a run, and simulators run large models for long.
         is_large = len(self.levels) <= FEW_SAMPLES and len(chosen) == 1
         most = len(chosen) + (1 if is_large or len(chosen) > 1 else _WORST)
-        # What is unusual comes last: it only warns.
+        # Unusual samples come last: they only warn.
         for each in sorted(others, key=lambda each: (not each.run.usual, each.margin)):
             worth = each.snr < _WORTH_RUNNING or self.optimistic
             if len(chosen) == most:
@@ -194,12 +193,12 @@ class Emulator:
         return with_telling(chosen, self._expected.runs)
 
     def level(self, run: ReferenceRun) -> Level:
-        """That of ``run``, one of the reference's."""
+        """The level of ``run``, one of the reference's."""
         return next(each for each in self.levels if each.run is run)
 
     def correct(self, ran: Sequence[Level]) -> None:
-        """Take the levels that samples had on the target. If all that seemed to suffer are right there, which
-        are the worst ones of different natures, those of no others count.
+        """Use the levels that samples had on the target. If the worst samples of different natures are right
+        there, no other sample counts.
         """
         suffering = [each for each in ran if self.level(each.run).margin < SENSITIVE]
         if suffering and all(each.margin >= SENSITIVE for each in suffering):
@@ -209,7 +208,7 @@ class Emulator:
             self.levels = [seen.get(each.run.name, each) for each in self.levels]
 
     def result(self) -> Emulation:
-        """The sentence about it."""
+        """The result, with a sentence about it."""
         worst, margin, reason, hurt = self.worst, self.margin, None, None
         if margin < SENSITIVE:
             first = min(
@@ -254,26 +253,26 @@ class Emulator:
         return f"{text}: perhaps {self.optimistic}." if self.optimistic else f"{text}."
 
     def first_diverging(self, run: ReferenceRun) -> str | None:
-        """The node that is to blame for the error of ``run``, and why, in words; None if none is."""
+        """The node that causes the error of ``run``, and why, in words; None if there is none."""
         node, inner = self._diverging(run), self._inner(run)
         return None if node is None or inner is None else self._words(node, inner)
 
     def _cut(self, run: ReferenceRun) -> str:
-        """The first cut behind the first diverging node from which on the model is right: a sentence."""
-        # An operator that the EP computes less exactly is not emulated.
+        """A sentence about the first cut, after the first diverging node, with which the model is right."""
+        # The emulation does not cover operators that the EP computes less exactly.
         node = None if self.optimistic else self._diverging(run)
         for _ in range(_MAX_CUTS):
             if node is None:
                 break
             if text := self._cut_behind(node):
                 return text
-            # What the format lacks is lost at the cut too, as far as it is in what is read there.
+            # What the format cannot represent is lost at the cut too, if it is in the values there.
             readers = [*self.scope.readers.get(node.output[0], ())]
             node = self.scope.nodes[readers[0]] if len(readers) == 1 else None
         return ""
 
     def _cut_behind(self, node: onnx.NodeProto) -> str:
-        """The cut behind ``node``, if the rest of the model is right then: a sentence."""
+        """A sentence about the cut after ``node``, if it makes the rest of the model right."""
         before = set(self.scope.above(node.output))
         exact = [self.scope.nodes[index] for index in before]
         behind = [each for i, each in enumerate(self.scope.nodes) if i not in before]
@@ -281,7 +280,7 @@ class Emulator:
         made = {name for each in exact for name in each.output}
         given = {each.name for each in graph.inputs(self._prepared.graph)}
         inputs = sorted(read & (made | given))
-        # Less is not worth a model of its own.
+        # A smaller part is not worth a model of its own.
         if not read & made or len(behind) <= len(exact) or len(inputs) > _MAX_CUT:
             return ""
         source = onnx.load(self._model.path, load_external_data=False).graph
@@ -305,7 +304,7 @@ class Emulator:
         )
 
     def _diverging(self, run: ReferenceRun) -> onnx.NodeProto | None:
-        """The node that is to blame for the error of ``run``."""
+        """The node that causes the error of ``run``."""
         if not (inner := self._inner(run)):
             return None
         final = self._final(run, inner)
@@ -326,16 +325,16 @@ class Emulator:
         return node
 
     def _is_hidden(self, node: onnx.NodeProto, inner: Inner) -> bool:
-        """Whether only the ends of the format change the values of ``node``, without effect, as in a mask."""
+        """Whether only the format's limits change the values of ``node``, without effect, as in a mask."""
         return inner.largest(node) > self._format.largest and not inner.matters(node, self.scope)
 
     def _final(self, run: ReferenceRun, inner: Inner) -> float:
-        """The largest error of what is compared."""
+        """The largest error of the compared values."""
         names = (*run.outputs[0], *self._expected.facts.selections.reads)
         return max((inner.errors.get(name, 0.0) for name in names), default=0.0)
 
     def _hurt(self) -> Iterator[str]:
-        """Nodes whose values are cut off, or that use a number which the format does not have."""
+        """Nodes whose values are clamped, or that use a number that the format cannot represent."""
         worst = min(self.levels, key=lambda each: (each.margin, not each.run.usual))
         for run in (self.levels[0].run, worst.run):
             if not self._lost and self.level(run).snr > 2 * _WORTH_RUNNING:
@@ -348,7 +347,7 @@ class Emulator:
                     yield self._words(node, inner)
 
     def _flat(self) -> str | None:
-        """An output that changes from input to input by less than the format has there, in words."""
+        """An output that changes between inputs by less than a step of the format, in words."""
         runs, facts = self._expected.runs, self._expected.facts
         for name, first in runs[0].outputs[0].items():
             is_any = facts.natures.get(name, "any") == "any" and name not in facts.random
@@ -369,12 +368,12 @@ class Emulator:
         return None
 
     def _misses(self, node: onnx.NodeProto, inner: Inner) -> bool:
-        """Whether ``node`` uses a number that the format does not have, where that counts."""
+        """Whether ``node`` uses a number that the format cannot represent, and that matters."""
         return not self._lost.keys().isdisjoint(node.input) and inner.matters(node, self.scope)
 
     @cached_property
     def _lost(self) -> Mapping[str, float]:
-        """The stored numbers that the format does not have."""
+        """The stored numbers that the format cannot represent."""
         found = {}
         for tensor in self._prepared.graph.initializer:
             if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) == 1:
@@ -384,7 +383,7 @@ class Emulator:
         return found
 
     def _words(self, node: onnx.NodeProto, inner: Inner) -> str:
-        """``node``, and what is wrong with its result."""
+        """A description of ``node`` and of the fault in its result."""
         name, format_ = named(node), self._format
         if lost := [self._lost[each] for each in node.input if each in self._lost]:
             return f"{name} uses {lost[0]:g}, which {format_.name} does not have"
@@ -403,9 +402,9 @@ class Emulator:
         return inner.words(node)
 
     def _inner(self, run: ReferenceRun) -> Inner | None:
-        """All values of the first step of ``run`` that is wrong, or of the last one, exact and emulated.
+        """All values of the first wrong step of ``run``, or of the last step, exact and emulated.
 
-        None if they are too many, or if the model cannot be run with all of them as outputs.
+        None if they are too many, or if the model cannot run with all of them as outputs.
         """
         if run.name not in self._inners:
             self._inners[run.name] = self._compute_inner(run)
@@ -433,7 +432,7 @@ class Emulator:
         try:
             return _open(exact), _open(emulated)
         except Exception:
-            # Some models run only as they are; then no node is named.
+            # Some models cannot run with other outputs; then no node is named.
             return None
 
     def _compute_inner(self, run: ReferenceRun) -> Inner | None:
@@ -447,7 +446,7 @@ class Emulator:
         for one, other in zip(exact, emulated, strict=True):
             inner = Inner(one, other)
             if self._final(run, inner) > WRONG:
-                # What is wrong in later steps comes from here.
+                # Errors in later steps come from this one.
                 break
         return inner
 
@@ -466,10 +465,10 @@ class Emulator:
         return min(levels, key=lambda each: each.margin)
 
     def _long_level(self, session: ort.InferenceSession) -> Level | None:
-        """That of a long run, in the first of some steps that is beyond the limits, or in the worst.
+        """The level of a long run, at its first checked step beyond the limits, or at its worst one.
 
-        It goes round all sequences that an app can have, and keeps nothing of them: the prepared model, run
-        beside it, shows what is right.
+        It repeats all sequences that an app can have, and stores none: the prepared model runs beside it as
+        the reference.
         """
         facts, found = self._expected.facts, []
         sequences = [each for each in self._expected.runs if each.usual and len(each.feeds) > 1]
@@ -487,7 +486,7 @@ class Emulator:
         return min(found, key=lambda each: each.margin, default=None)
 
     def _shifted(self, steps: Sequence[Arrays]) -> Iterator[Arrays]:
-        """``steps`` again and again, with a mean: what has none is forgotten before errors add up."""
+        """``steps`` again and again, with a mean added: without one, states decay before errors add up."""
         facts = self._expected.facts
         for each in itertools.islice(itertools.cycle(steps), facts.long_steps):
             more = {n: each[n] + each[n].dtype.type(1) for n in facts.unbounded if n in each}
@@ -496,7 +495,7 @@ class Emulator:
     def _compared(
         self, run: ReferenceRun, own: Arrays, wanted: Arrays, candidates: Arrays
     ) -> Level:
-        """How near the outputs of one step of ``run`` are to those that are ``wanted``."""
+        """How near the outputs of one step of ``run`` are to the ``wanted`` ones."""
         level, facts = Level(run, "", math.inf, math.inf), self._expected.facts
         selected = select(facts.selections, own, wanted, candidates, self._tolerance.unit)
         for name, output in own.items():
@@ -522,7 +521,7 @@ class Emulator:
 
 
 def _spread(values: Sequence[Array]) -> tuple[Numbers, Numbers]:
-    """The mean and the standard deviation in each place of ``values``, which may be large: one at a time."""
+    """The mean and the standard deviation in each place of ``values``, one at a time: they may be large."""
     total, squares = np.zeros(values[0].size), np.zeros(values[0].size)
     for each in values:
         total += np.asarray(each, np.float64).ravel()
@@ -535,16 +534,16 @@ def _spread(values: Sequence[Array]) -> tuple[Numbers, Numbers]:
 
 
 def _possible(steps: Iterator[Arrays]) -> Iterator[Arrays]:
-    """Those of ``steps`` that a model takes: some end, such as those that count the places of a table."""
+    """Those of ``steps`` that a model can run: some models end, as when they count through a table."""
     with contextlib.suppress(Exception):
         yield from steps
 
 
 def _open(model: onnx.ModelProto) -> ort.InferenceSession:
-    """A session that rounds where the graph requires it: optimizations remove casts and fuse nodes."""
+    """A session that rounds wherever the graph does: optimizations would remove casts and fuse nodes."""
     options = cpu_options()
     options.graph_optimization_level = LEVELS["none"]
-    # Its many small nodes take as long with more, and these are for other jobs.
+    # More threads do not help its many small nodes, and other jobs need them.
     options.intra_op_num_threads = 1
     return open_session(model.SerializeToString(), options)
 

@@ -1,14 +1,13 @@
 """How near the outputs of a model are to its reference: as a whole, and in each slice.
 
-The measures are relative: the ratio of signal to noise in decibels, 10 log10(sum ref^2 / sum (out - ref)^2),
+The measures are relative: the signal-to-noise ratio in decibels, 10 log10(sum ref^2 / sum (out - ref)^2),
 and the cosine similarity. A whole output can be near its reference while a part of it is wrong, such as
 the scores beside the boxes of a detector. So each slice of each axis is compared too.
 
-What is near zero has more noise than signal. So the signal of an output, and of a slice, counts as no
-less than a part of what it is in other samples, a smaller part of the largest value of the output, and 32
-steps of an output that is quantized. The signal of one slice among many, such as a feature of an embedding,
-counts as no less than a part of the output's.
-`docs/validation.md` explains what that means for a user.
+Values near zero have more noise than signal. So the signal of an output, and of a slice, has a floor: a part
+of the signal in other samples, a smaller part of the output's largest value, and 32 steps of a quantized
+output. For one slice among many, such as a feature of an embedding, a part of the output's signal is a floor
+too. `docs/validation.md` explains what that means for a user.
 """
 
 from __future__ import annotations
@@ -27,18 +26,19 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.results import Agreement, Slice
 
 Nature = Literal["any", "unit", "probabilities", "indices"]
-"""What the values of an output are: any, between -1 and 1 (behind a Sigmoid), shares that add up to 1
-(behind a Softmax), or indices (of ArgMax), which are equal or not."""
+"""The nature of an output's values: any; between -1 and 1 (after a Sigmoid); probabilities that add up to 1
+(after a Softmax); or indices (of ArgMax), which are equal or not."""
 
 _COLUMN = 10.0
 """Decibels by which the ratio of a column of a table may be worse than that of the whole output."""
 
 _SLICE = 7.0
-"""The same for any other slice, which has a larger part of the output's signal."""
+"""The same for any other slice: it has a larger part of the output's signal."""
 
 MANY = 100
-"""Of so many slices of an axis one may be anything. The energy of a slice counts as no less than this part of
-the whole output's, unless it is a column of a table: of at most so many, which have at least as many values.
+"""One in this many slices of an axis may have any error. The floor of a slice's energy is one part in this
+many of the whole output's, unless the slice is a column of a table: an axis with at most this many slices,
+each with at least this many values.
 """
 
 _OTHER_SAMPLES = 0.1
@@ -47,20 +47,20 @@ _OTHER_SAMPLES = 0.1
 SIGNAL_PART = 1e-3
 """The part of an output's largest value that counts as signal in each place: twice float16's precision.
 
-For values between -1 and 1 it is the `unit` of the limits.
+For values between -1 and 1 the `unit` of the limits replaces it.
 """
 
 _QUANTIZATION_STEPS = 32.0
-"""The steps of a quantized output that count as signal in each place: to be one step off is 30 dB."""
+"""The steps of a quantized output that count as signal in each place: an error of one step is 30 dB."""
 
 _SCORE = 5.0
-"""The units that a single score counts as: on an NPU an error of 0.05 is 20 dB, wherever a threshold is."""
+"""The units that a single score counts as: on an NPU an error of 0.05 is 20 dB, whatever the threshold."""
 
 _STATE = 6.0
-"""Decibels that a state may have less than the limit: where that counts, outputs of later steps differ."""
+"""Decibels that a state may have below the limit: if its error matters, outputs of later steps differ."""
 
 _SHARES = 64
-"""The number of places in a slice that can have that signal when all values are shares of 1."""
+"""The number of places in a slice that can have that signal if all values are probabilities."""
 
 Numbers = NDArray[np.float64]
 
@@ -68,7 +68,7 @@ _Axes = tuple[int, ...] | None
 
 
 class Elsewhere:
-    """An output of the reference in other ``samples``: what is needed of it is computed once."""
+    """An output of the reference in other ``samples``; its measures are computed once."""
 
     def __init__(self, samples: Sequence[Array] = ()) -> None:
         self._samples = samples
@@ -96,11 +96,11 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How near an output is to its reference, and what it would need: empty where all limits hold.
+    """How near an output is to its reference; ``excesses`` is empty if all limits hold.
 
-    ``needed``: the limits that this output keeps, for those that it does not. ``margin``: the decibels by
-    which its ratios of signal to noise are above the limits, negative where one is below, and ``snr`` that
-    ratio of the whole output which has as many.
+    ``needed``: for each exceeded limit, one that this output meets. ``margin``: the decibels by which its
+    signal-to-noise ratios are above the limits, negative if one is below, and ``snr`` the ratio of the whole
+    output with that margin.
     """
 
     agreement: Agreement
@@ -125,10 +125,10 @@ def compare(
     """Compare ``output`` with ``reference``; places where either is NaN are left out.
 
     ``elsewhere``: the same output of the reference for other inputs. ``quantization_step``: the step between
-    its values, if it is quantized. ``rows``: for what was selected, of which each counts, the ratio of signal
-    to noise of each, in decibels. ``is_state``: whether only the model itself reads it, so that single
-    features of it mean nothing, and its limit is lower. Strings, booleans and other indices are equal or not.
-    Raises BuildError when the shapes differ.
+    its values, if it is quantized. ``rows``: for selected rows, the signal-to-noise ratio of each in
+    decibels. ``is_state``: whether only the model itself reads it: then single features mean nothing, and
+    the limit is lower. Strings, booleans and other indices are equal or not. Raises BuildError when the
+    shapes differ.
     """
     if output.shape != reference.shape:
         raise BuildError(
@@ -143,7 +143,7 @@ def compare(
         limits = replace(limits, snr=limits.snr - _STATE)
     exact = reference.dtype == STRING or reference.dtype.kind == "b" or nature == "indices"
     if exact:
-        # One of ten may be another: near ties, an index changes with the rounding.
+        # One in ten may differ: near ties, an index changes with the rounding.
         limits = replace(limits, snr=limits.snr / (2 if rows is None else 1), cosine=0.0)
         ref: Numbers = np.ones(reference.shape)
         out: Numbers = (output == reference).astype(np.float64)
@@ -154,7 +154,7 @@ def compare(
         name, out, ref, elsewhere or Elsewhere(), nature, limits.unit, quantization_step, is_state
     )
     if exact:
-        # Each place is right or wrong: slices show no more, and of what was selected only its own ratios do.
+        # Each place is right or wrong: slices show nothing more; for selected rows only their own ratios do.
         snr = agreement.snr if rows is None else None
         agreement = replace(agreement, worst=None, snr=snr)
     row = None if rows is None else _worst_row(rows, ref.shape)
@@ -210,12 +210,12 @@ def _judge(
 
 
 def _is_column(slices: int, places: int) -> bool:
-    """Whether one of so many ``slices`` of an axis, with so many ``places`` each, is a column of a table."""
+    """Whether an axis of ``slices`` with ``places`` each is that of the columns of a table."""
     return slices <= min(MANY, places)
 
 
 def _less(shape: tuple[int, ...], of: Slice | None) -> float:
-    """The decibels by which the ratio of a slice may be worse than that of the whole output."""
+    """The decibels by which a slice's ratio may be worse than that of the whole output."""
     size = shape[of.axis] if of else 1
     return _COLUMN if _is_column(size, math.prod(shape) // max(size, 1)) else _SLICE
 
@@ -255,7 +255,7 @@ def _measure(
 
 
 def _cosine(out: Numbers, ref: Numbers, measure: _Measure) -> float | None:
-    """The cosine similarity; None where the output is so near to zero that its direction is only rounding."""
+    """The cosine similarity; None if the output is so near zero that its direction is only rounding."""
     norms = float(np.linalg.norm(out) * np.linalg.norm(ref))
     if not norms or float(np.mean(ref**2)) < float(measure.signal(None)):
         return None
@@ -264,7 +264,7 @@ def _cosine(out: Numbers, ref: Numbers, measure: _Measure) -> float | None:
 
 @dataclass(frozen=True)
 class _Measure:
-    """Signal and noise, as means over ``axes``: all for the whole output (None), or all but one."""
+    """Signal and noise, as means over ``axes``: all axes for the whole output (None), or all but one."""
 
     error: Numbers
     ref: Numbers
@@ -304,7 +304,7 @@ class _Measure:
 
 
 def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:
-    """Both as numbers: zeros where either is NaN, and no Inf larger than what the reference has besides."""
+    """Both as numbers: zeros where either is NaN, and Inf limited to the largest finite value."""
     out, ref = np.asarray(output, np.float64), np.asarray(reference, np.float64)
     largest = max(float(np.abs(ref[np.isfinite(ref)]).max(initial=0.0)), 1.0)
     known = ~(np.isnan(out) | np.isnan(ref))

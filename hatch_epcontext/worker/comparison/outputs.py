@@ -1,4 +1,4 @@
-"""What a graph shows of its outputs: the nature of their values, chance, and what they depend on."""
+"""What a graph shows about its outputs: the nature of their values, randomness, and their dependencies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SAME_VALUES = graph.RESHAPING | {
     *("ReduceMax", "ReduceMin", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"),
     *("DepthToSpace", "QuantizeLinear", "DequantizeLinear"),
 }
-"""Operators whose results are some of the values of their first input, or means of them."""
+"""Operators whose results are values of their first input, or means of them."""
 
 _MEANS = frozenset({"ReduceMean", "AveragePool", "GlobalAveragePool"})
-"""Those that make means, which have finer steps."""
+"""Those that compute means, which have finer steps."""
 
 _WHOLE = _SAME_VALUES - {"Slice", "Gather", "Split", "ReduceMean", "ReduceMax", "ReduceMin"}
-"""Those that leave the shares of a Softmax together."""
+"""Those that keep the probabilities of a Softmax together."""
 
 _UNIT = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Erf", "Sin", "Cos", "Softsign"})
 
@@ -36,7 +36,7 @@ def natures(main: onnx.GraphProto, more: Sequence[str] = ()) -> dict[str, Nature
 
 
 def quantization_steps(main: onnx.GraphProto, more: Sequence[str] = ()) -> dict[str, float]:
-    """The step between the values of each of those that is quantized; of several the largest."""
+    """The step between the values of each quantized one; the largest of several."""
     scope = Scope(main)
     found = ((name, _quantization_step(name, scope)) for name in _names(main, more))
     return {name: size for name, size in found if size}
@@ -60,7 +60,7 @@ def _quantization_step(name: str, scope: Scope) -> float:
 
 def _nature(name: str, scope: Scope) -> Nature:
     whole = True
-    # Each step goes back to an earlier value.
+    # Ends, because each step goes back to an earlier value.
     while (node := scope.maker(name)) is not None:
         if node.op_type not in _SAME_VALUES or not node.input:
             nature = _made(node, name, scope)
@@ -71,7 +71,7 @@ def _nature(name: str, scope: Scope) -> Nature:
 
 
 def _made(node: onnx.NodeProto, name: str, scope: Scope) -> Nature:
-    """The nature of the value ``name``, which ``node`` makes anew."""
+    """The nature of the value ``name``, which ``node`` computes."""
     if node.op_type == "If":
         return _of_branches(node, name, scope)
     if node.op_type == "Concat":
@@ -95,7 +95,7 @@ def _of_branches(node: onnx.NodeProto, name: str, scope: Scope) -> Nature:
 
 
 def _is_state(node: onnx.NodeProto, name: str) -> bool:
-    """Whether ``name`` is a hidden state, which is behind a Tanh, and not the cell state of an LSTM."""
+    """Whether ``name`` is a hidden state, which follows a Tanh, and not the cell state of an LSTM."""
     default = all(each.name not in ("activations", "clip") for each in node.attribute)
     return default and name in list(node.output)[:2]
 

@@ -1,8 +1,8 @@
 """The reference of a dynamically quantized model, whose integers on the CPU are noisy themselves.
 
-If its quantization is undone, each float operator is compared with the integer operators that it takes the
-place of, and the float form is the reference of all that is made of it. If not, the least rounding error can
-change the integers: no limit is stricter than what such errors explain.
+If its quantization is undone, each float operator is compared with the integer operators that it replaces,
+and the float form is the reference from then on. If not, the smallest rounding error can change the integers:
+no limit is stricter than what such errors explain.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import cpu_options, open_session
 
 _SAME = 1e-3
-"""The part of an operator's largest result by which its float form may differ beyond a step: where it is
-right, that is some 1e-6, because float32 rounds; a scale that is wrong by 1 % gives 1e-2."""
+"""The part of an operator's largest result by which its float form may differ beyond a step: if it is right,
+float32 rounding gives some 1e-6; a scale that is wrong by 1 % gives 1e-2."""
 
 _ROUNDING = 2.0**-20
-"""The relative errors whose effect on the integers is measured: those of sums in float32."""
+"""The relative errors whose effect on the integers is measured, as float32 sums have them."""
 
 _MARGIN = 6.0
-"""Decibels by which the effect of other rounding errors may be larger than that of those measured."""
+"""Decibels by which other rounding errors may have a larger effect than the measured ones."""
 
 _FEW = 16
 
@@ -60,8 +60,7 @@ _SOURCE = "the source model on the CPU"
 
 
 def write_float_form(source: Path, result: Path, *, static: bool = False) -> int:
-    """Write the model at ``source`` without its dynamic quantization, and with ``static`` without any, to
-    ``result``.
+    """Write the model at ``source`` to ``result`` without dynamic quantization; with ``static`` without any.
 
     Returns the number of operators undone; if that is 0, nothing is written.
     """
@@ -73,7 +72,7 @@ def write_float_form(source: Path, result: Path, *, static: bool = False) -> int
 
 
 def source_reference(model: Model, fixed: onnx.ModelProto, *, dequantized: bool) -> Reference:
-    """The reference of ``model`` for what was made of it earlier; ``fixed``: as for `reference`.
+    """The reference of ``model`` for an earlier artifact; ``fixed``: as for `reference`.
 
     ``dequantized``: whether its dynamic quantization was undone. Raises BuildError and ModelError as
     `float_form_reference` does.
@@ -91,10 +90,10 @@ def source_reference(model: Model, fixed: onnx.ModelProto, *, dequantized: bool)
 
 
 def float_form_reference(model: Model, integers: Path, floats: Path) -> Reference:
-    """Run the float form at ``floats`` of a model, which is at ``integers``; both have what is fixed.
+    """Run the float form at ``floats`` of the model at ``integers``; in both, shapes and constants are fixed.
 
-    Raises BuildError where one of its operators computes something else than its integer operators, and
-    ModelError when the model cannot be run.
+    Raises BuildError when an operator's results differ from those of its integer operators, and ModelError
+    when the model cannot be run.
     """
     float_form = onnx.load(floats, load_external_data=False)
     expected = reference(model, float_form, floats)
@@ -131,22 +130,22 @@ def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
         for found in _compare(model, session, Reference(tuple(runs), expected.facts)):
             name = found.agreement.output
             noise[name] = min(noise.get(name, _EQUAL), found.needed.get("snr", _EQUAL))
-        # Windows removes no file that is open.
+        # Windows does not remove open files.
         del session
     return Reference(expected.runs, replace(expected.facts, noise=noise))
 
 
 def round_weights(onnx_model: onnx.ModelProto, rng: np.random.Generator) -> None:
-    """Give the weights of a model rounding errors, as sums in another order have them, in place."""
+    """Add rounding errors to the weights of a model, as from sums in another order, in place."""
     for tensor in onnx_model.graph.initializer:
-        # Few numbers may be sizes, such as those of a Resize, which must not change.
+        # A few numbers may be sizes, such as those of a Resize, which must not change.
         if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW:
             rounded = _rounded(numpy_helper.to_array(tensor), rng)
             tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
 
 
 def _rounded(array: Array, rng: np.random.Generator) -> Array:
-    """``array`` with rounding errors, if it has float32."""
+    """``array`` with rounding errors, if it is float32."""
     if array.dtype != np.float32:
         return array
     errors = _ROUNDING * rng.choice((-1.0, 1.0), array.shape)
@@ -155,9 +154,9 @@ def _rounded(array: Array, rng: np.random.Generator) -> Array:
 
 
 def within_noise(limits: Tolerance, facts: Facts, default: Tolerance | None = None) -> Tolerance:
-    """``limits`` that are no stricter than the noise of the source explains.
+    """``limits``, relaxed to what the noise of the source explains.
 
-    Those that are not ``default``, or are an output's own, were chosen by the user, and stay as they are.
+    Limits that are not ``default``, or are an output's own, are the user's choice, and stay.
     """
     outputs, usual = dict(limits.outputs), default or limits
     for name, decibels in facts.noise.items():
@@ -190,7 +189,7 @@ def _steps(
 def _compare(
     model: Model, session: ort.InferenceSession, expected: Reference
 ) -> Iterator[Comparison]:
-    """Compare each output of ``session`` with the reference, where that is conclusive."""
+    """Compare each output of ``session`` for which the reference is conclusive."""
     facts = expected.facts
     for outputs, wanted in _steps(model, session, expected):
         for name in wanted.keys() - {*facts.random, *facts.inconclusive}:
@@ -203,13 +202,13 @@ def _compare(
 def _check_operators(
     model: Model, source: onnx.ModelProto, floats: Path, expected: Reference
 ) -> None:
-    """Compare the float operators with those of integers, on what the source itself computes."""
+    """Compare the float operators with the integer ones, on values that the source itself computes."""
     step("comparing float operators with those of integers")
     undone = add_floats(source, onnx.load(floats))
     path = floats.with_suffix(".both.onnx")
     _save(source, path)
     options = cpu_options()
-    # Without it, sums of integers overflow on CPUs that have AVX2 and no VNNI.
+    # Without it, integer sums overflow on CPUs with AVX2 but without VNNI.
     options.add_session_config_entry("session.x64quantprecision", "1")
     try:
         session = open_session(path, options)
@@ -226,8 +225,8 @@ def _check_operators(
                         Kind.OUTPUT_DIFFERS,
                         "",
                         f"without its quantization, the node {node.name!r} ({graph.operator(node)}) differs "
-                        f"from its integers by up to {error:.3g}, where rounding explains {allowed:.3g}.",
-                        "The quantization is undone wrongly there. Compile the model as it is:",
+                        f"from its integer form by up to {error:.3g}; rounding explains {allowed:.3g}.",
+                        "This package undoes the quantization wrongly there. Compile the model as it is:",
                         settings=(Setting(model.key / "dequantize", False),),
                     )
                 )

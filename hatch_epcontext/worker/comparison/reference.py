@@ -1,4 +1,4 @@
-"""The source model on the CPU EP, with which everything is compared: its inputs and outputs."""
+"""The source model on the CPU EP, the reference of all comparisons: its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 
 _MAX_ON_TARGET = 8
-"""Given samples that are run on the target too."""
+"""The most given samples that are run on the target too."""
 
 _NO_SCORE = 0.05
-"""Up to here the scores and shares of a model mean that there is nothing."""
+"""Scores and probabilities up to this value mean that nothing was detected."""
 
 _FEW = 4
-"""Samples on which something is run that computes as the CPU does."""
+"""The most samples for a model that computes as the CPU does."""
 
 
 def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) -> Reference:
     """Run the source model on the CPU, with its constants fed as inputs.
 
-    ``fixed``: the model with what its configuration fixes, whose inputs are those that are fed. ``path``: the
-    file of another form of the source, which is run in its place. Raises ModelError when it cannot be run.
+    ``fixed``: the model after its configuration was applied; its inputs are fed. ``path``: the file of
+    another form of the source to run instead. Raises ModelError when it cannot be run.
     """
     path = path or Path(model.path)
     source = onnx.load(path, load_external_data=False)
@@ -151,8 +151,8 @@ def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.Inf
 
 @dataclass(frozen=True)
 class _SourceSession:
-    """The source model in a session; ``frozen``: its constants; ``opened``: for messages; ``outputs``: the
-    names of its own; ``inner``: the values inside it that are needed too.
+    """The source model in a session; ``frozen``: its constants; ``opened``: for messages; ``outputs``: their
+    names; ``inner``: the values inside it that are needed too.
     """
 
     session: ort.InferenceSession
@@ -178,13 +178,13 @@ class _SourceSession:
         )
 
     def left_of(self, states: Mapping[str, str], run: ReferenceRun) -> float:
-        """Which part of a difference in the first values of ``states`` is left after the steps of ``run``.
+        """The part of a difference in the first values of ``states`` that is left after the steps of ``run``.
 
-        A mean keeps it, and a counter; the gates of LSTMs make other differences of it.
+        Means and counters keep it; the gates of LSTMs turn it into other differences.
         """
         first, *others = run.feeds
         rng, left = np.random.default_rng(0), 0.0
-        # The graph may forbid such values.
+        # The graph may reject such values.
         with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
             more = {name: rng.integers(1, 3, first[name].shape) for name in states}
             changed = {
@@ -204,7 +204,7 @@ def _some(outputs: Arrays, names: frozenset[str]) -> Arrays:
 
 
 def _choose_given(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
-    """``runs``, of which the first few are run on the target too; or the sequences of steps."""
+    """``runs``, of which the target runs the first few too; or the sequences of steps."""
     sequences = [each for each in runs if len(each.feeds) > 1]
     number = 1 if len(sequences) > 1 else _MAX_ON_TARGET
     names = {each.name for each in (*runs[:number], *sequences)}
@@ -212,7 +212,7 @@ def _choose_given(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
 
 
 def _scoring_first(runs: Sequence[ReferenceRun], kinds: Mapping[str, Nature]) -> list[ReferenceRun]:
-    """``runs``, first one in which all scores mean something, or most: zeros are right by accident."""
+    """``runs``, first one in which all or most scores are not near zero: zeros are right by accident."""
     first = runs[0]
     scores = [
         name
@@ -231,7 +231,7 @@ def _scoring_first(runs: Sequence[ReferenceRun], kinds: Mapping[str, Nature]) ->
 
 
 def _choose(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
-    """``runs``, of which the first few are run on the target too, and those in which an output shows more."""
+    """``runs``; the target runs the first few too, and those in which an output shows more."""
     names = {each.name for each in with_telling(runs[:_FEW], runs)}
     return [replace(each, on_target=each.name in names) for each in runs]
 
@@ -246,7 +246,7 @@ def _different(one: Arrays, other: Arrays) -> Iterator[str]:
 def _inconclusive(
     runs: Sequence[ReferenceRun], depending: Iterable[str], random: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
-    """The outputs whose reference proves nothing, each with the reason."""
+    """The outputs whose comparison is inconclusive, each with the reason."""
     for name in runs[0].outputs[0]:
         values = values_of(name, runs)
         if name in random or values[0].dtype.kind in "OSU":

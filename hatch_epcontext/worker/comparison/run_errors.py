@@ -1,4 +1,4 @@
-"""Why a source model cannot be run on the CPU: the node, the inputs on which it depends, what to set."""
+"""Why a source model cannot be run on the CPU: the node, the inputs that it depends on, what to set."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _NOT_LOADED = " failed:"
 _UNCOMPARED = "switch off the comparison (not tried: the EP may fail at the same node)"
 
 _OTHER_LAYOUT = "_nchwc"
-"""What ONNX Runtime adds to the name of an output for a node that it runs in another memory layout."""
+"""The suffix of an output's name of a node that ONNX Runtime runs in another memory layout."""
 
 _MAX_NAMED = 3
-"""Inputs that a message names: those nearest to the node."""
+"""The most inputs that a message names: those nearest to the node."""
 
 _DECIDING = {
     **dict.fromkeys(("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Tile"), 1),
     **dict.fromkeys(("ScatterElements", "ScatterND", "Slice", "TopK", "OneHot", "CumSum"), 1),
     "ConstantOfShape": 0,
 }
-"""The operand because of which a node of these operators fails."""
+"""The operand that makes a node of these operators fail."""
 
 
 def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
     """The problem of a source model for which ONNX Runtime raised ``error``.
 
-    ``fixed``: the model with what its configuration fixes.
+    ``fixed``: the model after its configuration was applied.
     """
     text = str(error)
     if _NOT_LOADED in text:
@@ -53,7 +53,7 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
             Kind.SOURCE_FAILED,
             "the source model itself cannot be run on the CPU, because ONNX Runtime cannot load it: "
             f"{reason}",
-            "Mend the model: no EP gets what ONNX Runtime cannot load.",
+            "Correct the model: no EP gets a model that ONNX Runtime cannot load.",
         )
     message = f"the source model itself cannot be run on the CPU: {text}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
@@ -91,7 +91,7 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
 
 
 def _without_size(model: Model, message: str, inputs: Sequence[TensorFacts]) -> Problem:
-    """The problem if open dimensions of ``inputs``, which have no size, can be the cause."""
+    """The problem if open dimensions of ``inputs`` without a size can be the cause."""
     names = listing(repr(each.name) for each in inputs)
     dimensions = f"of the input {names} have" if len(inputs) == 1 else f"of the inputs {names} have"
     settings = [each for tensor in inputs for each in sizes_to_fix(tensor, model)]
@@ -105,9 +105,9 @@ def _without_size(model: Model, message: str, inputs: Sequence[TensorFacts]) -> 
 
 
 def _node(scope: Scope, text: str) -> onnx.NodeProto | None:
-    """The innermost node that the message of ONNX Runtime names, if the model has it."""
+    """The innermost node that ONNX Runtime's message names, if the model has it."""
     nodes = {(node.op_type, node.name): node for node in scope.nodes if node.name}
-    # An outer node is named first.
+    # The message names outer nodes first.
     found = (
         nodes.get((operator, name)) or scope.maker(name.removesuffix(_OTHER_LAYOUT))
         for operator, name in reversed(_FAILED.findall(text))
@@ -118,7 +118,7 @@ def _node(scope: Scope, text: str) -> onnx.NodeProto | None:
 def _inputs_of(
     node: onnx.NodeProto, scope: Scope, inputs: Sequence[TensorFacts]
 ) -> list[TensorFacts]:
-    """The inputs on which ``node`` depends, the nearest first: those that decide whether it fails."""
+    """The inputs that decide whether ``node`` fails, the nearest first."""
     by_name = {each.name: each for each in inputs}
     deciding = _DECIDING.get(node.op_type)
     given = node.input if deciding is None else node.input[deciding : deciding + 1]
@@ -126,10 +126,10 @@ def _inputs_of(
 
 
 def _other_sizes(inputs: Sequence[TensorFacts], model: Model) -> tuple[str, tuple[Setting, ...]]:
-    """What to do where no values help, because the sizes of the inputs do not fit the model."""
+    """What to do if no values help, because the sizes of the inputs do not fit the model."""
     given = sized(inputs, model)
     sizes = ", ".join(f"{each.name}: {each.shape_text}" for each in given)
-    whole = f"No values help: the model does not take inputs of these sizes ({sizes})."
+    whole = f"No values help: the model rejects inputs of these sizes ({sizes})."
     if model.validate.inputs not in SYNTHETIC:
         return f"{whole} Give others.", (Setting(model.key / "validate" / "inputs", "samples.npz"),)
     if not all(each.is_fixed for each in given):
@@ -141,7 +141,7 @@ def _other_sizes(inputs: Sequence[TensorFacts], model: Model) -> tuple[str, tupl
         names = [name for name in ("dims", "shapes") if getattr(model, name)]
         hint = f"{whole} Give the sizes that the app feeds."
         return hint, tuple(Setting(model.place(name)) for name in names)
-    return f"{whole} They are those in its file: mend the model.", ()
+    return f"{whole} These are the sizes in its file: correct the model.", ()
 
 
 def _open_sizes(inputs: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
@@ -161,9 +161,9 @@ def _is_number(facts: TensorFacts) -> bool:
 def _hint(named: Sequence[TensorFacts], model: Model) -> str:
     given = "random" if model.validate.inputs == "random" else model.validate.inputs
     if not named:
-        return f"Give inputs that the model takes, or {_UNCOMPARED}."
+        return f"Give inputs that the model accepts, or {_UNCOMPARED}."
     numbers = [each.name for each in named if _is_number(each)]
-    whole = f"Give inputs that it takes instead of {given} ones"
+    whole = f"Give inputs that the model accepts instead of {given} ones"
     if numbers:
         whole += f", or a value that never changes for {listing(map(repr, numbers))}"
     sizes = ", or other sizes" if model.dims or model.shapes else ""
@@ -193,7 +193,7 @@ _OF_CERTAIN_SIZES = (
     "LayerNormalization", "LpPool", "MatMul", "MatMulInteger", "MaxPool", "QLinearConv", "QLinearMatMul",
     "SpaceToDepth", "Transpose",
 )  # fmt: skip
-"""Operators that take operands of certain sizes, and all values."""
+"""Operators that accept operands of certain sizes, and any values."""
 
 _VALUES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys((*_OF_EQUAL_SIZES, *_OF_CERTAIN_SIZES), ()),
@@ -201,13 +201,13 @@ _VALUES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("GRU", "LSTM", "RNN"), (4,)),
     "Slice": (1, 2, 3, 4),
 }
-"""Operators, with their operands because of whose values they can fail."""
+"""Operators, with the operands whose values can make them fail."""
 
 
 def _only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
-    """Whether ``node``, which fails, does so for all values of the inputs of ``main``.
+    """Whether ``node`` fails for all values of the inputs of ``main``.
 
-    False where that is not known, as for a node inside another one.
+    False if that is unknown, as for a node inside another one.
     """
     flow = Dependencies(main)
     values = _VALUES.get(graph.operator(node))
@@ -220,8 +220,8 @@ def _only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
 
 
 def _has_size_of_values(node: onnx.NodeProto, flow: Dependencies) -> bool:
-    """Whether the sizes of what ``node`` makes can depend on the values of inputs."""
-    # These are not looked into.
+    """Whether the sizes of the results of ``node`` can depend on the values of inputs."""
+    # The graphs inside these are not examined.
     if node.domain not in graph.STANDARD or graph.inner_graphs(node):
         return True
     operator = graph.operator(node)
@@ -242,7 +242,7 @@ _MORE_SIZES_FROM: Mapping[str, tuple[int, ...]] = {
     "Unsqueeze": (1,),
     "Upsample": (1,),
 }
-"""The same as in `Limits.shapes_from`, for what some EPs take nevertheless."""
+"""As `Limits.shapes_from`, for operators that some EPs compile nevertheless."""
 
 
 def _depends(flow: Dependencies, node: onnx.NodeProto, operands: tuple[int, ...]) -> bool:

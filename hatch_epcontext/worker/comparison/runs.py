@@ -1,4 +1,4 @@
-"""Runs of a model on samples, and the reference that they make: what it is, how it is kept."""
+"""Runs of a model on samples, and the reference that consists of them, also as a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import TooSlowError, run
 
 _OTHERS = 8
-"""Samples whose values show how large those of an output are."""
+"""The number of samples that show how large an output's values are."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class ReferenceRun:
     first step only.
 
     ``candidates``: in each step the values inside the source that its selections need. ``nature`` and
-    ``usual``: see `Sample`. ``on_target``: whether what is compared is run on it too, where
-    nothing shows which samples tell more.
+    ``usual``: see `Sample`. ``on_target``: whether the target runs it too, if no emulation chooses samples.
     """
 
     name: str
@@ -53,13 +52,13 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the source model: its ``states``, the ``natures`` of its outputs, the steps of those
-    that are quantized (``quantization_steps``), those that depend on chance (``random``), those whose
-    reference proves nothing with the reason (``inconclusive``), the integer inputs that nothing bounds
-    (``guessed``), and what a TopK, an ArgMax or a NonMaxSuppression selects (``selections``).
+    """What is known of the source model: its ``states``; the ``natures`` of its outputs, the steps of
+    quantized ones (``quantization_steps``), the ``random`` ones, the ``inconclusive`` ones with the reason;
+    the integer inputs that nothing bounds (``guessed``); and what a TopK, an ArgMax or a NonMaxSuppression
+    selects (``selections``).
 
-    ``long_steps``: how many steps show what becomes of states that last; 0 where they do not, as of an LSTM.
-    ``unbounded``: the synthetic floats that nothing bounds. ``possible_state``: see there.
+    ``long_steps``: the number of steps that show how errors in lasting states add up; 0 if states decay, as
+    in an LSTM. ``unbounded``: the synthetic float inputs that nothing bounds. ``possible_state``: see there.
 
     Of quantized models: ``float_form_db``, the decibels by which dynamic integers differ from the float form,
     if that is the reference; ``noise``, those by which outputs differ after other rounding.
@@ -92,7 +91,7 @@ class Reference:
         return self.runs[0].feeds[0]
 
     def elsewhere(self, output: str) -> Elsewhere:
-        """The values of ``output`` for the first samples that an app can have."""
+        """The values of ``output`` for the first usual samples."""
         if output not in self._elsewhere:
             usual = itertools.islice((each for each in self.runs if each.usual), _OTHERS)
             self._elsewhere[output] = Elsewhere(values_of(output, usual))
@@ -113,9 +112,9 @@ def values_of(output: str, runs: Iterable[ReferenceRun]) -> list[Array]:
 def with_telling(
     chosen: Sequence[ReferenceRun], runs: Sequence[ReferenceRun]
 ) -> list[ReferenceRun]:
-    """``chosen``, and for each output that has one value in these one of ``runs`` in which it has others.
+    """``chosen``; and for each output that is constant in these, one of ``runs`` in which it is not.
 
-    The target may be right there by accident, as with zeros behind a Relu.
+    The target may be right by accident if an output is constant, as with zeros after a Relu.
     """
     result = [*chosen]
     for output in runs[0].outputs[0]:
@@ -126,19 +125,19 @@ def with_telling(
 
 
 def _tells(output: str, runs: Sequence[ReferenceRun]) -> bool:
-    """Whether ``output`` has values in ``runs`` that are finite, and not all the same."""
+    """Whether ``output`` has different finite values in ``runs``."""
     values = values_of(output, runs)
     return values[0].dtype.kind in "OSU" or not (is_nowhere_finite(values) or is_constant(values))
 
 
 def is_nowhere_finite(values: Sequence[Array]) -> bool:
-    """Whether ``values`` are NaN or Inf in all places."""
+    """Whether all ``values`` are NaN or Inf."""
     return not any(finite(array).any() for array in values)
 
 
 def is_constant(values: Sequence[Array]) -> bool:
-    """Whether ``values`` are one number in all places that are finite."""
-    # One number alone cannot differ.
+    """Whether all finite ``values`` are the same number."""
+    # A single number cannot differ.
     if len(values) == 1 and values[0].size == 1:
         return False
     numbers = [array[finite(array)] for array in values]
@@ -147,7 +146,7 @@ def is_constant(values: Sequence[Array]) -> bool:
 
 
 def finite(array: Array) -> Array:
-    """The places of ``array`` that are finite."""
+    """The finite values of ``array``."""
     if is_float(array.dtype):
         found: Array = np.isfinite(array.astype(np.float64))
         return found
@@ -173,7 +172,7 @@ def run_steps(
 def run_model(
     session: ort.InferenceSession, feeds: Arrays, model: Model, what: str, more: str = ""
 ) -> dict[str, Array]:
-    """Return the outputs of ``session``, which runs the model ``what``, or something made of it.
+    """Return the outputs of ``session``, a form of ``model`` that messages call ``what``.
 
     Raises ModelError when that takes longer than the model's timeout; ``more`` is added to the message.
     """
@@ -186,7 +185,7 @@ def run_model(
                 model.key,
                 Kind.RUN_TIMEOUT,
                 f"running {what} was stopped after {model.validate.timeout:g} seconds{more}.",
-                "Give it smaller inputs, or more time.",
+                "Give the model smaller inputs, or more time.",
                 Setting(model.key / "validate" / "timeout", round(2 * model.validate.timeout, 3)),
             )
         ) from None
@@ -195,8 +194,8 @@ def run_model(
 def for_other_numbers(expected: Reference) -> Reference:
     """Return ``expected`` for a model that computes with other numbers than the source, quantized or not.
 
-    A quantizer measures the values that there are: it cannot be near on constants, where there is nothing to
-    measure. So only the first sample is compared, and the first steps of a recurrent model.
+    A quantizer scales to the range of values, and is inexact for constants, which have no range. So only the
+    first sample is compared, and the first steps of a recurrent model.
     """
     steps = next((each for each in expected.runs if len(each.feeds) > 1), None)
     runs = tuple(
@@ -207,13 +206,13 @@ def for_other_numbers(expected: Reference) -> Reference:
 
 
 _FLAGS = ("nature", "usual", "on_target")
-"""The fields of a `ReferenceRun` that a file has as they are."""
+"""The fields of a `ReferenceRun` that a file contains unchanged."""
 
 
 def write_reference(found: Reference, path: Path) -> str | None:
-    """Write ``found`` to ``path``; returns it, or None for dtypes that only Python knows.
+    """Write ``found`` to ``path``; returns the path, or None for Python objects.
 
-    A line of JSON names the arrays, whose bytes follow: NumPy's own format takes longer than a small model.
+    A line of JSON names the arrays, and their bytes follow: NumPy's format takes longer than a small model.
     """
     arrays: list[Array] = []
 

@@ -1,9 +1,8 @@
-"""What a model selects: rows by a TopK, such as the boxes of a detector, and classes by an ArgMax.
+"""Selections in a model: rows by a TopK, such as the boxes of a detector, and classes by an ArgMax.
 
-Rows with nearly the same scores change places with the rounding, and the last ones are others. So each row is
-compared with the candidate that it is, among all from which the TopK of the source model selects. The class
-with the largest score, also that of a row, is compared by its score in the source model: one with nearly the
-same is as right.
+Rounding swaps rows with nearly the same scores, and replaces the last ones. So each row is compared with its
+own candidate, among all from which the TopK of the source model selects. A class with the largest score, also
+that of a row, is compared by its score in the source model: a class with nearly the same score is as right.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from hatch_epcontext.worker.comparison.measures import MANY, SIGNAL_PART, Number
 from hatch_epcontext.worker.comparison.suppression import Rest, rest_of
 
 _PASSING = graph.RESHAPING | {"Cast"}
-"""Operators that pass on values in the same order."""
+"""Operators that keep values in the same order."""
 
 _GATHERS = frozenset({"Gather", "GatherElements", "GatherND"})
 
 _REMAINDERS = frozenset({"Mod", "Sub"})
-"""Operators that make the class of a row from its number among all classes of all rows."""
+"""Operators that compute the class of a row from its index among all classes of all rows."""
 
 _CHOOSING = ("ArgMax", "ArgMin")
 
 _TINY = 1e-30
-"""Instead of a signal of nothing."""
+"""The signal of zeros."""
 
 
 @dataclass(frozen=True)
 class IndexOutput:
-    """An ``output`` of the numbers of the largest of the ``candidates``, a value inside the model, along
-    ``axis``; with ``least`` of the smallest. A number is multiplied by ``scale``, and ``offset`` is added.
+    """An ``output`` of the indices of the largest ``candidates``, a value inside the model, along ``axis``;
+    with ``least`` of the smallest. Each index is multiplied by ``scale``, and ``offset`` is added.
     """
 
     output: str
@@ -49,16 +48,16 @@ class IndexOutput:
     offset: float = 0.0
 
     def values(self, numbers: Array) -> Numbers:
-        """What the output has for ``numbers``."""
+        """The output's values for the indices ``numbers``."""
         return np.asarray(numbers, np.float64) * self.scale + self.offset
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of ``output`` along its last axis from ``start`` to ``stop``; all values where that is None.
+    """Columns of ``output`` along its last axis from ``start`` to ``stop``; all values if that is None.
 
     ``values``: the value inside the model whose rows, along ``axis``, they are; empty for scores and classes.
-    ``choice``: of which scores they are the largest, if these are classes.
+    ``choice``: the scores whose largest these classes are, if they are classes.
     """
 
     output: str
@@ -84,7 +83,7 @@ class Selection:
     """Outputs whose rows a TopK selected by their ``score``.
 
     ``candidates``: the value inside the model with the scores of all candidates. ``classes``: the classes of
-    the rows, None where they have none. ``rows``: what else they have.
+    the rows, None if they have none. ``rows``: their other columns.
     """
 
     score: Columns
@@ -94,14 +93,14 @@ class Selection:
 
     @property
     def values(self) -> frozenset[str]:
-        """The values inside the model that are compared with."""
+        """The values inside the model that outputs are compared with."""
         chosen = (each.choice.candidates for each in self.rows if each.choice)
         return frozenset([self.candidates, *(each.values for each in self.rows), *chosen])
 
 
 @dataclass(frozen=True)
 class Selections:
-    """The rows and the numbers that a model selects, and what is behind a NonMaxSuppression."""
+    """The rows and the indices that a model selects, and the part after a NonMaxSuppression."""
 
     rows: tuple[Selection, ...] = ()
     choices: tuple[IndexOutput, ...] = ()
@@ -109,21 +108,21 @@ class Selections:
 
     @property
     def values(self) -> frozenset[str]:
-        """The values inside the model that are compared with."""
+        """The values inside the model that outputs are compared with."""
         return frozenset(each.candidates for each in self.choices).union(
             *(each.values for each in self.rows), self.rest.values if self.rest else ()
         )
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The values inside the model that are compared as outputs are."""
+        """The values inside the model that are compared like outputs."""
         return self.rest.reads if self.rest else ()
 
 
 @dataclass
 class Selected:
-    """What is to be compared where something was selected: ``wanted``, with the rows of the candidates, and
-    for outputs the ratio of signal to noise of each row in decibels: batch x rows.
+    """The values to compare after a selection: ``wanted``, with the rows of the candidates; and for outputs
+    the signal-to-noise ratio of each row in decibels, batch x rows.
     """
 
     wanted: dict[str, Array]
@@ -131,7 +130,7 @@ class Selected:
 
 
 def selections(model: onnx.ModelProto) -> Selections:
-    """The selections of ``model``, without rows that it selects in other ways than detectors do."""
+    """The selections of ``model``, without rows that it selects in another way than detectors."""
     operators = {node.op_type for node in model.graph.node}
     if operators.isdisjoint(("TopK", "NonMaxSuppression", *_CHOOSING)):
         return Selections()
@@ -177,7 +176,7 @@ class _SelectionFinder:
                 yield Selection(score, candidates, first, tuple(rows))
 
     def _pieces(self, output: str) -> Iterator[tuple[Columns, str]]:
-        """The columns of ``output``, each with the value that they are."""
+        """The columns of ``output``, each with the value that it contains."""
         origin = self._origin(output)
         node = self._scope.maker(origin)
         last = len(self._scope.sizes(origin) or ()) - 1
@@ -199,7 +198,7 @@ class _SelectionFinder:
     def _selection(
         self, node: onnx.NodeProto, pieces: Sequence[tuple[Columns, str]]
     ) -> tuple[Columns | None, Columns | None, list[Columns]] | None:
-        """The score, the classes and the rows among ``pieces`` of an output; None if there is more in it."""
+        """The score, the classes and the rows among ``pieces`` of an output; None if it has anything else."""
         score = classes = None
         rows = []
         for columns, name in pieces:
@@ -226,13 +225,13 @@ class _SelectionFinder:
         return score, classes, rows
 
     def _origin(self, name: str) -> str:
-        """The value that has the values of ``name`` in the same order, before it is reshaped."""
+        """The value with the values of ``name`` in the same order, before any reshaping."""
         while (node := self._scope.maker(name)) is not None and node.op_type in _PASSING:
             name = node.input[0]
         return name
 
     def _scaled(self, name: str) -> tuple[str, float, float]:
-        """The value of which ``name`` has the values, times a number and plus another one, with these two."""
+        """The value from which ``name`` is made by one factor and one summand, with these two."""
         scale, offset = 1.0, 0.0
         while (node := self._scope.maker(name := self._origin(name))) is not None:
             if node.op_type not in ("Add", "Mul", "Sub"):
@@ -252,7 +251,7 @@ class _SelectionFinder:
         return name, scale, offset
 
     def _choice(self, output: str, name: str, scale: float, offset: float) -> IndexOutput | None:
-        """That of ``output``, which is the value ``name`` times ``scale`` plus ``offset``, if that is one."""
+        """``output``, the value ``name`` times ``scale`` plus ``offset``; None if it is something else."""
         node = self._scope.maker(name)
         if node is None or node.op_type not in _CHOOSING or not self._scope.maker(node.input[0]):
             return None
@@ -260,7 +259,7 @@ class _SelectionFinder:
         return IndexOutput(output, node.input[0], axis, least, scale, offset) if scale else None
 
     def _gathered(self, name: str) -> _Gathered | None:
-        """What the value ``name`` is gathered from, before any TopK."""
+        """The source from which the value ``name`` is gathered, before any TopK."""
         node = self._scope.maker(self._origin(name))
         if node is None or node.op_type not in _GATHERS:
             return None
@@ -287,9 +286,9 @@ def select(
     candidates: Arrays,
     unit: float,
 ) -> Selected:
-    """What to compare ``outputs`` with, where the source model has ``wanted`` and, inside it, ``candidates``.
+    """The values to compare ``outputs`` with; the source model has ``wanted`` and, inside it, ``candidates``.
 
-    ``unit``: that of the limits. The rows of what cannot be compared so stay where they are.
+    ``unit``: that of the limits. Rows without candidates stay where they are.
     """
     result = Selected(dict(wanted))
     if found.rest is not None and (made := found.rest.outputs_of(outputs, candidates)):
@@ -315,7 +314,7 @@ def select(
 
 
 def _ratios(own: Array, wanted: Array) -> Numbers | None:
-    """How near each row of ``own`` is to ``wanted``, in decibels, batch x rows: integers are equal or not."""
+    """How near each row of ``own`` is to ``wanted`` in decibels, batch x rows; integers are equal or not."""
     if own.shape != wanted.shape or not own.size or own.dtype.kind not in "fiu":
         return None
     shape = (-1, *own.shape[-2:]) if own.ndim > 1 else (1, own.size, 1)
@@ -333,7 +332,7 @@ def _finite(array: Array) -> Numbers:
 
 
 _LOST = 0.01
-"""The noise of the CPU's own choices from which they are no numbers of candidates."""
+"""The noise of the CPU's own choices above which they are not indices of candidates."""
 
 
 def _choose(
@@ -346,19 +345,19 @@ def _choose(
     places = np.arange(len(table))
     right, best = _by_number(choice, wanted, table)
     if right[places, best.ravel()].max() > _LOST:
-        # Not the numbers themselves: a Cast behind them loses some.
+        # Not the indices themselves: a Cast after them may lose some.
         return
     table, numbers = _by_number(choice, own, table)
     result.wanted[choice.output] = choice.values(numbers).astype(wanted.dtype)
     noise = table[places, numbers.ravel()]
-    # As of slices, one of so many may be anything.
+    # As with slices, one in so many may have any error.
     noise[np.argsort(-noise)[: len(noise) // MANY]] = 0.0
     rows = own.shape[-1] if own.shape else 1
     result.rows[choice.output] = _decibels(noise).reshape(-1, rows)
 
 
 def _below_the_best(choice: IndexOutput, candidates: Array, unit: float) -> Numbers:
-    """The noise of choosing each of ``candidates``: how much less than the best it is, places x numbers."""
+    """The noise of choosing each candidate: how much it is below the best, places x indices."""
     scores = np.asarray(candidates, np.float64)
     finite = scores[np.isfinite(scores)]
     low, high = finite.min(initial=0), finite.max(initial=0)
@@ -371,7 +370,7 @@ def _below_the_best(choice: IndexOutput, candidates: Array, unit: float) -> Numb
 
 
 def _by_number(choice: IndexOutput, own: Array, table: Numbers) -> tuple[Numbers, Array]:
-    """``table`` with a column for numbers that there are not, and the columns that ``own`` chooses."""
+    """``table`` with a column for invalid indices, and the columns that ``own`` chooses."""
     values = np.nan_to_num(np.asarray(own, np.float64))
     numbers = np.rint((values - choice.offset) / choice.scale)
     count = table.shape[1]
@@ -381,7 +380,7 @@ def _by_number(choice: IndexOutput, own: Array, table: Numbers) -> tuple[Numbers
 
 
 def _floor(scores: Numbers, unit: float) -> float:
-    """What counts as signal at least: between 0 and 1 they are behind a Sigmoid or a Softmax."""
+    """The floor of the signal: scores between 0 and 1 come from a Sigmoid or a Softmax."""
     finite = scores[np.isfinite(scores)]
     largest = float(np.abs(finite).max(initial=0))
     return unit if largest <= 1 and finite.min(initial=0) >= 0 else SIGNAL_PART * largest
@@ -397,7 +396,7 @@ def _select(
 ) -> None:
     scores = _numbers(candidates[selection.candidates])
     tables = [_table(_numbers(candidates[each.values]), each.axis) for each in selection.rows]
-    # Without other columns the number of a value is its class: all are candidates of one row.
+    # Without other columns the index of a value is its class: all are candidates of one row.
     batch, count = tables[0].shape[:2] if tables else (math.prod(scores.shape[:-1]), 1)
     columns = (selection.score, *selection.rows)
     size = _size(selection.score, outputs[selection.score.output])
@@ -425,7 +424,7 @@ def _select(
         selection.classes.put(result.wanted[selection.classes.output], numbers)
     signals = np.array([max(float(np.mean(each**2)), _TINY) for each in by_place])
     signals[0] = max(signals[0], _floor(tables[0], unit) ** 2)
-    # Of a class counts its score, which is nearly that of another one where these are near.
+    # A class is compared by its score: classes with nearly the same score are as right.
     by_score: dict[int, tuple[Numbers, Array]] = {}
     for index, column in enumerate(columns):
         if column.choice is not None:
@@ -444,7 +443,7 @@ def _select(
             own_here, tables_here, numbers if numbers is None else numbers[index], signals, known
         )
         chosen, score, noise[:, index] = found
-        # A score must be that of its row, and in its place: the one that is farther counts.
+        # A score must fit both its row and its place: the larger error counts.
         place = by_place[0][index]
         is_farther = np.abs(score - own_here[0][:, 0]) > np.abs(place - own_here[0])[:, 0]
         place[is_farther, 0] = score[is_farther]
@@ -464,12 +463,12 @@ def _match(
     signals: Numbers,
     known: Mapping[int, Numbers],
 ) -> tuple[Array, Numbers, Numbers]:
-    """For each row of ``own`` the nearest candidate that no other row is: its row, its score, and its noise
+    """For each row of ``own`` the nearest candidate that no other row has: its row, its score, and its noise
     in each of ``own``, relative to ``signals``.
 
     ``own`` are the scores and the other columns, rows x columns; ``tables`` those of the candidates, in which
     scores are candidates x classes. ``numbers``: the classes of the rows, or without classes the candidates.
-    ``known``: the noise of columns for which it is no distance, candidates x rows.
+    ``known``: the noise of columns whose noise is not a distance, candidates x rows.
     """
     scores, *others = tables
     each = np.arange(len(scores))
@@ -500,7 +499,7 @@ def _match(
 
 
 def _numbers(array: Array) -> Numbers:
-    """``array`` as numbers; what is not finite is no candidate."""
+    """``array`` as numbers; a value that is not finite is no candidate."""
     numbers = np.asarray(array, np.float64)
     return np.where(np.isfinite(numbers), numbers, np.inf)
 

@@ -1,4 +1,4 @@
-"""The states of recurrent models: inputs that the app feeds with an output of the step before."""
+"""The states of recurrent models: inputs to which the app feeds an output of the step before."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ _TIMES = frozenset(
     }
     | {*("first", "past", "present", "n", "t", "0")}
 )
-"""Words in names that tell whether a state is that before a step or that behind it."""
+"""Words in names for a state before a step, or after it."""
 
 
 def state_pairs(model: onnx.ModelProto, given: Mapping[str, str], key: Key) -> dict[str, str]:
     """The states of ``model``: inputs, each with the output that is its next value.
 
-    ``given`` are those of the configuration, at ``key``; without any, those that are states of LSTM, GRU and
-    RNN layers, or are called so: ``"state"`` and ``"stateN"``. Raises ModelError when a given pair is none.
+    ``given`` are the configured ones, at ``key``; without any, the states of LSTM, GRU and RNN layers, or
+    pairs with such names: ``"state"`` and ``"stateN"``. Raises ModelError when a given pair is invalid.
     """
     inputs = {value.name: graph.facts(value) for value in graph.inputs(model.graph)}
     outputs = {value.name: graph.facts(value) for value in model.graph.output}
@@ -71,15 +71,15 @@ def state_pairs(model: onnx.ModelProto, given: Mapping[str, str], key: Key) -> d
     for first, last in itertools.chain(_guesses(model.graph), _called_states(inputs, outputs)):
         if first in inputs and last in outputs and _fit(inputs[first], outputs[last]):
             found.setdefault(first, last)
-    # Two inputs with one output are not what an app feeds back.
+    # An app does not feed one output back to two inputs.
     return found if len(set(found.values())) == len(found) else {}
 
 
 def possible_state(model: onnx.ModelProto, arrays: Arrays) -> str | None:
-    """A question about an input and an output of ``model``, which has no states: whether they are one.
+    """A sentence about an input and an output of ``model`` that may be a state; the model has no known ones.
 
-    ``arrays``: what was fed and computed once, by the names of inputs and outputs.
-    They are the only floats of the same size, and not all that goes in or comes out, as a picture is.
+    ``arrays``: the values of one run, by the names of inputs and outputs. The two are the only floats of the
+    same size, and not the model's only input and output, as a picture may be.
     """
     inputs, outputs = list(graph.inputs(model.graph)), list(model.graph.output)
     pairs = [
@@ -138,7 +138,7 @@ def _fit(first: TensorFacts, last: TensorFacts) -> bool:
 
 
 def _guesses(main: onnx.GraphProto) -> Iterator[tuple[str, str]]:
-    """The values that begin and end a layer's state, followed back to inputs and on to outputs."""
+    """The first and last values of layers' states, traced back to inputs and on to outputs."""
     onward, back = _moves(main)
     inputs = [value.name for value in main.input]
     outputs = [value.name for value in main.output]
@@ -147,7 +147,7 @@ def _guesses(main: onnx.GraphProto) -> Iterator[tuple[str, str]]:
             if len(node.input) <= first or len(node.output) <= last:
                 continue
             begins = _reached([node.input[first]], back)
-            # An exporter may take the last of all hidden states instead of the layer's own output.
+            # An exporter may use the last of all hidden states instead of the layer's own output.
             ends = _reached([node.output[last]], onward)
             if last == 1 and not ends.intersection(outputs):
                 ends |= _reached([node.output[0]], onward)
@@ -160,7 +160,7 @@ def _guesses(main: onnx.GraphProto) -> Iterator[tuple[str, str]]:
 
 
 def _kept(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> Iterator[str]:
-    """What a gate of ``node`` keeps, if that is the sum of two gated values: the cell of a layer that is
+    """The value that a gate of ``node`` keeps, if ``node`` adds two gated values: the cell of a layer that is
     written as single operators.
     """
     parts = [makers.get(name) for name in node.input]
@@ -172,7 +172,7 @@ def _kept(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> Iterato
 
 
 def _called_states(inputs: Iterable[str], outputs: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Inputs and outputs that have the names of a state: of layers that are written as single operators."""
+    """Inputs and outputs with names of a state, for layers that are written as single operators."""
     behind = {_stem(each): each for each in outputs}
     for name in inputs:
         stem = _stem(name)
@@ -181,14 +181,14 @@ def _called_states(inputs: Iterable[str], outputs: Iterable[str]) -> Iterator[tu
 
 
 def _stem(name: str) -> tuple[str, ...]:
-    """The words of ``name`` without those that mean before or behind: of ``"hn"`` and ``"state_in"`` too."""
+    """The words of ``name`` without those for before and after, also in ``"hn"`` and ``"state_in"``."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
     lower = (word.lower() for word in words)
     return tuple({"hn": "h", "cn": "c"}.get(word, word) for word in lower if word not in _TIMES)
 
 
 def first_states(main: onnx.GraphProto) -> set[str]:
-    """The values that the first states of layers in ``main`` and the graphs inside it come from."""
+    """The values from which the first states of layers in ``main`` and its inner graphs come."""
     states = (
         graph.operand(node, index)
         for node in graph.nodes(main)
@@ -201,7 +201,7 @@ _Moves = Mapping[str, Sequence[str]]
 
 
 def _moves(main: onnx.GraphProto) -> tuple[_Moves, _Moves]:
-    """To which other values nodes pass each one on as it is, and from which other ones they do."""
+    """For each value, those to which nodes pass it unchanged, and those from which it comes unchanged."""
     onward, back = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     for node in graph.nodes(main):
         pairs: list[tuple[str, str]] = []

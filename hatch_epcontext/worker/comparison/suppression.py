@@ -1,7 +1,7 @@
-"""What a NonMaxSuppression selects, and what a model makes of that: as the source model does it on the CPU.
+"""Compares models with a NonMaxSuppression.
 
-Rounding changes which boxes overlap too much, and with one of them all that follow. So what it reads is
-compared with the CPU's, and what it selects of that must be what the CPU selects of the same.
+Rounding changes which boxes overlap too much, and with one of them all that follow. So its inputs are
+compared with the CPU's; and from these inputs it must select what the CPU selects from the same ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
 
 _MAX_REST = 2**24
-"""Bytes of the rest of a model up to which it is kept with the reference."""
+"""The most bytes of the rest of a model that is kept with the reference."""
 
 
 @dataclass(frozen=True)
 class Rest:
-    """The part of a model behind what each NonMaxSuppression reads: its ``outputs``, and ``model`` in base64.
+    """The part of a model from each NonMaxSuppression on: its ``outputs``, and ``model`` in base64.
 
-    ``reads``: the values that it reads, also of the ``shapes``, which depend on no data.
+    ``reads``: the values that it reads; ``shapes``: those that depend on no data.
     """
 
     reads: tuple[str, ...]
@@ -44,7 +44,7 @@ class Rest:
         return frozenset((*self.reads, *self.shapes))
 
     def outputs_of(self, own: Arrays, candidates: Arrays) -> dict[str, Array]:
-        """What it makes of ``own`` values in place of the ``candidates``; nothing where some are missing."""
+        """Its outputs for ``own`` values in place of the ``candidates``; none if some are missing."""
         if not self.values <= candidates.keys() or not own.keys() >= set(self.reads):
             return {}
         feeds: dict[str, Array] = {name: candidates[name] for name in self.shapes}
@@ -58,9 +58,9 @@ def _opened(model: str) -> ort.InferenceSession:
 
 
 def rest_of(model: onnx.ModelProto) -> Rest | None:
-    """The rest of ``model`` behind what a NonMaxSuppression reads.
+    """The part of ``model`` from its NonMaxSuppression on.
 
-    None without one, and if it reads inputs of the model, is large, or reads values of unknown types.
+    None without one, or if that part reads inputs of the model, is large, or reads values of unknown types.
     """
     scope = Scope.of(model)
     made = _made(scope)
@@ -104,7 +104,7 @@ def _made(scope: Scope) -> set[str]:
 
 
 def expose_reads(model: onnx.ModelProto, rest: Rest) -> None:
-    """Make outputs of what ``rest`` reads in ``model``, in place, if all is made there."""
+    """Make the values that ``rest`` reads outputs of ``model``, in place, if nodes compute all of them."""
     made = {name for node in model.graph.node for name in node.output}
     own = {value.name for value in model.graph.output}
     if made.issuperset(rest.reads):

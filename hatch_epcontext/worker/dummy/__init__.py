@@ -1,1 +1,1 @@
-"""Dummy inputs: what values a model takes, and samples of them."""
+"""Dummy inputs: the values that a model accepts, and samples of them."""

@@ -1,4 +1,4 @@
-"""Dummy inputs that a model takes: gentler ones where it refuses the first."""
+"""Dummy inputs that a model accepts: gentler ones if it rejects the first."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def run_samples(
     multiply_adds: int = 1,
     states: Mapping[str, str] | None = None,
 ) -> tuple[list[tuple[Sample, T]], Ranges]:
-    """Return the samples of ``inputs``, each with what ``run`` returns for it, and the ranges that they have.
+    """Return the samples of ``inputs``, each with the result of ``run``, and their ranges.
 
     ``multiply_adds`` and ``states``: see `samples`.
 
-    If ``run`` raises an error for the first one, gentler inputs are tried; further samples that are not given
-    are left out if it does so for them. Raises ModelError at once, and the first error if all inputs fail.
+    If ``run`` raises an error for the first one, gentler inputs are tried; later samples for which it does so
+    are left out, unless they were given. Raises ModelError at once, and the first error if all inputs fail.
     """
     failure: _FailedRun | None = None
     for each in _attempts(inputs, model, ranges):
@@ -45,7 +45,7 @@ def run_samples(
         if model.validate.inputs not in SYNTHETIC:
             return [(first, result), *((sample, run(sample)) for sample in others)], each
         further = ((sample, _try(run, sample)) for sample in others)
-        # Those that fail are extremes that the graph forbids in a way that cannot be seen.
+        # Samples that fail are extremes that the graph rejects, although its ranges do not show it.
         kept = [(sample, found) for sample, found in further if not isinstance(found, _FailedRun)]
         return [(first, result), *kept], each
     assert failure is not None
@@ -67,7 +67,7 @@ def _try(run: Callable[[Sample], T], sample: Sample) -> T | _FailedRun:
 
 
 def _attempts(inputs: Sequence[TensorFacts], model: Model, ranges: Ranges) -> Iterator[Ranges]:
-    """Yield ``ranges``, and then gentler ones: other lengths, and values that are all 1 or 0."""
+    """Yield ``ranges``, then gentler ones: other lengths, and values that are all 1 or 0."""
     tried = [dict(ranges)]
     yield ranges
     if model.validate.inputs != "random":
@@ -101,6 +101,6 @@ def _is_length(name: str, range_: Range) -> bool:
 
 
 def _only(range_: Range, number: float) -> Range:
-    """``range_`` with ``number`` as the usual value, also outside of it: the graph may show too little."""
+    """``range_`` with ``number`` as the usual value, even outside of it: the graph may show too little."""
     low, high = min(range_.low, number), max(range_.high, number)
     return replace(range_, low=low, high=high, usual=float(number))

@@ -1,4 +1,4 @@
-"""Inputs of a model that are given as files."""
+"""Inputs of a model from files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hatch_epcontext.graph.facts import TensorFacts
 
 
 def sample_files(path: Path, key: Key) -> list[Path]:
-    """Return the files and folders of samples at ``path``, sorted by name, with numbers by their value.
+    """Return the files and folders of samples at ``path``, in natural order of their names.
 
     ``path`` is an ``.npz``, a folder with ``input_*.pb``, or a folder of such files and folders. Raises
     ModelError, at ``key``, when it has none.
@@ -36,7 +36,7 @@ def sample_files(path: Path, key: Key) -> list[Path]:
 
 
 def _natural(path: Path) -> tuple[list[str | int], Path]:
-    """A key by which ``a-10`` is after ``a-9``."""
+    """A sorting key with ``a-10`` after ``a-9``."""
     parts = enumerate(re.split(r"([0-9]+)", path.as_posix()))
     return [int(part) if index % 2 else part for index, part in parts], path
 
@@ -50,10 +50,10 @@ def given_samples(
 ) -> Iterator[tuple[str, dict[str, Array]]]:
     """Yield the samples at ``path``, one at a time: an array for each of ``inputs``, of its dtype and shape.
 
-    Each has the name of its file, without ``.npz``, inside of the folder ``path``. An archive whose arrays
-    have more along the first axis than the model takes, or one axis more, has several. Raises ModelError, at
-    ``key``, when an array is missing, has another dtype or shape, or when arrays of one archive have
-    different numbers of samples.
+    Each is named after its file in the folder ``path``, without ``.npz``. An archive whose arrays are longer
+    along the first axis than the model's input, or have one axis more, has several samples. Raises
+    ModelError, at ``key``, when an array is missing, has another dtype or shape, or when arrays of one
+    archive have different numbers of samples.
     """
     for file in sample_files(path, key):
         name = file.name if file == path else file.relative_to(path).as_posix()
@@ -92,31 +92,31 @@ def _parts(
             parts = np.split(array, len(array) // batch)
             if tensor.takes(parts[0].shape):
                 return parts
-    hint = "Save arrays as the model takes them, or many of them along a first axis."
+    hint = "Save arrays in the shapes of the model's inputs, or several of them along a first axis."
     raise misfit(array, tensor, file, key, hint)
 
 
 _UNREADABLE = (
     OSError,
-    # A header can promise any size.
+    # A header can claim any size.
     MemoryError,
     ValueError,
     EOFError,
     BadZipFile,
     zlib.error,
-    # For a single array instead of an archive: the first before Python 3.11, the second since.
+    # For a single array instead of an archive: the first before Python 3.11, the second from it on.
     AttributeError,
     TypeError,
 )
 
 
 def read_arrays(path: Path, inputs: Sequence[TensorFacts], key: Key) -> dict[str, Array]:
-    """Return the arrays in an ``.npz`` or a folder; raises ModelError, at ``key``, if it is none."""
+    """Return the arrays in an ``.npz`` or a folder; raises ModelError, at ``key``, if it is invalid."""
     return read_test_data(path, "input", inputs, key) if path.is_dir() else _read_npz(path, key)
 
 
 def _read_npz(path: Path, key: Key) -> dict[str, Array]:
-    """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is none."""
+    """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is invalid."""
     _refuse_pipe(path, key)
     try:
         # Opened here, because NumPy does not close a file that it cannot read.
@@ -125,16 +125,16 @@ def _read_npz(path: Path, key: Key) -> dict[str, Array]:
     except _UNREADABLE as error:
         message = f"{path.name} is not an .npz of plain arrays: {error}."
         if not is_zipfile(path):
-            # NumPy takes any other file for an unsafe format of its own.
+            # NumPy treats any other file as a pickle.
             message = f"{path.name} is not an .npz file."
         hint = "Save it with numpy.savez, with an array for each input."
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint)) from None
-    # NumPy's own strings have a fixed length; ONNX Runtime takes Python's.
+    # NumPy's strings have a fixed length; ONNX Runtime needs Python's.
     return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in found.items()}
 
 
 def _plain_array(found: object) -> Array:
-    """``found``, a part of an archive; raises TypeError if it is another file."""
+    """``found``, a member of an archive; raises TypeError if it is not an array."""
     if not isinstance(found, np.ndarray):
         raise TypeError("it has other files too")
     return found
@@ -143,9 +143,9 @@ def _plain_array(found: object) -> Array:
 def read_test_data(
     path: Path, prefix: str, tensors: Sequence[TensorFacts], key: Key
 ) -> dict[str, Array]:
-    """Return ONNX's test data: ``<prefix>_<n>.pb`` for the tensor that it names, or else the n-th.
+    """Return ONNX's test data: ``<prefix>_<n>.pb`` is for the tensor that it names, or else the n-th.
 
-    Raises ModelError, at ``key``, when a file is no tensor.
+    Raises ModelError, at ``key``, when a file is not a tensor.
     """
     found: dict[str, Array] = {}
     names = [each.name for each in tensors]
@@ -168,7 +168,7 @@ def read_test_data(
 
 
 def _refuse_pipe(path: Path, key: Key) -> None:
-    """Raise ModelError, at ``key``, if ``path`` is no file: reading from a pipe would not end."""
+    """Raise ModelError, at ``key``, if ``path`` is not a regular file: reading a pipe may not end."""
     if rejection := unreadable(path):
         message = f"{path.name} {rejection.message}"
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, rejection.hint))
@@ -186,7 +186,7 @@ def array_for(found: Mapping[str, Array], tensor: TensorFacts, path: Path, key: 
 def misfit(
     array: Array, tensor: TensorFacts, path: Path, key: Key, hint: str | None = None
 ) -> ModelError:
-    """The error at ``key`` for an ``array`` of the file ``path`` that an input does not take."""
+    """The error at ``key`` for an ``array`` of the file ``path`` that does not fit its input."""
     message = (
         f"{path.name} has {array.dtype.name} {list(array.shape)} for the input {tensor.name!r}, which "
         f"takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}."
@@ -195,9 +195,9 @@ def misfit(
 
 
 def shapes_in(path: Path, inputs: Sequence[TensorFacts]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the arrays at ``path`` if these are ``inputs``, no others, and fit; else nothing.
+    """Return the shapes of the arrays at ``path`` if they are exactly ``inputs``, and fit; else nothing.
 
-    ``path`` is an ``.npz``, of which only the headers are read, or a folder of ONNX test data.
+    ``path`` is an ``.npz``, of which only headers are read, or a folder of ONNX test data.
     """
     try:
         found = _test_data_headers(path, inputs) if path.is_dir() else dict(_npz_headers(path))

@@ -19,10 +19,10 @@ from hatch_epcontext.worker.dummy.synthetic import RANDOM, ZEROS, Pattern, assum
 _SEED = 20240229
 
 _SAME = {"zeros": Range(0.0, 0.0, known=False), "ones": Range(1.0, 1.0, known=False)}
-"""The ranges of the inputs of which all values are to be the same, whatever the graph requires."""
+"""The ranges of inputs whose values are all the same, whatever the graph requires."""
 
 _MAX_VALUES = 2**29
-"""Values of a generated input: 4 GiB while they are made."""
+"""The most values of a generated input: generating them takes 4 GiB."""
 
 
 def dummy_inputs(
@@ -30,11 +30,11 @@ def dummy_inputs(
 ) -> dict[str, Array]:
     """Return an array for each of ``inputs``, of its shape and dtype, as ``model.validate.inputs`` requires.
 
-    These are ``"ones"``, ``"zeros"``, ``"random"``, or a path: the first one that `given_samples` yields
-    there. Random values are the same in every run, and within their range in ``ranges``:
-    without one, floats have a normal distribution, integers are 0 or 1 like booleans, and strings are one
-    of two words. An open dimension gets its size in ``model``, or else 1. Raises ModelError when the file
-    does not fit the model, or a dtype cannot be generated.
+    This is ``"ones"``, ``"zeros"``, ``"random"``, or a path: then they are the first sample of
+    `given_samples`. Random values are the same in every run, and within their range in ``ranges``: without a
+    range, floats have a normal distribution, integers are 0 or 1 like booleans, and strings are one of two
+    words. An open dimension gets its size in ``model``, or else 1. Raises ModelError when the file does not
+    fit the model, or a dtype cannot be generated.
     """
     if model.validate.inputs == "random":
         return generated_inputs(RANDOM, inputs, model, ranges or {})
@@ -55,8 +55,8 @@ def generated_inputs(
 ) -> dict[str, Array]:
     """Return synthetic values for ``inputs``; see `dummy_inputs`.
 
-    ``number``: another one gives other random values. With ``steps`` the arrays have a first axis of that
-    size, along which signals go on.
+    ``number``: the seed of random values. With ``steps`` the arrays have a first axis of that size, along
+    which signals continue.
     """
     rng = np.random.default_rng([_SEED, number] if number else _SEED)
     more = () if steps is None else (steps,)
@@ -84,7 +84,7 @@ def sized(inputs: Sequence[TensorFacts], model: Model) -> list[TensorFacts]:
 
 
 def expected_outputs(outputs: Sequence[TensorFacts], model: Model) -> dict[str, Array]:
-    """Return the outputs that ONNX's test data record: ``output_*.pb`` beside the inputs, if any."""
+    """Return the outputs in ONNX's test data: ``output_*.pb`` beside the inputs, if any."""
     path = Path(model.validate.inputs)
     if model.validate.inputs in SYNTHETIC or not path.is_dir():
         return {}
@@ -92,7 +92,7 @@ def expected_outputs(outputs: Sequence[TensorFacts], model: Model) -> dict[str, 
 
 
 def constant(model: Model, facts: TensorFacts) -> Array:
-    """Return the constant of ``model`` for an input: of its dtype, and of its rank if it is one number.
+    """Return the constant of ``model`` for an input, in its dtype; a single number also gets its rank.
 
     Raises TypeError, ValueError or OverflowError when it does not fit the dtype.
     """
@@ -128,7 +128,7 @@ def _generate(
             "Give an .npz with an array for each input.",
         ) from None
     except (ValueError, MemoryError):
-        # NumPy's errors for a size that it cannot count, and for more memory than there is.
+        # NumPy's errors for a size that is too large to count, and for a lack of memory.
         pass
     raise _invalid(
         model,

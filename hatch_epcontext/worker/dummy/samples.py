@@ -1,4 +1,4 @@
-"""Several dummy inputs of a model, of different natures, with which its inner values differ."""
+"""Several dummy inputs of a model, of different natures, which give different values inside it."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from hatch_epcontext.worker.dummy.synthetic import RANDOM, Pattern, assumed_rang
 from hatch_epcontext.worker.results import FEW_SAMPLES
 
 STEPS = 8
-"""How often a recurrent model is run with its own states: errors grow from step to step."""
+"""The steps of a recurrent model with its own states: errors grow from step to step."""
 
 _MANY_STEPS = 16
-"""The same for one of several natures, whose states last: what an EP adds to them in each step adds up."""
+"""The same for one of several natures, for lasting states: an EP's errors in each step add up."""
 
 _LONG = 4096
-"""Steps in which a number format loses what it loses of a state that lasts: float16 counts to 2048."""
+"""Steps after which a number format loses no more of a lasting state: float16 counts to 2048."""
 
 _LASTS = 0.5
-"""The part of a difference between states that is left after 16 steps if they last: LSTMs leave less."""
+"""The part of a difference between states from which, after 16 steps, they are lasting: LSTMs leave less."""
 
 _NODE = 40_000
-"""Multiplications with additions for which a node stands that is run alone, with what rounds its result."""
+"""Multiply-adds that cost as much as running one node with the rounding of its result."""
 
 _MAX_BYTES = 2**25
-"""Bytes of one sample beyond which there is only the first: all are in memory at once."""
+"""Bytes of one sample above which there is only the first: all are in memory at once."""
 
 MAX_GIVEN = 64
-"""Given samples that are run on the CPU: with their outputs they are in memory at once."""
+"""The most given samples that are run on the CPU: they and their outputs are in memory at once."""
 
 _MANY = 80
 
 _BUDGET = 4e9
-"""Multiplications with additions that all samples of a model may take, from `FEW_SAMPLES` to `_MANY`: about a
-second of a processor's time, and the same number of samples on all machines."""
+"""Multiply-adds of all samples of a model, from `FEW_SAMPLES` to `_MANY` samples: about a second of CPU time,
+and the same number of samples on all machines."""
 
 _LIMIT, _MIN_SAMPLES = 1e12, 2
-"""The same for `FEW_SAMPLES`: some minutes, as simulators need. Larger models get fewer, and at least two:
-one cannot show that an output changes."""
+"""The same for at most `FEW_SAMPLES`: some minutes, as simulators need. Larger models get fewer, but at least
+two: one cannot show that an output changes."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Dummy inputs of one run, or of several ``steps`` in which states are fed back: the first has them.
+    """Dummy inputs of one run, or of several ``steps`` in which states are fed back: the first step has them.
 
-    ``name`` describes them, such as ``"tone at 0.01"``; ``"given"`` is the only one from files, and
-    of several each has the name that `given_samples` gives it. ``nature``: the same without the level.
-    ``usual``: whether an app can have such values: all that are within what the graph bounds. Floats that
-    nothing bounds may never be all zero, near silence, or very large.
+    ``name`` describes them, such as ``"tone at 0.01"``; a single sample from files is ``"given"``, and each
+    of several has its name from `given_samples`. ``nature``: the name without the level. ``usual``: whether
+    an app can have such values, as all values within bounds of the graph. Floats that nothing bounds may
+    never be all zero, near silence, or very large.
     """
 
     name: str
@@ -72,20 +72,20 @@ class Sample:
 
 
 def number_of_samples(multiply_adds: int) -> int:
-    """How many samples a model gets of which one takes that many multiplications with additions."""
+    """The number of samples for a model that needs so many multiply-adds for one."""
     cost = max(multiply_adds, 1)
     few = min(FEW_SAMPLES, max(_MIN_SAMPLES, _LIMIT / cost))
     return int(min(_MANY, max(few, _BUDGET / cost)))
 
 
 def number_of_steps(multiply_adds: int) -> int:
-    """How many steps the longest sample has of a recurrent model that takes so many for one."""
+    """The number of steps in the longest sample of a recurrent model that needs so many for one step."""
     return int(min(_MANY_STEPS, max(STEPS, _BUDGET / FEW_SAMPLES / max(multiply_adds, 1))))
 
 
 def number_of_long_steps(left: float, steps: int, multiply_adds: int, nodes: int) -> int:
-    """How many steps show what becomes of states of which the part ``left`` is there after so many ``steps``:
-    four times as many as they last; 0 if they do not last, or a model with so many ``nodes`` takes too much.
+    """The number of steps that show how errors add up in states of which the part ``left`` remains after
+    ``steps``: four times as many as they last; 0 if they do not last, or if that takes too long.
     """
     if not left > _LASTS:
         return 0
@@ -103,10 +103,10 @@ def samples(
 ) -> tuple[Sample, ...]:
     """Return different samples, the first of which is what `dummy_inputs` returns.
 
-    Their number follows from the ``multiply_adds`` of one step. There is one alone where the inputs of
-    ``model`` are zeros or ones, or where a sample is large; of those that are given as files there are the
-    first `MAX_GIVEN`. Each sequence of steps is one more if there are ``states``. ``ranges``: those of the
-    inputs that have numbers. Raises ModelError as `dummy_inputs` does.
+    Their number follows from the ``multiply_adds`` of one step. There is only one if the inputs of ``model``
+    are zeros or ones, or if a sample is large; of given files the first `MAX_GIVEN` are used. If there are
+    ``states``, sequences of steps are added. ``ranges``: of the numeric inputs. Raises ModelError as
+    `dummy_inputs` does.
     """
     kind = model.validate.inputs
     if kind not in SYNTHETIC:
@@ -137,7 +137,7 @@ def samples(
         if pattern == RANDOM and not states:
             continue
         nature = pattern.nature(of_inputs.values())
-        # How errors grow depends on the nature; each level takes a step only.
+        # How errors grow depends on the nature; each level gets only one step.
         count = 1 if nature in natures else STEPS
         natures.add(nature)
         steps = _steps(pattern, inputs, model, ranges, index, states or {}, count)
@@ -151,7 +151,7 @@ def samples(
 
 
 def _mixed(found: Sequence[Sample], states: Mapping[str, str], number: int) -> Iterator[Sample]:
-    """One sample of ``number`` steps, of the natures that an app can have, one after the other."""
+    """One sample of ``number`` steps, with the natures that an app can have one after the other."""
     usual = [each for each in found if each.usual and len(each.steps) > 1]
     steps = [step for each in usual for step in each.steps][:number]
     if len(steps) > STEPS:
@@ -184,7 +184,7 @@ def _steps(
         return (generated_inputs(pattern, inputs, model, ranges, number=index),)
     whole = generated_inputs(pattern, inputs, model, ranges, number=index, steps=count)
     rest = {name: array for name, array in whole.items() if name not in states}
-    # As an app begins.
+    # As an app starts.
     first = {name: np.zeros_like(array[0]) for name, array in whole.items() if name in states}
     return tuple(
         {**(first if step == 0 else {}), **{name: array[step] for name, array in rest.items()}}
@@ -193,16 +193,17 @@ def _steps(
 
 
 def _same_steps(first: Arrays, states: Mapping[str, str], *, begin: bool) -> tuple[Arrays, ...]:
-    """The same inputs in each step; with ``begin`` states begin with zeros, as in an app."""
+    """The same inputs in each step; with ``begin`` states start with zeros, as in an app."""
     rest = {name: array for name, array in first.items() if name not in states}
     zeros = {name: np.zeros_like(first[name]) for name in states if begin and name in first}
     return ({**first, **zeros}, *[rest] * (STEPS - 1))
 
 
 def given_sequences(given: Sequence[Sample], states: Mapping[str, str]) -> list[Sample]:
-    """Return the sequences of steps in ``given``; without any, the same inputs in each step of one.
+    """Return the sequences of steps in ``given``; if there are none, one sequence of the same inputs.
 
-    ``speech-1`` and ``speech-2`` are consecutive steps of a recurrent model, and ``speech-4`` begins again.
+    ``speech-1`` and ``speech-2`` are consecutive steps of a recurrent model; ``speech-4`` starts a new
+    sequence.
     """
     found: list[tuple[Sample, list[Arrays]]] = []
     before: tuple[str, int] | None = None

@@ -1,4 +1,4 @@
-"""Values of synthetic inputs: arrays of a range and of a nature, the same in every run."""
+"""Values of synthetic inputs: arrays with a range and a nature, the same in every run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hatch_epcontext.graph.values.kinds import DEVIATIONS
 _WORDS = ("alpha", "beta")
 
 _LEVELS = (0.01, 1e-3, 1e-4, 1e-5, 0.1, 1.0)
-"""How loud floats that nothing bounds are, from near silence to full scale, in the order of samples."""
+"""The levels of floats that nothing bounds, from near silence to full scale, in the order of samples."""
 
 _QUIET = 1e-2
-"""The level from which on such floats are what an app has: features are seldom less."""
+"""The level from which such floats are usual: features are seldom smaller."""
 
 _SPECIAL = 4
-"""Indices from 0 that tokenizers keep for special tokens, as they keep the last one."""
+"""The number of first indices that tokenizers reserve for special tokens; they reserve the last one too."""
 
 Numbers = NDArray[np.float64]
 _Shape = tuple[int, ...]
@@ -30,11 +30,10 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Pattern:
-    """What synthetic values are like: those of sound and features, of pictures, and of integers, by name.
+    """The natures of synthetic values by name: of sound and features, of pictures, and of integers.
 
-    ``level``: by which floats are multiplied that nothing bounds. ``usual``: whether an app can have floats
-    like these, although nothing bounds them; not so for all that are alike, for silence, and for what is
-    larger than it should be.
+    ``level``: the factor of floats that nothing bounds. ``usual``: whether an app can have such floats; not
+    for constants, silence, and values that are too large.
     """
 
     signal: str
@@ -44,7 +43,7 @@ class Pattern:
     usual: bool = True
 
     def nature(self, ranges: Iterable[Range]) -> str:
-        """What inputs with these ``ranges`` are like, whatever their level."""
+        """The nature of inputs with these ``ranges``, whatever their level."""
         found = (self._nature(each) for each in ranges)
         return ", ".join(dict.fromkeys(filter(None, found)))
 
@@ -55,7 +54,7 @@ class Pattern:
 
 
 def assumed_range(facts: TensorFacts) -> Range:
-    """The range of an input of which no graph is known: 0 and 1 are indices in every table."""
+    """The range of an input without a known graph: 0 and 1 are indices in every table."""
     if facts.dtype == "string" or not _is_real(facts):
         return Range(0.0, 1.0, known=False, whole=True)
     return Range(-DEVIATIONS, DEVIATIONS, known=False)
@@ -69,8 +68,8 @@ def _is_real(facts: TensorFacts) -> bool:
 def values(pattern: Pattern, facts: TensorFacts, range_: Range, rng: np.random.Generator) -> Array:
     """Return an array for the input ``facts``, whose open dimensions have the size 1.
 
-    What has a usual value, such as a length, always has it, and a mask may end early. Raises TypeError for a
-    dtype that NumPy and ml_dtypes do not have.
+    An input with a usual value, such as a length, always gets it, and a mask may end early. Raises TypeError
+    for a dtype that NumPy and ml_dtypes lack.
     """
     shape = tuple(size if isinstance(size, int) else 1 for size in facts.shape)
     if facts.dtype == "string":
@@ -91,7 +90,7 @@ def _of_range(
     if range_.whole:
         return _IDS[pattern.ids](shape, int(range_.low), int(range_.high), rng)
     if range_.is_open:
-        # The range has eight standard deviations on either side.
+        # The range is eight standard deviations wide on either side.
         signal = _SIGNALS[pattern.signal](math.prod(shape), rng)
         return signal.reshape(shape) * (pattern.level * range_.high / DEVIATIONS)
     share = np.clip(_PICTURES[pattern.picture](shape, rng), 0.0, 1.0)
@@ -133,7 +132,7 @@ def patterns() -> Iterator[Pattern]:
 
 RANDOM = Pattern("random", "random", "random")
 ZEROS = Pattern("zeros", "black", "all the lowest")
-"""All values are the same where the range has one only."""
+"""Equal values, for ranges of a single value."""
 
 _Signal = Callable[[int, np.random.Generator], Numbers]
 
@@ -179,7 +178,7 @@ _SIGNALS: Mapping[str, _Signal] = {
         _times(count) > count // 2, rng.standard_normal(count), 0.0
     ),
     "ramp": lambda count, rng: np.linspace(-1, 1, count),
-    # By 60 dB, as sound fades away in a room.
+    # By 60 dB, as sound decays in a room.
     "decay": lambda count, rng: np.exp(-7 * _times(count) / count) * _tone(0.02)(count, rng),
     "square": lambda count, rng: np.sign(np.sin(0.02 * np.pi * _times(count) + 0.1)),
 }
@@ -246,7 +245,7 @@ _Ids = Callable[[_Shape, int, int, np.random.Generator], NDArray[np.int64]]
 
 
 def _random_ids(shape: _Shape, low: int, high: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Integers from ``low`` to ``high``: each of them, where there is room for all."""
+    """Integers from ``low`` to ``high``: each of them, if there is room for all."""
     found = rng.integers(low, high, shape, endpoint=True)
     flat = found.reshape(-1)
     if flat.size > high - low:
@@ -258,7 +257,7 @@ def _random_ids(shape: _Shape, low: int, high: int, rng: np.random.Generator) ->
 
 
 def _listed(make: Callable[[int, int, np.random.Generator], Iterable[float]]) -> _Ids:
-    """Integers from 0 that ``make`` lists for a count and how many there are, moved into the range."""
+    """Integers from 0 that ``make`` yields for a count and a size of the range, moved into the range."""
 
     def ids(shape: _Shape, low: int, high: int, rng: np.random.Generator) -> NDArray[np.int64]:
         found = np.fromiter(make(math.prod(shape), high - low + 1, rng), np.int64)
@@ -268,7 +267,7 @@ def _listed(make: Callable[[int, int, np.random.Generator], Iterable[float]]) ->
 
 
 def _special(count: int, size: int, rng: np.random.Generator) -> Iterable[float]:
-    """The special tokens, and then ordinary ones, ended by the last."""
+    """The special tokens, then ordinary ones, and the last special one at the end."""
     found = rng.integers(0, size, count)
     found[:_SPECIAL] = np.arange(_SPECIAL)[:count]
     found[-1:] = size - 1

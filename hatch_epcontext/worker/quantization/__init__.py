@@ -1,1 +1,1 @@
-"""Quantizing models, and the inputs to calibrate them with."""
+"""Quantizing models, with inputs for calibration."""

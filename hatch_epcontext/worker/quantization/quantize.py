@@ -1,6 +1,6 @@
 """Quantize a model of floats, with ONNX Runtime's tools and their preset for QNN.
 
-Few builds need it, and importing these tools takes long: import it only then.
+Few builds need it, and importing these tools takes long: import it only if needed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _QUANTIZED = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "DynamicQuant
 def write_quantized(source: Path, result: Path, model: Model, precision: Precision) -> str:
     """Write the model at ``source``, quantized for the calibration data of ``precision``, to ``result``.
 
-    Returns what was done in words. Raises ModelError when the data does not fit the model, or the model
-    cannot be quantized.
+    Returns a description. Raises ModelError when the data does not fit the model, or the model cannot be
+    quantized.
     """
     step("quantizing the model")
     how = precision.quantize
@@ -45,14 +45,14 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
     onnx_model = onnx.load(source, load_external_data=False)
     if any(node.op_type in _QUANTIZED for node in graph.nodes(onnx_model.graph)):
         message = "the model is quantized already."
-        hint = "Remove quantize: static quantization is compiled as it is, and dequantize undoes another one."
+        hint = "Remove quantize: static quantization is compiled as it is; dequantize undoes a dynamic one."
         raise ModelError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
     inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
     found = given_samples(Path(precision.calibration), inputs, key / "inputs")
     data = _CalibrationReader(sample for _, sample in found)
     fused = result.with_name("fused.onnx")
     try:
-        # It writes only what it has changed.
+        # The quantizer writes only if it changed something.
         changed = qnn.qnn_preprocess_model(source, fused)
         config = qnn.get_qnn_qdq_config(
             fused if changed else source,
@@ -74,7 +74,7 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
 
 
 class _CalibrationReader(quantization.CalibrationDataReader):  # type: ignore[misc]
-    """Hands samples to ONNX Runtime's quantizer; ``read`` is their number."""
+    """Passes samples to ONNX Runtime's quantizer; ``read`` counts them."""
 
     def __init__(self, found: Iterator[dict[str, Any]]) -> None:
         self._found = found

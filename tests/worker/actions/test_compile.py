@@ -251,7 +251,7 @@ def test_a_failure_of_the_compiler_names_what_the_ep_refuses(tmp_path: Path) -> 
     ]
     made = model(nodes, [value("x", [2, 3])], [value("y", [2, 3], double)])
     path = save(made, tmp_path / "a.onnx")
-    wanted = r"failed: .*\. It refuses Cast and Exp \(the EP does not take float64\)\."
+    wanted = r"failed: .*\. It refuses Cast and Exp \(.* float64\)\."
     with pytest.raises(BuildError, match=wanted) as raised:
         compile_context(
             path, tmp_path / "b.onnx", target("qnn", X_ELITE), model=Model("a", path, MODEL)

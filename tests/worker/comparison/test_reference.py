@@ -105,7 +105,7 @@ def test_integers_that_nothing_bounds_are_bytes(tmp_path: Path) -> None:
         check(clipped(made, 100), spec, expected, tmp_path)
     (problem,) = raised.value.problems
     assert problem.hint == (
-        "Nothing in the graph bounds 'ids', which got values up to 255. Feed real inputs:"
+        "Nothing in the graph bounds 'ids', which got values up to 255. Give real inputs:"
     )
     assert str(problem.settings[0].key) == "tool.epcontext.models[0].validate.inputs"
 
