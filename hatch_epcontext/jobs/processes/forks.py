@@ -33,8 +33,8 @@ from hatch_epcontext.worker.protocol import CRASHED, PRELOAD
 _MODULE = "hatch_epcontext.worker.fork_server"
 
 _GRACE, _BUSY = 10.0, 60.0
-"""Seconds in which the server must end, and in which it must end a worker: it may be importing something.
-After that it is killed, and its workers end with it.
+"""Seconds in which the server must end, and at most those in which it must end a worker: it may be importing
+something. After that it is killed, and its workers end with it.
 """
 
 
@@ -54,9 +54,12 @@ class Fork:
         self._connection = connection
         self._server = server
         self._messages = Messages()
+        self._patience = _GRACE
 
     def send(self, command: WorkerCommand, seconds: float) -> None:
         self._messages.begin(command)
+        # With a short timeout the build does not wait for long until the worker ends.
+        self._patience = min(max(seconds, _GRACE), _BUSY)
         self._connection.settimeout(seconds)
         # The waiting thread notices that it has ended.
         with contextlib.suppress(OSError):
@@ -88,7 +91,7 @@ class Fork:
 
     def close(self) -> None:
         self.kill()
-        end = time.monotonic() + _BUSY
+        end = time.monotonic() + self._patience
         with contextlib.suppress(ServerGoneError), contextlib.closing(self._connection):
             # It may answer before it ends.
             while self._messages.exit_code is None:
