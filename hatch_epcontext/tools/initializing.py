@@ -434,11 +434,7 @@ def _written(value: object) -> str:
 
 def _constants(model: NewModel, *, static: bool) -> Iterator[str]:
     """The lines with inputs that can be constants: comments, but for what an EP cannot do without."""
-    needed = [
-        each
-        for each in model.suggested.constants
-        if static and each.needed and each.value is not None
-    ]
+    needed = [each for each in model.suggested.constants if static and each.needed]
     values = {each.input: each.value for each in needed}
     if needed:
         notes = dict.fromkeys(_one_line(each.note) for each in needed)

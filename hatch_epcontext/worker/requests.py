@@ -366,7 +366,7 @@ class SuggestedConstant:
     """An input that can be a constant; ``needed``: whether it chooses between graphs inside the model."""
 
     input: str
-    value: int | None
+    value: int
     note: str
     needed: bool = False
 

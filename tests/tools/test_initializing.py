@@ -106,17 +106,17 @@ def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project:
     )
     constants = (
         SuggestedConstant("sr", 16000, "compared", needed=True),
-        SuggestedConstant('quo"ted', None, "for an input that never changes"),
+        SuggestedConstant('quo"ted', 2, "another length"),
         SuggestedConstant("n", 32, "the length"),
     )
     model = replace(new("models/a.onnx", *tensors), suggested=SuggestReply((), constants))
     made = add_models(project, "", [model], [QNN])
     assert models_of(made) == [{"path": "models/a.onnx", "constants": {"sr": 16000}}]
-    others = '"quo\\"ted" = ?, n = 32 }  # for an input that never changes; the length'
+    others = '"quo\\"ted" = 2, n = 32 }  # another length; the length'
     assert f"# constants = {{ sr = 16000, {others}" in made
     made = add_models(project, "", [model], [CPU])
     assert models_of(made) == [{"path": "models/a.onnx"}]
-    assert '# constants = { sr = 16000, "quo\\"ted" = ?, n = 32 }  # compared; for an' in made
+    assert '# constants = { sr = 16000, "quo\\"ted" = 2, n = 32 }  # compared; another' in made
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def _try_sizes(
 def _constants(
     model: onnx.ModelProto, inputs: Sequence[TensorFacts]
 ) -> Iterator[SuggestedConstant]:
-    """The inputs that can be constants: numbers with a usual value, and inputs that choose a branch."""
+    """The inputs that can be constants, with their values: lengths, and inputs that choose a branch."""
     ranges, scope = input_ranges(model, inputs), Scope(model.graph, nested=True)
     conditions = [graph.operand(node, 0) for node in scope.nodes if node.op_type == "If"]
     deciding = scope.ancestors(conditions)
@@ -276,11 +276,9 @@ def _constants(
             continue
         range_ = ranges[each.name]
         if is_length_name(each.name) or (range_.usual is not None and range_.low == 1):
-            known = all(other.is_fixed for other in inputs)
-            value = int(range_.usual) if known and range_.usual is not None else None
-            yield SuggestedConstant(each.name, value, "the length, if it never changes")
+            if range_.usual is not None and all(other.is_fixed for other in inputs):
+                note = "the length, if it never changes"
+                yield SuggestedConstant(each.name, int(range_.usual), note)
         elif range_.known and range_.low == range_.high:
             note = "the value with which the graph compares it"
             yield SuggestedConstant(each.name, int(range_.low), note, needed=each.name in deciding)
-        else:
-            yield SuggestedConstant(each.name, None, "for an input that never changes")
