@@ -20,15 +20,17 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Refused, Validation
+from hatch_epcontext.jobs.artifact import Recipe, Validation, ValidationStatus
+from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.executors.local import LocalExecutor
+from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.machine import jobs_at_once
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.preparation import Prepared
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.recipes import NOT_COMPARED, Attempt, best, refusal, try_recipes
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment, installed, owners
+from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, listing, show_size, to_toml
@@ -51,11 +53,11 @@ _PROVIDER = "plugin"
 _OWN_KEYS = ("library", "ep-name", "registration-name", "virtual-devices")
 """The keys of a target that say which library it is, and what it offers."""
 
-_AS_IT_IS = ("unroll-limit", 0)
-"""The key and value that show which recurrent layers an EP takes, and not what a build makes of them."""
+_AS_IT_IS: Mapping[str, Any] = {"unroll-limit": 0, "min-coverage": 0}
+"""Keys with which a build shows which layers an EP takes, and not what it makes of them."""
 
-_PREFIXES = ("lib", "onnxruntime_providers_", "onnxruntime_ep_", "onnxruntime_")
-_SUFFIXES = ("_plugin", "_ep")
+_AFFIXES = re.compile(r"^(lib)?(onnxruntime_(providers_|ep_)?)?|(_ep)?(_plugin)?$")
+"""What a library's name has around that of its EP."""
 
 
 class StepStatus(Enum):
@@ -234,12 +236,7 @@ class _Library:
     @property
     def default_name(self) -> str:
         """A name for its EP, where nothing but the file is known."""
-        name = Path(self.shown).name.split(".")[0]
-        for prefix in _PREFIXES:
-            name = name.removeprefix(prefix)
-        for suffix in _SUFFIXES:
-            name = name.removesuffix(suffix)
-        return name or "ep"
+        return _AFFIXES.sub("", Path(self.shown).name.split(".")[0]) or "ep"
 
 
 def _find(library: str) -> _Library:
@@ -394,7 +391,7 @@ def _with_library(
 ) -> JobSettings:
     """``job_settings`` of a target that uses the library's EP, on devices of this kind."""
     settings: dict[str, Any] = {
-        _AS_IT_IS[0]: _AS_IT_IS[1],
+        **_AS_IT_IS,
         "build.timeout": TIMEOUT,
         **job_settings.settings,
         "library": offer.reply.module or offer.library.path,
@@ -431,152 +428,98 @@ def _try_all(
     (folder / "graphs").mkdir()
     request = TrialsRequest(tuple(names), str(folder / "graphs"))
     paths = workers.call(request, folder / "trials", location="the graphs").paths
-    # Invalid settings are an error of all graphs.
-    trials = [_Tried.make(name, Path(paths[name]), job_settings, workers, folder) for name in names]
+    dims = {f"{name}:{dim}": n for name in names for dim, n in TRIAL_DIMS.get(name, {}).items()}
+    # The other graphs have no sizes to leave open.
+    settings = {**job_settings.settings, **({"static-shapes": False} if dims else {})}
+    job_settings = dataclasses.replace(job_settings, dims=dims, settings=settings)
+    config = configure({name: Path(paths[name]) for name in names}, _PROVIDER, job_settings)
+    planned = plan(config.on_this_machine)
+    installed_here = check_environment(planned.local_targets, planned.requirements)
+    cache = Cache(None, log)
+    index = cache.index()
+    read = read_sources(planned.config, index, workers, folder / "check")
+    at_once = jobs_at_once(config.build.jobs, 0)
+    executor = LocalExecutor.make(workers, folder, at_once, installed_here, planned.jobs)
+    sources = {source.model.name: source for source in read}
+    runner = JobRunner(sources, cache, index, executor, folder, log)
 
-    def run(tried: _Tried) -> Trial:
-        trial = tried.trial()
+    def run(job: Job) -> Trial:
+        trial = _try(job, runner, executor)
         log(f"{trial.graph}: {trial.worst.value}")
         return trial
 
-    with ThreadPoolExecutor(trials[0].executor.at_once) as pool:
-        return tuple(pool.map(run, trials))
+    with ThreadPoolExecutor(at_once) as pool:
+        return tuple(pool.map(run, planned.jobs))
 
 
-@dataclass(frozen=True)
-class _Tried:
-    """One graph with its job, in steps that the build has too."""
-
-    graph: str
-    job: Job
-    executor: LocalExecutor
-    folder: Path
-
-    @staticmethod
-    def make(
-        graph: str, path: Path, job_settings: JobSettings, workers: Workers, folder: Path
-    ) -> _Tried:
-        settings, dims = dict(job_settings.settings), TRIAL_DIMS.get(graph, {})
-        if dims:
-            settings["static-shapes"] = False
-        job_settings = dataclasses.replace(job_settings, dims=dims, settings=settings)
-        config = configure({graph: path}, _PROVIDER, job_settings)
-        planned = plan(config.on_this_machine)
-        versions = check_environment(planned.local_targets, planned.requirements)
-        at_once = jobs_at_once(config.build.jobs, 0)
-        own = folder / graph
-        own.mkdir()
-        executor = LocalExecutor.make(workers, own, at_once, versions, planned.jobs)
-        (job,) = planned.jobs
-        return _Tried(graph, job, executor, own)
-
-    def trial(self) -> Trial:
-        """Take all steps; one that fails is a result."""
-        try:
-            with self.job.locating():
-                (prepared,) = self.executor.preparations.get(
-                    self.job, Recipe("onnxruntime"), self.executor.workers
-                )
-        except BuildError as error:
-            return Trial(self.graph, {}, {}, _failed(error), _SKIPPED, _SKIPPED)
-        run, nodes = self._run(prepared)
-        compiled, artifact = self._compile(nodes)
-        loaded = _SKIPPED if artifact is None else self._load(artifact)
-        taken, left = self._operators(nodes, prepared, artifact)
-        return Trial(self.graph, taken, left, run, compiled, loaded)
-
-    def _run(self, prepared: Prepared) -> tuple[TrialStep, Sequence[AssignedNode]]:
-        if reason := reason_not_to_run(self.job):
-            return TrialStep(StepStatus.SKIPPED, reason), ()
-        model, target = self.job.models[0], self.job.target
-        request = AssignRequest(
-            model.to_run_on(target),
-            prepared.path,
-            target,
-            prepared.reference,
-            model.tolerance_for(target),
-        )
-        try:
-            reply = self.executor.workers.call(
-                request, self.folder / "run", location=self.job.location
-            )
-        except BuildError as error:
-            return _failed(error), ()
-        if reply.problems:
-            return _failed(BuildError(*reply.problems)), reply.nodes
-        taken = sum(self._takes(node) for node in reply.nodes)
-        if reply.nodes and not taken:
-            return TrialStep(StepStatus.REFUSED, "takes no node"), reply.nodes
-        text = f"takes {taken} of {len(reply.nodes)} nodes, agrees" if taken else "agrees"
-        return TrialStep(StepStatus.DONE, text), reply.nodes
-
-    def _takes(self, node: AssignedNode) -> bool:
-        return node.ep == self.job.target.provider.ep
-
-    def _compile(self, nodes: Iterable[AssignedNode]) -> tuple[TrialStep, Artifact | None]:
-        try:
-            with self.job.locating():
-                artifact = self._compiled()
-        except BuildError as error:
-            # An EP that logs errors has not refused the graph: often a library of its own is missing.
-            if any(each.kind is not Kind.NOTHING_COMPILED or each.log for each in error.problems):
-                return _failed(error), None
-            text = "no context" if any(map(self._takes, nodes)) else "takes no node"
-            return TrialStep(StepStatus.REFUSED, text, error.problems), None
-        record = artifact.record
-        rewrites = record.preparations[0].rewrites
-        parts = [
-            describe_coverage(record.contexts[0].coverage),
-            show_size(artifact.size),
-            *([f"rewritten ({'; '.join(rewrites)})"] if rewrites else []),
-        ]
-        return TrialStep(StepStatus.DONE, ", ".join(parts)), artifact
-
-    def _compiled(self) -> Artifact:
-        """What covers most of the graph; raises BuildError if the EP takes nothing of it."""
-
-        def make(recipe: Recipe, number: int) -> Attempt:
-            folder = self.folder / f"artifact-{number}"
-            made = self.executor.compile(self.job, recipe, folder)
-            return Attempt(
-                recipe, "", made if isinstance(made, Refused) else Artifact(folder, made)
-            )
-
-        attempts: list[Attempt] = []
-        found = try_recipes(self.job, attempts, make, lambda attempt: NOT_COMPARED) or best(
-            attempts
-        )
-        if not found.may_be_taken:
-            _, error = refusal(self.job, attempts)
-            raise error
-        return found.artifact
-
-    def _load(self, artifact: Artifact) -> TrialStep:
-        if reason := reason_not_to_run(self.job):
-            return TrialStep(StepStatus.SKIPPED, reason)
-        (model,), (context,) = self.job.models, artifact.record.contexts
-        try:
-            with self.job.locating():
-                run = self.executor.validate(self.job, model, artifact, context)
-        except BuildError as error:
-            return _failed(error)
-        return TrialStep(StepStatus.DONE, _agreement(run.validation))
-
-    def _operators(
-        self, nodes: Sequence[AssignedNode], prepared: Prepared, artifact: Artifact | None
-    ) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """How many nodes of each operator are taken, and left, as far as that is known."""
-        taken = Counter(node.op for node in nodes if self._takes(node))
-        left = Counter(node.op for node in nodes if not self._takes(node))
-        if nodes or artifact is None or artifact.record.preparations[0].rewrites:
-            return taken, left
+def _try(job: Job, runner: JobRunner, executor: LocalExecutor) -> Trial:
+    """Open the graph of ``job`` on the EP, and build it; a step that fails is a result."""
+    graph, workers, ep = job.models[0].name, executor.workers, job.target.provider.ep
+    operators: Mapping[str, int] = {}
+    try:
+        with job.locating():
+            (prepared,) = executor.preparations.get(job, Recipe("onnxruntime"), workers)
+            run, nodes = _open(job, prepared, workers)
+            if not nodes:
+                request = InspectRequest(prepared.path)
+                scratch = Path(prepared.path).with_name("inspect")
+                operators = workers.call(request, scratch, location=job.location).operators
+    except BuildError as error:
+        return Trial(graph, {}, {}, _failed(error), _SKIPPED, _SKIPPED)
+    taken = Counter(node.op for node in nodes if node.ep == ep)
+    left = Counter(node.op for node in nodes if node.ep != ep)
+    try:
+        built = runner.run(job)
+    except BuildError as error:
+        return Trial(graph, taken, left, run, *_not_built(error, takes_some=bool(taken)))
+    record, (validation,) = built.artifact.record, built.validations.values()
+    coverage, rewrites = record.contexts[0].coverage, record.preparations[0].rewrites
+    if operators and not rewrites:
         # A virtual device runs nothing, but the context says what is in it.
-        coverage = artifact.record.contexts[0].coverage
-        uncovered = Counter(node.op for node in coverage.uncovered) if coverage else Counter[str]()
-        facts = self.executor.workers.call(
-            InspectRequest(prepared.path), self.folder / "inspect", location=self.job.location
-        )
-        return Counter(facts.operators) - uncovered, uncovered
+        left = Counter(node.op for node in coverage.uncovered) if coverage else left
+        taken = Counter(operators) - left
+    parts = [describe_coverage(coverage), show_size(built.artifact.size)]
+    parts += [f"rewritten ({'; '.join(rewrites)})"] if rewrites else []
+    loaded = TrialStep(StepStatus.SKIPPED, validation.reason or "")
+    if validation.status is ValidationStatus.RAN:
+        loaded = TrialStep(StepStatus.DONE, _agreement(validation))
+    compiled = TrialStep(StepStatus.DONE, ", ".join(parts))
+    return Trial(graph, taken, left, run, compiled, loaded)
+
+
+def _open(
+    job: Job, prepared: Prepared, workers: Workers
+) -> tuple[TrialStep, Sequence[AssignedNode]]:
+    """Open the model without a context; also returns which EP got which node, as far as that is known."""
+    if reason := reason_not_to_run(job):
+        return TrialStep(StepStatus.SKIPPED, reason), ()
+    model, target = job.models[0], job.target
+    tolerance = model.tolerance_for(target)
+    to_run = model.to_run_on(target)
+    request = AssignRequest(to_run, prepared.path, target, prepared.reference, tolerance)
+    try:
+        scratch = Path(prepared.path).with_name("run")
+        reply = workers.call(request, scratch, location=job.location)
+    except BuildError as error:
+        return _failed(error), ()
+    if reply.problems:
+        return _failed(BuildError(*reply.problems)), reply.nodes
+    taken = sum(node.ep == target.provider.ep for node in reply.nodes)
+    if reply.nodes and not taken:
+        return TrialStep(StepStatus.REFUSED, "takes no node"), reply.nodes
+    text = f"takes {taken} of {len(reply.nodes)} nodes, agrees" if taken else "agrees"
+    return TrialStep(StepStatus.DONE, text), reply.nodes
+
+
+def _not_built(error: BuildError, *, takes_some: bool) -> tuple[TrialStep, TrialStep]:
+    """How compiling and opening ended, of which one failed."""
+    if any(each.step == "validation" for each in error.problems):
+        return TrialStep(StepStatus.DONE, "compiled"), _failed(error)
+    # An EP that logs errors has not refused the graph: often a library of its own is missing.
+    if any(each.kind is not Kind.NOTHING_COMPILED or each.log for each in error.problems):
+        return _failed(error), _SKIPPED
+    text = "no context" if takes_some else "takes no node"
+    return TrialStep(StepStatus.REFUSED, text, error.problems), _SKIPPED
 
 
 _SKIPPED = TrialStep(StepStatus.SKIPPED, "")
@@ -632,7 +575,8 @@ def _keys(
         if (value := getattr(job_settings, key)) is not None:
             yield key, value
     for key, value in settings.items():
-        if SETTABLE[key] == "target" and (key, value) != _AS_IT_IS and key not in _OWN_KEYS:
+        own = key in _OWN_KEYS or (key, value) in _AS_IT_IS.items()
+        if SETTABLE[key] == "target" and not own:
             yield key, value
     if job_settings.provider_options:
         yield "provider-options", dict(job_settings.provider_options)
