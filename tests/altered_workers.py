@@ -14,11 +14,19 @@ import pytest
 
 from hatch_epcontext.jobs.processes.process import Workers
 
+_START = """
+import sys, types
+if "hatch_epcontext.worker" in " ".join(sys.orig_argv):
+    # The server itself would do what is altered when it rehearses it.
+    rehearsal = types.ModuleType("hatch_epcontext.worker.rehearsal")
+    rehearsal.rehearse = lambda folder: None
+    sys.modules[rehearsal.__name__] = rehearsal
+"""
+
 
 def write_start_code(folder: Path, source: str) -> None:
     """Let each worker, and their server, run ``source`` when it starts with ``folder`` in PYTHONPATH."""
-    condition = 'import sys\nif "hatch_epcontext.worker" in " ".join(sys.orig_argv):\n'
-    text = condition + textwrap.indent(textwrap.dedent(source), "    ")
+    text = _START + textwrap.indent(textwrap.dedent(source), "    ")
     (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
 
 

@@ -118,10 +118,8 @@ def slow_project(tmp_path: Path) -> tuple[Path, Callable[..., dict[str, str]]]:
     folder.mkdir()
     source = f"""
         import os, time
-        from hatch_epcontext.worker import progress, rehearsal
+        from hatch_epcontext.worker import progress
         from hatch_epcontext.worker.actions import prepare
-        # It would wait too, and the build for it.
-        rehearsal.rehearse = lambda folder: None
         real = prepare.handle
         def handle(request):
             progress.step("turning \\x1b[31mred")
