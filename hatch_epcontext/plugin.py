@@ -147,15 +147,15 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self, result: Result, made: Bundle, output: PurePosixPath, staging: Path
     ) -> Path:
         from hatch_epcontext.config.pyproject import PyprojectNames
-        from hatch_epcontext.package import sbom
+        from hatch_epcontext.package import sbom, sbom_document
 
         core = self.metadata.core
         project = sbom.ProjectMetadata(
             core.name, self.metadata.version, core.license_expression or None
         )
-        for message in sbom.unlicensed(result, PyprojectNames(Path(self.root))):
+        for message in sbom.unlicensed(result.sources, PyprojectNames(Path(self.root))):
             self._warning(message)
-        return sbom.write(result, made, output, project, staging)
+        return sbom_document.write(result.sources, made.package, output, project, staging)
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext.jobs.artifact import Result

@@ -308,6 +308,11 @@ class Source:
     records: Mapping[str, FileRecord]
 
     @property
+    def license(self) -> str | None:
+        """The license that the configuration gives, or else the model itself."""
+        return self.model.license or self.facts.license
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """The model's file, and those of its external data."""
         return tuple(self.model.path.parent / name for name in self.records)

@@ -20,7 +20,7 @@ from hatch_epcontext.system import writing
 class Bundle:
     """A model package on disk: ``files`` in ``folder``, which may have others, by their path there.
 
-    The manifest is the last one.
+    The manifest is the last one, with the text of ``package``.
 
     ``sources``: those of ``files`` that the user can still change, each with the user's own file.
     """
@@ -28,6 +28,7 @@ class Bundle:
     folder: Path
     files: Mapping[str, FileRecord]
     sources: Mapping[str, Path]
+    package: manifest.ModelPackage
 
     def entries(self, output: PurePosixPath) -> dict[str, str]:
         """Absolute path -> path in the wheel, for Hatch's ``force_include``."""
@@ -70,8 +71,9 @@ def _bundle(result: Result, folder: Path, modules: Mapping[str, Path]) -> Bundle
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
         files[name] = record_file(folder / name)
-    files[manifest.FILE] = record_file(manifest.save(manifest.make(result, sources, files), folder))
-    return Bundle(folder, files, own)
+    package = manifest.make(result, sources, files)
+    with_manifest = {**files, manifest.FILE: record_file(manifest.save(package, folder))}
+    return Bundle(folder, with_manifest, own, package)
 
 
 def _copy_source(source: Source, folder: Path) -> dict[str, FileRecord]:

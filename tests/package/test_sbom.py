@@ -38,10 +38,13 @@ def document(
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
 
+    from hatch_epcontext.package import sbom_document
+
     staging = tmp_path / "staging"
     staging.mkdir()
     made = bundle(result, staging, {})
-    path = sbom.write(result, made, PurePosixPath("my_app/epcontext"), project, staging)
+    place = PurePosixPath("my_app/epcontext")
+    path = sbom_document.write(result.sources, made.package, place, project, staging)
     assert path.name.endswith(".cdx.json")
     text = path.read_text(encoding="utf-8")
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
@@ -165,7 +168,7 @@ def test_equal_content_has_the_same_serial_number_and_no_time(
 
 def test_what_has_no_license_is_named(project: Path, tmp_path: Path) -> None:
     result = compiled(configured(project, TOML), tmp_path / "artifacts")
-    (warning,) = sbom.unlicensed(result, KeyNames())
+    (warning,) = sbom.unlicensed(result.sources, KeyNames())
     assert warning.startswith("tool.epcontext.models[1] (models/b.onnx): no license is known")
 
 
@@ -178,7 +181,7 @@ def test_the_license_in_the_file_counts_where_none_is_configured(
         for each in result.sources
     )
     result = dataclasses.replace(result, sources=sources)
-    assert not list(sbom.unlicensed(result, KeyNames()))
+    assert not list(sbom.unlicensed(result.sources, KeyNames()))
     content = document(result, tmp_path)
     (named,) = component(content, "model:b")["licenses"]
     assert named == {"license": {"name": "AGPL-3.0 License"}}
