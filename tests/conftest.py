@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import compileall
 import contextlib
 import importlib.util
 import json
@@ -76,6 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in deselected]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the package once: hundreds of processes import it, also where Python may store no bytecode."""
+    if not hasattr(session.config, "workerinput"):
+        compileall.compile_dir(REPOSITORY / "hatch_epcontext", quiet=2)
 
 
 def needs(package: str) -> pytest.MarkDecorator:

@@ -19,6 +19,7 @@ import pytest
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.jobs.processes import process
 from hatch_epcontext.jobs.processes.forks import ForkServer
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.running import WorkerCommand
@@ -28,6 +29,7 @@ from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from tests.altered_workers import write_start_code
 from tests.conftest import REPOSITORY, needs_qnn
 from tests.jobs.processes.test_process import KEY, LEAVING_FILES, request_for
+from tests.kept_server import KeptServers
 from tests.models import network, save
 
 if sys.platform != "linux":
@@ -35,11 +37,10 @@ if sys.platform != "linux":
     pytest.skip("only Linux forks workers", allow_module_level=True)
 
 
-@pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The source file of the body of ``handle`` for check requests, which the test writes."""
-    folder = tmp_path / "site"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH with which workers run ``body.py`` there for check requests."""
+    folder = tmp_path_factory.mktemp("site")
     body = folder / "body.py"
     # Python runs it when it starts, and the server later imports the same module.
     source = f"""
@@ -50,8 +51,20 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         check.handle = handle
         """
     write_start_code(folder, source)
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    return body
+    return folder
+
+
+@pytest.fixture
+def check(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The source file of the body of ``handle`` for check requests, which the test writes."""
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+    return site / "body.py"
+
+
+@pytest.fixture
+def kept_server(kept_servers: KeptServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of single workers: the same server forks those of all these tests."""
+    monkeypatch.setattr(process, "ForkServer", kept_servers.get)
 
 
 @pytest.fixture
@@ -162,6 +175,7 @@ def test_many_threads_share_the_server(tmp_path: Path, workers: Workers) -> None
     assert all(reply == replies[0] for reply in replies)
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_a_crash_ends_the_worker_alone(tmp_path: Path, check: Path, workers: Workers) -> None:
     check.write_text(
         "import os, signal\nprint('compiling', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)\n",
@@ -181,6 +195,7 @@ def test_a_crash_ends_the_worker_alone(tmp_path: Path, check: Path, workers: Wor
     )
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_what_native_code_prints_is_in_the_log(
     tmp_path: Path, check: Path, workers: Workers
 ) -> None:
@@ -191,6 +206,7 @@ def test_what_native_code_prints_is_in_the_log(
     assert "from C" in (problem(workers, tmp_path).log or "")
 
 
+@pytest.mark.usefixtures("kept_server")
 @pytest.mark.parametrize("way", ["sleeps", "is stopped"])
 def test_a_worker_is_killed_after_the_timeout_with_what_it_started(
     tmp_path: Path, check: Path, way: str
@@ -203,12 +219,13 @@ def test_a_worker_is_killed_after_the_timeout_with_what_it_started(
         "time.sleep(600)\n",
         encoding="utf-8",
     )
-    with Workers(3) as workers:
+    with Workers(1) as workers:
         stopped = problem(workers, tmp_path)
-    assert stopped.message == "the worker was stopped after 3 seconds."
+    assert stopped.message == "the worker was stopped after 1 seconds."
     wait_until_gone(int((tmp_path / "child").read_text(encoding="ascii")))
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_what_a_worker_leaves_behind_ends_with_it(
     tmp_path: Path, check: Path, workers: Workers
 ) -> None:
@@ -395,7 +412,7 @@ def test_workers_that_end_when_they_are_killed_do_not_end_the_server(
     order = WorkerCommand("check", to_json(request_for(tmp_path / "a.onnx"), indent=None), tmp_path)
     server = ForkServer()
     try:
-        for _ in range(20):
+        for _ in range(10):
             forks = [server.start() for _ in range(12)]
             for fork in forks:
                 fork.send(order, 60)
@@ -424,6 +441,7 @@ def test_a_worker_that_may_end_before_it_reads_its_order_was_started(
         server.close()
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_stopping_kills_running_forks(tmp_path: Path, check: Path, workers: Workers) -> None:
     check.write_text(
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
@@ -486,6 +504,7 @@ def test_too_little_memory_is_an_error_of_its_own(tmp_path: Path, check: Path, f
     ]
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_a_refusal_for_too_little_memory_names_the_limit(tmp_path: Path, check: Path) -> None:
     check.write_text(
         "from hatch_epcontext.errors import Kind, ModelError, Problem\n"
@@ -499,6 +518,7 @@ def test_a_refusal_for_too_little_memory_names_the_limit(tmp_path: Path, check: 
     assert limited.message.endswith("cannot be run on the CPU: std::bad_alloc")
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_with_a_limit_every_failure_may_be_its_fault(tmp_path: Path, check: Path) -> None:
     check.write_text("raise OSError('a node was not selected')\n", encoding="utf-8")
     with Workers(60, memory_limit=2 * 10**9) as workers:
@@ -507,6 +527,7 @@ def test_with_a_limit_every_failure_may_be_its_fault(tmp_path: Path, check: Path
     assert "too little memory: tool.epcontext.build.memory-limit is 2.0 GB" in failed.advice()
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_the_hint_names_the_variable_that_sets_the_limit(
     tmp_path: Path, check: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +538,7 @@ def test_the_hint_names_the_variable_that_sets_the_limit(
     assert stopped.advice() == "Raise HATCH_EPCONTEXT_TIMEOUT, which wins over the configuration."
 
 
+@pytest.mark.usefixtures("kept_server")
 @pytest.mark.parametrize(
     "body",
     [
@@ -535,6 +557,7 @@ def test_without_a_limit_short_memory_is_not_blamed_on_it(
     assert "memory-limit" not in short.text()
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_long_steps_are_reported_while_they_run(
     tmp_path: Path, check: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -580,6 +603,7 @@ UNUSABLE = {
 """Replies that are none, as the source of their bytes."""
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_an_unusable_reply_is_one_message_with_the_end_of_the_log(
     tmp_path: Path, check: Path, workers: Workers
 ) -> None:
@@ -606,6 +630,7 @@ def test_an_unusable_reply_is_one_message_with_the_end_of_the_log(
         assert len(found.message) < 600, name
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_a_worker_that_floods_its_log_is_stopped(
     tmp_path: Path, check: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -624,6 +649,7 @@ def test_a_worker_that_floods_its_log_is_stopped(
     assert max(map(len, lines)) < 3000
 
 
+@pytest.mark.usefixtures("kept_server")
 def test_a_line_that_never_ends_is_shown_by_its_beginning(
     tmp_path: Path, check: Path, workers: Workers
 ) -> None:
@@ -634,6 +660,7 @@ def test_a_line_that_never_ends_is_shown_by_its_beginning(
     assert max(map(len, log.splitlines())) < 3000
 
 
+@pytest.mark.usefixtures("kept_server")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
 def test_a_worker_answers_although_its_log_cannot_be_written(
     tmp_path: Path, check: Path, workers: Workers
