@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hatch_epcontext.errors import InspectionError, Kind, Problem
 from hatch_epcontext.files import FileRecord, is_inside, is_intact, read_regular
@@ -63,19 +63,6 @@ _MAX_LEVELS = 150
 """How deep a manifest may be nested; ONNX Runtime opens one of 100, and Python's recursion has limits."""
 
 
-class Files(Protocol):
-    """The files of a package, wherever they are; names are relative, with forward slashes."""
-
-    def read(self, name: str) -> bytes:
-        """The contents of a file; raises OSError if there is none, or ValueError for an invalid name."""
-
-    def is_folder(self, name: str) -> bool:
-        """Whether there is a folder of that name."""
-
-    def leads_outside(self, name: str) -> bool:
-        """Whether links lead from ``name`` to a place that is not in the package."""
-
-
 @dataclass(frozen=True)
 class FolderFiles:
     """The files in a folder on disk."""
@@ -83,15 +70,18 @@ class FolderFiles:
     folder: Path
 
     def read(self, name: str) -> bytes:
+        """The contents of a file; raises OSError if there is none, or ValueError for an invalid name."""
         return (self.folder / name).read_bytes()
 
     def is_folder(self, name: str) -> bool:
+        """Whether there is a folder of that name."""
         # Of a name that no file can have, some versions of Python raise an error.
         with contextlib.suppress(OSError):
             return (self.folder / name).is_dir()
         return False
 
     def leads_outside(self, name: str) -> bool:
+        """Whether links lead from ``name`` to a place that is not in the package."""
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             return not (self.folder / name).resolve().is_relative_to(self.folder.resolve())
         # Nothing can be there: a loop of links, or a name that no file can have.
@@ -120,6 +110,10 @@ class ArchiveFiles:
 
     def leads_outside(self, name: str) -> bool:
         return False
+
+
+Files = FolderFiles | ArchiveFiles
+"""The files of a package, wherever they are; names are relative, with forward slashes."""
 
 
 def read(files: Files, location: str) -> ModelPackage:
@@ -220,7 +214,7 @@ class _Reader:
         self._assets: Mapping[str, str] = {}
 
     def package(self) -> ModelPackage | None:
-        content = self._json(FILE, ())
+        content = self._json("", FILE, ())
         if content is _UNREADABLE or not self._is_known_version(content):
             return None
         manifest = self._structured(content, _ManifestJson, ())
@@ -267,10 +261,7 @@ class _Reader:
         if isinstance(given, str):
             file = joined(given, _COMPONENT_FILE) if self._files.is_folder(given) else given
             folder = PurePath(file).parent.as_posix()
-            content = _UNREADABLE
-            if not self._leaves_package(given, place):
-                content = self._json(file, place)
-            found = self._structured(content, _ComponentJson, place)
+            found = self._structured(self._json("", file, place), _ComponentJson, place)
             if found is None:
                 return Component({})
             given = found
@@ -289,11 +280,7 @@ class _Reader:
         # A file that a variant outside of the package names is no second problem.
         for executor, info in given.executor_info.items() if directory else ():
             where = (*place, "executor_info", executor)
-            content: Any = info
-            if isinstance(info, str):
-                content = _UNREADABLE
-                if not self._leaves_package(info, where):
-                    content = self._json(joined(directory, info), where)
+            content = self._json(directory, info, where) if isinstance(info, str) else info
             if executor == "ort":
                 ort = self._ort(content, where)
         asset = ASSET.fullmatch(ort.model_file) if ort else None
@@ -346,8 +333,11 @@ class _Reader:
             if not self._files.is_folder(folder):
                 self._add(place, f"names a shared asset, and {folder!r} is missing.")
 
-    def _json(self, name: str, place: _Place) -> Any:
-        """The contents of a JSON file, or `_UNREADABLE`."""
+    def _json(self, folder: str, path: str, place: _Place) -> Any:
+        """The contents of the JSON file at ``path`` from ``folder``, or `_UNREADABLE`."""
+        if self._leaves_package(path, place):
+            return _UNREADABLE
+        name = joined(folder, path)
         if name != FILE and self._confined and self._files.leads_outside(name):
             self._add(place, f"{name} is a link to a file outside of the package.")
             return _UNREADABLE

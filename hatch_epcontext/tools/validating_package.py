@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from hatch_epcontext.config.settings import CompileSettings, Config, Model, Target
+from hatch_epcontext.config.settings import CompileSettings, Config, Target
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
@@ -134,9 +134,7 @@ def validate_package(
     read = _read(path)
     if not any(each.variants for each in read.package.components.values()):
         raise InspectionError(Problem(Kind.INVALID_PACKAGE, str(path), "has no variants."))
-    chosen = list(_chosen(read.package, choice))
-    if source is not None:
-        _refuse_several_models(read.package, [component for component, _ in chosen])
+    chosen = _chosen(read.package, choice, has_source=source is not None)
     if not structure_only:
         check_environment((), INSPECTION)
     validator = _Validator(read, source, job_settings, make_workers, structure_only=structure_only)
@@ -166,33 +164,22 @@ def _refuse_settings(job_settings: JobSettings) -> None:
         "provider-options": job_settings.provider_options,
         "session-options": job_settings.session_options,
         "device": job_settings.device,
-        **{
-            name: True
-            for name in job_settings.settings
-            if name.partition(".")[0] not in ("validate", "build")
-        },
     }
-    problems = [
-        Problem.at(
-            Key(tuple(name.split("."))),
-            Kind.NOT_APPLICABLE,
-            "is for a single context model: the variants of a model package have their own.",
-        )
-        for name, value in given.items()
-        if value
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    names = [name for name, value in given.items() if value]
+    names += (n for n in job_settings.settings if n.split(".")[0] not in ("validate", "build"))
+    if names:
+        message = "is for a single context model: the variants of a model package have their own."
+        keys = (Key(tuple(name.split("."))) for name in names)
+        raise ConfigError(*(Problem.at(key, Kind.NOT_APPLICABLE, message) for key in keys))
 
 
 def _read(path: Path) -> _Read:
     packages = inspect(path).packages
     folder = "." if "." in packages else next(iter(packages))
-    if folder not in (".", *packages) or (folder != "." and len(packages) > 1):
+    if folder != "." and len(packages) > 1:
         message = f"has several model packages: {listing(packages)}."
-        raise InspectionError(
-            Problem(Kind.INVALID_PATH, str(path), message, "Name the folder of one of them.")
-        )
+        hint = "Name the folder of one of them."
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
     place, package = path / folder, packages[folder]
     damaged = {
         Path(problem.location).relative_to(place).as_posix(): problem
@@ -206,14 +193,23 @@ def _owns(variant: Variant, name: str) -> bool:
     return name == variant.model_file or path.is_relative_to(variant.directory)
 
 
-def _chosen(package: ModelPackage, choice: Choice) -> Iterator[tuple[str, str]]:
-    """The names of the components and variants of ``choice``; raises ConfigError for unknown ones."""
-    models = {name: (name, _model_of(package, name)) for name in package.components}
+def _chosen(package: ModelPackage, choice: Choice, *, has_source: bool) -> list[tuple[str, str]]:
+    """The names of the components and variants of ``choice``.
+
+    Raises ConfigError for unknown ones, and for several models if they have a source, which is that of one.
+    """
+    # The components of a model's shapes have its name too.
+    models = {n: each.about.model if each.about else n for n, each in package.components.items()}
     variants = dict.fromkeys(v for each in package.components.values() for v in each.variants)
-    names = dict.fromkeys(name for its in models.values() for name in its)
+    known = dict.fromkeys((*models, *models.values()))
     problems = [
-        *_unknown("--component", "component", Kind.UNKNOWN_MODEL, choice.components, names),
-        *_unknown("--variant", "variant", Kind.UNKNOWN_TARGET, choice.variants, variants),
+        Problem(kind, f"--{noun}", f"the package has no {noun} {show(n)}.", suggestion(n, names))
+        for noun, kind, given, names in (
+            ("component", Kind.UNKNOWN_MODEL, choice.components, known),
+            ("variant", Kind.UNKNOWN_TARGET, choice.variants, variants),
+        )
+        for n in given
+        if n not in names
     ]
     if problems:
         raise ConfigError(*problems)
@@ -221,37 +217,18 @@ def _chosen(package: ModelPackage, choice: Choice) -> Iterator[tuple[str, str]]:
         (component, variant)
         for component, each in package.components.items()
         for variant in each.variants
-        if not choice.components or set(models[component]) & set(choice.components)
+        if not choice.components or {component, models[component]} & set(choice.components)
         if not choice.variants or variant in choice.variants
     ]
     if not found:
         message = "none of the chosen components has a variant of this name."
         raise ConfigError(Problem(Kind.UNKNOWN_TARGET, "--variant", message))
-    yield from found
-
-
-def _unknown(
-    flag: str, noun: str, kind: Kind, names: Sequence[str], known: Mapping[str, None]
-) -> Iterator[Problem]:
-    for name in names:
-        if name not in known:
-            message = f"the package has no {noun} {show(name)}."
-            yield Problem(kind, flag, message, suggestion(name, known))
-
-
-def _model_of(package: ModelPackage, component: str) -> str:
-    """The name of the component's model, which the components of its other shapes have too."""
-    about = package.components[component].about
-    return about.model if about else component
-
-
-def _refuse_several_models(package: ModelPackage, components: Sequence[str]) -> None:
-    """Raise ConfigError if ``components`` are several models: a source is that of one."""
-    models = {_model_of(package, name) for name in components}
-    if len(models) > 1:
-        message = f"is the source of one model, and these are several: {listing(sorted(models))}."
+    several = sorted({models[component] for component, _ in found})
+    if has_source and len(several) > 1:
+        message = f"is the source of one model, and these are several: {listing(several)}."
         hint = "Choose one with --component."
         raise ConfigError(Problem(Kind.CONFLICTING_KEYS, "--source", message, hint))
+    return found
 
 
 @dataclass(frozen=True)
@@ -359,11 +336,23 @@ class _Validator:
             raise BuildError(_not_run(reason, location))
         (model,) = self._configure(component).models
         reference, constants = self._reference(component, variant)
+        inputs, about = opening.model.inputs, self._components[component].about
+        names = {each.name for each in inputs}
+        shapes = fixed_shapes(each for each in about.inputs if each.name in names) if about else {}
+        to_run = replace(
+            model,
+            name=component,
+            path=reference or opening.file,
+            targets=(),
+            static_shapes=True,
+            shapes={**shapes, **fixed_shapes(inputs), **model.shapes},
+            constants={**constants, **model.constants},
+        )
         with temp_dir() as staging:
             name = _copy(self._read.folder, found, opening, staging / "moved")
-            context = Context(component, name, opening.model.inputs, opening.model.outputs)
+            context = Context(component, name, inputs, opening.model.outputs)
             request = ValidateRequest(
-                self._to_run(component, opening, model, reference or opening.file, constants),
+                to_run,
                 target,
                 "context" if opening.model.contexts else "optimized",
                 context,
@@ -376,28 +365,6 @@ class _Validator:
         ran = reply.unavailable is None
         status = ValidationStatus.RAN if ran else ValidationStatus.RAN_ON_CPU
         return validation_of(status, reply, model.validate.inputs, target.provider)
-
-    def _to_run(
-        self,
-        component: str,
-        opening: _Opening,
-        model: Model,
-        path: Path,
-        constants: Mapping[str, Any],
-    ) -> Model:
-        """The model at ``path``, which is compared or run alone, with the shapes that the variant has."""
-        about = self._components[component].about
-        names = {each.name for each in opening.model.inputs}
-        shapes = fixed_shapes(each for each in about.inputs if each.name in names) if about else {}
-        return replace(
-            model,
-            name=component,
-            path=path,
-            targets=(),
-            static_shapes=True,
-            shapes={**shapes, **fixed_shapes(opening.model.inputs), **model.shapes},
-            constants={**constants, **model.constants},
-        )
 
     def _reference(self, component: str, variant: str) -> tuple[Path | None, Mapping[str, Any]]:
         """The model to compare a variant with: the user's, the package's own source, or a CPU variant.
@@ -527,10 +494,6 @@ def _copy(folder: Path, found: Variant, opening: _Opening, moved: Path) -> str:
     own = folder / found.directory
     if not opening.file.is_relative_to(own):
         own = opening.file.parent
-    shutil.copytree(own, moved, copy_function=_link_or_copy)
-    return opening.file.relative_to(own).as_posix()
-
-
-def _link_or_copy(source: str, target: str) -> str:
     # What a link names, because its place is another one.
-    return link_or_copy(Path(source).resolve(), target)
+    shutil.copytree(own, moved, copy_function=lambda a, b: link_or_copy(Path(a).resolve(), b))
+    return opening.file.relative_to(own).as_posix()
