@@ -184,17 +184,18 @@ def _contents(
 
     Yields those that cannot be read, or differ from RECORD.
     """
-    found: dict[str, FileRecord] = {}
-    for name in names:
+    found = {name: _recorded(archive, name, None) for name in names}
+    for name, each in found.items():
         row = rows.get(name)
         try:
-            size, digests = _read(archive, name, {"sha256", row.algorithm if row else "sha256"})
+            found[name] = FileRecord(each.size, _hash(archive, name, "sha256"))
+            hashed = found[name].sha256
+            if row and row.algorithm != "sha256":
+                hashed = _hash(archive, name, row.algorithm)
         except DAMAGED_ARCHIVE as error:
             yield _problem(wheel, f"{name} cannot be read: {error}.", _AGAIN)
-            found[name] = _recorded(archive, name, None)
             continue
-        found[name] = FileRecord(size, digests["sha256"])
-        if row and (digests[row.algorithm] != row.digest or row.size not in (None, size)):
+        if row and (hashed != row.digest or row.size not in (None, each.size)):
             yield _problem(wheel, f"{name} differs from RECORD.", _AGAIN)
     return found
 
@@ -205,18 +206,13 @@ def _recorded(archive: zipfile.ZipFile, name: str, row: _Row | None) -> FileReco
     return FileRecord(archive.getinfo(name).file_size, digest)
 
 
-def _read(
-    archive: zipfile.ZipFile, name: str, algorithms: set[str]
-) -> tuple[int, Mapping[str, str]]:
-    """The size in bytes of a file in the archive, and its hashes in hex."""
-    hashes = {each: hashlib.new(each) for each in algorithms}
-    size = 0
+def _hash(archive: zipfile.ZipFile, name: str, algorithm: str) -> str:
+    """The hash of a file in the archive in hex."""
+    digest = hashlib.new(algorithm)
     with archive.open(name) as file:
         while chunk := file.read(_CHUNK):
-            size += len(chunk)
-            for each in hashes.values():
-                each.update(chunk)
-    return size, {name: each.hexdigest() for name, each in hashes.items()}
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _differences(

@@ -123,9 +123,8 @@ def read(files: Files, location: str) -> ModelPackage:
     """
     reader = _Reader(files, location)
     package = reader.package()
-    if reader.problems:
+    if package is None or reader.problems:
         raise InspectionError(*reader.problems)
-    assert package is not None
     return package
 
 

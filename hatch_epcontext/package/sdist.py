@@ -151,13 +151,12 @@ class Sdist:
             yield from self._inputs(target.calibration, model.key / "quantize" / "inputs")
         plugin = target.provider.plugin
         settings = target.settings
-        named = {
-            target.key / "library": plugin.path if plugin else "",
-            **{
-                target.key / "provider-options" / n: v for n, v in settings.provider_options.items()
-            },
-            **{target.key / "session-options" / n: v for n, v in settings.session_options.items()},
-        }
+        named = {target.key / "library": plugin.path if plugin else ""}
+        for table, options in (
+            ("provider-options", settings.provider_options),
+            ("session-options", settings.session_options),
+        ):
+            named |= {target.key / table / name: value for name, value in options.items()}
         for key, value in named.items():
             # Most options are no paths, and a library can be anywhere.
             if value and self._is_file(value):

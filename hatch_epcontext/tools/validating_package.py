@@ -231,15 +231,6 @@ def _chosen(package: ModelPackage, choice: Choice, *, has_source: bool) -> list[
     return found
 
 
-@dataclass(frozen=True)
-class _Opening:
-    """How a variant is opened: its target, its model file, and what that contains."""
-
-    target: Target
-    file: Path
-    model: InspectReply
-
-
 class _Validator:
     def __init__(
         self,
@@ -270,10 +261,10 @@ class _Validator:
             model = inspect_model(file, self._readers)
             result = replace(result, model=model)
             verify_model(file, model)
-            opening = _opening(found, variant, file, model)
+            target = _target(found, variant, file, model)
             if self._structure_only:
                 return replace(result, validation=Validation(ValidationStatus.STRUCTURE))
-            validation = self._run(component, variant, opening, location)
+            validation = self._run(component, target, file, model, location)
         except EpcontextError as error:
             problems = tuple(_located(each, location) for each in error.problems)
             if (reason := reason_not_run(error)) is None:
@@ -285,8 +276,8 @@ class _Validator:
             problems = tuple(replace(each, log=None) for each in problems)
             return replace(result, validation=validation, problems=problems)
         if validation.status is not ValidationStatus.RAN:
-            problem = _not_run(f"it was run on the CPU only: {validation.reason}", location)
-            result = replace(result, problems=(problem,))
+            only_cpu = _not_run(f"it was run on the CPU only: {validation.reason}", location)
+            result = replace(result, problems=only_cpu.problems)
         return replace(result, validation=validation)
 
     def _file(self, variant: Variant) -> Path:
@@ -297,7 +288,7 @@ class _Validator:
             return files[0]
         number = count(len(files), "ONNX file")
         reason = f"the manifest names no model (executor_info.ort), and its folder has {number}"
-        raise BuildError(_not_run(reason))
+        raise _not_run(reason)
 
     def _refuse_damaged(self, variant: Variant) -> None:
         damaged = [each for file, each in self._read.damaged.items() if _owns(variant, file)]
@@ -325,40 +316,42 @@ class _Validator:
         # Any file will do for the path: the model itself is not read here.
         return configure({"model": self._read.folder / FILE}, "cpu", own)
 
-    def _run(self, component: str, variant: str, opening: _Opening, location: str) -> Validation:
+    def _run(
+        self, component: str, target: Target, file: Path, opened: InspectReply, location: str
+    ) -> Validation:
         """Open and run a variant from a moved copy; raises EpcontextError if it fails."""
-        found, target = self._components[component].variants[variant], opening.target
+        found = self._components[component].variants[target.name]
         reason = reason_not_to_run_here(target.provider, target.settings)
-        reason = reason or reason_not_to_open(opening.file, opening.model, target.provider)
+        reason = reason or reason_not_to_open(file, opened, target.provider)
         if found.about is not None and found.about.needs_device:
             reason = reason or f"only the device itself can open it, and no simulator of {found.ep}"
         if reason:
-            raise BuildError(_not_run(reason, location))
+            raise _not_run(reason, location)
         (model,) = self._configure(component).models
-        reference, constants = self._reference(component, variant)
-        inputs, about = opening.model.inputs, self._components[component].about
-        names = {each.name for each in inputs}
+        reference, constants = self._reference(component, target.name)
+        about = self._components[component].about
+        names = {each.name for each in opened.inputs}
         shapes = fixed_shapes(each for each in about.inputs if each.name in names) if about else {}
         to_run = replace(
             model,
             name=component,
-            path=reference or opening.file,
+            path=reference or file,
             targets=(),
             static_shapes=True,
-            shapes={**shapes, **fixed_shapes(inputs), **model.shapes},
+            shapes={**shapes, **fixed_shapes(opened.inputs), **model.shapes},
             constants={**constants, **model.constants},
         )
         with temp_dir() as staging:
-            name = _copy(self._read.folder, found, opening, staging / "moved")
-            context = Context(component, name, inputs, opening.model.outputs)
+            name = _copy(self._read.folder / found.directory, file, opened, staging / "moved")
+            context = Context(component, name, opened.inputs, opened.outputs)
             request = ValidateRequest(
                 to_run,
                 target,
-                "context" if opening.model.contexts else "optimized",
+                "context" if opened.contexts else "optimized",
                 context,
                 str(staging / "moved"),
                 model.tolerance_for(target) if reference else None,
-                self._sharing(variant, found, context),
+                self._sharing(target.name, found, context),
                 has_source=reference is not None,
             )
             reply = self.workers.call(request, staging / "validate", location=location)
@@ -402,8 +395,8 @@ class _Validator:
         return (*others, context)
 
 
-def _opening(found: Variant, name: str, file: Path, model: InspectReply) -> _Opening:
-    """How the variant ``found`` is opened.
+def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Target:
+    """What the variant ``found`` is opened for.
 
     Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
     of its EP, or when it needs a secret or names files elsewhere.
@@ -412,7 +405,7 @@ def _opening(found: Variant, name: str, file: Path, model: InspectReply) -> _Ope
     _check_contexts(found, ep, file, model)
     provider = PROVIDERS.get(about.settings.provider) if about else find(ep)
     if provider is None:
-        raise BuildError(_not_run(f"{ep} is not a known execution provider"))
+        raise _not_run(f"{ep} is not a known execution provider")
     plugin = about.plugin if about else provider.plugin
     options = found.ort or OrtInfo(model_file=file.name)
     if about:
@@ -431,9 +424,9 @@ def _opening(found: Variant, name: str, file: Path, model: InspectReply) -> _Ope
     target = Target(name, settings, plugin, load_options)
     secrets = (*(about.secrets if about else ()), *secrets_in(load_options))
     if reason := next(_reasons_not_to_open(target, options, secrets), None):
-        raise BuildError(_not_run(reason))
+        raise _not_run(reason)
     check_chip(file, model, target.provider, settings)
-    return _Opening(target, file, model)
+    return target
 
 
 def _reasons_not_to_open(target: Target, options: OrtInfo, secrets: Sequence[str]) -> Iterator[str]:
@@ -457,25 +450,25 @@ def _reasons_not_to_open(target: Target, options: OrtInfo, secrets: Sequence[str
 
 def _check_contexts(found: Variant, ep: str, file: Path, model: InspectReply) -> None:
     """Raise InspectionError if the model's contexts are not those that the manifest names."""
-    others = dict.fromkeys(each.source for each in model.contexts if each.source != ep)
-    if others:
-        message = f"has contexts of {listing(map(repr, others))}, and the manifest says {ep}."
-        raise InspectionError(Problem(Kind.WRONG_PROVIDER, str(file), message))
+    message = ""
     written, named = model.compatibility.get(ep), found.compatibility_string
-    if written and named and written != named:
+    if others := dict.fromkeys(each.source for each in model.contexts if each.source != ep):
+        message = f"has contexts of {listing(map(repr, others))}, and the manifest says {ep}."
+    elif written and named and written != named:
         message = (
             f"has the compatibility string {written}, and the manifest says {named}:\n"
             "it was compiled for something else."
         )
+    if message:
         raise InspectionError(Problem(Kind.WRONG_PROVIDER, str(file), message))
 
 
-def _not_run(reason: str, location: str = "") -> Problem:
+def _not_run(reason: str, location: str = "") -> BuildError:
     hint = (
         "Validate it on a machine that can run it, or check only its files (on the command line: "
         "--structure, or --allow-not-run)."
     )
-    return Problem(Kind.NOT_RUN, location, f"{reason}.", hint)
+    return BuildError(Problem(Kind.NOT_RUN, location, f"{reason}.", hint))
 
 
 def _located(problem: Problem, location: str) -> Problem:
@@ -485,15 +478,13 @@ def _located(problem: Problem, location: str) -> Problem:
     return replace(problem, key=None, location=location)
 
 
-def _copy(folder: Path, found: Variant, opening: _Opening, moved: Path) -> str:
-    """Put the files of a variant into the folder ``moved``; returns the model file's path there."""
-    if not opening.model.contexts:
-        copy_named_files(opening.file, opening.model, moved)
-        return opening.file.name
+def _copy(folder: Path, file: Path, model: InspectReply, moved: Path) -> str:
+    """Put the files of a variant in ``folder`` into ``moved``; returns the model file's path there."""
+    if not model.contexts:
+        copy_named_files(file, model, moved)
+        return file.name
     # All of them: an EP may look for files that no node names.
-    own = folder / found.directory
-    if not opening.file.is_relative_to(own):
-        own = opening.file.parent
+    own = folder if file.is_relative_to(folder) else file.parent
     # What a link names, because its place is another one.
     shutil.copytree(own, moved, copy_function=lambda a, b: link_or_copy(Path(a).resolve(), b))
-    return opening.file.relative_to(own).as_posix()
+    return file.relative_to(own).as_posix()
