@@ -9,6 +9,7 @@ This module is beside the loader only where a target has ``recompile = true``. I
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import posixpath
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hatch_epcontext.loader import Package, Request, Variant
+    from hatch_epcontext.loader import Opener, Variant
 
 CACHE_LIMIT = 4 * 2**30
 """The size in bytes that the contexts which were compiled on this machine may have together."""
@@ -32,43 +33,41 @@ _RECORD = "files.json"
 _VOLATILE_FACTS = ("LUID", "DxgiAdapterNumber", "DxgiHighPerformanceIndex")
 
 
-def open_compiled(
-    loader: Any, package: Package, variant: Variant, request: Request
-) -> tuple[Any, str]:
-    """Open ``variant``, after its prepared model was compiled here, once for its EP and driver.
+def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
+    """Open a variant, after its prepared model was compiled here, once for its EP and driver.
 
     ``loader`` is the module beside this one. Returns the session, and what it runs on.
     """
-    ort = loader.import_onnxruntime()
-    if request.verify:
-        package.verify()
+    request = opener.request
+    opener.variant = variant = copy.copy(opener.variant)
     # It is that of the context that was shipped.
-    variant = variant._replace(compatibility="")
-    kind = loader.kind_of_device(variant, request)
-    loader.check_secrets(variant.about.get("secrets") or (), request)
-    if not hasattr(ort, "ModelCompiler"):
-        raise loader.SkipTargetError(f"onnxruntime {ort.__version__} cannot compile models")
-    with loader.ep_lock(ort):
-        key = _key_of_compiled(ort, package, variant, loader.find_devices(ort, variant, kind)[0])
+    variant.compatibility = ""
+    opener.check(variant.about.get("secrets") or ())
+    if not hasattr(opener.ort, "ModelCompiler"):
+        raise loader.SkipTargetError(f"onnxruntime {opener.ort.__version__} cannot compile models")
+    prepared = copy.copy(variant)
+    prepared.folder, prepared.file = posixpath.dirname(variant.prepared), variant.prepared
+    with opener.lock:
+        key = _key_of_compiled(opener, prepared)
     folder = loader.user_folder() / "compiled"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / key / posixpath.basename(variant.file)
     with _locked(folder / f"{key}.lock"):
         try:
             _check_record(loader, file.parent, verify=request.verify)
-            session, runs_on = loader.open_file(ort, package, variant, request, file)
+            session, runs_on = opener.open(file)
         except loader.SkipTargetError:
             raise
         except Exception as error:
             if file.parent.exists():
-                loader.log("warning", "%s cannot be opened any more: %s", file, error)
-                loader.remove(file.parent)
-            _compile(loader, ort, package, variant, request, kind, file)
-            session, runs_on = loader.open_file(ort, package, variant, request, file)
+                loader.log("warning", f"{file} cannot be opened any more: {error}")
+                _remove(file.parent)
+            _compile(loader, opener, prepared, file)
+            session, runs_on = opener.open(file)
     # The folder may have become read-only.
     with contextlib.suppress(OSError):
         os.utime(file.parent)
-        _remove_oldest(loader, folder, keep=key)
+        _remove_oldest(folder, keep=key)
     return session, f"{runs_on}, compiled on this machine"
 
 
@@ -77,20 +76,21 @@ def _check_record(loader: Any, folder: Path, *, verify: bool) -> None:
     import json
 
     record = json.loads((folder / _RECORD).read_bytes())
-    for name, recorded in record.items():
-        loader.check_file(folder / name, name, recorded, verify=verify)
+    if reason := loader.damage(folder, record, verify=verify):
+        raise loader.LoadError(reason)
     for path in folder.iterdir():
         if verify and path.name != _RECORD and path.name not in record:
-            raise loader.FileError(f"{path.name} is not in {_RECORD}")
+            raise loader.LoadError(f"{path.name} is not in {_RECORD}")
 
 
-def _key_of_compiled(ort: Any, package: Package, variant: Variant, device: Any) -> str:
+def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
     """The name of what is compiled: the prepared model, its settings, and all that is installed."""
     import hashlib
     import json
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path
 
+    ort, variant, device = opener.ort, opener.variant, opener.find_devices()[0]
     installed: Any = None
     # Some libraries have no package, and Python refuses an empty name with a ValueError.
     with contextlib.suppress(PackageNotFoundError, ValueError):
@@ -106,7 +106,7 @@ def _key_of_compiled(ort: Any, package: Package, variant: Variant, device: Any) 
         time = None if getattr(sys, "frozen", False) else stat.st_mtime_ns
         installed = [installed, stat.st_size, time]
     content = {
-        "model": {n: package.files[n]["sha256"] for n in package.files_of(variant, prepared=True)},
+        "model": {n: each["sha256"] for n, each in variant.package.files_of(prepared).items()},
         "settings": variant.settings,
         "onnxruntime": ort.__version__,
         "ep": installed,
@@ -115,50 +115,39 @@ def _key_of_compiled(ort: Any, package: Package, variant: Variant, device: Any) 
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _compile(
-    loader: Any,
-    ort: Any,
-    package: Package,
-    variant: Variant,
-    request: Request,
-    kind: str,
-    file: Path,
-) -> None:
-    """Compile the prepared model of ``variant`` into ``file``, in a folder that appears as a whole."""
+def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None:
+    """Compile the prepared model into ``file``, in a folder that appears as a whole."""
     import json
     import tempfile
 
-    settings = variant.settings
+    ort, settings, given = opener.ort, prepared.settings, opener.request.provider_options
+    model = prepared.package.on_disk(prepared, verify=True)
     compiled_with: dict[str, str] = settings.get("provider_options") or {}
     # Of a secret the manifest only has the name, and that of a variable of the build.
     secrets = [name for name, value in compiled_with.items() if value.startswith("{env:")]
-    loader.check_secrets(secrets, request)
-    given = {name: str(request.provider_options[name]) for name in secrets}
-    provider_options = {**compiled_with, **given}
+    opener.check(secrets)
+    provider_options = {**compiled_with, **{name: str(given[name]) for name in secrets}}
     options = ort.SessionOptions()
     for key, value in (settings.get("session_options") or {}).items():
         options.add_session_config_entry(key, value)
     level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
         settings.get("optimization") or "basic", "ENABLE_ALL"
     )
-    with contextlib.ExitStack() as stack:
-        prepared = package.on_disk(variant, stack, verify=True, prepared=True)
-        model, target = variant.component, variant.target
-        loader.log("warning", "%s is compiled for %s on this machine, once", model, target)
-        parent = file.parent.parent
-        made = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix=".new-", dir=parent, ignore_cleanup_errors=True)
-        )
+    what = f"{prepared.component} is compiled for {prepared.target}"
+    loader.log("warning", f"{what} on this machine, once")
+    parent = file.parent.parent
+    with tempfile.TemporaryDirectory(
+        prefix=".new-", dir=parent, ignore_cleanup_errors=True
+    ) as made:
         result = parent / made / file.parent.name
         result.mkdir()
         advice = "onnxruntime compiles only where the path has no letters outside ASCII; rename it"
-        with loader.ep_lock(ort):
+        with opener.lock:
             # Listed again: this process may have waited for another one that compiled, and failed.
-            devices = loader.find_devices(ort, variant, kind)
-            options.add_provider_for_devices(devices[:1], provider_options)
+            options.add_provider_for_devices(opener.find_devices()[:1], provider_options)
             compiler = ort.ModelCompiler(
                 options,
-                str(loader.readable(prepared, "ascii", advice)),
+                str(loader.readable(model, "ascii", advice)),
                 embed_compiled_data_into_model=bool(settings.get("embed")),
                 flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
                 graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),
@@ -200,7 +189,7 @@ def _locked(file: Path) -> Iterator[None]:
             yield
 
 
-def _remove_oldest(loader: Any, folder: Path, keep: str) -> None:
+def _remove_oldest(folder: Path, keep: str) -> None:
     """Remove what was unused for the longest time, beyond `CACHE_LIMIT` bytes."""
     import shutil
     import time
@@ -221,4 +210,15 @@ def _remove_oldest(loader: Any, folder: Path, keep: str) -> None:
     for is_kept, _, size, each in sorted(contexts, reverse=True):
         total += size
         if total > CACHE_LIMIT and not is_kept:
-            loader.remove(each)
+            _remove(each)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, which another process finds as a whole or not at all."""
+    import shutil
+
+    # On Windows one that is open stays.
+    trash = folder.with_name(f".old-{folder.name}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        folder.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)

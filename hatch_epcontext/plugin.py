@@ -125,7 +125,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         output = self._output_folder(config, selected, files)
         staging = self._make_staging()
         result = self._build(config, staging)
-        made = bundle(result, staging, modules(self._import_name(output), config))
+        made = bundle(result, staging, modules(self._import_name(output), config.models))
         for message in repeated_models(
             result, shipped_sources(result), files, selected, config.root
         ):
@@ -187,7 +187,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 workers = self._workers(config, progress)
                 config = cut_models(config, index, workers, staging)
                 result = Result(read_sources(config, index, workers, staging / "check"), ())
-        self._editable = result, folder, modules(self._import_name(output), config)
+        self._editable = result, folder, modules(self._import_name(output), config.models)
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Then Hatch does not call `finalize`.
             self._write_editable()

@@ -25,7 +25,7 @@ from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.package.modules import modules
 from hatch_epcontext.worker.results import Context, Coverage, ModelFacts
 
-MODULES = modules("my_app.epcontext")
+MODULES = modules("my_app.epcontext", ())
 
 TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 
 import hatch_epcontext
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.settings import Model
 
 _PYINSTALLER = "__pyinstaller"
 """The folder of the hook for PyInstaller; no model has such a name."""
@@ -18,17 +18,16 @@ def loader_file() -> Path:
     return Path(hatch_epcontext.__file__).with_name("loader.py")
 
 
-def modules(import_name: str | None, config: Config | None = None) -> Mapping[str, Path]:
-    """The modules of a package, by their path in it.
+def modules(import_name: str | None, models: Collection[Model]) -> Mapping[str, Path]:
+    """The modules of a package, by their path in it: the loader, and what the models need beside it.
 
-    They are the loader, what compiles on the user's machine if a target of ``config`` has ``recompile``, and
-    the hook for PyInstaller, which finds a hook by its name: there is none
-    for a folder without ``import_name``.
+    PyInstaller finds a hook by its name: there is none for a folder without ``import_name``.
     """
     shipped = {"__init__.py": loader_file()}
-    targets = (target for model in config.models for target in model.targets) if config else ()
-    if any(target.settings.recompile for target in targets):
+    if any(target.settings.recompile for model in models for target in model.targets):
         shipped["_recompile.py"] = loader_file().with_name("_recompile.py")
+    if any(model.constants for model in models):
+        shipped["_frozen.py"] = loader_file().with_name("_frozen.py")
     if import_name is not None:
         folder = Path(__file__).with_name("pyinstaller")
         shipped[f"{_PYINSTALLER}/__init__.py"] = folder / "__init__.py"

@@ -49,7 +49,7 @@ def export(
     with temp_dir() as staging:
         result = run(plan(config), staging)
         made = bundle(
-            result, staging, modules(import_name_in_tree(place), config) if loader else {}
+            result, staging, modules(import_name_in_tree(place), config.models) if loader else {}
         )
         _refuse_sources(place, (file for source in result.sources for file in source.files))
         # Compiling takes long enough for somebody else to write there.

