@@ -239,10 +239,10 @@ class Package:
 
         With ``verify`` also if a sha256 differs, or a file is not recorded.
         """
-        import hashlib
-
         files = self.files_of(variant)
         if verify:
+            import hashlib
+
             # A file cannot contain its own sha256: that of the manifest is with zeros in this place.
             text = self._text.replace(self._checksum.encode() or b"?", b"0" * 64)
             if hashlib.sha256(text).hexdigest() != self._checksum:
@@ -271,27 +271,23 @@ class Package:
 
     def unpacked(self) -> Path:
         """The folder, in the user's cache, with a copy of this package, which is inside an archive."""
-        import hashlib
         import shutil
         import tempfile
         import time
 
         parent = user_folder() / "unpacked"
-        parent.mkdir(exist_ok=True)
-        folder = parent / hashlib.sha256(self._text).hexdigest()[:32]
+        folder = parent / (self._checksum or "package")[:32]
         if damage(folder, self.files, verify=False):
-            with tempfile.TemporaryDirectory(
-                ".new", dir=parent, ignore_cleanup_errors=True
-            ) as made:
-                new, old = parent / made / "new", parent / made / "old"
+            parent.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=parent) as made:
+                new = parent / made / "new"
                 for name in (_MANIFEST, *self.files):
                     (new / name).parent.mkdir(parents=True, exist_ok=True)
                     with (self.root / name).open("rb") as file, (new / name).open("wb") as copy:
                         shutil.copyfileobj(file, copy, 1 << 20)
                 # Another process may have made it meanwhile.
                 if damage(folder, self.files, verify=False):
-                    with contextlib.suppress(OSError):
-                        folder.rename(old)
+                    shutil.rmtree(folder, ignore_errors=True)
                     new.rename(folder)
             for each in parent.iterdir():
                 if each.stat().st_mtime < time.time() - _UNUSED:
@@ -491,18 +487,14 @@ def readable(file: Path, encoding: str, reason: str) -> Path:
     raise SkipTargetError(f"{reason}, or use another folder than {file}")
 
 
-def ep_lock(ort: Any) -> Any:
-    """For registering plugin EPs and opening on them: some crash in two threads. One in the process."""
-    return vars(ort).setdefault("_epcontext_lock", threading.Lock())
-
-
 class Opener:
     """Opens one variant. Its methods raise SkipTargetError where this machine cannot run it."""
 
     def __init__(self, variant: Variant, request: Request) -> None:
         self.variant, self.request = variant, request
         self.ort: Any = importlib.import_module("onnxruntime")
-        self.lock = ep_lock(self.ort)
+        # For registering plugin EPs and opening on them: some crash in two threads. One in the process.
+        self.lock = vars(self.ort).setdefault("_epcontext_lock", threading.Lock())
         # The kind of device to open on.
         self.kind = request.device or variant.device
 
@@ -689,7 +681,7 @@ def _register_ready() -> None:
     """Register, once in a process, the EPs that Windows ML's catalogue has on this machine."""
     try:
         ort, catalogue = map(importlib.import_module, ("onnxruntime", "windowsml"))
-        with ep_lock(ort):
+        with vars(ort).setdefault("_epcontext_lock", threading.Lock()):
             # Kept: with some drivers it crashes when it is closed.
             if "_epcontext_catalog" not in vars(ort):
                 vars(ort)["_epcontext_catalog"] = found = catalogue.EpCatalog()

@@ -125,7 +125,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         output = self._output_folder(config, selected, files)
         staging = self._make_staging()
         result = self._build(config, staging)
-        made = bundle(result, staging, modules(self._import_name(output), config.models))
+        made = bundle(result, staging, modules(self._hooked_name(output), config.models))
         for message in repeated_models(
             result, shipped_sources(result), files, selected, config.root
         ):
@@ -187,7 +187,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 workers = self._workers(config, progress)
                 config = cut_models(config, index, workers, staging)
                 result = Result(read_sources(config, index, workers, staging / "check"), ())
-        self._editable = result, folder, modules(self._import_name(output), config.models)
+        self._editable = result, folder, modules(self._hooked_name(output), config.models)
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Then Hatch does not call `finalize`.
             self._write_editable()
@@ -277,10 +277,12 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             moved = self.build_config.get_distribution_path(moved)
         return PurePosixPath(Path(moved).as_posix())
 
-    def _import_name(self, output: PurePosixPath) -> str | None:
+    def _hooked_name(self, output: PurePosixPath) -> str | None:
+        """The name of the models' package, if the project tells PyInstaller to look for hooks."""
         from hatch_epcontext.package.modules import import_name
 
-        return import_name(self._place_in_wheel(output))
+        is_frozen = "pyinstaller40" in self.metadata.core.entry_points
+        return import_name(self._place_in_wheel(output)) if is_frozen else None
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Verify the finished wheel or sdist; an invalid one is removed. An editable install gets its files.

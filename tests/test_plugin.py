@@ -150,8 +150,6 @@ def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str
     names = zipfile.ZipFile(make(root)).namelist()
     assert {name for name in names if name.startswith("my_app/epcontext/")} == {
         "my_app/epcontext/__init__.py",
-        "my_app/epcontext/__pyinstaller/__init__.py",
-        "my_app/epcontext/__pyinstaller/hook-my_app.epcontext.py",
         "my_app/epcontext/manifest.json",
         "my_app/epcontext/a/cpu/a_optimized.onnx",
         "my_app/epcontext/a/source/a.onnx",
@@ -159,7 +157,14 @@ def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str
     assert files(root) == before, "the build changed the project"
     text = capsys.readouterr().err
     assert "epcontext: a -> cpu (cpu): optimized graph, ran and agrees with the CPU" in text
-    assert "epcontext: verified the wheel: 5 files as in the manifest, by RECORD" in text
+    assert "epcontext: verified the wheel: 3 files as in the manifest, by RECORD" in text
+
+
+def test_the_hook_for_pyinstaller_is_there_if_the_project_names_it(root: Path) -> None:
+    configure(root, '[project.entry-points.pyinstaller40]\nhook-dirs = "my_app.hooks:folders"\n')
+    names = zipfile.ZipFile(make(root)).namelist()
+    assert "my_app/epcontext/__pyinstaller/__init__.py" in names
+    assert "my_app/epcontext/__pyinstaller/hook-my_app.epcontext.py" in names
 
 
 def test_the_source_is_not_shipped_where_any_machine_runs_a_target(root: Path) -> None:
@@ -416,8 +421,6 @@ def test_an_editable_install_uses_the_source_models_in_place(
     assert files(root / "my_app" / "epcontext") == {
         ".gitignore",
         "__init__.py",
-        "__pyinstaller/__init__.py",
-        "__pyinstaller/hook-my_app.epcontext.py",
         "manifest.json",
     }
     assert f"epcontext: wrote {root / 'my_app' / 'epcontext'}" in capsys.readouterr().err

@@ -21,7 +21,7 @@ def loader_file() -> Path:
 def modules(import_name: str | None, models: Collection[Model]) -> Mapping[str, Path]:
     """The modules of a package, by their path in it: the loader, and what the models need beside it.
 
-    PyInstaller finds a hook by its name: there is none for a folder without ``import_name``.
+    With ``import_name``, the package's name, also the hook for PyInstaller, which finds it by that name.
     """
     shipped = {"__init__.py": loader_file()}
     if any(target.settings.recompile for model in models for target in model.targets):

@@ -26,8 +26,6 @@ pytestmark = [needs_qnn, pytest.mark.network, pytest.mark.slow]
 WHEEL = "digits_app-1.0.0-py3-none-any.whl"
 SHIPPED = {
     "__init__.py",
-    "__pyinstaller/__init__.py",
-    "__pyinstaller/hook-digits_app.epcontext.py",
     "manifest.json",
     "digits/cpu/digits_optimized.onnx",
     "digits/x-elite/digits_ctx.onnx",

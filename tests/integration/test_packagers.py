@@ -51,10 +51,24 @@ def build_wheel(project: Path, out: Path, env: Env, **variables: str) -> Path:
     return wheel
 
 
+def hooked_example(folder: Path) -> Path:
+    """The example, which names the hook for PyInstaller."""
+    project = copy_example(folder)
+    with (project / "pyproject.toml").open("a", encoding="utf-8") as file:
+        file.write(HOOK)
+    return project
+
+
+HOOK = """
+[project.entry-points.pyinstaller40]
+hook-dirs = "digits_app.epcontext.__pyinstaller:get_hook_dirs"
+"""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory, env: Env) -> Path:
     folder = tmp_path_factory.mktemp("example")
-    return build_wheel(copy_example(folder / "digits-app"), folder / "dist", env)
+    return build_wheel(hooked_example(folder / "digits-app"), folder / "dist", env)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +154,7 @@ def test_an_exported_package_is_frozen_without_being_installed(
 def test_an_editable_install_is_not_frozen_without_its_models(
     plain: Environment, tmp_path: Path
 ) -> None:
-    project = copy_example(tmp_path / "digits-app")
+    project = hooked_example(tmp_path / "digits-app")
     plain.install("--no-deps", "-e", project)
     (tmp_path / "freeze").mkdir()
     printed = freeze(plain, tmp_path / "freeze", fails=True)
