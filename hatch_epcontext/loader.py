@@ -520,7 +520,7 @@ class Opener:
         class_ = ort.InferenceSession
         if variant.constants:
             # Beside this module only where a model has constants.
-            module = importlib.import_module("._frozen", __package__)
+            module = importlib.import_module("._constants", __package__)
             class_ = module.session_class(ort, variant.constants)
         is_built_in = self._is_built_in()
         providers = [(variant.ep, provider_options)] if is_built_in else None

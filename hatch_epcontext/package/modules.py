@@ -27,7 +27,7 @@ def modules(import_name: str | None, models: Collection[Model]) -> Mapping[str, 
     if any(target.settings.recompile for model in models for target in model.targets):
         shipped["_recompile.py"] = loader_file().with_name("_recompile.py")
     if any(model.constants for model in models):
-        shipped["_frozen.py"] = loader_file().with_name("_frozen.py")
+        shipped["_constants.py"] = loader_file().with_name("_constants.py")
     if import_name is not None:
         folder = Path(__file__).with_name("pyinstaller")
         shipped[f"{_PYINSTALLER}/__init__.py"] = folder / "__init__.py"

@@ -43,6 +43,8 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
 def test_it_is_the_same_as_in_a_wheel_byte_for_byte(
     cli: Cli, app_project: Path, tmp_path: Path
 ) -> None:
+    with (app_project / "pyproject.toml").open("a", encoding="utf-8") as file:
+        file.write('[project.entry-points.pyinstaller40]\nhook-dirs = "my_app.hooks:folders"\n')
     wheel = build_wheel(app_project)
     out = app_project / "my_app" / "epcontext"
     cli("export", app_project, "-o", out, "-q")

@@ -36,17 +36,17 @@ def test_a_wheel_is_shown_and_verified(cli: Cli, wheel: Path) -> None:
     rows = [line for line in printed.splitlines() if " source " in line]
     size = (wheel.parents[1] / "models" / "a.onnx").stat().st_size
     assert [row.split("│")[-2].strip() for row in rows] == [f"{size / 1000:.1f} kB"] * 2
-    checked = "verified: 9 files of 2 models with 6 variants, and 13 files as in RECORD\n"
+    checked = "verified: 7 files of 2 models with 6 variants, and 11 files as in RECORD\n"
     assert printed.endswith(checked)
 
 
 def test_a_wheel_as_json(cli: Cli, wheel: Path) -> None:
     result = cli("inspect", wheel, "--json", "--verify")
-    assert result.stderr.startswith("verified: 9 files")
+    assert result.stderr.startswith("verified: 7 files")
     found = json.loads(result.stdout)
     assert (found["path"], found["model"]) == (str(wheel), None)
     assert found["verification"] == {
-        "files": 9, "recorded": 13, "models": 2, "variants": 6, "problems": []
+        "files": 7, "recorded": 11, "models": 2, "variants": 6, "problems": []
     }  # fmt: skip
     package = found["packages"]["my_app/epcontext"]
     assert (package["schema_version"], package["layout"]) == ("1.0", "portable")
@@ -65,9 +65,9 @@ def test_changed_and_missing_files_of_a_package_are_found(
     installed = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    assert "verified: 9 files" in cli("inspect", installed, "--verify").stdout
+    assert "verified: 7 files" in cli("inspect", installed, "--verify").stdout
     package = installed / "my_app" / "epcontext"
-    assert "verified: 9 files" in cli("inspect", package, "--verify").stdout
+    assert "verified: 7 files" in cli("inspect", package, "--verify").stdout
     (package / "a" / "one" / "a_optimized.onnx").write_bytes(b"changed")
     (package / "b" / "source" / "b.onnx").unlink()
     cli("inspect", package)

@@ -131,7 +131,8 @@ def test_a_frozen_input_is_taken_and_checked_on_every_target(app: Path, target: 
 
 def test_without_a_shape_that_is_large_enough_the_shapes_are_listed(app: Path) -> None:
     error = opened(app, 5, target="npu")["error"]
-    assert "none of its shapes is large enough (x: 1 x 1 x 8 x 8; x: 4 x 1 x 8 x 8)" in error
+    assert "none of its shapes is large enough" in error
+    assert "[4, 1, 8, 8]" in error
 
 
 def test_a_context_that_does_not_open_is_compiled_on_the_users_machine(app: Path) -> None:

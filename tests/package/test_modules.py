@@ -67,4 +67,4 @@ def test_modules_are_shipped_only_where_a_model_needs_them(
         save(network(), tmp_path / "models" / f"{name}.onnx")
     shipped = modules(None, configured(tmp_path, toml).models)
     assert ("_recompile.py" in shipped) == (recompile == "true")
-    assert ("_frozen.py" in shipped) == (constants != "{}")
+    assert ("_constants.py" in shipped) == (constants != "{}")

@@ -155,7 +155,7 @@ def _advice(
     model: onnx.ModelProto, key: Key, target: Key, findings: Findings
 ) -> tuple[str, tuple[Setting, ...]]:
     """What to do about refused nodes: keep the part before or after them, or use another provider."""
-    if frozen := _frozen(key, findings):
+    if frozen := _constants(key, findings):
         return frozen
     refused = {name for each in findings.refused for name in each.node.output if name}
     rest = [n for n in findings.flow.counted if not refused.intersection(n.output)]
@@ -185,7 +185,7 @@ def _advice(
     return hint, (Setting(key / "cut", cut), lower)
 
 
-def _frozen(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] | None:
+def _constants(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] | None:
     """The inputs to freeze, if they decide all refused nodes."""
     found: dict[str, tuple[Any, ...]] = {}
     for each in findings.refused:

@@ -3,7 +3,7 @@
 """Sessions of models with inputs that the build froze to a value (``constants``).
 
 This module is beside the loader only where a model has ``constants``. It is a copy of
-``hatch_epcontext/_frozen.py`` in hatch-epcontext, under the MIT licence.
+``hatch_epcontext/_constants.py`` in hatch-epcontext, under the MIT licence.
 """
 
 from __future__ import annotations
