@@ -644,10 +644,12 @@ class Opener:
     def _devices(self, library: str = "") -> list[Any]:
         """The EP's devices, or else those that the file ``library`` offers under another name."""
         devices: list[Any] = getattr(self.ort, "get_ep_devices", list)()
-        named = [each for each in devices if each.ep_name == self.variant.ep]
-        paths = [os.path.realpath(each.ep_metadata.get("library_path", "")) for each in devices]
-        file = os.path.realpath(library) if library else None
-        return named or [each for each, path in zip(devices, paths, strict=True) if path == file]
+        found = [each for each in devices if each.ep_name == self.variant.ep]
+        for each in devices if library and not found else ():
+            path = os.path.realpath(each.ep_metadata.get("library_path", ""))
+            if path == os.path.realpath(library):
+                found.append(each)
+        return found
 
 
 def _kind(device: Any) -> str:
@@ -685,10 +687,11 @@ def _register_ready() -> None:
             # Kept: with some drivers it crashes when it is closed.
             if "_epcontext_catalog" not in vars(ort):
                 vars(ort)["_epcontext_catalog"] = found = catalogue.EpCatalog()
+                offered = {each.ep_name for each in ort.get_ep_devices()}
                 for each in found.find_all_providers():
                     # What fails is skipped with its reason: its EP is not registered.
                     with contextlib.suppress(Exception):
-                        if each.ready_state.name == "Ready":
+                        if each.ready_state.name == "Ready" and each.name not in offered:
                             ort.register_execution_provider_library(each.name, each.library_path)
     except Exception as error:
         log("info", f"the catalogue of Windows ML cannot be used ({error})")
