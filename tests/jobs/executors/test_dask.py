@@ -44,10 +44,12 @@ PRELOAD = """
 import os
 from hatch_epcontext.jobs.executors import dask_worker
 from hatch_epcontext.jobs.processes import process
+from tests.kept_server import KeptServers
 process._FIRST_BEAT = process._NEXT_BEATS = 0.5
+process.ForkServer = KeptServers().get
 dask_worker._IDLE_SECONDS = float(os.environ.get("IDLE_SECONDS", 300))
 """
-"""What each dask worker runs at its start, so that no test waits for long."""
+"""What each dask worker runs at its start, so that no test waits for long, or starts a server for each build."""
 
 SLOW_LIBRARY = """
 import os, pathlib, time
