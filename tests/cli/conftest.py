@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from hatchling.builders.wheel import WheelBuilder
+from hatchling.plugin.manager import PluginManager
 
 from hatch_epcontext.cli.app import app
 from tests.models import network, save
@@ -53,7 +53,6 @@ def build_wheel(project: Path) -> Path:
     text = (project / "pyproject.toml").read_text("utf-8")
     head = PROJECT.removesuffix("[tool.epcontext]\n")
     (project / "pyproject.toml").write_text(head + text, encoding="utf-8")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
-    subprocess.run(command, cwd=project, check=True, capture_output=True)
-    (wheel,) = (project / "dist").glob("*.whl")
-    return wheel
+    builder = WheelBuilder(str(project), plugin_manager=PluginManager())
+    (wheel,) = builder.build(directory=str(project / "dist"), versions=["standard"])
+    return Path(wheel)

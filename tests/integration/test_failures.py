@@ -103,19 +103,20 @@ def test_a_missing_model(project: Project) -> None:
     assert 'there is no model at "models/b.onnx"' in project.failure()
 
 
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        (b"hello, I am text\n", "a.onnx is not an ONNX model"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "is a Git LFS pointer"),
-        (network().SerializeToString()[:3000], "a.onnx is not an ONNX model"),
-    ],
-    ids=["text", "lfs", "cut"],
-)  # fmt: skip
-def test_a_corrupt_model(project: Project, content: bytes, what: str) -> None:
-    project.configure(CPU)
-    (project.root / "models" / "a.onnx").write_bytes(content)
-    assert what in project.failure()
+def test_corrupt_models(project: Project) -> None:
+    project.configure('provider = "cpu"\nmodels = ["models/*.onnx"]\n')
+    contents = {
+        "text": b"hello, I am text\n",
+        "lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        "cut": network().SerializeToString()[:3000],
+    }
+    for name, content in contents.items():
+        (project.root / "models" / f"{name}.onnx").write_bytes(content)
+    text = project.failure()
+    assert "(3 problems)" in text
+    assert {name: f"models/{name}.onnx): EPC2" in text for name in contents} == dict.fromkeys(
+        contents, True
+    )
 
 
 @needs_qnn

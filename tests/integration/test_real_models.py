@@ -18,9 +18,9 @@ pytestmark = [needs_qnn, pytest.mark.network, pytest.mark.slow]
 
 
 SMALL = {
-    "ocr-detection": {"x": [1, 3, 160, 160]},
-    "ocr-recognition": {"x": [1, 3, 48, 96]},
-    "ocr-direction": {"x": [1, 3, 48, 96]},
+    "ocr-detection": {"x": [1, 3, 64, 64]},
+    "ocr-recognition": {"x": [1, 3, 48, 48]},
+    "ocr-direction": {"x": [1, 3, 48, 48]},
 }
 """Smaller pictures than those of the list, for which the simulator needs a minute."""
 

@@ -42,32 +42,36 @@ fallback = "source"
 OPEN = """
 import json, sys
 import numpy as np
-from my_app.epcontext import LoadError, explain, load, models, shapes_of, target_of
+from my_app.epcontext import LoadError, load, models, shapes_of, target_of
 
-batch, target, device, fallback = json.loads(sys.argv[1])
-shapes = None if batch is None else {"x": (batch, 1, 8, 8)}
-arguments = {"target": target, "device": device, "fallback": fallback, "shapes": shapes}
-try:
-    session = load("net", **arguments)
-except LoadError as error:
-    print(json.dumps({"error": str(error)}))
-    sys.exit()
-size = shapes_of(session)["x"][0]
-x = np.linspace(0, 1, 64 * (size if isinstance(size, int) else batch or 1), dtype=np.float32)
-x = x.reshape(-1, 1, 8, 8)
-scale = np.array(2, np.float32)
-answers = [session.run(None, feed)[0] for feed in ({"x": x}, {"x": x, "scale": scale})]
-assert np.array_equal(*answers)
-try:
-    session.run(None, {"x": x, "scale": np.array(3, np.float32)})
-    refused = None
-except ValueError as error:
-    refused = str(error)
-print(json.dumps({
-    "models": models(), "target": target_of(session), "size": size, "y": answers[0].tolist(),
-    "inputs": [each.name for each in session.get_inputs()], "refused": refused,
-}))
+def answer(batch, target, fallback):
+    shapes = None if batch is None else {"x": (batch, 1, 8, 8)}
+    arguments = {"target": target, "device": "any", "fallback": fallback, "shapes": shapes}
+    try:
+        session = load("net", **arguments)
+    except LoadError as error:
+        return {"error": str(error)}
+    size = shapes_of(session)["x"][0]
+    x = np.linspace(0, 1, 64 * (size if isinstance(size, int) else batch or 1), dtype=np.float32)
+    x = x.reshape(-1, 1, 8, 8)
+    scale = np.array(2, np.float32)
+    answers = [session.run(None, feed)[0] for feed in ({"x": x}, {"x": x, "scale": scale})]
+    assert np.array_equal(*answers)
+    try:
+        session.run(None, {"x": x, "scale": np.array(3, np.float32)})
+        refused = None
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "models": models(), "target": target_of(session), "size": size, "y": answers[0].tolist(),
+        "inputs": [each.name for each in session.get_inputs()], "refused": refused,
+    }
+
+print(json.dumps([answer(*case) for case in json.loads(sys.argv[1])]))
 """
+
+Case = tuple[int | None, str | None, str]
+"""A number of images, a target and a fallback."""
 
 
 def scaled() -> onnx.ModelProto:
@@ -91,60 +95,51 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "installed"
 
 
-def opened(
-    app: Path,
-    batch: int | None = None,
-    *,
-    target: str | None = None,
-    device: str | None = "any",
-    fallback: str | None = "cpu",
-) -> dict[str, Any]:
-    """The answer of a new process that opens the model."""
+def opened(app: Path, *cases: Case) -> list[dict[str, Any]]:
+    """The answers of a new process that opens the model for each of ``cases``."""
     env = {**os.environ, "PYTHONPATH": str(app), "XDG_CACHE_HOME": str(app / "user")}
-    arguments = json.dumps([batch, target, device, fallback])
-    output = run(sys.executable, "-c", OPEN, arguments, cwd=app, env=env)
-    answer: dict[str, Any] = printed_json(output)
-    return answer
+    output = run(sys.executable, "-c", OPEN, json.dumps(cases), cwd=app, env=env)
+    answers: list[dict[str, Any]] = printed_json(output)
+    return answers
 
 
-@pytest.mark.parametrize(
-    ("batch", "target", "size"),
-    [(None, "npu", 1), (1, "npu", 1), (2, "npu", 4), (4, "npu", 4), (5, "cpu", "batch")],
-)
-def test_the_smallest_shape_that_is_large_enough_is_opened(
-    app: Path, batch: int | None, target: str, size: int | str
-) -> None:
-    answer = opened(app, batch)
-    assert (answer["models"], answer["target"], answer["size"]) == (["net"], target, size)
+def test_the_smallest_shape_that_is_large_enough_is_opened(app: Path) -> None:
+    expected = {None: ("npu", 1), 1: ("npu", 1), 2: ("npu", 4), 4: ("npu", 4), 5: ("cpu", "batch")}
+    answers = opened(app, *((batch, None, "cpu") for batch in expected))
+    found = [(answer["target"], answer["size"]) for answer in answers]
+    assert dict(zip(expected, found, strict=True)) == expected
+    assert all(answer["models"] == ["net"] for answer in answers)
 
 
-@pytest.mark.parametrize("target", ["npu", "cpu", "source"])
-def test_a_frozen_input_is_taken_and_checked_on_every_target(app: Path, target: str) -> None:
-    answer = opened(app, 1, target=target)
-    assert answer["inputs"] == ["x"]
-    assert "'scale' was frozen to 2.0" in answer["refused"]
+def test_a_frozen_input_is_taken_and_checked_on_every_target(app: Path) -> None:
     reference = onnxruntime.InferenceSession(app.parent / "models" / "a.onnx")
     x = np.linspace(0, 1, 64, dtype=np.float32).reshape(1, 1, 8, 8)
     (expected,) = reference.run(None, {"x": x, "scale": np.array(2, np.float32)})
-    np.testing.assert_allclose(answer["y"], expected, rtol=2e-2, atol=2e-2)
+    targets = ("npu", "cpu", "source")
+    for target, answer in zip(
+        targets, opened(app, *((1, each, "cpu") for each in targets)), strict=True
+    ):
+        assert answer["inputs"] == ["x"], target
+        assert "'scale' was frozen to 2.0" in answer["refused"], target
+        np.testing.assert_allclose(answer["y"], expected, rtol=2e-2, atol=2e-2, err_msg=target)
 
 
 def test_without_a_shape_that_is_large_enough_the_shapes_are_listed(app: Path) -> None:
-    error = opened(app, 5, target="npu")["error"]
-    assert "none of its shapes is large enough" in error
-    assert "[4, 1, 8, 8]" in error
+    (answer,) = opened(app, (5, "npu", "cpu"))
+    assert "none of its shapes is large enough" in answer["error"]
+    assert "[4, 1, 8, 8]" in answer["error"]
 
 
 def test_a_context_that_does_not_open_is_compiled_on_the_users_machine(app: Path) -> None:
-    before = opened(app, 4, target="npu")
+    (before,) = opened(app, (4, "npu", "cpu"))
     (sidecar,) = (app / "my_app" / "epcontext" / "net.4x1x8x8" / "npu").glob("*.bin")
     shipped = sidecar.read_bytes()
     try:
         # Of the right size, so that the EP itself refuses it.
         sidecar.write_bytes(bytes(len(shipped)))
-        assert "InvalidGraph" in opened(app, 4, target="npu")["error"]
-        for _ in range(2):
-            answer = opened(app, 4, target="npu", fallback="jit")
+        refused, *others = opened(app, (4, "npu", "cpu"), *[(4, "npu", "jit")] * 2)
+        assert "InvalidGraph" in refused["error"]
+        for answer in others:
             assert (answer["target"], answer["size"]) == ("npu", 4)
             np.testing.assert_allclose(answer["y"], before["y"], rtol=1e-3, atol=1e-3)
         compiled = list((app / "user" / "my_app" / "compiled").glob("*/*_ctx.onnx"))

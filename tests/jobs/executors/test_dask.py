@@ -49,7 +49,7 @@ process._FIRST_BEAT = process._NEXT_BEATS = 0.5
 process.ForkServer = KeptServers().get
 dask_worker._IDLE_SECONDS = float(os.environ.get("IDLE_SECONDS", 300))
 """
-"""What each dask worker runs at its start, so that no test waits for long, or starts a server for each build."""
+"""What each dask worker runs at its start, so that no test waits for long, and builds share a server."""
 
 SLOW_LIBRARY = """
 import os, pathlib, time
