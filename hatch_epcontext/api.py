@@ -1,11 +1,11 @@
-"""What programs import: everything in ``__all__``, and nothing else of the package.
+"""The public API: everything in ``__all__``, and nothing else of the package.
 
 All functions run ONNX Runtime and EPs in worker processes, and import neither onnxruntime nor onnx.
 They raise subclasses of `EpcontextError`, whose ``problems`` have a kind, a location, a message and a
-hint. The location of a wrong argument is the key of ``[tool.epcontext]`` that it corresponds to.
+hint. The location of a wrong argument is the corresponding key of ``[tool.epcontext]``.
 
-These environment variables count, as in a build: ``HATCH_EPCONTEXT_CACHE_DIR``, ``_NO_CACHE``, ``_JOBS``
-and ``_TIMEOUT``. An argument wins over them.
+The variables ``HATCH_EPCONTEXT_CACHE_DIR``, ``_NO_CACHE``, ``_JOBS`` and ``_TIMEOUT`` apply as in a build;
+arguments win over them.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def compile_models(
     ``cache_dir``: the folder of the cache; the default is the user's cache folder.
     ``log``: gets a line for each finished model or group, and warnings.
 
-    A key of ``dims``, ``shapes`` or ``constants`` counts for all models, and with a model's name before
-    it (``"decoder:length"``) for that model only.
+    A key of ``dims``, ``shapes`` or ``constants`` applies to all models, or, with a model's name before it
+    (``"decoder:length"``), to that model only.
 
     Raises ConfigError for invalid arguments, RequirementError if a package is missing or the provider is
     not available here, BuildError if a model is invalid, is not compiled or fails its validation, and
@@ -220,7 +220,7 @@ def validate_context(
 
     ``source``: the source model; outputs are then compared with those of the source on the CPU. The
     source gets the fixed shapes of the context model, and ``dims``, ``shapes`` and ``constants``.
-    ``provider``: the provider; a context names its own, and only an optimized graph needs it.
+    ``provider``: needed only for an optimized graph; a context names its own.
     ``provider_options``, ``session_options``, ``device``: for loading. Options that name a chip must fit
     the context.
     ``inputs``: ``"random"``, ``"ones"``, ``"zeros"``, an ``.npz`` with an array for each input, a folder
@@ -230,7 +230,7 @@ def validate_context(
     ``structure_only``: check the files only, and run nothing.
     ``log``: gets the steps of the worker, and each line that it prints.
 
-    Returns the facts of the model and its validation, whose ``agreements`` are empty without a source.
+    Returns the facts of the model and its validation; without a source its ``agreements`` are empty.
     Raises InspectionError if the file is not a context model, a file is missing, or it is for another
     provider or chip; ConfigError for invalid arguments; RequirementError if a package is missing; and
     BuildError if the model cannot be run here, or fails.
@@ -281,7 +281,7 @@ def compile_to_bytes(
     ``model``: the contents of an ONNX file. Its shapes must be fixed if the EP needs that.
     ``provider``: the name of a provider that compiles contexts.
     ``provider_options``: checked by name and value.
-    ``data``: the contents of the files of its external data, by the location that the model has for each.
+    ``data``: the contents of its external data files, by their locations in the model.
     ``device``: the device to compile for; the default is the provider's.
     ``optimization``: ONNX Runtime's graph optimization before partitioning; the default is basic.
     ``timeout``: seconds for the worker; the default is 1800.

@@ -1,6 +1,6 @@
 """Errors as data: every problem has a kind, a location, a message and a hint.
 
-A `Kind` has a stable id, which is printed with each problem and documented in ``docs/errors.md``.
+The stable id of its `Kind` is printed with each problem, and documented in ``docs/errors.md``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Kind(Enum):
     WRONG_TYPE = (
         "EPC003",
         "Wrong type",
-        "A key has a value of another type than it takes.",
+        "A value has the wrong type.",
         "Write a value of the type in the message.",
     )
     MISSING_KEY = (
@@ -108,13 +108,13 @@ class Kind(Enum):
     UNKNOWN_OPTION = (
         "EPC013",
         "Unknown provider option",
-        "The EP does not have this option, and would ignore it silently.",
+        "The EP does not have this option, and would silently ignore it.",
         "Check the spelling. If the EP is newer than this package: `allow-unknown-options = true`.",
     )
     INVALID_OPTION = (
         "EPC014",
         "Invalid provider option",
-        "The EP does not take this value. Many EPs accept impossible values silently.",
+        "The EP does not support this value. Many EPs silently accept impossible values.",
         "Write a value that the message allows.",
     )
     RESERVED_OPTION = (
@@ -144,7 +144,7 @@ class Kind(Enum):
     UNKNOWN_SESSION_OPTION = (
         "EPC019",
         "Unknown session option",
-        "ONNX Runtime does not have this option, and would ignore it silently.",
+        "ONNX Runtime does not have this option, and would silently ignore it.",
         "Check the spelling. If ONNX Runtime is newer than this package: `allow-unknown-options = true`.",
     )
     INVALID_VARIABLE = (
@@ -192,7 +192,7 @@ class Kind(Enum):
     NO_OUTPUT_PACKAGE = (
         "EPC026",
         "No place for the models in the wheel",
-        "The wheel has no import package for the models, several of them, or files of its own there.",
+        "The wheel has no import package for the models, has several, or has other files in their place.",
         'Set `output`, such as `output = "my_app/epcontext"`.',
     )
     MISSING_REQUIREMENT = (
@@ -246,7 +246,7 @@ class Kind(Enum):
     UNUSABLE_CACHE = (
         "EPC109",
         "Shared cache cannot be used",
-        "A cluster's files go through the shared cache, and it does not take or give one of them.",
+        "A cluster's files go through the shared cache, and one of them could not be written or read.",
         "Check `build.cache`, and that this machine and the workers may read and write it.",
     )
     INVALID_MODEL = (
@@ -301,7 +301,7 @@ class Kind(Enum):
         "EPC209",
         "Source model does not run",
         "ONNX Runtime cannot run it on the CPU with the dummy inputs.",
-        "Give inputs that the model takes with `validate.inputs`.",
+        "Give inputs that the model accepts with `validate.inputs`.",
     )
     RUN_TIMEOUT = (
         "EPC210",
@@ -337,7 +337,7 @@ class Kind(Enum):
         "EPC301",
         "Nothing was compiled",
         "The EP compiled no node, or cannot compile ahead of time at all.",
-        "Check the chip in `provider-options`, and that the EP has the model's operators.",
+        "Check the chip in `provider-options`, and that the EP supports the model's operators.",
     )
     LOW_COVERAGE = (
         "EPC302",
@@ -396,7 +396,7 @@ class Kind(Enum):
     NOT_CACHED = (
         "EPC311",
         "Not in the cache",
-        "`HATCH_EPCONTEXT_FROM_CACHE` takes a target only from the cache, which does not have it.",
+        "`HATCH_EPCONTEXT_FROM_CACHE` allows a target only from the cache, which does not have it.",
         "Build the target where that is possible, with the same cache.",
     )
     OUT_OF_MEMORY = (
@@ -414,13 +414,13 @@ class Kind(Enum):
     WORKER_LOST = (
         "EPC314",
         "Worker of the cluster was lost",
-        "Workers of the dask cluster ended again and again in the middle of a job, or failed outside of it.",
+        "Workers of the dask cluster repeatedly ended during a job, or failed outside of it.",
         "Read the logs of the dask workers. Often memory or disk space is short.",
     )
     WORKER_KILLED = (
         "EPC315",
         "Worker was killed",
-        "Something else ended a worker: the system, because memory was short, or somebody.",
+        "The system, because memory was short, or a user killed a worker.",
         "Build again. If memory is short, lower `build.jobs`.",
     )
     SYSTEM_ERROR = (
@@ -468,7 +468,7 @@ class Kind(Enum):
     INCONCLUSIVE = (
         "EPC406",
         "Inconclusive comparison",
-        "Validation is required, and the CPU's values of an output are not finite, or always the same.",
+        "Validation is required, and an output on the CPU is not finite, or always the same.",
         "Give real inputs with `validate.inputs`.",
     )
     FILE_EXISTS = (
@@ -504,7 +504,7 @@ class Kind(Enum):
     CHANGED_FILE = (
         "EPC506",
         "File is missing or changed",
-        "A file that a manifest or a model names is missing, or is not as it was recorded.",
+        "A file that a manifest or a model names is missing, or differs from its record.",
         "Restore the file, or build again.",
     )
     WRONG_PROVIDER = (
@@ -516,7 +516,7 @@ class Kind(Enum):
     INVALID_PACKAGE = (
         "EPC508",
         "Invalid model package",
-        "The folder's `manifest.json` is not that of a model package that ONNX Runtime can open.",
+        "ONNX Runtime cannot open a model package with this `manifest.json`.",
         "Correct the place in the message, or write the package again.",
     )
     NOT_IN_SDIST = (
@@ -529,7 +529,7 @@ class Kind(Enum):
         "EPC510",
         "Recorded samples in the sdist",
         "The sdist would have what `epcontext record` wrote, which may contain personal data.",
-        "Exclude the folder, or remove its `.gitignore` if everybody may have the files.",
+        "Exclude the folder, or remove its `.gitignore` if the files may be published.",
     )
 
 
@@ -537,8 +537,8 @@ class Kind(Enum):
 class Key:
     """A key of ``[tool.epcontext]``: names of keys, and indices of list items, from the outside in.
 
-    ``model``: the path of the model in whose table the key is. One glob can match several models.
-    ``name``: the name of that model, if its table has one.
+    ``model``: the path of the key's model: one glob can match several. ``name``: the name of that model, if
+    its table has one.
     """
 
     parts: tuple[str | int, ...] = ()
@@ -552,13 +552,13 @@ class Key:
         return dotted((*ROOT.split("."), *self.parts))
 
     def contains(self, other: Key) -> bool:
-        """Whether ``other`` is this key, or lies inside its table or list."""
+        """Whether ``other`` is this key, or inside its table or list."""
         return other.parts[: len(self.parts)] == self.parts
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key to set, and the value to give it; None where that is for the user to choose."""
+    """A key to set, and its value; None if the user must choose it."""
 
     key: Key
     value: Any = None
@@ -568,7 +568,7 @@ class Setting:
 
 
 class KeyNames:
-    """How messages name keys: as dotted keys of ``pyproject.toml``. The command line names flags."""
+    """Names keys in messages as dotted keys of ``pyproject.toml``. The command line names flags instead."""
 
     def key(self, key: Key) -> str:
         """The name of ``key``, with its model if it has one."""
@@ -576,11 +576,11 @@ class KeyNames:
         return hide_credentials(f"{key} ({model})" if model else str(key))
 
     def targets(self, names: tuple[str, ...]) -> str:
-        """What follows a key whose problem only the targets ``names`` have."""
+        """The suffix of a key whose problem only the targets ``names`` have."""
         return f" -> {', '.join(names)}" if names else ""
 
     def setting(self, setting: Setting) -> str:
-        """The sentence that tells a user to write ``setting``."""
+        """The instruction to write ``setting``."""
         list_name, *rest = setting.key.parts or ("",)
         if list_name != "models" or len(rest) < 2:
             return f"Change {setting}" if setting.value is None else f"Set {setting}"
@@ -597,16 +597,15 @@ class KeyNames:
 class Problem:
     """One thing that is wrong.
 
-    ``location``: a dotted key, an environment variable, a file, or what a job compiles. The runner of a job
-    sets it for the problems of the job.
+    ``location``: a dotted key, an environment variable, a file, or a job, whose runner sets it.
     ``key``: set if the location is a key of the configuration.
     ``settings``: what the user can set to solve the problem, after the sentence in ``hint``.
     ``log``: the end of a worker's log.
     ``targets``: those that have the problem.
     ``tried``: other recipes for the job, each with its result.
     ``step``: the step of the job, unless it is compiling.
-    ``causes``: what else can be the reason, in sentences.
-    ``margin``: the decibels by which an output is above its limit, less than 0.
+    ``causes``: other possible causes, in sentences.
+    ``margin``: the decibels by which an output is above its limit, negative.
     ``gap``: the decibels by which it is worse than an emulation of the number format, if there is one.
     """
 
@@ -625,7 +624,7 @@ class Problem:
     gap: float | None = None
 
     def __post_init__(self) -> None:
-        # What a user has given in place of a path or a key can be a URL with a password.
+        # In place of a path or a key, a user may have given a URL with a password.
         object.__setattr__(self, "location", hide_credentials(self.location))
 
     @classmethod
@@ -636,7 +635,7 @@ class Problem:
         return cls(kind, str(key), message, hint, key, settings)
 
     def text(self, names: KeyNames | None = None) -> str:
-        """The problem as a message, with the keys as ``names`` names them."""
+        """The problem as a message, in which ``names`` names the keys."""
         location = printable(self.where(names))
         lines = [f"{location}: {self.kind.id}" if location else self.kind.id]
         lines.append(_indented(self.account, "    "))
@@ -651,7 +650,7 @@ class Problem:
         names = names or KeyNames()
         if self.key is not None:
             return names.key(self.key) + names.targets(self.targets)
-        # On the command line too, as the lines that a job logs.
+        # On the command line too, like the lines that a job logs.
         job = self.location + KeyNames().targets(self.targets)
         return f"{job}: {self.step}" if self.step else job
 
@@ -661,7 +660,7 @@ class Problem:
         return "\n".join([self.message, *(f"Also tried: {each}" for each in self.tried)])
 
     def advice(self, names: KeyNames | None = None) -> str:
-        """The hint, the other causes and the settings: what to do; empty where nothing is known."""
+        """What to do: the hint, the other causes and the settings; may be empty."""
         names = names or KeyNames()
         lines = [*filter(None, (self.hint,)), *self.causes]
         lines += map(names.setting, self.settings)
@@ -672,10 +671,10 @@ class Problem:
 
 
 def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """``problems``, in which those that differ in their targets alone are one, with all their settings."""
+    """``problems``, merged if they differ only in their targets, with all their settings."""
     found: dict[tuple[object, ...], Problem] = {}
     for each in problems:
-        # Each log has its own times and process ids.
+        # Logs differ in times and process ids.
         log = re.sub("[0-9a-f]*[0-9][0-9a-f]*", "", each.log or "")
         # Several models of a glob have one key.
         place = replace(each, targets=()).where()
@@ -698,11 +697,11 @@ def _indented(text: str, prefix: str) -> str:
 
 
 Diagnosed = Generator[Problem, None, T]
-"""What a function gives that yields the problems it finds, and returns a value all the same."""
+"""The result type of a function that yields the problems that it finds, and then returns a value."""
 
 
 def collect(checks: Diagnosed[T]) -> tuple[T, list[Problem]]:
-    """Run ``checks`` to the end: the value that it returns, and all problems that it yields."""
+    """Run ``checks`` to the end; returns its value, and all problems that it yields."""
     problems: list[Problem] = []
     while True:
         try:
@@ -726,7 +725,7 @@ class EpcontextError(Exception):
         return all(problem.kind in kinds for problem in self.problems)
 
     def located(self: ErrorT, location: str, *targets: str, step: str = "") -> ErrorT:
-        """The same error, in which problems without a location have this one."""
+        """The same error; problems without a location get this one."""
         return type(self)(
             *(
                 each
@@ -737,7 +736,7 @@ class EpcontextError(Exception):
         )
 
     def text(self, names: KeyNames | None = None, headline: str | None = None) -> str:
-        """All problems as one message below ``headline``, with the keys as ``names`` names them."""
+        """All problems as one message below ``headline``, in which ``names`` names the keys."""
         count = f" ({len(self.problems)} problems)" if len(self.problems) > 1 else ""
         lines = [f"{headline or self.headline}{count}:"]
         return "\n".join([*lines, *(problem.text(names) for problem in self.problems)])
@@ -772,11 +771,11 @@ class BuildError(EpcontextError):
 
 
 class ModelError(BuildError):
-    """The cause is a model or its configuration: not ONNX Runtime and not the EP."""
+    """The cause is a model or its configuration, not ONNX Runtime or the EP."""
 
 
 class InspectionError(EpcontextError):
-    """A file or folder cannot be inspected, or is not what it claims to be."""
+    """A file or folder cannot be inspected, or is invalid."""
 
     headline = "inspection failed"
 

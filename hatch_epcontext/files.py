@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, recorded by size and sha256, linked or copied."""
+"""Files: written atomically, recorded by size and sha256, linked or copied."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ T = TypeVar("T")
 _CHUNK = 1 << 20
 
 _LFS = b"version https://git-lfs"
-"""How the file begins that Git LFS leaves in place of another one."""
+"""The first bytes of a Git LFS pointer."""
 
 TEMP_VARIABLE = "TEMP" if sys.platform == "win32" else "TMPDIR"
 """The variable that names the folder for temporary files."""
 
 STAGING_PREFIX, _PREFIX_BESIDE = "hatch-epcontext-", ".epcontext-"
-"""How the names of temporary folders begin: in the system's folder for them, and beside a user's files."""
+"""The prefixes of temporary folders: in the system's folder for them, and beside a user's files."""
 
 _MARKER = ".lock"
-"""The file in a temporary folder that names its owner, and is locked as long as the folder is used."""
+"""The file in a temporary folder that names its owner, and is locked while the folder is in use."""
 
 _OURS = "hatch-epcontext made the folder {}, and removes it when nobody has locked this file.\n"
-"""What a marker contains, with the folder's name: without it nothing is removed, whatever that name is.
+"""The contents of a marker, with the folder's name: a folder without it is never removed.
 
-A copy of the folder has another name, and belongs to who made it.
+A copy of the folder has another name, and belongs to the user.
 """
 
 _LOCKED_BYTE = 1000
-"""What is locked of a marker on Windows, which makes it unreadable: it is behind the text."""
+"""The locked byte of a marker on Windows. Locking makes it unreadable, so it is after the text."""
 
 _BINARY = getattr(os, "O_BINARY", 0)
 
 MAX_BYTES = 256 * 10**9
-"""Bytes of one file or of all weights of a model: more than today's machines can compile."""
+"""The most bytes of one file or of all weights of a model: more than today's machines can compile."""
 
 _NAMED = 40
-"""Characters of a file's name that are in that of the file from which it is renamed."""
+"""The number of a file's name's characters in the name of its temporary file."""
 
 _IN_USE = frozenset({5, 32, 33})
-"""Windows errors for what another program has open: access denied, sharing violation, lock violation."""
+"""Windows errors for files in use: access denied, sharing violation, lock violation."""
 
 _PATIENCE, _PAUSE = 2.0, 0.05
-"""Seconds for which something is tried again while a file is in use, and between two attempts: virus scanners
-and indexers open what was just written."""
+"""Seconds for retries while a file is in use, and between two attempts: virus scanners and indexers open new
+files."""
 
 _LARGE = 10**9
-"""Bytes from which a file is read only if it is known to be needed."""
+"""Bytes from which a file is read only if its size is plausible."""
 
 _MAX_UNUSED = 100
-"""How much larger than what is used of it, or was written to it, such a file may be."""
+"""The largest ratio of such a file's size to its used, or written, part."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class FileRecord:
 
 
 def patiently(action: Callable[[], T]) -> T:
-    """Return what ``action`` does, tried again for some time while another program has its file open.
+    """Return the result of ``action``, with retries while another program has its file open.
 
     Only Windows refuses to replace, rename and remove such files. Raises OSError.
     """
@@ -92,15 +92,15 @@ def patiently(action: Callable[[], T]) -> T:
 
 
 def remove(file: Path) -> None:
-    """Remove ``file``, after an error that matters more than one about this would."""
+    """Remove ``file`` after an error; an error of the removal is ignored."""
     with contextlib.suppress(OSError):
         patiently(lambda: file.unlink(missing_ok=True))
 
 
 def is_in_use(error: OSError) -> bool:
-    """Whether another program may have the file open that ``error`` is about. Only Windows reports it."""
+    """Whether ``error`` may mean that another program has the file open. Only Windows reports that."""
     number = getattr(error, "winerror", None)
-    # To open a file is a function of C, which has one number for all of these.
+    # Opening a file calls a C function, which has one error number for all of these.
     is_of_c = sys.platform == "win32" and number is None and error.errno == errno.EACCES
     return is_of_c or number in _IN_USE
 
@@ -108,13 +108,12 @@ def is_in_use(error: OSError) -> bool:
 def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
     """Write ``file`` so that readers see the old text or the new one; its folder is made if needed.
 
-    Without ``durable`` a power cut can leave it empty: that is faster, and enough for what can be made again.
+    Without ``durable`` it is faster, but a power cut can leave it empty: for files that can be made again.
 
-    An existing file keeps its mode. Characters that are not Unicode, which file names can have, are
-    written as escapes.
+    An existing file keeps its mode. Surrogates, which file names can contain, are written as escapes.
     """
-    # In the same folder, because a file can only be renamed within its file system; and a short name, because
-    # that of the file may be as long as its file system takes.
+    # In the same folder, because files can be renamed only within a file system; with a short name, because
+    # the file's own may be as long as the file system allows.
     own = f"{os.getpid()}-{threading.get_ident()}"
     temporary = file.with_name(f".{file.name[:_NAMED]}.{own}.tmp")
     try:
@@ -143,17 +142,16 @@ def _create(file: Path) -> BinaryIO:
 
 
 def sync(file: Path) -> None:
-    """Make the system write ``file`` to its disk: a power cut can leave a renamed file empty."""
+    """Make the system write ``file`` to its disk: otherwise a power cut can leave a renamed file empty."""
     with patiently(lambda: file.open("rb+")) as handle:
         os.fsync(handle.fileno())
 
 
 @contextlib.contextmanager
 def temp_dir(parent: Path | None = None) -> Iterator[Path]:
-    """A temporary folder, which is removed in the end; in ``parent``, or in that of the system.
+    """A temporary folder in ``parent``, or in the system's folder; it is removed at the end.
 
-    Before that, what killed processes left there in the same way is removed. Raises OSError if it cannot
-    be made.
+    First removes such folders of killed processes. Raises OSError if it cannot be made.
     """
     sweep(parent)
     prefix = STAGING_PREFIX if parent is None else _PREFIX_BESIDE
@@ -169,17 +167,17 @@ def temp_dir(parent: Path | None = None) -> Iterator[Path]:
         folder.rmdir()
         raise
     try:
-        # Locked before it names the owner: others leave it alone until then, and after that.
+        # Locked before it names the owner: other processes ignore an empty marker, and a locked one.
         _lock(marker)
         os.write(marker, _OURS.format(folder.name).encode())
-        # Resolved, because a temporary folder is often behind a link, and EPs compare paths.
+        # Resolved, because a temporary folder is often a link, and EPs compare paths.
         yield folder.resolve()
     finally:
         _remove(folder, marker)
 
 
 def sweep(parent: Path | None = None) -> None:
-    """Remove the folders that `temp_dir` made in ``parent`` for processes that do not run any more."""
+    """Remove the folders that `temp_dir` made in ``parent`` for processes that no longer run."""
     prefix = STAGING_PREFIX if parent is None else _PREFIX_BESIDE
     with contextlib.suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
         for entry in entries:
@@ -189,7 +187,7 @@ def sweep(parent: Path | None = None) -> None:
 
 
 def _sweep_one(folder: Path) -> None:
-    # In a folder for all users others can have folders of this name.
+    # In a folder for all users, other users may have folders with this name.
     if folder.lstat().st_uid != _user():
         return
     # Not blocking: it can be a pipe.
@@ -203,7 +201,7 @@ def _sweep_one(folder: Path) -> None:
 
 
 def _lock(marker: int) -> bool:
-    """Lock an open marker as long as it is open; False if it is locked, or cannot be locked there."""
+    """Lock an open marker until it is closed; False if it is locked, or cannot be locked."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -221,8 +219,8 @@ def _lock(marker: int) -> bool:
 
 
 def mounts() -> list[list[str]]:
-    """The fields of each mount of this process as proc_pid_mountinfo(5) numbers them, from 0; those behind
-    the optional ones, which are left out, follow. Raises OSError where the system has no such list.
+    """The fields of each mount of this process, in the order of proc_pid_mountinfo(5), without the optional
+    ones. Raises OSError if the system has no such list.
     """
     text = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape")
     lines = (line.partition(" - ") for line in text.splitlines())
@@ -230,10 +228,10 @@ def mounts() -> list[list[str]]:
 
 
 def _has_mounts(folder: Path) -> bool:
-    """Whether something is mounted below ``folder``, which would be emptied too."""
-    # Not `Path.resolve`, which raises where this user may not look.
+    """Whether a file system is mounted below ``folder``: it would be emptied too."""
+    # Not `Path.resolve`, which raises without permission.
     inside = f"{os.path.realpath(folder)}/"
-    # Escaped as the system does it.
+    # Escaped as in the system's list.
     inside = re.sub(r"[ \t\n\\]", lambda found: f"\\{ord(found[0]):03o}", inside)
     with contextlib.suppress(OSError):
         return any(mount[4].startswith(inside) for mount in mounts())
@@ -243,8 +241,8 @@ def _has_mounts(folder: Path) -> bool:
 def _remove(folder: Path, marker: int) -> None:
     """Remove a folder of `temp_dir`, and close its marker.
 
-    The marker goes last, and only when nothing else is left: what is in use, or what a killed removal leaves,
-    is removed by a later one.
+    The marker goes last, and only if nothing else is left: a later removal takes files that are in use, or
+    that a killed removal left.
     """
     if _has_mounts(folder):
         os.close(marker)
@@ -265,7 +263,7 @@ def _remove(folder: Path, marker: int) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a file or a folder, also one that may not be written; what is in use stays."""
+    """Remove a file or a folder, even a read-only one; files in use stay."""
     if path.is_symlink() or not path.is_dir():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -277,11 +275,11 @@ def _remove_tree(path: Path) -> None:
 
 
 def _make_writable(folder: Path) -> None:
-    """Let this user remove everything below ``folder``; what links lead to stays as it is."""
+    """Let this user remove everything below ``folder``; the targets of links stay as they are."""
     with contextlib.suppress(OSError):
         folder.chmod(0o700)
         for inside, folders, files in os.walk(folder):
-            # On Windows it is the mode of a file itself that keeps it.
+            # On Windows the mode of the file itself prevents its removal.
             for path in (Path(inside, name) for name in (*folders, *files)):
                 if not path.is_symlink():
                     path.chmod(0o700)
@@ -292,7 +290,7 @@ def _user() -> int:
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> str:
-    """Put the file ``source`` at ``target`` too: a hard link where the file system has them, or a copy.
+    """Make ``target`` a hard link to the file ``source``, or a copy if the file system has no hard links.
 
     For targets that nothing writes to. The signature is that of `shutil.copytree`'s ``copy_function``.
     """
@@ -304,9 +302,9 @@ def link_or_copy(source: str | Path, target: str | Path) -> str:
 
 
 def symlink_or_copy(source: Path, target: Path) -> None:
-    """Put the file ``source`` at ``target`` too: a symbolic link where the system allows it, or a copy.
+    """Make ``target`` a symbolic link to the file ``source``, or a copy if the system allows no links.
 
-    For files of the user: a hard link would change their status, and who looks at it would read them again.
+    For files of the user: a hard link would change their status, and an index would read them again.
     """
     try:
         target.symlink_to(source)
@@ -315,7 +313,7 @@ def symlink_or_copy(source: Path, target: Path) -> None:
 
 
 def is_text(path: Path) -> bool:
-    """Whether ``path`` is text: on Linux a name is any sequence of bytes."""
+    """Whether ``path`` is text: on Linux a name may be any bytes."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -324,13 +322,13 @@ def is_text(path: Path) -> bool:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether ``path`` is a file that can be read: no folder, pipe or device, and a possible name."""
+    """Whether ``path`` is a regular file: not a folder, pipe or device, nor an impossible name."""
     # `Path.is_file` raises for names that are too long.
     return os.path.isfile(path)  # noqa: PTH113
 
 
 def is_missing(path: Path) -> bool:
-    """Whether there is nothing at ``path``, not even a link, as far as this user may see."""
+    """Whether there is nothing at ``path``, not even a link, as far as this user can see."""
     try:
         path.lstat()
     except OSError as error:
@@ -341,14 +339,14 @@ def is_missing(path: Path) -> bool:
 
 
 def read_regular(path: Path) -> bytes:
-    """The bytes of the file ``path``; raises OSError if it is none, such as a pipe, which would wait."""
+    """The bytes of the regular file ``path``; raises OSError for others: a pipe, for example, would block."""
     if not is_regular(path):
         raise FileNotFoundError(errno.ENOENT, "there is no regular file", str(path))
     return path.read_bytes()
 
 
 def known_text(path: Path) -> str | None:
-    """The text of the file ``path``; None if there is no such file, or if it is no text."""
+    """The text of the file ``path``; None if there is no such file, or if it is not text."""
     try:
         return read_regular(path).decode()
     except (OSError, UnicodeError):
@@ -404,9 +402,9 @@ def dangling(link: Path) -> Rejection:
 
 
 def too_large(status: os.stat_result, used: int | None = None) -> str | None:
-    """Why a file of this ``status`` is not read, as the end of a sentence; None if it can be.
+    """Why a file of this ``status`` is not read, as the end of a sentence; None if it is.
 
-    ``used``: its bytes that are used, if that is known. A file without contents can have any size.
+    ``used``: the number of its used bytes, if known. A sparse file can have any size.
     """
     size = status.st_size
     if size > MAX_BYTES:
@@ -415,7 +413,7 @@ def too_large(status: os.stat_result, used: int | None = None) -> str | None:
         return None
     if used is not None and size > _MAX_UNUSED * used:
         return f"has {show_size(size)}, and the model uses {show_size(used)} of it"
-    # Windows does not count them.
+    # Windows does not count blocks.
     blocks: int | None = getattr(status, "st_blocks", None)
     if blocks is not None and size > _MAX_UNUSED * 512 * blocks:
         return f"has {show_size(size)}, of which only {show_size(512 * blocks)} were ever written"
@@ -423,11 +421,11 @@ def too_large(status: os.stat_result, used: int | None = None) -> str | None:
 
 
 _MAX_OF_OUTPUT = 100 * 10**6
-"""Bytes that a report, measurements or a chart can have."""
+"""The most bytes of a report, measurements or a chart."""
 
 
 class Output(Enum):
-    """What this package writes where a user names a file: how it begins, and where it names its author."""
+    """Files that this package writes at a user's path: their first bytes, and the name of this package."""
 
     PAGE = rb'<!DOCTYPE html>\n<html lang="en"><head>.{,99}name="generator" content="hatch-epcontext [0-9]'
     REPORT = rb'\{\n  "failures": .*\n  "generator": "hatch-epcontext [0-9]'
@@ -467,7 +465,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 def is_portable(name: str) -> bool:
     """Whether ``name`` is a relative path that stays below its folder, and names a file, on every system."""
-    # A part may not end with a dot: that also refuses "..". Surrogates are bytes that are no text.
+    # A part may not end with a dot, which also excludes "..". Surrogates are bytes that are not text.
     return not re.search(r'[\\:*?"<>|\x00-\x1f\x7f\ud800-\udfff]', name) and all(
         part and part[-1] not in ". " and not is_device(part) for part in name.split("/")
     )
@@ -478,13 +476,13 @@ def is_inside(path: str) -> bool:
     pure, windows = PurePosixPath(path), PureWindowsPath(path)
     if not path or pure.is_absolute() or windows.drive or windows.root:
         return False
-    # Joined to a folder a part can become a drive, and Windows takes ".. " for the parent folder.
+    # Joined to a folder a part can become a drive, and Windows reads ".. " as the parent folder.
     parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
     return all(part.strip(". ") and not PureWindowsPath(part).drive for part in parts)
 
 
 def is_sha256(text: str) -> bool:
-    """Whether ``text`` is a hex sha256, as this package writes it."""
+    """Whether ``text`` is a hex sha256 in lower case."""
     return re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
@@ -503,7 +501,7 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
 
 
 def is_intact(folder: Path, files: Mapping[str, FileRecord]) -> bool:
-    """Whether each file of ``files`` is below ``folder`` as it was recorded."""
+    """Whether each of ``files`` is below ``folder`` and matches its record."""
     for name, recorded in files.items():
         path = folder / PurePosixPath(name)
         if not path.is_file() or record_file(path) != recorded:

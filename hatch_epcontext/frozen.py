@@ -1,7 +1,7 @@
 """Frozen dataclasses that are cheap to define, for modules that every build imports.
 
-Such a process defines about a hundred of them, and Python writes and compiles six methods for each. Here all
-classes share them. Type checkers ensure that they are frozen.
+A build defines about a hundred of them, and Python generates and compiles six methods for each. Here all
+classes share the methods. Type checkers ensure that they are frozen.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _init(self: Any, *values: Any, **given: Any) -> None:
 
 
 class _Fields:
-    """What `_init` needs to know of a class."""
+    """The facts of a class that `_init` needs."""
 
     def __init__(self, cls: type[Any]) -> None:
         fields, missing = dataclasses.fields(cls), dataclasses.MISSING

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """Compiles the models in ``[tool.epcontext]`` and ships them in the wheel; an sdist gets their sources.
 
-    The methods import the core: Hatch loads the class in every build of an environment that has the
-    package, and few of them use it.
+    The methods import the core: Hatch loads the class in every build in an environment with the package, and
+    few of these builds use it.
     """
 
     PLUGIN_NAME = "epcontext"
@@ -51,14 +51,14 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return []
         with self._errors_as_message():
             hooks = self._hooks()
-            # Hatch asks before other hooks have made their files.
+            # Hatch calls this before other hooks have made their files.
             config = self._config(hooks, pending=bool(hooks))
             self._check_sbom(config)
             sbom = SBOM if config.wheel.sbom else ()
             return [*plan(config).requirements, *cache_requirements(config.build), *sbom]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build all jobs, and give the files to Hatch; an editable install gets them in the project.
+        """Build all jobs, and pass the files to Hatch; an editable install gets them in the project.
 
         ``version``: Hatch's name of the kind of wheel, ``"standard"`` or ``"editable"``.
         """
@@ -90,7 +90,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.config.environ import PREFIX
         from hatch_epcontext.package.sdist import Sdist
 
-        # The wheel is built from it for all targets.
+        # A wheel for all targets may be built from the sdist.
         chosen = (f"{PREFIX}TARGETS", f"{PREFIX}FROM_CACHE")
         environ = {name: text for name, text in os.environ.items() if name not in chosen}
         hooks = self._hooks()
@@ -189,7 +189,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 result = Result(read_sources(config, index, workers, staging / "check"), ())
         self._editable = result, folder, modules(self._hooked_name(output), config.models)
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
-            # Then Hatch does not call `finalize`.
+            # Here Hatch does not call `finalize`.
             self._write_editable()
 
     def _write_editable(self) -> None:
@@ -206,7 +206,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _build(self, config: Config, staging: Path) -> Result:
         """Run all jobs of ``config``: `jobs.run` starts them, and `jobs.job` tries the recipes of each.
 
-        One that fails ends no other one, unless ``fail-fast`` is set; then all problems are raised.
+        A failed job ends no other one, unless ``fail-fast`` is set; at the end all problems are raised.
         """
         from hatch_epcontext.files import Output
         from hatch_epcontext.jobs.plan import plan
@@ -231,7 +231,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _workers(self, config: Config, progress: _Progress) -> Workers:
         from hatch_epcontext.jobs.processes.process import Workers
 
-        # `hatch -v build` shows the workers' requests and logs, and `-vv` ONNX Runtime's whole log.
+        # `hatch -v build` shows the workers' requests and logs, and `-vv` ONNX Runtime's verbose log.
         verbosity, settings = self.app.verbosity, config.build
         log = progress.finished if verbosity > 0 else None
         workers = Workers(settings.timeout, log, verbosity > 1, settings.memory_limit)
@@ -255,8 +255,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _make_staging(self) -> Path:
         from hatch_epcontext.files import temp_dir
 
-        # Open until `finalize`, because Hatch packs its files after `initialize`; or until the end, because
-        # Hatch runs no `finalize` when another hook fails, or with `--hooks-only`.
+        # Kept until `finalize`, because Hatch packs its files after `initialize`; or until the process ends,
+        # because Hatch runs no `finalize` if another hook fails, or with `--hooks-only`.
         self._staging = contextlib.ExitStack()
         weakref.finalize(self, self._staging.close)
         return self._staging.enter_context(temp_dir())
@@ -271,7 +271,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return output
 
     def _place_in_wheel(self, output: PurePosixPath) -> PurePosixPath:
-        # Hatch's own rules for paths may move it. They raise ValueError for a project of models alone.
+        # Hatch's rules for paths may move it. They raise ValueError for a project with only models.
         moved = str(Path(output))
         with contextlib.suppress(ValueError):
             moved = self.build_config.get_distribution_path(moved)
@@ -287,7 +287,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Verify the finished wheel or sdist; an invalid one is removed. An editable install gets its files.
 
-        These are written only now, so that an install that fails leaves nothing in the project.
+        These are written only now, so that a failed install leaves nothing in the project.
         """
         from hatch_epcontext.errors import WheelError
         from hatch_epcontext.files import remove
@@ -320,7 +320,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self._clean_up()
 
     def _check_later_hooks(self, finished: Path) -> None:
-        """Fail if a hook that ran after this one has made a model again: what is compiled is an old one."""
+        """Fail if a hook that ran after this one changed a model: then the compiled model is outdated."""
         from hatch_epcontext.errors import ModelError
         from hatch_epcontext.files import remove
         from hatch_epcontext.jobs.sources import check_unchanged
@@ -344,7 +344,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name != "wheel":
             return
         with self._errors_as_message():
-            # Cleaning works with an invalid configuration too.
+            # Cleaning also works with an invalid configuration.
             table = tool_table(Path(self.root))
             given = table.get("output") if isinstance(table, dict) else None
             configured = PurePosixPath(given) if isinstance(given, str) else None
@@ -389,7 +389,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if loader is None:
             return frozenset()
         ours = editable.owned_paths(output, loader.parent)
-        # Hatch leaves out reserved paths; it reserves the paths of this build's own files itself.
+        # Hatch leaves out reserved paths; it reserves the paths of this build's files itself.
         self.build_config.build_reserved_paths.update(str(Path(path)) for path in ours)
         return ours
 
@@ -408,7 +408,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     @contextlib.contextmanager
     def _errors_as_message(self) -> Iterator[None]:
-        """Foreseen errors become one message without a traceback."""
+        """Turn expected errors into one message without a traceback."""
         from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.errors import EpcontextError, MissingError
         from hatch_epcontext.system import os_error_text
@@ -465,7 +465,7 @@ class _Progress:
         self.pulse = Heartbeat()
 
     def running(self, line: str) -> None:
-        """Show what runs: on the terminal, because the front end may not show it."""
+        """Show the running step on the terminal, because the front end may not show it."""
         from hatch_epcontext.text import printable
 
         seconds = time.monotonic() - self._start
@@ -474,7 +474,7 @@ class _Progress:
             self._info(line)
 
     def finished(self, line: str) -> None:
-        """Print what is finished, in the output of the build."""
+        """Print a finished step in the output of the build."""
         self._info(line)
         if self._terminal is None:
             self.pulse.mark_reported()

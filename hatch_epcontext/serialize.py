@@ -26,7 +26,7 @@ _LEAVES = {str: "a string", bool: "true or false", int: "a whole number", float:
 _SEQUENCES = (tuple, Sequence)
 
 _NOTHING: Any = object()
-"""What is read of a value that does not fit, and what is found where a value is missing."""
+"""The result for a value that does not fit, and the value of a missing one."""
 
 _Place = tuple["str | int", ...]
 
@@ -49,11 +49,11 @@ class _Wrong(NamedTuple):
 
 
 _Read = Callable[[Any, _Place, list[_Wrong]], Any]
-"""Reads a value at a place: returns what it becomes, and adds what is wrong with it to a list."""
+"""Reads a value at a place: returns the result, and adds what is wrong to a list."""
 
 
 class _Style(NamedTuple):
-    """How tables are written: the key of a field, and whether other keys are wrong."""
+    """The style of tables: the key of a field, and whether other keys are wrong."""
 
     key_of: Callable[[str], str]
     strict: bool
@@ -66,7 +66,7 @@ _STRICT_JSON = _Style(str, strict=True)
 
 
 def describe_type(type_: Any) -> str:
-    """What a key of this type takes, in words."""
+    """A description of the values of this type."""
     if type_ in _LEAVES:
         return _LEAVES[type_]
     if get_origin(type_) is Literal:
@@ -128,7 +128,7 @@ def _path_reader(text: _Read) -> _Read:
 
 
 def _choice_reader(choices: Mapping[Any, Any]) -> _Read:
-    """A reader of values that stand for others."""
+    """A reader of ``choices``, each with the result for it."""
 
     def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
         for choice, meant in choices.items():
@@ -148,7 +148,7 @@ def _union_reader(type_: Any, members: list[_Read], *, takes_none: bool) -> _Rea
         for member in members:
             inside: list[_Wrong] = []
             found = member(value, place, inside)
-            # The member that a list or a table is meant for has only problems inside of it.
+            # The member for which a list or a table is meant has problems only inside of it.
             if all(each.place != place for each in inside):
                 wrong += inside
                 return found
@@ -224,8 +224,8 @@ def _dataclass_reader(type_: type[Any], style: _Style) -> _Read:
 def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     """Return ``table``, which is at ``key``, as a ``type_``; yield all wrong types.
 
-    Invalid parts are left out of the result, so that the rest can be checked too: every field must
-    have a default.
+    Invalid parts are left out of the result, so that the rest can be checked too; so every field needs a
+    default.
     """
     wrong: list[_Wrong] = []
     found = _reader(type_, _TOML)(table, (), wrong)
@@ -242,7 +242,7 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
 
 
 def from_text(text: str, type_: Any) -> Any:
-    """The value of ``type_`` that ``text`` is written for; raises ValueError with what is allowed."""
+    """The value of ``type_`` in ``text``; raises ValueError with the allowed values."""
     for value in (*_scalars(text), text):
         wrong: list[_Wrong] = []
         found = _reader(type_, _TOML)(value, (), wrong)
@@ -268,12 +268,12 @@ def from_json(text: str | bytes, type_: type[T]) -> T:
 
 
 def refuse_constant(name: str) -> None:
-    """Raise ValueError for NaN and the infinities: Python reads them, and other parsers do not."""
+    """Raise ValueError for NaN and the infinities: Python reads them, but other parsers do not."""
     raise ValueError(f"{name} is not a number in JSON")
 
 
 def from_plain(value: Any, type_: type[T]) -> T:
-    """The ``type_`` of plain values, as JSON has them; raises ValueError if they are not one.
+    """The ``type_`` from plain values, as in JSON; raises ValueError if they do not fit.
 
     Unknown keys are left out.
     """
@@ -299,8 +299,8 @@ def valid_part(
 
 
 def to_plain(value: Any) -> Any:
-    """A dataclass as plain values, as JSON has them."""
-    # First of all, because most values are.
+    """A dataclass as plain values, as in JSON."""
+    # First, because most values are.
     if value is None or type(value) in _LEAVES:
         return value
     if dataclasses.is_dataclass(value):
@@ -315,10 +315,10 @@ def to_plain(value: Any) -> Any:
 
 
 def to_json(value: Any, *, indent: int | None = 2) -> str:
-    """A dataclass as JSON that is the same for equal values: sorted keys, two spaces, a final newline.
+    """A dataclass as canonical JSON: sorted keys, two spaces, a final newline.
 
     Without ``indent`` it is one line, which Python writes much faster.
     """
-    # The only control character that JSON leaves as it is.
+    # The only control character that JSON does not escape.
     text = json.dumps(to_plain(value), indent=indent, sort_keys=True).replace("\x7f", "\\u007f")
     return text + "\n"

@@ -1,4 +1,4 @@
-"""What the system refuses, in words: a full disk, a folder that cannot be written, too many open files."""
+"""Messages for errors of the operating system: a full disk, no write permission, too many open files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, Output, is_in_u
 from hatch_epcontext.text import show_size
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
-"""What the system answers when there is no room for a file."""
+"""The system's errors when there is no room for a file."""
 
 _REFUSALS = _FULL | {
     getattr(errno, name)
@@ -26,20 +26,20 @@ _REFUSALS = _FULL | {
         *("EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "ETIMEDOUT"),
     )
 }
-"""What the system answers whatever a program does right. A missing file can be the program's own fault."""
+"""The system's errors that are not the program's fault. A missing file may be."""
 
 _FULL_IN_WORDS = re.compile(
     r"no space left on device|disk quota exceeded|not enough space on the disk", re.IGNORECASE
 )
 
 _NO_ROOM = 64 << 10
-"""Bytes below which a file system counts as full: libraries that fail to write there rarely report why."""
+"""Bytes below which a file system counts as full: libraries that fail to write rarely report the reason."""
 
 
 def check_apart(report: Path | None, place: Path) -> None:
-    """Raise OutputError if ``report`` is to be written where ``place``, a result, is."""
+    """Raise OutputError if ``report`` would overwrite ``place``, a result."""
     if report is not None and report.resolve().is_relative_to(place.resolve()):
-        message = f"is where the result itself is written: {place}."
+        message = f"is the place of the result itself: {place}."
         raise OutputError(Problem(Kind.FILE_EXISTS, str(report), message, "Choose another place."))
 
 
@@ -71,24 +71,24 @@ def check_folder(folder: Path) -> None:
             Problem(Kind.FILE_EXISTS, str(existing), message, "Choose another place.")
         )
     with writing("a result", existing, str(folder), OutputError):
-        # Tried, because no system reports reliably whether a folder can be written to.
+        # Tested by writing, because no system reliably reports write permission.
         try:
             tempfile.TemporaryFile(dir=existing).close()
         except OSError as error:
-            # Its own path is one that no user knows.
+            # The temporary file's path means nothing to the user.
             raise OSError(error.errno, error.strerror, str(existing)) from error
 
 
 def check_file(path: Path, kind: Output) -> None:
-    """Raise OutputError unless ``path`` is that of a new file, or of one of this ``kind``."""
+    """Raise OutputError unless ``path`` is a new file, or one of this ``kind``."""
     with writing("a report", path.parent, str(path), OutputError):
         try:
-            # Not `exists`, which is also false for a name that the file system does not take.
+            # Not `exists`, which is also false for a name that the file system does not allow.
             path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             check_folder(path.parent)
             if sys.platform == "win32" and path.parent.is_dir():
-                # Tried with another name, because Windows reports no file for one that is too long.
+                # With another name, because Windows reports too long a name as missing.
                 other = path.with_name(f"~{os.getpid():05}{path.name[6:]}")
                 other.touch(exist_ok=False)
                 remove(other)
@@ -102,10 +102,7 @@ def check_file(path: Path, kind: Output) -> None:
 def system_problem(
     error: OSError, folder: Path | None = None, what: str = "", location: str = ""
 ) -> Problem:
-    """The problem for ``error``, which came while ``what`` was written to ``folder``.
-
-    Without ``folder`` it is that of the file that ``error`` names.
-    """
+    """The problem for ``error`` while ``what`` was written to ``folder``, or to the file in ``error``."""
     path, reason = _path_and_reason(error)
     place = folder or (Path(path).absolute().parent if path else Path.cwd())
     doing = f" while {what} was written" if what else ""
@@ -122,7 +119,7 @@ def system_problem(
 def _path_and_reason(error: OSError) -> tuple[str, str]:
     """The path that ``error`` names, if there is one, and the reason in words."""
     if isinstance(error, shutil.Error) and isinstance(error.args[0], list):
-        # Of a whole folder: (source, target, reason) for each file.
+        # From copying a folder: (source, target, reason) for each file.
         _, target, reason = error.args[0][0]
         # The reason is the text of an OSError, which names the files too.
         found = re.match(r"\[(?:Errno|WinError) -?\d+\] ([^:]+)", str(reason))
@@ -133,32 +130,32 @@ def _path_and_reason(error: OSError) -> tuple[str, str]:
 
 
 def refusal(error: OSError, folder: Path) -> str:
-    """Why ``folder`` cannot be written, in one line; with the room on its file system if that is full."""
+    """Why ``folder`` cannot be written, in one line; with the free space if its file system is full."""
     _, reason = _path_and_reason(error)
     full = error.errno in _FULL or _FULL_IN_WORDS.search(reason)
     return f"{reason}. {_room(folder)}" if full else reason
 
 
 def os_error_text(error: OSError) -> str:
-    """``error`` as a message: with what to do where the system refuses."""
+    """``error`` as a message, with a hint if it is not the program's fault."""
     refused = is_refusal(error) or isinstance(error, shutil.Error)
     return system_problem(error).text() if refused else str(error)
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether the system refuses, and the program that got ``error`` is not to blame."""
+    """Whether the system is the cause of ``error``, and not the program."""
     return error.errno in _REFUSALS
 
 
 def removed_problem(folder: Path, location: str) -> Problem:
-    """The problem when somebody has removed the temporary ``folder`` of a step."""
+    """The problem that another program removed the temporary ``folder`` of a step."""
     message = f"the temporary folder {folder} was removed while the build was running."
     hint = f"Keep programs that clean temporary folders away from it, or set {TEMP_VARIABLE} to another one."
     return Problem(Kind.SYSTEM_ERROR, location, message, hint)
 
 
 def full_disk_problem(folder: Path, location: str, output: str) -> Problem | None:
-    """The problem if ``folder``, where something failed with this ``output``, has no room left; else None."""
+    """The problem if ``folder``, in which a step failed with this ``output``, is full; else None."""
     if not _FULL_IN_WORDS.search(output) and not _is_full(folder):
         return None
     message = f"No space left on device while the worker wrote: {folder}.\n{_room(folder)}"
@@ -173,19 +170,19 @@ def _is_full(folder: Path) -> bool:
 
 
 def _room(folder: Path) -> str:
-    """How much room the file system of ``folder`` has, and where it is mounted."""
+    """The free space on the file system of ``folder``, and its mount point."""
     try:
         existing = next(each for each in (folder, *folder.parents) if each.exists())
         mount = next(each for each in (existing, *existing.parents) if os.path.ismount(each))
         usage = shutil.disk_usage(existing)
     except (OSError, StopIteration):
-        return "The file system does not report how much is left."
+        return "The file system does not report its free space."
     if hasattr(os, "statvfs") and (counts := os.statvfs(existing)).f_files and not counts.f_favail:
-        return f"The file system {mount} has room for no more files, however small."
+        return f"The file system {mount} has no inodes left for more files."
     left = f"The file system {mount} has {show_size(usage.free)} of {show_size(usage.total)} left."
     if usage.free < _NO_ROOM:
         return left
-    return f"{left} Perhaps it had no room for more files, or the build has removed what filled it."
+    return f"{left} Perhaps it had no inodes left, or the build has already removed what filled it."
 
 
 def _advice(folder: Path, *, full: bool) -> str:

@@ -1,6 +1,6 @@
-"""Lines on the terminal of whoever waits for a build whose front end shows nothing of it.
+"""Lines on the user's terminal, for front ends that do not show the output of a build.
 
-pip, for example, keeps the output of a build to itself, and shows it only if the build fails.
+pip, for example, shows it only if the build fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Terminal:
         self._close = close
 
     def close(self) -> None:
-        """Close it; it takes no more lines."""
+        """Close it; no more lines can be shown."""
         with contextlib.suppress(OSError, ValueError):
             self._close()
 
@@ -33,8 +33,8 @@ class Terminal:
 
         Never waits, and never raises an error.
         """
-        # The front end may be in the middle of a line. What redraws its last two lines, as uv does, begins
-        # above the cursor: the empty line is for that.
+        # The front end may be in the middle of a line. The empty line is for front ends, such as uv, that
+        # redraw their last two lines from above the cursor.
         text = f"\r\n{line}\r\n\r\n"
         try:
             self._write(text.encode("utf-8", "replace"))
@@ -44,10 +44,9 @@ class Terminal:
 
 
 def find_terminal(environ: Mapping[str, str]) -> Terminal | None:
-    """The terminal of this process, if the output of this process does not go there anyway.
+    """The terminal of this process, unless its output goes there anyway.
 
-    None in CI, in the background, and where the front end itself writes to something else: lines would
-    disturb there.
+    None in CI, in the background, and if the front end itself writes elsewhere: lines would disturb there.
     """
     if environ.get("CI", "").lower() not in _OFF:
         return None
@@ -61,14 +60,14 @@ def find_terminal(environ: Mapping[str, str]) -> Terminal | None:
 def _posix_terminal() -> Terminal | None:
     if sys.platform == "win32":
         return None
-    # A terminal that is stopped (Ctrl-S) must not stop the build.
+    # A suspended terminal (Ctrl-S) must not block the build.
     flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open("/dev/tty", flags)
 
     def write(data: bytes) -> None:
         if _is_background(descriptor):
             raise BlockingIOError
-        # Between the two somebody may have put the build into the background.
+        # In the meantime the user may have put the build into the background.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
         try:
             os.write(descriptor, data)
@@ -91,7 +90,7 @@ def _is_background(descriptor: int) -> bool:
 
 
 def _is_shown_by_front_end() -> bool:
-    """Whether the process that started this one writes to the same terminal; True where that is unknown."""
+    """Whether the parent process writes to the same terminal; True if that is unknown."""
     if sys.platform != "linux":
         return True
     try:
@@ -106,7 +105,7 @@ def _is_shown_by_front_end() -> bool:
 
 def _console() -> Terminal:
     """The console of a process on Windows."""
-    # Unlike a descriptor, it takes all characters, whatever the code page is.
+    # Unlike a descriptor, it accepts all characters, whatever the code page.
     console = Path("CONOUT$").open("w", encoding="utf-8", newline="")  # noqa: SIM115
     last: list[threading.Thread] = []
 
@@ -116,7 +115,7 @@ def _console() -> Terminal:
             console.flush()
 
     def write(data: bytes) -> None:
-        # A console in which somebody selects text makes its writers wait.
+        # A console blocks its writers while the user selects text.
         if last and last[-1].is_alive():
             raise BlockingIOError
         last[:] = [threading.Thread(target=show, args=(data.decode(),), daemon=True)]

@@ -9,19 +9,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _MAX_ALLOWED = 12
-"""With a near name, longer lists of allowed names are not printed."""
+"""The most allowed names that are listed beside a suggestion."""
 
 _UNPRINTABLE = re.compile(
     # Control characters, but no tab; DEL; marks that change the direction of text; and separators.
     r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069"
     # Invisible characters.
     r"\xad\u200b-\u200f\u2060-\u2064\ufeff\U000e0000-\U000e007f"
-    # Halves of characters, which file names can have and no output takes.
+    # Surrogates, which file names can contain, but no output.
     r"\ud800-\udfff]"
 )
 
 _ENDLESS = 10**24
-"""Bytes from which a size is not shown: text of others can have any number of digits."""
+"""Bytes from which a size is not shown exactly: untrusted text may have any number of digits."""
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -30,7 +30,7 @@ _HOST = rf"""(?:(?:\*\*\*@)?{_IPV6}|(?!(?:\*\*\*@)?{_IPV6})[^\s/:'"]*)"""
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""``text`` as a terminal or a page can show it, whoever wrote it.
+    r"""``text``, perhaps untrusted, for a terminal or a page.
 
     Control characters, invisible characters and marks that change the direction of text become escapes
     such as ``\x1b``. Tabs stay, and line breaks only with ``lines``.
@@ -45,7 +45,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def toml_key(name: str) -> str:
-    """The TOML key of a dataclass's field: ``provider_options`` is written ``provider-options``."""
+    """The TOML key of a dataclass's field: ``provider-options`` for ``provider_options``."""
     return name.replace("_", "-")
 
 
@@ -55,7 +55,7 @@ def quoted_key(name: str) -> str:
 
 
 def _toml_string(text: str) -> str:
-    # JSON writes characters beyond U+FFFF as surrogates, which TOML does not take, and U+007F as it is.
+    # JSON writes characters beyond U+FFFF as surrogates, which TOML forbids, and U+007F unescaped.
     return '"' + "".join(map(_escaped, text)) + '"'
 
 
@@ -73,13 +73,13 @@ def dotted(parts: Iterable[str | int]) -> str:
 
 
 def show(value: Any) -> str:
-    """``value`` as it is written in TOML, short enough for a message, and without credentials in URLs."""
+    """``value`` in TOML, short enough for a message, and without credentials in URLs."""
     text = hide_credentials(to_toml(_without_credentials(value)))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _without_credentials(value: Any) -> Any:
-    """A value without what can be a user, password or token: its texts can be URLs, or be meant as such."""
+    """A value without possible users, passwords and tokens: its texts may be URLs, or mistyped ones."""
     if isinstance(value, dict):
         return {key: _without_credentials(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -88,9 +88,9 @@ def _without_credentials(value: Any) -> Any:
 
 
 def hide_url_credentials(text: str) -> str:
-    """``text``, a single value, with stars for what can be a user, password or token if it is a URL.
+    """``text``, a single value, with stars for possible users, passwords and tokens if it is a URL.
 
-    Also where a URL is mistyped: a colon or two slashes make one, unless they are those of a path of Windows.
+    Also for a mistyped URL: text with a colon or two slashes counts as one, unless it is a Windows path.
     """
     before, at, after = text.rpartition("@")
     if _DRIVE.match(text) or not re.search(r":|//", before if at else text):
@@ -104,26 +104,26 @@ def hide_url_credentials(text: str) -> str:
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 _QUERY = r"(?:[?#;&]|%3[fF]|%23)"
-"""Where a query or fragment begins, also where it is mistyped or encoded."""
+"""The start of a query or fragment, even if it is mistyped or encoded."""
 
 
 def hide_credentials(text: str) -> str:
-    """``text`` with stars for private keys, and for what can be a user, password or token in its URLs.
+    """``text`` with stars for private keys, and for possible users, passwords and tokens in its URLs.
 
-    Limits keep the time linear in the length of the text, which others may have written.
+    Limits keep the time linear in the length of the text, which may be untrusted.
     """
     text = re.sub(r"""-private:[^\s'"]+""", "-private:***", text)
     text = re.sub(r"""([A-Za-z][\w+.-]{1,30}:/{1,9})[^'"\n]{0,999}@""", r"\1***@", text)
     # Mistyped, or without a scheme.
     user = rf"""(?!{_DRIVE.pattern})(?<![^\s'"/])[^\s'"/:@]{{1,999}}:(?!/)[^\s'"]{{0,999}}@"""
     text = re.sub(user, "***@", text)
-    # Behind a host there is a port, and no word: then it may be a user.
+    # After a host only a port may follow: a word may be a password, and the host a user.
     text = re.sub(rf"""(:/{{1,9}}){_HOST}:(?!\d+(?:[/?#'"\s]|$))[^\s'"]+""", r"\1***", text)
     return re.sub(rf"""(:/{{1,9}}[^\s?#'"]{{0,999}}?{_QUERY})[^\s'"]+""", r"\1***", text)
 
 
 def hide_values(text: str, values: Iterable[str]) -> str:
-    """``text`` with stars for each of ``values`` and their lines: in any case, and however it is escaped."""
+    """``text`` with stars for each of ``values`` and their lines, in any case and any escaped form."""
     forms = {form for value in values for form in (value, *value.splitlines()) if form.strip()}
     for form in sorted(forms, key=len, reverse=True):
         pattern = "".join(map(_in_any_form, form))
@@ -132,7 +132,7 @@ def hide_values(text: str, values: Iterable[str]) -> str:
 
 
 def _in_any_form(character: str) -> str:
-    """A pattern for ``character``: as it is, percent-encoded, or escaped as in JSON, TOML, Python or C."""
+    """A pattern for ``character``: unescaped, percent-encoded, or escaped as in JSON, TOML, Python or C."""
     code = ord(character)
     octets = character.encode("utf-8", "surrogatepass")
     forms = [
@@ -146,7 +146,7 @@ def _in_any_form(character: str) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """``value`` as it is written in TOML, on one line."""
+    """``value`` in TOML, on one line."""
     if isinstance(value, dict):
         items = ", ".join(f"{quoted_key(key)} = {to_toml(item)}" for key, item in value.items())
         return f"{{ {items} }}" if items else "{}"
@@ -171,18 +171,18 @@ def show_size(size: float) -> str:
 
 
 def parse_size(size: int | str) -> int:
-    """The bytes of ``250000``, ``"250000"`` or ``"250 MB"``; raises ValueError with what is allowed."""
+    """The bytes of ``250000``, ``"250000"`` or ``"250 MB"``; raises ValueError with the allowed forms."""
     found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?([kKMG]?B)?", str(size).strip())
     count = int(float(found[1]) * _UNITS[(found[2] or "B").upper()]) if found else 0
-    # No system counts more.
+    # No system has more.
     if not 0 < count < 2**63:
         raise ValueError('a number of bytes, or a size such as "250 MB"')
     return count
 
 
 def near_name(name: str, allowed: Iterable[str]) -> str | None:
-    """A question about the nearest of ``allowed`` to an unknown ``name``, if one is near."""
-    # Only messages about mistakes need it.
+    """A question about the one of ``allowed`` that is similar to an unknown ``name``, if there is one."""
+    # Imported here: only messages about mistakes need it.
     import difflib
 
     near = difflib.get_close_matches(name, list(allowed), n=1)
@@ -190,7 +190,7 @@ def near_name(name: str, allowed: Iterable[str]) -> str | None:
 
 
 def suggestion(name: str, allowed: Iterable[str]) -> str:
-    """A hint for an unknown ``name``: the nearest of ``allowed``, and all of them if they are few."""
+    """A hint for an unknown ``name``: the most similar of ``allowed``, and all of them if they are few."""
     allowed = list(allowed)
     question = near_name(name, allowed)
     if question and len(allowed) > _MAX_ALLOWED:
@@ -219,9 +219,9 @@ def count(number: int, noun: str) -> str:
 
 
 def narrow(log: bytes) -> bytes:
-    """``log``, in which some lines may be UTF-16, as UTF-8: so ONNX Runtime writes on Windows, beside others.
+    """``log``, or a part of one, as UTF-8: on Windows ONNX Runtime writes some of its lines in UTF-16.
 
-    A part of a log is enough. Of the wide characters only those of Latin-1 stay readable.
+    Of the wide characters only those of Latin-1 stay readable.
     """
     if b"\0" not in log:
         return log
@@ -236,7 +236,7 @@ def file_name(text: str, filler: str) -> str:
 
 
 def is_device(name: str) -> bool:
-    """Whether Windows takes ``name`` for a device, whatever follows a dot, and makes no file of that name.
+    """Whether Windows reserves ``name`` for a device, with any extension, and makes no file of that name.
 
     Source: "Naming Files, Paths, and Namespaces" in Microsoft's documentation.
     """

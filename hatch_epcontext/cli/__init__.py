@@ -10,7 +10,7 @@ def main() -> None:
     try:
         _run()
     except KeyboardInterrupt:
-        # Click ends commands like that, and this is while it is imported.
+        # As click ends commands; an interruption can come while click is imported.
         print("Aborted!", file=sys.stderr)  # noqa: T201
         sys.exit(1)
 
@@ -30,5 +30,5 @@ def _run() -> None:
         app()
     finally:
         if reason := lost_output():
-            print(f"epcontext: what it printed is lost: {reason}.", file=sys.stderr)  # noqa: T201
+            print(f"epcontext: some output was lost: {reason}.", file=sys.stderr)  # noqa: T201
             sys.exit(1)

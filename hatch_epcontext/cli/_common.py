@@ -1,4 +1,4 @@
-"""What commands that run jobs have in common: output, progress and reports."""
+"""Shared by commands that run jobs: output, progress and reports."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Verbosity:
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
-        """While it is entered, a progress bar on a terminal; elsewhere only a line for each step.
+        """A context with a progress bar on a terminal; elsewhere with only a line for each step.
 
-        The value is the function to call with a line after each of the ``total`` steps.
+        Its value is a function to call with a line after each of the ``total`` steps.
         """
         console = Console(stderr=True)
         if self.quiet or not console.is_terminal:
@@ -85,7 +85,7 @@ class Verbosity:
     def _print(self, line: str) -> None:
         self._pulse.mark_reported()
         if not self.quiet:
-            # On a terminal rich replaces the stream, and keeps its bar below.
+            # On a terminal rich replaces the stream, and keeps its progress bar below.
             echo(line, err=True)
 
 
@@ -142,7 +142,7 @@ def report_options(command: Command) -> Command:
 
 
 def show_written(package: Path, files: Sequence[Path], *, as_json: bool) -> None:
-    """Say that the folder ``package`` was written with ``files``."""
+    """Print that the folder ``package`` was written with ``files``."""
     size = show_size(sum(file.stat().st_size for file in files))
     echo(f"wrote {package} ({count(len(files), 'file')}, {size})", err=as_json)
 

@@ -1,4 +1,4 @@
-"""How errors are worded: about flags, messages name the flags, and about projects the lines of the file."""
+"""The wording of errors: messages name flags, or the lines of a project's ``pyproject.toml``."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _PAIRS = {
     "shapes": "--shape",
     "constants": "--constant",
 }
-"""Tables that are written with a flag for each of their keys."""
+"""Tables with a flag for each of their keys."""
 
 _VALUES = {"provider": "--provider", "device": "--device", "optimization": "--optimization"}
-"""Keys that are written with a flag and its value."""
+"""Keys with a flag and its value."""
 
 _SWITCHES = {"embed": "--embed", "share-weights": "--share-weights"}
-"""Keys that are written with a flag alone."""
+"""Keys with a flag alone."""
 
 _OF_MODELS = ("dims", "shapes", "constants")
 """Tables whose keys can have a model's name before them."""
@@ -48,10 +48,7 @@ _INPUTS = ("validate", "inputs")
 
 @dataclass(frozen=True)
 class FlagNames(KeyNames):
-    """Names keys by the flags in which a user writes them.
-
-    ``models``: the command's models by name, in the order of the configuration.
-    """
+    """Names keys by their flags; ``models``: the command's by name, in the order of the configuration."""
 
     models: Mapping[str, Path]
 
@@ -68,7 +65,7 @@ class FlagNames(KeyNames):
         return ""
 
     def setting(self, setting: Setting) -> str:
-        """The sentence with the flags for ``setting``; dots stand for a value that the user has to know."""
+        """The instruction with the flags for ``setting``; dots stand for a value that the user chooses."""
         return f"Add {self._flags(setting)}"
 
     def _flags(self, setting: Setting) -> str:
@@ -94,7 +91,7 @@ def _split(key: Key) -> tuple[int | None, _Parts]:
     if parts[:1] == ("models",) and len(parts) > 1:
         assert isinstance(parts[1], int)
         return parts[1], parts[2:]
-    # There is only one target, and its keys are written without its name.
+    # There is only one target, and its keys have no prefix.
     return None, parts[2:] if parts[:1] == ("targets",) else parts
 
 
@@ -113,7 +110,7 @@ def _flag(parts: _Parts) -> str:
 def _pairs(flag: str, model: str, name: str, value: Any) -> str:
     """``flag`` with ``name`` and ``value``; without a name, for each name and value of a table.
 
-    ``model`` comes before each name. Dots stand for what the user has to know.
+    ``model`` comes before each name. Dots stand for a value that the user must choose.
     """
     if value is None:
         return f"{flag} {model}{name or 'NAME'}=..."
@@ -129,7 +126,7 @@ def _sizes(shape: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as flags take it: TOML, and strings without quotes."""
+    """A value in the form of flags: TOML, and strings without quotes."""
     return value if isinstance(value, str) else to_toml(value)
 
 

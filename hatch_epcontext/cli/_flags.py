@@ -1,4 +1,4 @@
-"""Flags for what a configuration contains: provider, options, shapes."""
+"""Flags for the keys of a configuration: provider, options, shapes."""
 
 from __future__ import annotations
 
@@ -159,13 +159,13 @@ def job_flags(command: Command) -> Command:
 
 
 def preview_flags(command: Command) -> Command:
-    """The flags about what a provider would compile; the command gets ``provider``, which may be None."""
+    """The flags about a preview; the command gets ``provider``, which may be None."""
     flags = (provider_option(required=False), *_LOADING, *_INPUTS[:3], _SETTING)
     return _with_options(_bundled(command), *flags)
 
 
 def library_flags(command: Command) -> Command:
-    """The flags about an EP, whatever its models; the command gets their values as ``job``."""
+    """The flags about an EP without models; the command gets their values as ``job``."""
     return _with_options(_bundled(command), *_LOADING, _SETTING)
 
 
@@ -179,7 +179,7 @@ def _bundled(command: Command) -> Command:
 
 
 def _with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
-    """``command`` with these options, which its help shows in this order."""
+    """``command`` with these options, in this order in its help."""
     for option in reversed(options):
         command = option(command)
     return command

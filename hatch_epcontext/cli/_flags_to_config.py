@@ -26,7 +26,7 @@ def job_settings(
     inputs: str | None = None,
     optimization: str | None = None,
 ) -> JobSettings:
-    """The settings that flags give; a text that is not a valid value stays as it is, for the checks.
+    """The settings in flags; an invalid value stays text, which the checks reject.
 
     ``settings``: a key may occur several times. Its tables are merged; of other values the last one counts.
     """

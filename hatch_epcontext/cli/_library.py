@@ -1,4 +1,4 @@
-"""What ``epcontext doctor --library`` prints."""
+"""The output of ``epcontext doctor --library``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hatch_epcontext.tools.plugin_library import LibraryDiagnosis, StepStatus, T
 from hatch_epcontext.worker.requests import EpDevice
 
 _SAME = ("library_path", "version")
-"""What an EP says of itself, and not of a device."""
+"""Metadata of an EP itself, not of a device."""
 
 
 def show_library(found: LibraryDiagnosis) -> None:
-    """Print all that is known of a library, and the table that uses it."""
+    """Print all facts of a library, and the table that uses it."""
     packages, runtime = (
         ", ".join(f"{name} {version}" for name, version in versions.items())
         for versions in (found.packages, found.distributions)
@@ -99,7 +99,7 @@ def _show_problems(found: LibraryDiagnosis) -> None:
     graphs: dict[tuple[str, str, str], list[str]] = {}
     for each in found.trials:
         for problem in _failures(each):
-            # Other advice is about the models of a project.
+            # Other advice is for the models of a project.
             has_limit = problem.kind is Kind.WORKER_TIMEOUT
             advice = problem.advice(FlagNames({})) if has_limit else ""
             shown = (problem.message, advice, _own_log(problem))
@@ -125,7 +125,7 @@ def _failures(trial: Trial) -> Iterator[Problem]:
 
 
 def _own_log(problem: Problem) -> str:
-    """The log without the stack of Python, which is that of this package."""
+    """The log without Python's stack, which only shows this package."""
     return (problem.log or "").partition("\nCurrent thread ")[0].rstrip()
 
 
@@ -151,7 +151,7 @@ def _sentence(found: LibraryDiagnosis) -> str:
         Verdict.NOT_RUN: f"{found.ep} writes EP contexts. This machine cannot open them.",
         Verdict.FAULTY: f"{faulty}, and something failed: see the problems.",
         Verdict.NO_CONTEXTS: f"{found.ep} writes no EP contexts: it cannot compile ahead of time. {ship}",
-        Verdict.NO_NODES: f"{found.ep} takes no node of these graphs, and so it writes no EP contexts. "
-        "Perhaps it needs options (--option). --verbose prints what it logs.",
+        Verdict.NO_NODES: f"{found.ep} supports no node of these graphs, and so it writes no EP contexts. "
+        "Perhaps it needs options (--option). --verbose prints its log.",
         Verdict.UNUSABLE: "the library cannot be used here.",
     }[found.verdict]

@@ -1,4 +1,4 @@
-"""Lines and tables, for a terminal or for a pipe: no text that a model or an EP wrote controls it."""
+"""Lines and tables for a terminal or a pipe, without control characters from models or EPs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 from hatch_epcontext.text import printable
 
 _WIDTH = 240
-"""The number of columns where the output is not a terminal: enough to break no name."""
+"""The number of columns if the output is not a terminal: enough to break no name."""
 
 
 def echo(text: str, *, err: bool = False, lines: bool = False) -> None:
@@ -33,7 +33,7 @@ def add_row(rows: Table, *cells: str) -> None:
 
 def show(rows: Table) -> None:
     """Print a table."""
-    # Names are printed as they are: some look like Rich's markup.
+    # Without Rich's markup, because some names look like it.
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH

@@ -1,4 +1,4 @@
-"""What commands about a project have in common: its folder, and some of its targets and models."""
+"""Shared by commands about a project: its folder, and a selection of its targets and models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def project_options(command: Command) -> Command:
 def project_config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) -> Config:
     """The configuration of the project in ``project``, for these targets and models, or for all.
 
-    Raises ConfigError as `load` does, and for a target or a model that it does not have.
+    Raises ConfigError as `load` does, and for an unknown target or model.
     """
     use_lines(project)
     config = _load(project, targets)
@@ -75,7 +75,7 @@ def _load(project: Path, targets: tuple[str, ...]) -> Config:
         return load(project, table, {})
     variable = f"{PREFIX}TARGETS"
     environ = {name: text for name, text in os.environ.items() if name != variable}
-    # Raises all other problems: those of the second configuration are about `targets` alone.
+    # Raises all other problems, so that those of the second configuration are only about `targets`.
     load(project, table, {}, environ)
     try:
         chosen = {**environ, variable: ",".join(targets)}

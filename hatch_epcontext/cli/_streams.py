@@ -1,4 +1,4 @@
-"""Standard output and standard error that nobody reads to the end, or that are on a full disk.
+"""Tolerates closed pipes and full disks at standard output and standard error.
 
 As in ``epcontext doctor | head``, and ``epcontext doctor >/dev/full``.
 """
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 
 
 _opened: list[_Pipe | None] = []
-"""That of standard output."""
+"""The pipe of standard output."""
 
 
 def tolerate_closed_pipes() -> None:
-    """From now on, what is printed after the reader of a pipe has left is lost, and is no error.
+    """Drop output without an error after the reader of a pipe has closed it.
 
-    So a command does its work, and has the exit code that it always has. `lost_output` knows of what
-    else can be lost.
+    So a command finishes its work with its usual exit code. `lost_output` reports other lost output.
     """
     sys.stdout, stdout = _tolerant(sys.stdout)
     sys.stderr, _ = _tolerant(sys.stderr)
@@ -31,7 +30,7 @@ def tolerate_closed_pipes() -> None:
 
 
 def _tolerant(stream: TextIO) -> tuple[TextIO, _Pipe | None]:
-    # A terminal has no reader that leaves, and a closed stream is None.
+    # A terminal has no reader that closes it; a closed stream is None.
     if not isinstance(stream, io.TextIOWrapper) or stream.isatty():
         return stream, None
     stream.flush()
@@ -47,15 +46,15 @@ def _tolerant(stream: TextIO) -> tuple[TextIO, _Pipe | None]:
 
 
 def _errors(stream: io.TextIOWrapper) -> str | None:
-    """What is printed for characters that the encoding of ``stream`` lacks: they are no reason to fail."""
-    # On Windows a pipe has the code page of the system, and this handler, which only knows surrogates. UTF-8
-    # has all others, and surrogates are bytes of file names then.
+    """The error handler for characters that the encoding of ``stream`` lacks: they must not fail."""
+    # On Windows a pipe has the system's code page, and this handler, which handles only surrogates. UTF-8 has
+    # all other characters, and there surrogates are bytes of file names.
     partial = stream.errors == "surrogateescape" and codecs.lookup(stream.encoding).name != "utf-8"
     return "backslashreplace" if partial or stream.errors == "strict" else stream.errors
 
 
 class _Pipe(io.FileIO):
-    """A file that takes everything when nobody reads it any more, or when its disk is full."""
+    """A file that drops everything after its reader has closed it, or when its disk is full."""
 
     failure: OSError | None = None
 
@@ -69,7 +68,7 @@ class _Pipe(io.FileIO):
 
 
 def lost_output() -> str | None:
-    """Why some of the standard output is lost although somebody reads it; None if nothing is."""
+    """Why some standard output was lost, other than by a closed pipe; None if none was."""
     pipe = _opened[0] if _opened else None
     if pipe is None or sys.stdout.closed:
         return None

@@ -48,14 +48,14 @@ from hatch_epcontext.tools.measuring import Bench, Compiled, Measured, Series, b
     "json_path",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="F.json",
-    help="Write the measurements of all runs; they replace only such a file.",
+    help="Write the measurements of all runs; only such a file is overwritten.",
 )
 @click.option(
     "--plot",
     "plot_path",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="F.png",
-    help="Draw a bar chart, which replaces only a chart; needs matplotlib.",
+    help="Draw a bar chart; only a chart is overwritten. Needs matplotlib.",
 )
 @verbosity_options
 @click.pass_context
@@ -74,11 +74,10 @@ def bench_(
 ) -> None:
     """Measure how much faster compiled models open.
 
-    Three forms of each MODEL are opened from disk and from memory: the source on the CPU, as an app does
-    without an EP; the source on the EP (with its shapes as in a build, and simplified), which compiles it at
-    each start; and the compiled form, with the blob beside and inside the context model. A fresh process
-    opens each, and runs it once. The table has the medians, and in parentheses the smallest and the largest
-    value. Memory is the peak of the process when the session is open. Nothing is taken from the cache.
+    Fresh processes open each MODEL, from disk and from memory, and run it once: the source on the CPU; the
+    prepared source on the EP, which compiles it at each start; and the compiled form, with the blob beside
+    and inside the context model. The table has medians with the range, and the peak memory of an open
+    session. The cache is not used.
     """
     _check_outputs(json_path, plot_path)
     named = name_models(models)

@@ -80,7 +80,7 @@ def info(store: Store) -> None:
     "--max-size",
     callback=_size,
     metavar="SIZE",
-    help="Remove the longest unused artifacts until the others fit: 5GB.",
+    help="Remove the least recently used artifacts until the others fit: 5GB.",
 )
 @click.pass_obj
 def prune(store: Store, older_than: datetime.timedelta | None, max_size: int | None) -> None:
@@ -101,8 +101,8 @@ def clear(store: Store) -> None:
 def new_key() -> None:
     """Make a pair of keys for a shared cache.
 
-    Builds that write to the cache sign with the private key, and builds that read from it trust the public
-    one. Nothing is stored.
+    Builds that write to the cache sign with the private key; builds that read from it trust the public key.
+    The keys are only printed.
     """
     try:
         from hatch_epcontext.jobs.cache.signing import new_keys

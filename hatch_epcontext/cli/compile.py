@@ -1,4 +1,4 @@
-"""``epcontext compile``: context models of any models, in any place."""
+"""``epcontext compile``: compiles any models, into any folder."""
 
 from __future__ import annotations
 
@@ -95,11 +95,10 @@ def compile_(
 ) -> None:
     """Compile any models, and validate the results.
 
-    Each MODEL is compiled for the provider and validated as in a build, and the results are written to
-    OUT, or to DIR as a model package, which ONNX Runtime and the loader open. The names of dimensions and
-    inputs count for all models. For one model write its name and a colon before them: --dim
-    decoder:length=1. Where shapes stay open, as for the CPU, --dim and --shape only size the dummy inputs;
-    --set static-shapes=true fixes them.
+    Each MODEL is compiled and validated as in a build. The results go to OUT, or to DIR as a model package,
+    which ONNX Runtime and the loader open. Names of dimensions and inputs apply to all models; to one model
+    with its name before them: --dim decoder:length=1. If shapes stay open, as for the CPU, --dim and --shape
+    only size the dummy inputs; --set static-shapes=true fixes them.
     """
     if share_weights and len(models) == 1:
         raise click.UsageError("--share-weights is for two models or more.")

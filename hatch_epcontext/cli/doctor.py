@@ -64,13 +64,12 @@ def doctor(
 ) -> None:
     """Show what this environment can compile for.
 
-    It shows ONNX Runtime, the EPs with their devices or the reason for none, the cache, and the hook of
+    Shows ONNX Runtime, the EPs with their devices or the reason for none, the cache, and the hook of
     PROJECT. The exit code is 1 if there are problems.
 
-    With --library it tries a library of any plugin EP, with small graphs: what it offers, which operators it
-    takes, whether it writes EP contexts, and whether these open with compiling disabled and give the CPU's
-    answers. It prints the table for pyproject.toml that uses it. The exit code is 1 if it writes no contexts,
-    or if anything failed.
+    With --library it tries a library of any plugin EP with small graphs: its EPs and devices, the operators
+    that it supports, and whether its EP contexts open with compiling disabled and give the CPU's answers. It
+    prints the table for pyproject.toml. The exit code is 1 if the EP writes no contexts, or a step failed.
     """
     if library is None:
         if ep_name or graphs or verbose or job != JobSettings():

@@ -41,8 +41,8 @@ _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_
     "providers",
     multiple=True,
     type=click.Choice(_WRITABLE, case_sensitive=False),
-    help="A provider to compile for; repeatable. The default is those that are installed here and offer a "
-    "device, as in epcontext doctor, and cpu where there are none.",
+    help="A provider to compile for; repeatable. The default is all that are installed and offer a device, "
+    "or else cpu.",
 )
 @click.option(
     "--project",
@@ -56,14 +56,13 @@ def init(
 ) -> None:
     """Write the tables for models into pyproject.toml.
 
-    Without a MODEL these are all .onnx files of the project, except those in its tests, docs and examples.
-    Inputs and open dimensions are read from the models. Sizes that the graph or the file implies are filled
-    in. On a terminal you are asked for the others; elsewhere they are listed. Samples in the project that
-    have exactly a model's inputs become its validate.inputs. If there is a configuration already, models
-    that it does not list are added. Everything else stays as it is.
+    Without MODEL: all .onnx files of the project, except in its tests, docs and examples. Sizes that a
+    model implies are filled in; it asks for the others on a terminal, and lists them elsewhere. Samples with
+    exactly a model's inputs become its validate.inputs. An existing configuration gets the models that it
+    does not list; everything else stays as it is.
 
-    A project of hatchling gets the build requirement and the hook, and its wheel leaves out the plain files
-    of the models. For other build backends, what to do is printed, as are the lines that the app needs.
+    A project of hatchling gets the build requirement and the hook, and its wheel leaves out the plain models.
+    For other build backends the next steps are printed, as are the lines for the app.
     """
     root = project.resolve()
     file = root / "pyproject.toml"
@@ -120,12 +119,12 @@ def _listed_in(root: Path, text: str) -> dict[str, str]:
     try:
         return listed_models(root, parse(text))
     except ValueError:
-        # Adding models says what is wrong.
+        # Adding the models reports what is wrong.
         return {}
 
 
 def _ask(model: NewModel) -> NewModel:
-    """The model with the sizes that the user answers on a terminal; an empty answer leaves one open."""
+    """The model with the user's answers for its sizes; an empty answer leaves a dimension open."""
     if not _on_terminal():
         return model
     answers = {
@@ -154,7 +153,7 @@ def _show(steps: NextSteps, new: list[NewModel]) -> None:
     ]
     name, *others = map(to_toml, steps.models)
     more = f"  # or {', '.join(others)}" if others else ""
-    # A traceback shows this line in a clone that has no such folder.
+    # In a clone without the folder, a traceback shows this line.
     made_by = "  # made by: epcontext export" if steps.exported else ""
     app = [f"from {steps.module} import load{made_by}", f"session = load({name}){more}"]
     _section('Add these lines to the tables of the models, with a number for each "?":', unknown)
@@ -241,9 +240,9 @@ def _read(root: Path, models: tuple[Path, ...], *, named: bool) -> Iterator[NewM
 
 
 def _inside(path: Path, root: Path) -> Path | None:
-    """Where ``path`` is in the project at ``root``; None if it is not inside.
+    """The path of ``path`` in the project at ``root``; None if it is outside.
 
-    A link in the project is, also if what it points to is elsewhere.
+    A link in the project is inside, wherever its target is.
     """
     absolute = path.absolute()
     for folder in absolute.parents:

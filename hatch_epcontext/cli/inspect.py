@@ -40,21 +40,20 @@ def inspect(
 ) -> None:
     """Show the facts of a model, a wheel or a model package.
 
-    PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package, whoever made it.
-    Needs no ONNX Runtime, but onnx for an ONNX model.
+    PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package of any tool. An ONNX
+    model needs onnx, but not ONNX Runtime.
 
-    With --verify the command fails if a file is missing or is not as its record says: the manifest of a
-    model package, and of a wheel also RECORD. It takes the wheels of all build backends, and fails for one
-    without models.
+    --verify fails if a file is missing, or differs from the manifest or the wheel's RECORD, or if a wheel has
+    no models.
 
-    With --provider also the nodes of a source model that the provider's EP cannot compile, with the reasons,
-    and what to set. Nothing is compiled. The EP itself is asked where it is installed and says it.
+    --provider also shows the nodes of a source model that the provider's EP cannot compile, why, and what to
+    set. Nothing is compiled. If the EP is installed and reports its reasons, these are shown too.
     """
     found = tool.inspect(path)
     previewed = _preview(path, found, provider, job)
     verified = tool.verify(path, found) if verify else None
     if as_json:
-        # Not sorted: the order of the variants is that of preference.
+        # Not sorted: variants are in the order of preference.
         facts = to_plain(found)
         if previewed is not None:
             facts["preview"] = to_plain(previewed)
@@ -106,9 +105,9 @@ def _show_preview(preview: Preview, names: FlagNames) -> None:
     if asked is not None:
         _show_refused(asked.refused, asked.nodes, f"{preview.ep} itself, after simplifying")
         if asked.refused:
-            echo("A build also tries other forms of these nodes, which compute the same.")
+            echo("A build also tries equivalent forms of these nodes.")
     else:
-        _show_refused(known.refused, known.nodes, f"{preview.ep}, as far as it is known")
+        _show_refused(known.refused, known.nodes, f"{preview.ep}, as far as is known")
     if preview.not_asked:
         echo(preview.not_asked)
 
@@ -187,7 +186,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
 
 
 def _show_forms(component: str, about: ComponentMetadata) -> None:
-    """The shapes of a model that has several, and its frozen inputs."""
+    """The shapes of a model with several, and its frozen inputs."""
     for member, inputs in about.shapes.items():
         shapes = (f"{name} {_shape(shape)}" for name, shape in inputs.items())
         echo(f"{member}: a shape of {about.model}, {', '.join(shapes)}")
@@ -200,7 +199,7 @@ def _shape(shape: Sequence[Size]) -> str:
 
 
 def _compiled_for(name: str, compatibility: str) -> Mapping[str, str]:
-    # Another version of the package, or another tool, can have other providers.
+    # Another version of the package, or another tool, may have other providers.
     provider = find(name)
     return provider.compiled_for(compatibility) if provider else {}
 

@@ -1,4 +1,4 @@
-"""``epcontext record``: keeps some of the inputs that the app feeds to the project's models."""
+"""``epcontext record``: keeps some inputs of the project's models from a run of the app."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from hatch_epcontext.tools.recording import Recording
 def record(
     project: Path, models: tuple[str, ...], output: Path | None, command: tuple[str, ...]
 ) -> None:
-    """Run the app, and keep some of what it feeds to the models.
+    """Run the app, and keep some inputs of its models.
 
     COMMAND starts the app, as in: epcontext record -- python -m my_app photo.jpg. It runs as always, but the
-    project's models run on the CPU. Of each model at most 8 samples are kept: those that differ most, and of
-    a recurrent model 8 consecutive steps of each. Only run() of a session is recorded, and only in a Python
+    project's models run on the CPU. At most 8 samples of each model are kept: those that differ most, with 8
+    consecutive steps each for a recurrent model. Only run() of a session is recorded, and only in a Python
     that reads PYTHONPATH.
 
-    The files are what the app saw, and may contain personal data: only you may read them, and git ignores
-    them. Nothing is overwritten. The exit code is that of the app.
+    The files may contain personal data: only you may read them, and git ignores them. Nothing is
+    overwritten. The exit code is that of the app.
     """
     root = project.absolute()
     config = project_config(root, (), models)
@@ -68,7 +68,7 @@ def _show(found: Recording, root: Path) -> None:
         reason = (
             "it is outside of the project" if inside is None else "the model has several shapes"
         )
-        echo(f"    validate.inputs does not take this folder: {reason}", err=True)
+        echo(f"    validate.inputs cannot name this folder: {reason}", err=True)
         return
     table = dict(_table(found, inside))
     echo("    to validate with it, set in the table of the model:", err=True)
@@ -85,8 +85,8 @@ def _table(found: Recording, inside: str) -> Iterator[tuple[str, object]]:
 
 
 _PERSONAL = (
-    "These files are what the app saw, and may contain personal data. Only you may read them, git ignores "
-    "them, and no sdist is made with them."
+    "These files may contain personal data of the app's users. Only you may read them, git ignores them, "
+    "and no sdist may contain them."
 )
 
 

@@ -1,4 +1,4 @@
-"""``epcontext validate``: validation of an artifact or a model package, whoever made it."""
+"""``epcontext validate``: validates an artifact or a model package of any tool."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Examples:
 @click.option(
     "--allow-not-run",
     is_flag=True,
-    help="Succeed with what this machine cannot run, if its files are right.",
+    help="Accept variants that this machine cannot run, if their files are intact.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @verbosity_options
@@ -85,20 +85,18 @@ def validate(
 
     PATH is a context model, or the folder of a model package.
 
-    A context model is valid if all its files are there, a copy of it in another folder loads without
-    compiling, and it runs. With --source its outputs must also agree with those of the source on the CPU.
-    It names its provider, and options that name a chip must fit it. For an optimized graph give the
-    provider.
+    A context model is valid if its files are complete, and a copy in another folder loads without compiling
+    and runs. With --source its outputs must agree with those of the source on the CPU. It names its
+    provider, and options that name a chip must fit it; an optimized graph needs --provider.
 
-    A model package is valid if its manifest is, and each variant of each model. Variants are compared with
-    the package's source model, or else with its first variant for the CPU. The package has their options:
-    --provider, --option, --config and --device are not for it. A variant with a secret, or with an option
-    that names a file outside of the package, is not run.
+    A model package is valid if its manifest and all variants are. They are compared with the package's
+    source model, or else its first variant for the CPU. The package has their options: --provider, --option,
+    --config and --device do not apply. Variants with a secret, or an option that names a file outside of
+    the package, are not run.
 
-    The command fails where something cannot be run: the EP is not installed, or the file needs the real
-    device. For a package with variants for several machines, choose those that this machine can run with
-    --variant; or add --allow-not-run, which checks only the files of the others; or check all files with
-    --structure, and run nothing.
+    The command fails if this machine cannot run something. For a package with variants for several machines,
+    choose some with --variant, check only the files of the others with --allow-not-run, or all files with
+    --structure.
     """
     use_flag_names({path.stem: source or path}, _HEADLINE)
     verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)

@@ -1,4 +1,4 @@
-"""The project's other build hooks, which can make the files that the configuration names."""
+"""The project's other build hooks, which may make the files that the configuration names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL_HOOKS = "tool.hatch.build.hooks"
 """Hatch's table of hooks for all targets, which run before those of one target."""
 
 _MAKE_NO_MODELS = frozenset({"vcs", "version"})
-"""Hooks that are known to write a file with the version, and nothing else."""
+"""Hooks that are known to write only a file with the version."""
 
 
 def hooks_table(target: str) -> str:
@@ -33,8 +33,8 @@ def hooks_table(target: str) -> str:
 class BuildHooks:
     """The other build hooks of a project that may make files, in the order in which Hatch runs them.
 
-    ``before`` and ``after`` ours. ``tables``: the table that gives each hook its place, ours too; ``target``
-    is what they are for. They are ``run`` in a build, and not by a command.
+    ``before`` and ``after`` ours. ``tables``: the table that gives each hook, also ours, its place;
+    ``target``: Hatch's name of what is built. They are ``run`` in a build, but not by a command.
     """
 
     before: tuple[str, ...] = ()
@@ -52,13 +52,13 @@ class BuildHooks:
         return self.tables.get(NAME, HOOK)
 
     def advice(self) -> str | None:
-        """What to do if a missing file is made by one of them; None if there are none."""
+        """What to do if one of them makes a missing file; None if there are none."""
         if not self:
             return None
         if not self.run:
             return (
-                f"If a build hook makes it ({listing(self.before + self.after)}): this command runs none. "
-                f"Run them first: hatch build -t {self.target} --hooks-only"
+                f"If a build hook makes it ({listing(self.before + self.after)}), run the hooks first, which "
+                f"this command does not: hatch build -t {self.target} --hooks-only"
             )
         lines = [self.right_order()] if self.after else []
         if self.before:
@@ -66,7 +66,7 @@ class BuildHooks:
         return "\n".join(lines)
 
     def right_order(self) -> str:
-        """What to do if one of those ``after`` ours makes a file that it reads; there must be some."""
+        """What to do if one of those ``after`` ours, of which there is one, makes a file that ours reads."""
         last = self.after[-1]
         theirs, ours = self.tables[last], self.table
         verb = "runs" if len(self.after) == 1 else "run"
@@ -102,7 +102,7 @@ def hooks_of_project(root: Path) -> BuildHooks:
     """The hooks that run in a build of the wheel of ``root``; none if that is no valid project."""
     from hatchling.builders.wheel import WheelBuilder
 
-    # Whatever is wrong with the project, a build or the check of its configuration reports it.
+    # A build, or the check of its configuration, reports what is wrong with the project.
     with contextlib.suppress(Exception):
         return read_hooks(WheelBuilder(str(root)).config)
     return BuildHooks()

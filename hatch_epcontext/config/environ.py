@@ -27,10 +27,10 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class Environment:
-    """The settings of the environment; None where a variable is not set.
+    """The settings of the environment; None if a variable is not set.
 
-    ``build`` and ``wheel`` have the keys of these tables that the environment sets. ``overrides`` are
-    all settings as text, without secrets.
+    ``build`` and ``wheel`` have the keys of these tables that the environment sets. ``overrides``: all
+    settings as text, without secrets.
     """
 
     skip: bool = False
@@ -51,11 +51,11 @@ class Environment:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable: an example of its value, its documentation, and how its text is read.
+    """A variable: an example of its value, its documentation, and the function that reads its text.
 
-    ``read`` raises ValueError with what is allowed. ``table`` is the table of `Environment` that gets
-    the value. With ``empty_switches_off`` an empty variable is the value None. With ``hidden`` no message has
-    an invalid value: it can be a secret, or a URL with a password.
+    ``read`` raises ValueError with the allowed values. ``table`` is the table of `Environment` that gets the
+    value. With ``empty_switches_off`` an empty variable is the value None. With ``hidden`` no message shows
+    an invalid value: it may be a secret, or a URL with a password.
     """
 
     example: str
@@ -67,7 +67,7 @@ class Variable:
 
 
 def read_environment(environ: Mapping[str, str]) -> Diagnosed[Environment]:
-    """Return the settings in ``environ``, and yield what is invalid.
+    """Return the settings in ``environ``, and yield problems.
 
     An empty variable counts as unset, unless it switches something off.
     """
@@ -121,12 +121,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _path(text: str) -> Path:
     if re.match(r"[A-Za-z][\w+.-]+:/", text):
-        raise ValueError(f"a path, and no URL: that of a shared cache belongs in {PREFIX}CACHE")
+        raise ValueError(f"a path, not a URL: that of a shared cache belongs in {PREFIX}CACHE")
     return _expand(text).absolute()
 
 
 def _absolute_path(text: str) -> Path:
-    # Front ends build in folders of their own, which they remove afterwards.
+    # A front end may build in a temporary folder.
     if not _expand(text).is_absolute():
         raise ValueError("an absolute path")
     return _path(text)
@@ -178,9 +178,9 @@ VARIABLES: Mapping[str, Variable] = {
     "TARGETS": Variable("a,b", "Builds only these targets.", _names),
     "FROM_CACHE": Variable(
         "a,b",
-        "Takes these targets from the cache, whatever is installed: see "
+        "Takes these targets only from the cache, whatever is installed: see "
         "[several ONNX Runtimes](targets.md#several-onnx-runtimes). With `all` the build needs no "
-        "packages at all.",
+        "packages.",
         _names,
     ),
     "CACHE_DIR": Variable(

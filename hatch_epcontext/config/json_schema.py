@@ -1,7 +1,7 @@
 """The JSON schema of ``[tool.epcontext]``, generated from the dataclasses that declare the keys.
 
-It is shipped as ``epcontext.schema.json``, for editors and for validate-pyproject. It does not contain
-rules that depend on the provider, the model or other keys: `config.checks` has those.
+It is shipped as ``epcontext.schema.json``, for editors and for validate-pyproject. Rules that depend on the
+provider, the model or other keys are only in `config.checks`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAVES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
 def make() -> dict[str, Any]:
-    """The schema, in JSON Schema draft 7, without references, because not every tool resolves them."""
+    """The schema, in JSON Schema draft 7, without references: not every tool resolves them."""
     root = _table(RootTable)
     names = ", ".join(PROVIDERS)
     for table in (root, root["properties"]["targets"]["additionalProperties"]):
@@ -67,7 +67,7 @@ def _table(table: type) -> dict[str, Any]:
 
 
 def when_missing(field: dataclasses.Field[Any]) -> str:
-    """What holds where the key of ``field`` is missing, unless the field's default is that."""
+    """What applies if the key of ``field`` is missing, unless it is the field's default."""
     if field.metadata["otherwise"] is not None:
         return f"`{show(field.metadata['otherwise'])}`"
     return str(field.metadata["when_missing"])

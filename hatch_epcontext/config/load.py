@@ -49,15 +49,15 @@ def load(
     """The configuration of the project in ``root``.
 
     ``table`` is ``[tool.epcontext]``, or None if it is missing; ``hook_table`` is the hook's own. With
-    ``confined`` all files must be inside the project, because a build from an sdist has no others.
-    ``hooks`` are the project's other build hooks in a build; a command has none. With ``pending`` hooks still
-    may make files, and none is missing. A glob without files is one model then, with the glob as its path.
-    Raises ConfigError with all problems of the three.
+    ``confined`` all files must be inside the project, because a build from an sdist has no others. ``hooks``
+    are the project's other build hooks in a build; a command has none. With ``pending`` hooks may still make
+    files: no file counts as missing, and a glob without files is one model with the glob as its path. Raises
+    ConfigError with all problems of the tables and the environment.
     """
     finder = Finder(root, confined, hooks, pending)
     config, problems = collect(_load(finder, table, hook_table, environ))
     if problems or config is None:
-        # Models share targets, and so their problems.
+        # Models share targets, and so the problems of these.
         raise ConfigError(*{str(problem): problem for problem in problems}.values())
     return config
 
@@ -91,7 +91,7 @@ def _load(
     invalid += (_with_model(each, table) for each in check_values(Key(), parsed))
     build = dataclasses.replace(parsed.build, **environment.build)
     _, missing = collect(_check_build(build, environment))
-    # An invalid part is left out: nothing else is reported about it.
+    # An invalid part was left out: report nothing else about it.
     yield from (each for each in (*invalid, *missing) if not _is_about(each, mistyped))
     cluster = tuple(Key() / "build" / name for name in ("executor", "scheduler", "cache"))
     if not any(each.key in cluster for each in (*mistyped, *invalid)):
@@ -129,7 +129,7 @@ def _is_about(problem: Problem, others: list[Problem]) -> bool:
 
 
 def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]:
-    """What the keys of ``build``, with those of the environment, need of each other."""
+    """Requirements between the keys of ``build``, including those of the environment."""
     if (
         build.executor == "dask"
         and build.scheduler is None
@@ -147,7 +147,7 @@ def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]
             Key() / "build" / "cache-keys",
             Kind.MISSING_KEY,
             "is required with a shared cache: the trusted public keys.",
-            "Make a pair of keys with `epcontext cache new-key`. Or use what anybody can write there:",
+            "Make a pair of keys with `epcontext cache new-key`. Or trust everyone who can write to it:",
             Setting(Key() / "build" / "cache-trust", "all"),
         )
 
@@ -155,8 +155,8 @@ def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]
 def _check_farm(
     models: list[Model], build: BuildTable, table: BuildTable, environment: Environment
 ) -> Diagnosed[None]:
-    """What a cluster needs: all files go through the shared cache, and no secrets are sent."""
-    # A variable may switch the cluster of a project on or off.
+    """Requirements of a cluster: all files go through the shared cache, and no secrets are sent."""
+    # A variable may switch the project's cluster on or off.
     is_local = build.executor == "local" and "executor" not in environment.build
     if is_local and build.scheduler is not None and table.scheduler is not None:
         yield Problem.at(
@@ -193,7 +193,7 @@ def _config(
     wheel = dataclasses.replace(table.wheel, **environment.wheel)
     return Config(
         root=root,
-        # A model without any of the selected targets can still be shipped as it is.
+        # A model without any selected target may still be shipped as its source.
         models=tuple(each for each in models if each.targets or each.fallback != "none"),
         output=PurePosixPath(table.output) if table.output is not None else None,
         editable=environment.editable or table.editable,

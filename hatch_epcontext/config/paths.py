@@ -18,10 +18,10 @@ from hatch_epcontext.text import show
 
 @dataclass(frozen=True)
 class Finder:
-    """Finds files in the project at ``root``; unless it is ``confined``, anywhere.
+    """Finds files in the project at ``root``, or anywhere unless it is ``confined``.
 
-    ``run_hooks`` are those that a build runs; None for a command. With ``pending`` they still may make files:
-    what is missing is no problem, and is returned all the same, except for the models that a glob will match.
+    ``run_hooks`` are those that a build runs; None for a command. With ``pending`` they may still make files:
+    a missing file is no problem and is returned anyway, except for models that a glob will match.
     """
 
     root: Path
@@ -43,10 +43,10 @@ class Finder:
             return [path] if path else []
         if not (yield from self._is_allowed(key, pattern)):
             return []
-        # A path can be matched in several ways.
+        # A pattern can match a path in several ways.
         matched = dict(_matches(self.root, Path(pattern).parts))
         for path, rejection in matched.items():
-            # Another hook may put a file there.
+            # Another hook may make the file.
             if rejection is not None and not (self.pending and self.hooks):
                 inside = show(Path(os.path.relpath(path, self.root)).as_posix())
                 message = f"{show(pattern)} matches {inside}, which {rejection.message}"
@@ -58,7 +58,7 @@ class Finder:
     def file(
         self, key: Key, path: str, what: str, *, or_folder: bool = False
     ) -> Diagnosed[Path | None]:
-        """The file at ``path``, or with ``or_folder`` the file or folder; ``what`` is its name in words."""
+        """The file at ``path``, or with ``or_folder`` the file or folder; messages call it ``what``."""
         if not (yield from self._is_allowed(key, path)):
             return None
         place = self.root / path
@@ -113,9 +113,9 @@ class Finder:
 
 
 def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[tuple[Path, Rejection | None]]:
-    """What the parts of ``pattern`` match below ``folder``, and why it cannot be read if it cannot.
+    """Paths below ``folder`` that match the parts of ``pattern``, each with the reason if it cannot be read.
 
-    Unlike `Path.glob` it leaves out nothing that cannot be read. As there, ``**`` follows no links.
+    Unlike `Path.glob` this includes unreadable ones. As there, ``**`` follows no links.
     """
     first, *rest = pattern
     if first == "**":
@@ -137,8 +137,8 @@ def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[tuple[Path, Rejec
 
 
 def _matched(path: Path, rest: Sequence[str]) -> Iterator[tuple[Path, Rejection | None]]:
-    """``path``, or what ``rest`` matches below it."""
-    if rest and os.path.isdir(path):  # noqa: PTH112, others raise where this user may not look
+    """``path``, or the paths below it that match ``rest``."""
+    if rest and os.path.isdir(path):  # noqa: PTH112, others raise without permission
         yield from _matches(path, rest)
     elif not is_missing(path) and (not rest or not os.path.exists(path)):  # noqa: PTH110
         yield path, unreadable(path)

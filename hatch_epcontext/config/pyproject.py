@@ -1,7 +1,7 @@
 """``pyproject.toml`` as plain values, and the lines of its keys: the one place that chooses the TOML reader.
 
-The TOML reader of Python knows no lines. But the text up to the end of any statement is a document of its
-own, so the line of a key is where the shortest such document that has the key ends.
+Python's TOML reader reports no lines. But the text up to the end of any statement is a document of its own,
+so the line of a key is the last line of the shortest such document with the key.
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ class Lines:
         self._values: Any = try_parse(text)
 
     def of(self, key: Key) -> int | None:
-        """The line of ``key``, or of the innermost table that it would be in; None if there is none.
-
-        Lines count from 1.
-        """
+        """The line of ``key``, from 1, or of the innermost table that would contain it; None without one."""
         parts = (*ROOT.split("."), *key.parts)
         while len(parts) >= len(ROOT.split(".")):
             if _has(self._values, parts):
@@ -93,7 +90,7 @@ class Lines:
         return low
 
     def _prefix(self, count: int) -> Any:
-        """The values of the first ``count`` lines; None if a statement goes on behind them."""
+        """The values of the first ``count`` lines; None if a statement continues after them."""
         if count not in self._prefixes:
             self._prefixes[count] = try_parse("\n".join(self._lines[:count]))
         return self._prefixes[count]
@@ -125,7 +122,7 @@ class PyprojectNames(KeyNames):
     root: Path
 
     def key(self, key: Key) -> str:
-        """The name of ``key`` behind the file and the line."""
+        """The name of ``key`` after the file and the line."""
         line = self._lines.of(key)
         return super().key(key) if line is None else f"{FILE}:{line}: {super().key(key)}"
 

@@ -41,7 +41,7 @@ from hatch_epcontext.providers import Profile, Provider
 from hatch_epcontext.text import show, suggestion
 
 _OPTIONS = ("provider_options", "session_options", "load_options")
-"""The keys of a target that a model's are merged with; it replaces all others."""
+"""The keys of a target that are merged with a model's; a model replaces all others."""
 
 
 class Resolver:
@@ -82,7 +82,7 @@ class Resolver:
             return [(key, item, path or self._root / item.path)]
         paths = yield from self._finder.models(key, item)
         if not paths and self._finder.pending:
-            # Its targets count: what they need is installed before the models are made.
+            # For its targets: their requirements are installed before the models are made.
             name = f"pending-{key.parts[-1]}"
             return [(key, ModelTable(path=item, name=name), self._root / item)]
         return [
@@ -216,7 +216,7 @@ class Resolver:
     def _calibration(
         self, model_key: Key, model: ModelTable, target_key: Key, merged: TargetTable
     ) -> Diagnosed[str]:
-        """The absolute path of the inputs for which the model is quantized, empty if it is not."""
+        """The absolute path of the calibration inputs, empty if the model is not quantized."""
         if not isinstance(merged.quantize, QuantizeTable):
             return ""
         key = (model_key if model.quantize else target_key) / "quantize"
@@ -244,7 +244,7 @@ def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:
 
 
 def _merge(target: TargetTable, model: NarrowableTable) -> TargetTable:
-    """``target`` with what ``model`` narrows, and with the values that hold where neither has a key."""
+    """``target`` with the keys that ``model`` narrows, and with defaults for keys that neither has."""
     merged: dict[str, Any] = {}
     for key in dataclasses.fields(NarrowableTable):
         ours, theirs = getattr(model, key.name), getattr(target, key.name)
@@ -262,7 +262,7 @@ def _merge(target: TargetTable, model: NarrowableTable) -> TargetTable:
 def _compile_settings(
     table: TargetTable, named: NamedTarget, options: Mapping[str, str]
 ) -> CompileSettings:
-    """The settings of a merged ``table``; a field that is called like a key is copied."""
+    """The settings of a merged ``table``; fields with the names of keys are copied."""
     provider = named.provider
     keys = {key.name for key in dataclasses.fields(table)}
     names = {field.name for field in dataclasses.fields(CompileSettings)}
@@ -271,7 +271,7 @@ def _compile_settings(
     device = table.device or ("npu" if table.virtual_devices else provider.devices[0])
     static_shapes = table.static_shapes
     if static_shapes is None:
-        # With a policy ONNX Runtime chooses the device, which can be any of the EP's.
+        # With a policy ONNX Runtime chooses any of the EP's devices.
         static_shapes = not provider.leaves_shapes_open("any" if table.policy else device)
     derived = {
         "provider": provider.name,
@@ -285,7 +285,7 @@ def _compile_settings(
         "static_shapes": static_shapes,
         "device_filter": {name: str(value) for name, value in table.device_filter.items()},
         "quantize": _quantize(table, provider),
-        # Beside the model is what large models need, and no EP is known to want it otherwise.
+        # A sidecar by default: large models need one, and no known EP requires embedding.
         "embed": bool(table.in_memory) if table.embed == "auto" else table.embed,
         "external_initializers": table.external_initializers_threshold
         if table.external_initializers

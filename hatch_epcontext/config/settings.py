@@ -50,7 +50,7 @@ CREDENTIALS = frozenset(
 """The variables with credentials of the shared cache: they are never printed, and no worker gets them."""
 
 SYNTHETIC = ("ones", "random", "zeros")
-"""Dummy inputs that are generated, and need no file."""
+"""Names of generated dummy inputs."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class Quantize:
 class CompileSettings:
     """Everything that decides how a model is compiled for a target.
 
-    The fingerprint hashes all fields, the request carries them, and the manifest writes them: a
-    field that is added here reaches all three. What counts only for loading or checking stays out.
+    The fingerprint hashes all fields, the request carries them, and the manifest contains them: a new field
+    reaches all three. Settings that matter only for loading or checking do not belong here.
 
-    ``library_module`` is the package of the EP's library. ``library_sha256`` replaces the path of a
-    library, which differs between machines. With ``static_shapes`` the model's dims and shapes are
-    fixed. ``external_initializers``: bytes from which an initializer outside the contexts goes into
-    a file of its own, or None. ``dequantize``: whether dynamic quantization is undone, ``"all"`` for static
-    quantization too, None for only where the EP leaves nodes otherwise. ``quantize``: how floats are
-    quantized, or None; the calibration data is the target's. ``without_rewrites``: those for its number
-    format that are left out.
+    ``library_module`` is the package of the EP's library. ``library_sha256`` replaces the path of a library,
+    which differs between machines. With ``static_shapes`` the model's dims and shapes are fixed.
+    ``external_initializers``: bytes from which an initializer outside the contexts goes into a file of its
+    own, or None. ``dequantize``: whether dynamic quantization is undone, ``"all"`` for static quantization
+    too, None to undo it only if the EP leaves nodes otherwise. ``quantize``: how floats are quantized, or
+    None; the calibration data is the target's. ``without_rewrites``: rewrites for its number format to leave
+    out.
     """
 
     provider: str
@@ -102,7 +102,7 @@ class CompileSettings:
 
     @property
     def changes_precision(self) -> bool:
-        """Whether what is compiled computes with other types of numbers than what it is compared with.
+        """Whether the compiled model computes with other types of numbers than its reference.
 
         A model whose dynamic quantization is undone is compared with its float form.
         """
@@ -111,13 +111,13 @@ class CompileSettings:
 
 @dataclass(frozen=True)
 class Target:
-    """A named place that a model is compiled for, with what the model narrows and all defaults.
+    """A named place that a model is compiled for, narrowed by the model, with all defaults.
 
     ``plugin``: the EP's library. ``key`` is the place of the optimization profiles in the configuration;
-    they are also in ``settings.provider_options``, as the EP wants them. With ``from_cache`` nothing is
-    compiled for the target in this build. ``resources`` are those that a dask worker must have for it.
-    ``calibration``: the absolute path of the inputs for which models are quantized, empty if they are not.
-    ``unchecked``: whether the EP may be newer than what this package knows of it.
+    they are also in ``settings.provider_options``, in the EP's form. With ``from_cache`` nothing is compiled
+    for the target in this build. ``resources``: those that a dask worker must have for it. ``calibration``:
+    the absolute path of the calibration inputs, empty if models are not quantized. ``unchecked``: whether
+    the EP may be newer than this package.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Listed:
-    """A table in a list: the key with the list (``"dims"`` or ``"shapes"``), and the table's index."""
+    """A table in a list: the list's key (``"dims"`` or ``"shapes"``), and the table's index."""
 
     name: str
     index: int
@@ -164,7 +164,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class ShapeSet:
-    """A model that is configured with several shapes, and resolved into one `Model` for each.
+    """A model with several shapes, which is resolved into one `Model` for each.
 
     ``name`` is the configured name; ``members`` are the names of the models with fixed shapes, and
     ``targets`` those of all targets of the build, both in the configured order.
@@ -179,12 +179,11 @@ class ShapeSet:
 class Model:
     """A source model, with the targets that this build compiles it for.
 
-    ``path`` is absolute; with a ``cut`` it is that of the whole model until a build has made the cut one.
-    ``key`` is the model's place in the configuration, and ``listed`` that of its sizes, if they are in a
-    list. With ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of
-    the dummy inputs. ``shape_set`` is the one of all shapes of the same model, None for a model that is not
-    resolved into several. ``license``: its SPDX license expression. ``validate.inputs`` is one of
-    `SYNTHETIC`, or an absolute path.
+    ``path`` is absolute; with a ``cut`` it is that of the whole model until a build has cut it. ``key`` is
+    the model's place in the configuration, and ``listed`` that of its sizes in a list. With
+    ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of the dummy
+    inputs. ``shape_set``: all shapes of the same model, None for a model with one. ``license``: its SPDX
+    license expression. ``validate.inputs`` is one of `SYNTHETIC`, or an absolute path.
     """
 
     name: str
@@ -204,44 +203,43 @@ class Model:
     license: str | None = None
 
     def place(self, name: str) -> Key:
-        """The place of ``dims`` or ``shapes`` in the configuration: of its table in a list, if it has one."""
+        """The place of ``dims`` or ``shapes`` in the configuration: of its table, if they are a list."""
         if self.listed is not None and self.listed.name == name:
             return self.key / name / self.listed.index
         return self.key / name
 
     def on(self, target: Target) -> Model:
-        """The model as requests carry it that compile it for ``target``."""
+        """The model for requests that compile it for ``target``."""
         fixed = target.settings.static_shapes
         return dataclasses.replace(self, targets=(), static_shapes=fixed)
 
     def to_run_on(self, target: Target) -> Model:
-        """The model as requests carry it that run it on ``target``.
+        """The model for requests that run it on ``target``.
 
-        Where the target's profiles leave shapes open, the inputs have the shapes that the first profile is
-        optimized for.
+        If the target's profiles leave shapes open, the inputs have the ``opt`` shapes of the first profile.
         """
         fed = {
             name: tuple(shapes["opt"]) for p in target.profiles[:1] for name, shapes in p.items()
         }
         found = self.on(target)
-        # All open inputs are in the profile, and sizes that are not fixed may be outside of it.
+        # All open inputs are in the profile; other sizes may be outside of it.
         dims = {} if fed and not found.static_shapes else found.dims
         return dataclasses.replace(found, dims=dims, shapes={**fed, **found.shapes})
 
     @property
     def configured_name(self) -> str:
-        """The name in the configuration, which all shapes of the model have in common."""
+        """The name in the configuration, which all shapes of the model share."""
         return self.shape_set.name if self.shape_set else self.name
 
     def has_other_limits(self, target: Target) -> bool:
-        """Whether limits for ``target`` are not those of all targets: it has some, or there are others."""
+        """Whether a hint should relax only this target's limits: it has its own, or there are others."""
         given = self.validate.tolerance or ToleranceTable()
         return len(self.targets) > 1 or target.name in given.targets
 
     def tolerance_for(self, target: Target, *, recorded: bool = False) -> Tolerance | None:
         """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison.
 
-        ``recorded``: from those of the source itself, also where its quantization is undone.
+        ``recorded``: compared with the outputs of the source itself, even if its quantization is undone.
         """
         if self.validate.tolerance is False:
             return None
@@ -263,7 +261,7 @@ class Model:
 class BuildSettings(BuildTable):
     """``[tool.epcontext.build]`` with the variables that win over it, and with sizes in bytes.
 
-    ``cache`` is None where no cache is used, and ``scheduler`` where jobs run on this machine. With
+    ``cache`` is None without a shared cache, and ``scheduler`` if jobs run on this machine. With
     ``cache_write`` the build writes to the shared cache, signed with the private key ``cache_key``.
     """
 
@@ -273,7 +271,7 @@ class BuildSettings(BuildTable):
 
     @property
     def trust(self) -> tuple[str, ...] | None:
-        """The trusted public keys of the shared cache; None to trust everybody's documents."""
+        """The trusted public keys of the shared cache; None to trust all statements."""
         return None if self.cache_trust == "all" else self.cache_keys
 
 
@@ -314,5 +312,5 @@ class Config:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The targets of all models, each as its model narrows it: names repeat."""
+        """The targets of all models, each as narrowed by its model: names repeat."""
         return tuple(target for model in self.models for target in model.targets)

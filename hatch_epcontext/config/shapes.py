@@ -1,4 +1,4 @@
-"""Several shapes of one model: each becomes a model of its own, with a name that has its shape."""
+"""Several shapes of one model: each becomes a model of its own, with its shape in the name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_shapes(key: Key, table: ModelTable) -> Iterator[Problem]:
             key / "dims",
             Kind.CONFLICTING_KEYS,
             "is a list, and shapes is one too.",
-            "Keep one list. The other key can be a table, which then counts for all shapes.",
+            "Keep one list. The other key can be a table, which then applies to all shapes.",
         )
     for name in _KEYS:
         if isinstance(value := getattr(table, name), tuple):
@@ -68,10 +68,10 @@ def _check_list(key: Key, tables: tuple[Mapping[str, Any], ...]) -> Iterator[Pro
 
 
 def expand(model: Model, table: ModelTable) -> tuple[Model, ...]:
-    """``model``, whose sizes do not count yet, in all sizes of its ``table``.
+    """``model``, without sizes so far, in all sizes of its ``table``.
 
-    There is one model for each of them, with the targets that fix shapes; and for the targets that leave
-    them open a last one with the configured name, whose dummy inputs have the first sizes.
+    There is one model for each size, with the targets that fix shapes; and for the targets that leave them
+    open, a last one with the configured name, whose dummy inputs have the first sizes.
     """
     fixed = tuple(target for target in model.targets if target.settings.static_shapes)
     still_open = tuple(target for target in model.targets if not target.settings.static_shapes)
@@ -90,7 +90,7 @@ def expand(model: Model, table: ModelTable) -> tuple[Model, ...]:
 
 
 def _forms(model: Model, table: ModelTable) -> Iterator[Model]:
-    """``model`` in the sizes of its ``table``, in the configured order; several have them in their names."""
+    """``model`` in the sizes of its ``table``, in the configured order; several get them in their names."""
     for key, suffix in (("shapes", _suffix_of_shapes), ("dims", _suffix_of_dims)):
         if len(listed := _tables(getattr(table, key))) > 1:
             other = {each: _first(getattr(table, each)) for each in _KEYS if each != key}
@@ -109,13 +109,13 @@ def _forms(model: Model, table: ModelTable) -> Iterator[Model]:
 
 
 def check_name_length(model: Model) -> Iterator[Problem]:
-    """A name that has become too long with its shape."""
+    """A name that is too long with its shape."""
     if model.shape_set is not None and model.listed and len(model.name) > MAX_NAME:
         yield Problem.at(
             model.key / model.listed.name / model.listed.index,
             Kind.INVALID_NAME,
-            f"the name with this shape has {len(model.name)} characters, and folders are called after "
-            f"it: {show(model.name)}.",
+            f"the name with this shape has {len(model.name)} characters, which is too long for folders: "
+            f"{show(model.name)}.",
             "Fix named dimensions with a list of dims instead, or fewer of them.",
             Setting(model.key / "dims"),
         )

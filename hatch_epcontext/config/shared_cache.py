@@ -1,4 +1,4 @@
-"""Shared caches: the URLs that `build.cache` takes, and the keys of who reads and who writes."""
+"""Shared caches: valid URLs of `build.cache`, the signing key, and the trusted public keys."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ SIGNATURES = "cryptography>=44"
 
 
 def check_cache_url(url: str) -> str | None:
-    """What the URL of a shared cache must be, in words; None for a valid one."""
+    """A description of a valid URL of a shared cache; None if ``url`` is one."""
     known = ", ".join(f"{scheme}://" for scheme in REQUIREMENTS)
     try:
         parts = urlsplit(url)
     except ValueError:
         return f"a URL with one of {known}"
-    # fsspec takes a chain of URLs behind "::".
+    # fsspec chains URLs with "::".
     if not url.startswith(f"{parts.scheme}://") or "::" in url or parts.scheme not in REQUIREMENTS:
         return f"a URL with one of {known}"
-    # A query can be a token too.
+    # A query may contain a token.
     if _has_credentials(parts) or "?" in url or "#" in url:
         return (
             "a URL without a user, a password, a query and a fragment (credentials come from the "
@@ -45,8 +45,8 @@ def check_cache_url(url: str) -> str | None:
         )
     if parts.scheme == "file":
         rooted = not parts.netloc and len(parts.path) > 1
-        return None if rooted else "an absolute path behind file://, such as file:///mnt/cache"
-    return None if parts.netloc else f"a bucket, container or host behind {parts.scheme}://"
+        return None if rooted else "an absolute path after file://, such as file:///mnt/cache"
+    return None if parts.netloc else f"a bucket, container or host after {parts.scheme}://"
 
 
 def _has_credentials(parts: SplitResult) -> bool:
@@ -65,7 +65,7 @@ def _is_host(netloc: str) -> bool:
 
 
 PUBLIC, PRIVATE = "ed25519:", "ed25519-private:"
-"""How the text of a key begins; its 32 bytes in base64 follow."""
+"""The prefixes of keys as text; the 32 bytes in base64 follow."""
 
 _BYTES = 32
 
@@ -76,21 +76,21 @@ def key_text(prefix: str, key: bytes) -> str:
 
 
 def public_bytes(text: str) -> bytes:
-    """The 32 bytes of a public key; raises ValueError with what is allowed."""
+    """The 32 bytes of a public key; raises ValueError with a description of a valid one."""
     if text.startswith(PRIVATE):
         raise ValueError(
-            "a public key (this is a private one, which others may have seen here: make a new pair)"
+            "a public key (this is a private one, which is no longer secret: make a new pair)"
         )
     return _bytes(text, PUBLIC, "public")
 
 
 def private_bytes(text: str) -> bytes:
-    """The 32 bytes of a private key; raises ValueError with what is allowed."""
+    """The 32 bytes of a private key; raises ValueError with a description of a valid one."""
     return _bytes(text, PRIVATE, "private")
 
 
 def check_public_keys(keys: tuple[str, ...]) -> str | None:
-    """What public keys must be, in words; None for valid ones."""
+    """A description of valid public keys; None if ``keys`` are."""
     try:
         for key in keys:
             public_bytes(key)

@@ -39,7 +39,7 @@ Options = Mapping[str, OptionValue]
 Dims = Mapping[str, int]
 Shapes = Mapping[str, tuple[int, ...]]
 Check = Callable[[Any], str | None]
-"""What a value must be, in words; None for a value that is valid."""
+"""A description of valid values; None for a valid one."""
 
 
 def _key(
@@ -55,10 +55,10 @@ def _key(
 ) -> Any:
     """A key with its documentation; the default of a table is a function that makes it.
 
-    ``otherwise`` is the value that holds where neither the model nor the target has the key;
-    ``when_missing`` describes that where it depends on other things. With ``empty_switches_off`` an
-    empty environment variable is the value None. With ``is_url`` no message has an invalid value: it can
-    contain a password. `checks` enforces ``required`` keys, whose default is the value of a missing one.
+    ``otherwise`` is the value if neither the model nor the target has the key; ``when_missing`` describes it
+    if it depends on other things. With ``empty_switches_off`` an empty environment variable is the value
+    None. With ``is_url`` no message shows an invalid value: it may contain a password. `checks` enforces
+    ``required`` keys; their default stands for a missing value.
     """
     metadata = {
         "doc": doc,
@@ -115,7 +115,7 @@ def _has_valid_port(url: str) -> bool:
 
 
 def _license(value: str) -> str | None:
-    # Only now: few configurations have a license, and the list of all is long.
+    # Imported here: few configurations have a license, and the list of licenses is long.
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
     try:
@@ -128,7 +128,7 @@ def _license(value: str) -> str | None:
 def _wheel_tag(value: str) -> str | None:
     if value in ("auto", "any"):
         return None
-    # Only now, because workers read these tables too.
+    # Imported here, because workers read these tables too.
     from packaging.tags import parse_tag
 
     try:
@@ -177,7 +177,7 @@ class NarrowableTable:
         "ONNX Runtime's session options, for compiling and loading.", dict
     )
     load_options: Options = _key(
-        "Provider options for the loader only; `{user-cache}` is a folder that it makes.",
+        "Provider options for the loader only; `{user-cache}` is a folder that it creates.",
         dict,
     )
     device: Device | None = _key(
@@ -218,13 +218,13 @@ class NarrowableTable:
         when_missing="by provider and device",
     )
     unroll_limit: int | None = _key(
-        "The most nodes that a graph may have after loops and recurrent layers are unrolled, `0` for never: "
+        "The most nodes of a graph after loops and recurrent layers are unrolled, `0` for no unrolling: "
         "see `docs/what-compiles.md`.",
         otherwise=5000,
         check=_NODES,
     )
     without_rewrites: tuple[RewriteName, ...] | None = _key(
-        "Rewrites to leave out, of those for results that differ: see `docs/what-compiles.md`.",
+        "Rewrites for differing results to leave out: see `docs/what-compiles.md`.",
         otherwise=(),
     )
     recompile: bool | None = _key(

@@ -15,10 +15,9 @@ from hatch_epcontext.providers import Plugin, Provider, configured, find
 
 @dataclass(frozen=True)
 class NamedTarget:
-    """A target as it is written: its name, its place and its provider.
+    """A target as configured: its name, its place and its provider.
 
-    With ``unchecked`` it takes options that are not known. ``library_sha256``: that of its library, if the
-    table has its path.
+    With ``unchecked`` it allows unknown options. ``library_sha256``: of its library, if the table has a path.
     """
 
     name: str
@@ -45,26 +44,26 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
     provider = configured(provider.name, ep, plugin, unchecked=unchecked)
     sha256 = None
     if plugin is not None and plugin.path:
-        # `Finder.library` reports a missing file, and a name that no file can have.
+        # `Finder.library` reports a missing file, and an impossible name.
         with contextlib.suppress(OSError, ValueError):
             sha256 = file_sha256(Path(plugin.path))
     return NamedTarget(name, key, table, provider, unchecked, sha256)
 
 
 def is_path(library: str) -> bool:
-    """Whether ``library`` is the path of a file, and not the name of a package."""
+    """Whether ``library`` is the path of a file, not the name of a package."""
     return re.fullmatch(r"\w+(\.\w+)*", library) is None or Path(library).suffix in LIBRARIES
 
 
 LIBRARIES = (".so", ".dll", ".dylib")
-"""How the names of shared libraries end."""
+"""The suffixes of shared libraries."""
 
 
 def _expand(library: str) -> Path:
     try:
         return Path(library).expanduser()
     except RuntimeError:
-        # No home folder: the file is then reported as missing.
+        # Without a home folder the file is reported as missing.
         return Path(library)
 
 

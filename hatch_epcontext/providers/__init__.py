@@ -1,4 +1,4 @@
-"""Knowledge about execution providers: data and small pure functions, for builds and for workers.
+"""Knowledge about execution providers: data and small pure functions, for builds and workers.
 
 Each module of this package that has a ``PROVIDER`` is registered. To add a provider, add a module.
 """
@@ -93,7 +93,7 @@ def find(name: str) -> Provider | None:
 def configured(name: str, ep: str, plugin: Plugin | None, *, unchecked: bool = False) -> Provider:
     """The provider called ``name``, with the EP that a configuration names and the library of that EP.
 
-    With ``unchecked`` it shares weights, although this package may not know that it can.
+    With ``unchecked`` it counts as able to share weights.
     """
     provider = PROVIDERS[name]
     if (ep, plugin) != (provider.ep, provider.plugin):
@@ -103,11 +103,11 @@ def configured(name: str, ep: str, plugin: Plugin | None, *, unchecked: bool = F
             ep=ep,
             plugin=plugin,
             distributions=tuple(dict.fromkeys((*own, *provider.distributions))),
-            # Only the configuration can name what the library needs.
+            # Only the configuration can name the library's requirements.
             requirements=(),
             systems=(),
         )
     if unchecked and provider.product == "context" and not provider.shares_weights:
-        # Only an attempt to open them shows whether the machine can.
+        # Only an attempt shows whether the machine can open its contexts.
         provider = replace(provider, shares_weights=True, loads_shared=True)
     return provider

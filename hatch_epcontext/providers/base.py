@@ -36,11 +36,11 @@ class Plugin:
 class Tolerance:
     """How far outputs may differ from the CPU EP's.
 
-    ``snr``: the least ratio of signal to noise in decibels; slices of the output may be 7 to 10 dB worse.
-    ``cosine``: the least cosine similarity. If ``atol`` or ``rtol`` is
-    given, ``|out - ref| <= atol + rtol * |ref|`` must hold everywhere. ``unit``: the signal that each value
-    of an output between -1 and 1 counts to have, which is much for EPs that compute a Sigmoid from a table.
-    ``outputs``: limits of their own, by the names of the output and of the limit.
+    ``snr``: the smallest signal-to-noise ratio in decibels; slices of the output may be 7 to 10 dB worse.
+    ``cosine``: the smallest cosine similarity. If ``atol`` or ``rtol`` is given, ``|out - ref| <= atol + rtol
+    * |ref|`` must hold everywhere. ``unit``: the floor of the signal in each value of an output between -1
+    and 1, large for EPs that compute a Sigmoid from a table. ``outputs``: limits of single outputs, by the
+    names of the output and of the limit.
     """
 
     snr: float
@@ -51,13 +51,13 @@ class Tolerance:
     outputs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def of(self, output: str) -> Tolerance:
-        """That of ``output``."""
+        """The tolerance of ``output``."""
         own: Mapping[str, Any] = self.outputs.get(output, {})
         return replace(self, **own, outputs={})
 
 
 QUANTIZED = Tolerance(snr=15, cosine=0.98)
-"""How far outputs may differ where the source is quantized, and what was made of it is not, or vice versa."""
+"""How far outputs may differ if only one of the source and the compiled model is quantized."""
 
 
 Profile = Mapping[str, Mapping[str, Sequence[int]]]
@@ -66,7 +66,7 @@ Profile = Mapping[str, Mapping[str, Sequence[int]]]
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """The names of the options in which an EP takes its optimization profiles.
+    """The names of an EP's options for optimization profiles.
 
     ``several`` is the option that allows more than one profile, if the EP has one.
     """
@@ -127,7 +127,7 @@ def _runs_anywhere(system: str, machine: str) -> bool:
 
 @dataclass(frozen=True)
 class MoreCoverage:
-    """Provider ``options`` with which an EP takes ``operators`` that it leaves to the CPU by default."""
+    """Provider ``options`` with which an EP compiles ``operators`` that it leaves to the CPU by default."""
 
     operators: frozenset[str]
     options: Mapping[str, str]
@@ -135,7 +135,7 @@ class MoreCoverage:
 
 @dataclass(frozen=True)
 class Provider:
-    """What the package knows about one execution provider.
+    """Facts about one execution provider.
 
     To add one, add a module to this package with a `Provider` named ``PROVIDER``.
     """
@@ -176,8 +176,8 @@ class Provider:
     """The integers to which activations are quantized by default."""
 
     number_format: Callable[[Device, Mapping[str, str]], NumberFormat | None] = _same_numbers
-    """(device, options) -> the format to which it rounds floats; None where it computes in float32, or where
-    that is not known."""
+    """(device, options) -> the format to which it rounds floats; None if it computes in float32, or if that
+    is unknown."""
 
     needs: str | None = None
     """The hardware and the driver that it needs to offer a device."""
@@ -220,11 +220,11 @@ class Provider:
     """Whether the EP offers virtual devices, to compile for hardware that the machine does not have."""
 
     cross_compiles: bool = False
-    """Whether it can compile on any device that it offers, for the device that its options name."""
+    """Whether it can compile for the device that its options name on any device that it offers."""
 
     options: Mapping[str, Option] = field(default_factory=dict)
     any_options: bool = False
-    """Whether all options are accepted, because the EP and so its options are unknown."""
+    """Whether all options are accepted, because the EP is unknown."""
 
     deprecated: Mapping[str, str] = field(default_factory=dict)
     """Options of older releases, which the EP ignores, each with its replacement."""
@@ -233,24 +233,24 @@ class Provider:
     """Options that the build or the loader sets, each with the reason or with what to use instead."""
 
     limits: Limits | None = None
-    """What the EP cannot compile; None where that is not known."""
+    """The nodes that the EP cannot compile; None if unknown."""
 
     lacks: frozenset[str] = frozenset()
-    """Operators that the EP does not have, as far as that was tried. It may take a model with them all the
-    same: preparation folds and replaces operators."""
+    """Operators that the EP lacks, as far as that was tried. It may still compile a model with them:
+    preparation folds and replaces operators."""
 
     lacks_dtypes: frozenset[str] = frozenset()
-    """NumPy's names of types that the EP takes at most inside quantized nodes."""
+    """NumPy's names of types that the EP supports only inside quantized nodes, or not at all."""
 
     max_rank: int | None = None
-    """The largest rank of a tensor that the EP takes; None if it is not known."""
+    """The largest rank of a tensor that the EP supports; None if unknown."""
 
     reasons: Callable[[str], Mapping[str, str]] | None = None
-    """The EP's log, with all its messages -> by the name of each node that the EP leaves to the CPU the
-    reason, empty where the log has none; None for an EP that logs no reasons."""
+    """(the EP's whole log) -> the reason for each node that the EP leaves to the CPU, by the node's name,
+    empty if the log has none; None for an EP that logs no reasons."""
 
     error_in_words: Callable[[str], str | None] = _no_words
-    """A compiler's error -> what it means for the model: a sentence; None for an unknown error."""
+    """(a compiler's error) -> a sentence about what it means for the model; None for an unknown error."""
 
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Provider options that are set by default, unless the user sets an option that excludes them."""
@@ -259,17 +259,17 @@ class Provider:
     """Sets of options that exclude each other."""
 
     simulates: bool = False
-    """Whether a build machine runs its contexts on a simulator, which uses all cores by itself."""
+    """Whether a build machine runs its contexts on a simulator, which uses all cores."""
 
     needs_code_page: bool = False
-    """Whether on Windows it crashes where a sidecar's path has letters that the system's code page lacks."""
+    """Whether on Windows it crashes if a sidecar's path has letters that the system's code page lacks."""
 
     simulator: tuple[str, ...] = ()
-    """The simulator's libraries in the package of ``plugin``, which take long to load: forks share them."""
+    """The simulator's libraries in the package of ``plugin``: they are slow to load, and forks share them."""
 
     exclusive_device: bool = False
-    """Whether two steps at once disturb each other on its device: they measure kernels to choose the
-    fastest, or need its whole memory."""
+    """Whether concurrent steps disturb each other on its device: they measure kernels to choose the fastest,
+    or need its whole memory."""
 
     shares_weights: bool = False
     """Whether models that are compiled in one process can share a sidecar."""
@@ -278,7 +278,7 @@ class Provider:
     """Whether contexts that share a sidecar can be opened on the machine that compiled them."""
 
     embeds_one: bool = False
-    """Whether it loads an embedded context only if the model has no other context."""
+    """Whether it loads an embedded context only if that is the model's only context."""
 
     profiles: ProfileOptions | None = None
     """The options for optimization profiles, if the EP has profiles."""
@@ -304,16 +304,16 @@ class Provider:
     """(options) -> a message for each option that contradicts another one."""
 
     compiled_for: Callable[[str], dict[str, str]] = _unknown_format
-    """(compatibility string) -> what it was compiled for, by name; empty if the format is unknown.
-    Names of options have values as the EP takes them: ``"60,57"`` for two chips."""
+    """(compatibility string) -> what it was compiled for, by name; empty if the format is unknown. Options
+    have values in the EP's form: ``"60,57"`` for two chips."""
 
     disagreement: Callable[[str, str, Mapping[str, str]], str | None] = _no_disagreement
-    """(compatibility string, ep_sdk_version, options) -> how what was compiled disagrees with the
-    options, or the two with each other; None if all agree."""
+    """(compatibility string, ep_sdk_version, options) -> how the context disagrees with the options, or the
+    first two with each other; None if all agree."""
 
     runs_on: Callable[[str, str], bool] = _runs_anywhere
-    """(sys.platform, platform.machine()) -> whether such a machine can run, or simulate, a context that
-    was compiled for any of the EP's chips."""
+    """(sys.platform, platform.machine()) -> whether such a machine can run, or simulate, a context for any
+    of the EP's chips."""
 
     def leaves_shapes_open(self, device: Device) -> bool:
         """Whether shapes stay open by default when models are compiled for ``device``."""
@@ -322,7 +322,7 @@ class Provider:
         return device in self.open_shapes_on
 
     def complete(self, options: Mapping[str, str]) -> dict[str, str]:
-        """``options`` with the defaults added, and with the options that follow from them."""
+        """``options`` with defaults, and with the options that follow from them."""
         excluded = {
             name
             for group in self.exclusive
@@ -339,7 +339,7 @@ class Provider:
             for name, option in self.options.items()
             if option.several and name in options
         }
-        # An option with one value counts for all chips.
+        # An option with one value applies to all chips.
         return tuple(
             {name: values[min(chip, len(values) - 1)] for name, values in lists.items()}
             for chip in range(max(map(len, lists.values()), default=1))
@@ -357,7 +357,7 @@ class Provider:
         self, compatibility: str, ep_sdk_versions: Iterable[str], options: Mapping[str, str]
     ) -> Iterator[str]:
         """Yield how the contexts of one model disagree with ``options``; see `disagreement`."""
-        # A node that only refers to the context of another one may have no version.
+        # A node that only refers to another node's context may have no version.
         for version in dict.fromkeys(filter(None, ep_sdk_versions)) or ("",):
             if disagreement := self.disagreement(compatibility, version, options):
                 yield disagreement

@@ -7,9 +7,9 @@ import re
 _STANDING = re.compile(
     "|".join(
         (
-            # QNN, everywhere but on Windows for Arm.
+            # QNN, except on Windows for Arm.
             r"File mapped weights feature is only available",
-            # An EP that was built for another version of ONNX Runtime.
+            # An EP for another version of ONNX Runtime.
             r"EPContext encryption config unavailable",
             # The C library that QNN's simulator contains.
             r"# ?LIBNATIVE: No alternate configuration",
@@ -17,7 +17,7 @@ _STANDING = re.compile(
             r"Unable to get producer node for OrtValueInfo",
             r"Some nodes were not assigned to the preferred execution providers",
             r"Rerunning with verbose output on a non-minimal build",
-            # Exporters write models like that.
+            # Exporters write such models.
             r"appears in graph inputs and will not be treated as constant value",
             r"CleanUnusedInitializersAndNodeArgs\] Removing initializer",
         )

@@ -1,4 +1,4 @@
-"""Which product contains a missing shared library: the system's loader only names the file."""
+"""Finds the product that contains a missing shared library: the system's loader only names the file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SUPPLIERS = (
     ("ze_loader", "the driver of an Intel NPU or GPU (Level Zero)"),
     ("OpenCL", "the driver of the GPU (OpenCL)"),
     ("vulkan", "the driver of the GPU, with the Vulkan loader"),
-    # What systems have that are not minimal.
+    # Libraries that minimal systems lack.
     ("atomic.so", "libatomic1 (Debian, Ubuntu) or libatomic (Fedora)"),
     ("gomp.so", "libgomp1 (Debian, Ubuntu) or libgomp (Fedora)"),
     ("hwloc.so", "libhwloc15 (Debian, Ubuntu) or hwloc-libs (Fedora)"),
@@ -41,7 +41,7 @@ _SUPPLIERS = (
 
 _MISSING = re.compile(
     r"(?P<name>[^\s/\\\"']+\.so[.\d]*): cannot open shared object file"
-    # Windows names the library that it was asked for, which is there if another one is missing.
+    # Windows names the library that is loaded, even if a library that it needs is missing.
     r"|\b(?:error|code):? 126\b.*?(?P<dll>[^\s/\\\"']+\.dll)\b"
     # So does Python.
     r"|Could not find module '(?:[^']*[/\\])?(?P<module>[^'/\\]+)' \(or one of its dependencies\)",
@@ -53,7 +53,7 @@ _MISSING = re.compile(
 class MissingLibrary:
     """A library that the system did not find; ``supplier``: the product that contains it, if it is known.
 
-    ``or_below``: it can also be a library that this one needs.
+    ``or_below``: the missing one may also be a library that this one needs.
     """
 
     name: str
@@ -77,7 +77,7 @@ class MissingLibrary:
 
 
 def missing(message: str) -> MissingLibrary | None:
-    """The missing library that ``message``, of the system's loader, names; None for any other message."""
+    """The missing library in ``message``, an error of the system's loader; None for any other message."""
     found = _MISSING.search(message)
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """Intel's CPUs, GPUs and NPUs through the plugin EP in onnxruntime-ep-openvino.
 
-Options: those that the plugin's library 1.8.1 reads. Its log names the options of the older, built-in
-EP that it ignores, each with the entry of ``load_config`` that replaces it.
+Options: those that the plugin's library 1.8.1 reads. Its log names the ignored options of the older,
+built-in EP, each with the entry of ``load_config`` that replaces it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _LACKS = frozenset(
         "com.microsoft.DynamicQuantizeLSTM", "com.microsoft.FusedConv",
     }
 )  # fmt: skip
-"""The operators of ONNX's own test models of which the CPU device took none."""
+"""The operators of ONNX's own test models of which the CPU device compiled none."""
 
 
 def _number_format(device: Device, options: Mapping[str, str]) -> NumberFormat | None:
@@ -103,7 +103,7 @@ PROVIDER = Provider(
     # model: probabilities that differ by 0.056, with a cosine of 0.9989.
     tolerance=Tolerance(snr=20, cosine=0.99),
     number_format=_number_format,
-    # Its CPU device computes wrong with 16 bits: -2 dB in a small network, and 37 dB with 8.
+    # With 16 bits its CPU device computes wrong: -2 dB in a small network, and 37 dB with 8 bits.
     quantized_activation="uint8",
     needs="Intel hardware: on other processors it offers no device, not even the CPU",
     verified="The CPU device, on an Intel Xeon with Linux: compiled, loaded and run, external and embedded.",

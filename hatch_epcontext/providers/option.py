@@ -1,4 +1,4 @@
-"""Provider options: how they are written in TOML, and how an EP takes them."""
+"""Provider options: their form in TOML, and in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SECRET = re.compile(r"\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 class Option:
     """One provider option.
 
-    ``doc`` is its description in the documentation; ``default`` is the EP's default, for the
-    documentation too. ``scope``: an option of scope ``"compile"`` counts when a model is compiled,
-    and is not shipped; ``"load"`` counts when a session is opened; ``"both"`` counts for both.
+    ``doc`` and ``default``, the EP's default, are for the documentation. ``scope``: an option of scope
+    ``"compile"`` counts when a model is compiled, and is not shipped; ``"load"`` counts when a session is
+    opened; ``"both"`` counts for both.
     """
 
     doc: str
@@ -40,13 +40,13 @@ class Option:
     booleans: tuple[str, str] = ("0", "1")
     """The EP's spelling of false and of true."""
     several: bool = False
-    """Whether it takes a list, with a value for each chip that a context is for."""
+    """Whether it may be a list, with a value for each chip of a context."""
     secret: bool = False
-    """Whether it is a key or a password: the configuration then has only the name of a variable."""
+    """Whether it is a key or a password: then the configuration contains only the name of a variable."""
 
     @property
     def allowed(self) -> str:
-        """The values that the option takes, for messages."""
+        """The valid values, for messages."""
         lists = ", or a list of them, one for each chip" if self.several else ""
         return f"{self._allowed_once}{lists}"
 
@@ -70,7 +70,7 @@ class Option:
         }[self.kind]
 
     def render(self, value: OptionValue) -> str:
-        """``value`` as the string that the EP takes.
+        """``value`` as the string for the EP.
 
         Raises ValueError with the allowed values. EPs accept impossible values without an error.
         """
@@ -111,7 +111,7 @@ class Option:
 
 
 def _items(value: OptionValue) -> Sequence[OptionValue]:
-    """The items of a list, also of one that is written as text; an empty list fits no option."""
+    """The items of a list, also of a list as text; an empty list fits no option."""
     if isinstance(value, str):
         return [item.strip() for item in value.split(",")]
     if isinstance(value, Sequence):
@@ -127,7 +127,7 @@ def _is_json_object(text: str) -> bool:
 
 
 def render(value: OptionValue) -> str:
-    """A TOML value as the string that ONNX Runtime takes.
+    """A TOML value as the string for ONNX Runtime.
 
     ``true`` becomes ``"1"``, a table JSON, and a list its items with commas between them.
     """
@@ -167,12 +167,12 @@ def number(
 def choice(
     doc: str, *choices: str, default: str = "", scope: Scope = "compile", several: bool = False
 ) -> Option:
-    """An option that takes one of a few values."""
+    """An option with one of a few values."""
     return Option(doc, default=default, choices=choices, scope=scope, several=several)
 
 
 def text(doc: str, default: str = "", scope: Scope = "compile") -> Option:
-    """An option that takes any string."""
+    """An option with any string."""
     return Option(doc, default=default, scope=scope)
 
 
@@ -182,16 +182,16 @@ def secret(doc: str, scope: Scope = "both") -> Option:
 
 
 def variable_of(value: object) -> str | None:
-    """The environment variable whose value is meant, if ``value`` is ``"{env:NAME}"``: then it is a secret.
+    """The environment variable in ``value``, if that is ``"{env:NAME}"``: then the option is a secret.
 
-    Only workers look up its value. Wherever else options go, they have the name.
+    Only workers read the variable. Everywhere else options contain its name.
     """
     found = _SECRET.fullmatch(value) if isinstance(value, str) else None
     return found[1] if found else None
 
 
 def secrets_in(options: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of those of ``options`` that are secrets."""
+    """The names of the secrets among ``options``."""
     return tuple(name for name, value in options.items() if variable_of(value))
 
 
@@ -201,5 +201,5 @@ def variables_in(text: str) -> frozenset[str]:
 
 
 def pointer(doc: str) -> Option:
-    """An address in memory: no configuration can contain one, the app passes it to the loader."""
+    """An address in memory: a configuration cannot contain one; the app passes it to the loader."""
     return Option(doc, kind="pointer", default="0", scope="load")

@@ -32,7 +32,7 @@ _PERFORMANCE_MODES = (
 )
 
 _ARCH_OF_SOC = {"43": "73", "57": "75", "60": "73", "69": "79"}
-"""The HTP architectures of SoC models that compiled in tests. If both options are set, the EP follows
+"""The HTP architectures of SoC models that compiled in tests. If both options are set, the EP uses
 ``soc_model``, and only logs that ``htp_arch`` differs."""
 
 _BOTH: Scope = "both"
@@ -123,7 +123,7 @@ _PER_CHIP = tuple(name for name, option in _OPTIONS.items() if option.several)
 
 
 def _implied(options: Mapping[str, str]) -> dict[str, str]:
-    # The EP finds the architectures itself, but then its compatibility string does not name them.
+    # The EP also finds the architectures itself, but then its compatibility string does not name them.
     socs = options.get("soc_model", "").split(",")
     archs = [_ARCH_OF_SOC[soc] for soc in socs if soc in _ARCH_OF_SOC]
     return {"htp_arch": ",".join(archs)} if 1 < len(archs) == len(socs) else {}
@@ -147,7 +147,7 @@ def _contradictions_of_lists(options: Mapping[str, str]) -> dict[str, str]:
     if twice := sorted({chip for chip in chips if chips.count(chip) > 1}):
         return {chip_option: f"names {listing(twice)} twice"}
     lists = {name: options[name].split(",") for name in _PER_CHIP if name in options}
-    # The EP takes one `vtcm_mb` for all chips.
+    # The EP accepts one `vtcm_mb` for all chips.
     wrong = {
         name: f"must have one value for each chip: it has {len(values)}, and {chip_option} names "
         + count(len(chips), "chip")
@@ -213,11 +213,11 @@ _NAME = re.compile(_NODE)
 _WORDS = (
     (r"^Operators of type", "the EP does not have this operator"),
     (r"^(QNN EP: )?Failed to (add|create) ", ""),
-    (r"non-default activations", "the EP takes the default activations only"),
-    (r"doesn't support (non-default )?clip", "the EP takes it without clip only"),
-    (r"dynamic sequence_length", "the EP takes a constant sequence_lens only"),
-    (r"same sequence length", "the EP takes equal sequence_lens only"),
-    (r"dynamic (min/max)", "the EP takes constant min and max only"),
+    (r"non-default activations", "the EP supports only the default activations"),
+    (r"doesn't support (non-default )?clip", "the EP supports it only without clip"),
+    (r"dynamic sequence_length", "the EP supports only a constant sequence_lens"),
+    (r"same sequence length", "the EP supports only equal sequence_lens"),
+    (r"dynamic (min/max)", "the EP supports only constant min and max"),
     (r"Cannot get shape|doesn't support dynamic shape", "one of its shapes is not fixed"),
     (r"FP64 data type", "the EP does not have float64"),
     (r"Failed to map Onnx data type", "the EP does not have the type of its values"),
@@ -226,8 +226,8 @@ _WORDS = (
         "the CPU quantizes the model's inputs and outputs, unless offload_graph_io_quantization is 0",
     ),
 )
-"""How reasons in the EP's log begin, or what is in them, and what they mean; empty for those that mean
-nothing. All others are shown as they are."""
+"""Patterns of reasons in the EP's log, and what they mean; empty for meaningless ones. All other reasons are
+shown as they are."""
 
 
 def _reasons(log: str) -> dict[str, str]:
@@ -248,8 +248,8 @@ def _in_words(reason: str) -> str:
 
 
 def _runs_on(system: str, machine: str) -> bool:
-    # The x86-64 packages contain a simulator of the NPU. On Arm a context runs only on the chip that
-    # it was compiled for, and a build machine may have another one.
+    # The x86-64 packages contain a simulator of the NPU. On Arm a context runs only on its own chip, and a
+    # build machine may have another one.
     return system in ("linux", "win32") and machine.lower() in ("x86_64", "amd64")
 
 
@@ -260,7 +260,7 @@ _LIMIT = 131008.0
 _WIDE = (-_LIMIT, _LIMIT)
 
 _FUSING = frozenset({"Conv", "Gemm", "MatMul"})
-"""Not ConvTranspose, and no operator where a Slice, a Split, a Mul or a Max is between."""
+"""Not ConvTranspose, nor any operator with a Slice, a Split, a Mul or a Max between."""
 
 _NEAREST = "takes the nearest pixel, whatever nearest_mode is"
 
@@ -362,7 +362,7 @@ _FLOAT16 = dataclasses.replace(
         ),
     ),
 )  # fmt: skip
-"""Found with all float16 values in small graphs: `benchmarks.sweep`, of which the results are in
+"""Found with all float16 values in small graphs by `benchmarks.sweep`; its results are in
 ``benchmarks/faults-qnn.json``."""
 
 
@@ -386,7 +386,7 @@ _LACKS = frozenset(
 )  # fmt: skip
 """The operators that the EP's log names as not supported, tried with ONNX's own test models.
 
-Without ConvInteger, MatMulInteger and DynamicQuantizeLinear, which it refuses alone, and takes together.
+Without ConvInteger, MatMulInteger and DynamicQuantizeLinear, which it refuses alone, but compiles together.
 """
 
 
@@ -401,13 +401,13 @@ PROVIDER = Provider(
     requirements=("onnxruntime-qnn>=2.7",),
     python=(3, 11),
     systems=("linux", "win32"),
-    # The EP takes the registration name as its own name: another one would be another EP.
+    # The EP is named after its registration: another name would be another EP.
     plugin=Plugin("onnxruntime_qnn", "onnxruntime-qnn", "QNNExecutionProvider"),
     cross_compiles=True,
     # But the simulator refuses contexts that share weights, with QNN_COMMON_ERROR_NOT_SUPPORTED.
     shares_weights=True,
     simulates=True,
-    # Seen with onnxruntime-qnn 2.7.0, under Wine: 0xC0000409. Contexts inside the model are read.
+    # Seen with onnxruntime-qnn 2.7.0, under Wine: 0xC0000409. Contexts inside the model load.
     needs_code_page=True,
     simulator=("libQnnSystem.so", "libQnnHtp.so"),
     options=_OPTIONS,
@@ -416,8 +416,8 @@ PROVIDER = Provider(
     exclusive=(frozenset({"backend_type", "backend_path"}),),
     static_shapes=True,
     example="provider-options = { soc_model = 60, htp_arch = 73 }  # the chip: a Snapdragon X Elite",
-    # The NPU computes in float16, and a Sigmoid in steps of 0.004. Measured on real models: right outputs
-    # have 25 dB and more, wrong ones less than 20.
+    # The NPU computes in float16, and a Sigmoid in steps of 0.004. On real models right outputs have 25 dB
+    # and more, wrong ones less than 20.
     tolerance=Tolerance(snr=20, cosine=0.99, unit=0.1),
     number_format=_number_format,
     # Statically quantized models: their inputs and outputs are quantized on the CPU by default.
@@ -466,6 +466,6 @@ PROVIDER = Provider(
             + ". The simulator does "
             "not open such a context."
         ),
-        "The EP ignores an `htp_arch` that is not that of `soc_model`. The build refuses such a pair.",
+        "The EP ignores an `htp_arch` that does not fit `soc_model`. The build refuses such a pair.",
     ),
 )

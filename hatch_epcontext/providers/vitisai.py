@@ -48,7 +48,7 @@ PROVIDER = Provider(
         "cache_key": "the build has its own cache",
     },
     static_shapes=True,
-    # `runs_on` is the default: only the NPU runs contexts, and the EP offers a device only where it is.
+    # `runs_on` is the default: only the NPU runs contexts, and without it the EP offers no device.
     sources=('AMD\'s Ryzen AI documentation, "Vitis AI Execution Provider options"',),
     notes=(
         (

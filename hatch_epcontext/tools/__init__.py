@@ -1,1 +1,1 @@
-"""What commands do beyond building a project's models: one module for each command, and for `api`."""
+"""The cores of commands, and of `api`, beyond building a project's models: one module for each."""

@@ -1,4 +1,4 @@
-"""Models -> files where a user wants them, all or none."""
+"""Models -> files at a user's place, all or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hatch_epcontext.system import check_apart, check_folder, writing
 
 @dataclass(frozen=True)
 class CompileResult:
-    """What was compiled.
+    """The result of compiling models.
 
     ``files``: the written files, sidecars before the context models that name them.
     ``report``: coverage, validation, times, sizes and versions of each model.
@@ -31,10 +31,7 @@ class CompileResult:
 
 
 def is_file(output: Path, models: Sized) -> bool:
-    """Whether ``output`` is the file of a single result, and not the folder of all results.
-
-    Raises ConfigError when it is a file for several ``models``.
-    """
+    """Whether ``output`` is a file and not a folder; raises ConfigError for a file and several ``models``."""
     if output.suffix != ".onnx" or output.is_dir():
         return False
     if len(models) > 1:
@@ -48,10 +45,10 @@ def compile_models(
 ) -> CompileResult:
     """Compile the models of ``config``, and write the results to ``output``, a file or a folder.
 
-    ``run`` runs a plan in the temporary folder that it gets. Nothing is written unless all jobs
-    succeed. Raises what ``run`` raises, ConfigError when one environment cannot build the targets, and
-    OutputError when a file exists; when the folder is a file or the result would replace a source's
-    own file, whatever ``overwrite`` is.
+    ``run`` runs a plan in the temporary folder that it gets. Nothing is written unless all jobs succeed.
+    Raises what ``run`` raises; ConfigError when one environment cannot build the targets; and OutputError
+    when a file exists without ``overwrite``, when the folder is a file, or when the result would replace a
+    source's file.
     """
     file = is_file(output, config.models)
     if file:
@@ -63,14 +60,14 @@ def compile_models(
         result = run(plan(config), staging)
         folder, name = (output.parent, output.name) if file else (output, None)
         files = _destinations(result.built, folder, name)
-        # The sources of cut models are elsewhere.
+        # The uncut sources are in other places.
         _refuse_sources(files, result.sources, (model.path for model in config.models))
         _publish(files, overwrite=overwrite)
     return CompileResult(tuple(files), make_report(result))
 
 
 def _expected(config: Config, output: Path, *, file: bool) -> list[Path]:
-    """Those of the results whose names are known before anything is compiled."""
+    """The results whose names are known before compiling."""
     if file:
         return [output]
     return [
@@ -85,7 +82,7 @@ def _destinations(
 ) -> dict[Path, Path]:
     """Each file's place below ``folder`` -> the file itself; ``name`` renames the context model.
 
-    Sidecars come first, so that no published model names a file that is not published yet.
+    Sidecars come first, so that no published model names an unpublished file.
     """
     sidecars, models = {}, {}
     for each in built:
@@ -147,7 +144,7 @@ def _publish(files: Mapping[Path, Path], *, overwrite: bool) -> None:
         for folder in dict.fromkeys(target.parent for target in files):
             with writing("a result", folder, str(folder), OutputError):
                 folder.mkdir(parents=True, exist_ok=True)
-                # Beside the targets, because a file can only be renamed within its file system.
+                # Beside the targets, because files can be renamed only within a file system.
                 beside = stack.enter_context(temp_dir(folder))
                 for target, source in files.items():
                     if target.parent == folder:

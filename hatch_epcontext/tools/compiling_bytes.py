@@ -16,7 +16,7 @@ from hatch_epcontext.tools.inspecting import READING
 from hatch_epcontext.worker.requests import CompileBytesRequest
 
 _REQUIREMENTS = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *READING)
-"""The requirements to compile a model that needs no preparation."""
+"""The requirements to compile a model without preparing it."""
 
 
 def compile_to_bytes(
@@ -34,7 +34,7 @@ def compile_to_bytes(
         check_environment((), _REQUIREMENTS)
         files = {}
         for number, (location, contents) in enumerate(data.items()):
-            # Not under its location, which can be a path.
+            # Not named after its location, which can be a path.
             file = folder / f"data-{number}"
             file.write_bytes(contents)
             files[location] = str(file)

@@ -1,6 +1,6 @@
-"""Plain Python values -> `Config`, for models that belong to no project.
+"""Plain Python values -> `Config`, for models without a project.
 
-The values become the tables of ``[tool.epcontext]``, and so pass the same checks.
+The values become the tables of ``[tool.epcontext]``, and pass the same checks.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ _MODEL_KEYS_OF_PROJECTS = frozenset({"path", "name", "targets", "share_weights",
 class JobSettings:
     """How models are compiled and validated.
 
-    The fields are keys of ``[tool.epcontext]``. A key of ``dims``, ``shapes`` or ``constants`` counts
-    for all models, and with a model's name before it (``"decoder:length"``) for that model.
-    ``fallback`` counts only in a model package. ``validate`` is the mode or the table. ``settings`` are
-    any other keys in `SETTABLE`.
+    The fields are keys of ``[tool.epcontext]``. A key of ``dims``, ``shapes`` or ``constants`` applies to
+    all models, or, with a model's name before it (``"decoder:length"``), to that model. ``fallback`` applies
+    only to a model package. ``validate`` is the mode or the table. ``settings``: other keys in `SETTABLE`.
     """
 
     provider_options: Mapping[str, Any] = field(default_factory=dict)
@@ -161,7 +160,7 @@ def _cache_dir(path: Path) -> Path:
 
 
 def _environ(build: _Tables, job_settings: JobSettings) -> Mapping[str, str]:
-    """The variables that count, without those that set what ``build`` or ``job_settings`` set."""
+    """The variables that apply, without those that ``build`` or ``job_settings`` override."""
     explicit = {key.upper().replace("-", "_") for key in build}
     if job_settings.cache_dir is not None:
         explicit.add("CACHE_DIR")
@@ -187,7 +186,7 @@ def _model_table(name: str, models: Mapping[str, Path], job_settings: JobSetting
 def for_model(
     model: str, models: Mapping[str, Path], values: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Those of ``values`` that are for ``model``: all but those with the name of another model."""
+    """The ``values`` for ``model``: all but those with the name of another model."""
     result = {}
     for key, value in values.items():
         head, colon, rest = key.partition(":")
@@ -219,7 +218,7 @@ def _check_settable(settings: Mapping[str, Any]) -> None:
 
 
 def _assign(table: _Tables, dotted: str, value: Any) -> None:
-    """Set the dotted key in ``table``; what is in its way is replaced by a table."""
+    """Set the dotted key in ``table``; a value in its path is replaced by a table."""
     *outer, last = dotted.split(".")
     for name in outer:
         if not isinstance(table.get(name), dict):

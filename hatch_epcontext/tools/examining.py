@@ -47,7 +47,7 @@ class Diagnosis:
 
     ``distributions`` (of ONNX Runtime) and ``tools``: the installed ones, with their versions;
     ``cache``: the cache's folder, or why there is none, and ``artifacts`` their number; ``project``: a
-    sentence about the project; ``problems``: what must be corrected.
+    sentence about the project.
     """
 
     distributions: Mapping[str, str]
@@ -67,7 +67,7 @@ def examine(project: Path, store: Store | None, environ: Mapping[str, str]) -> D
     distributions = _versions(DISTRIBUTIONS)
     tools = _versions(requirement.split(">=")[0] for requirement in TOOLS)
     summary, problems = _examine_project(project, environ)
-    # The problems of a project include its missing requirements.
+    # A project's problems include its missing requirements.
     if not problems:
         problems = _examine_environment(distributions)
     with temp_dir() as folder:

@@ -22,7 +22,7 @@ from hatch_epcontext.text import listing
 from hatch_epcontext.tools.compiling import CompileResult
 
 _MAX_NAMED = 5
-"""Of more files than this, a message gives the number."""
+"""The most files that a message names."""
 
 
 def export(
@@ -36,14 +36,14 @@ def export(
     """Compile the models of ``config``, and make ``folder`` their model package.
 
     ``run`` runs a plan in the temporary folder that it gets. With ``loader`` the folder is also a Python
-    package, as in a wheel. Nothing is written unless all jobs succeed. An earlier package of this tool is
-    replaced as a whole with ``overwrite``; a folder with any other file is never touched.
+    package, as in a wheel. Nothing is written unless all jobs succeed. ``overwrite`` replaces an earlier
+    package of this tool as a whole; a folder with any other file is never changed.
 
-    Raises what ``run`` raises, ConfigError when one environment cannot build the targets, and OutputError
-    when the folder is a file, exists already, has other files or source models in it, is the current folder
-    or the project or contains them, when nothing can be written there, or when no model would be in it.
+    Raises what ``run`` raises; ConfigError when one environment cannot build the targets; and OutputError
+    when the folder is a file, exists already, has other files or source models, is or contains the current
+    folder or the project, cannot be written, or would have no model.
     """
-    # A link stays a link: what it names is replaced.
+    # A link is kept, and its target replaced.
     place = folder.resolve()
     _check_place(config, folder, place, overwrite=overwrite)
     with temp_dir() as staging:
@@ -52,14 +52,14 @@ def export(
             result, staging, modules(import_name_in_tree(place), config.models) if loader else {}
         )
         _refuse_sources(place, (file for source in result.sources for file in source.files))
-        # Compiling takes long enough for somebody else to write there.
+        # Compiling is slow: another program may have written there.
         _refuse_existing(folder, place, overwrite=overwrite)
         _replace(place, made)
     return CompileResult(tuple(folder / name for name in made.files), make_report(result))
 
 
 def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) -> None:
-    """Raise what can be known before anything is compiled."""
+    """Raise the errors that are known before compiling."""
     if not config.models:
         message = (
             "no model would be in it: none has one of the selected targets, or ships its source."
@@ -105,7 +105,7 @@ def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
     recorded = own_files(place)
     ours = frozenset() if recorded is None else {*recorded, FILE}
     if foreign := [name for name in _files(place) if name not in ours]:
-        what = "this tool did not write" if ours else "are not of a model package of this tool"
+        what = "this tool did not write" if ours else "are not a model package of this tool"
         raise OutputError(
             Problem(
                 Kind.FILE_EXISTS,
@@ -139,10 +139,10 @@ def _beside(place: Path) -> Iterator[Path]:
 def _replace(place: Path, made: Bundle) -> None:
     """Make ``place`` a copy of the folder of ``made``: the whole copy, or what was there before."""
     refused = writing("the model package", place.parent, str(place), OutputError)
-    # Beside it, because a folder can only be renamed within its file system.
+    # Beside it, because folders can be renamed only within a file system.
     with refused, _beside(place) as beside:
         copy, earlier = beside / "new", beside / "earlier"
-        # Real copies: in the bundle the files of the cache and of the project are only linked.
+        # Real copies: the bundle only links files of the cache and of the project.
         for name in made.files:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(made.folder / name, copy / name)

@@ -1,7 +1,7 @@
 """``pyproject.toml`` and the facts of models -> ``pyproject.toml`` with tables for the models.
 
 New tables are appended as text, with comments. tomlkit edits existing lists, and keeps everything else
-as its author wrote it.
+unchanged.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _WHEEL = "tool.hatch.build.targets.wheel"
 
 @dataclass(frozen=True)
 class NewModel:
-    """A model to add: its path in the project, with forward slashes, the facts of its file, and what to
-    suggest for it. ``inputs``: the path in the project of inputs that fit it, if there are any.
+    """A model to add: its path in the project, with forward slashes, the facts of its file, and suggestions.
+    ``inputs``: the path in the project of inputs that fit it, if there are any.
     """
 
     path: str
@@ -59,12 +59,12 @@ class NewModel:
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """What only the user knows: about each open dimension for which no size is suggested."""
+        """Questions for the user: one for each open dimension without a suggested size."""
         return tuple(dict.fromkeys(_questions(self).values()))
 
     @property
     def open_keys(self) -> tuple[str, ...]:
-        """The lines of the model's table that are left out, with a question mark for each unknown size."""
+        """The omitted lines of the model's table, with a question mark for each unknown size."""
         return tuple(line for line, is_open, _ in _size_lines(self) if is_open)
 
     def answered(self, answers: Mapping[str, int]) -> NewModel:
@@ -84,11 +84,11 @@ def add_models(
 ) -> str:
     """``text``, the ``pyproject.toml`` of the project in ``root``, with all that ``models`` need.
 
-    If it is configured already, the models that it does not list are added, and ``providers`` must be
-    empty. Projects of hatchling, and those without a build backend, get the build requirement and the
-    hook too; their wheels leave out the plain files of the new models, and those of all models where the
-    hook is new. Raises ConfigError when that is impossible; the result is always a valid configuration,
-    and has all that was in ``text``.
+    If it is configured already, the models that it does not list are added, and ``providers`` must be empty.
+    Projects of hatchling, and those without a build backend, also get the build requirement and the hook;
+    their wheels leave out the plain files of the new models, or, if the hook is new, of all models. Raises
+    ConfigError when that is impossible; the result is always a valid configuration, and keeps all of
+    ``text``.
     """
     try:
         document = tomlkit.parse(text)
@@ -116,10 +116,10 @@ def add_models(
     output = None
     if project.backend == HATCHLING:
         appended += _build_system(document, before)
-        # One that has just moved to hatchling lists its models already.
+        # A project that has just moved to hatchling already lists its models.
         packed = new if _has_hook(project) or _keeps_plain_files(table) else models
         wheel, output = _in_the_wheel(project, packed, table)
-        # Before the hook's table, which is inside of it.
+        # Before the hook's table, which is inside it.
         appended += _extend_wheel(document, project, wheel)
         if not _has_hook(project):
             appended += _hook_tables(project)
@@ -139,13 +139,13 @@ def add_models(
 
 
 def _hook_tables(project: Project) -> tuple[str, ...]:
-    """The tables that switch the hook on, for wheels and sdists, behind the project's other hooks."""
+    """The tables that switch the hook on, for wheels and sdists, after the project's other hooks."""
     if not project.hatch_wheel.get("hooks"):
         return (f"[{HOOK}]  # switches the hook on\n",)
     # Hooks for all targets run before those for wheels.
     return (
         f"[{hooks_table('wheel')}.{NAME}]  # switches the hook on, after the other ones\n",
-        f"[{hooks_table('sdist')}.{NAME}]  # checks that sdists have the models\n",
+        f"[{hooks_table('sdist')}.{NAME}]  # checks that sdists contain the models\n",
     )
 
 
@@ -189,7 +189,7 @@ def _in_the_wheel(
 
 
 def _is_selected(project: Project) -> bool:
-    """Whether the project says itself what Hatch puts into the wheel."""
+    """Whether the project itself selects the files of Hatch's wheel."""
     keys = ("packages", "only-include", "include")
     return any(key in each for each in (project.hatch_build, project.hatch_wheel) for key in keys)
 
@@ -221,9 +221,9 @@ _FOLDERS = (FOLDER, f"{FOLDER}_models", *(f"{FOLDER}_models{number}" for number 
 def _extend_wheel(
     document: tomlkit.TOMLDocument, project: Project, wheel: dict[str, list[str]]
 ) -> Iterator[str]:
-    """Add what ``wheel`` has to existing lists, and take it out; yield the table if there is none.
+    """Move items of ``wheel`` into existing lists; yield the whole table if there is none.
 
-    What is left belongs into the existing table.
+    What stays in ``wheel`` belongs in the existing table.
     """
     build = project.hatch_build
     for key in [key for key in wheel if key in project.hatch_wheel]:
@@ -231,7 +231,7 @@ def _extend_wheel(
         new = [path for path in wheel.pop(key) if path not in existing]
         existing.extend(new)
     for key in [key for key in wheel if key in build]:
-        # The target's own list replaces that of all targets.
+        # A target's own list replaces that of all targets.
         wheel[key] = [*build[key], *wheel[key]]
     if wheel and _header(tomlkit.dumps(document)) is None:
         yield f"[{_WHEEL}]\n" + "".join(_keys(wheel))
@@ -262,7 +262,7 @@ def _with_keys(text: str, wheel: Mapping[str, list[str]]) -> str:
         return text
     lines = text.split("\n")
     end = header + 1
-    # A line of a list can begin with a bracket, too.
+    # A line of a list may also begin with a bracket.
     while end < len(lines) and not (
         lines[end].lstrip()[:1] == "[" and try_parse("\n".join(lines[:end])) is not None
     ):
@@ -279,7 +279,7 @@ def _has_hook(project: Project) -> bool:
 
 
 def _keeps_plain_files(table: Mapping[str, Any] | None) -> bool:
-    """Whether some models have a ``fallback`` of their own, as for plain files that the app opens."""
+    """Whether some models have their own ``fallback``, as if the app opens their plain files."""
     models = (table or {}).get("models", ())
     return any(isinstance(each, dict) and "fallback" in each for each in models)
 
@@ -321,10 +321,7 @@ def _head(providers: Iterable[Provider], output: str | None) -> Iterator[str]:
 def _named(
     models: Iterable[NewModel], names: Iterable[str]
 ) -> Iterator[tuple[NewModel, str | None]]:
-    """Each model with the name that it needs, or None where the name of its file is valid and free.
-
-    ``names`` are taken.
-    """
+    """Each model with the name that it needs, or None if its file's name is valid and not in ``names``."""
     taken = {name.casefold() for name in names}
     for model in models:
         stem = PurePosixPath(model.path).stem
@@ -358,7 +355,7 @@ _Place = tuple[str, int]
 
 
 def _open_sizes(model: NewModel) -> dict[_Place, OpenSize]:
-    """What is suggested for each open dimension."""
+    """The suggestion for each open dimension."""
     suggested = {(each.input, each.axis): each for each in model.suggested.sizes}
     return {
         (tensor.name, axis): suggested.get(
@@ -383,9 +380,9 @@ def _questions(model: NewModel) -> dict[_Place, str]:
 
 
 def _sizes(model: NewModel, *, static: bool) -> Iterator[str]:
-    """The lines with the sizes of open dimensions, without those in which some are unknown.
+    """The lines with the sizes of open dimensions, without lines with unknown sizes.
 
-    Without ``static``, those with nothing but 1 are comments: the dummy inputs have that anyway.
+    Without ``static``, lines with only 1 are comments: dummy inputs have that size anyway.
     """
     for line, is_open, ones in _size_lines(model):
         if not is_open:
@@ -423,7 +420,7 @@ def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
 
 
 def _written(value: object) -> str:
-    """``value`` in TOML, but with question marks for what is unknown."""
+    """``value`` in TOML, with question marks for unknown values."""
     if isinstance(value, Mapping):
         items = (f"{quoted_key(name)} = {_written(each)}" for name, each in value.items())
         return f"{{ {', '.join(items)} }}"
@@ -433,7 +430,7 @@ def _written(value: object) -> str:
 
 
 def _constants(model: NewModel, *, static: bool) -> Iterator[str]:
-    """The lines with inputs that can be constants: comments, but for what an EP cannot do without."""
+    """The lines with inputs that can be constants: comments, unless an EP needs the constants."""
     needed = [each for each in model.suggested.constants if static and each.needed]
     values = {each.input: each.value for each in needed}
     if needed:
@@ -441,14 +438,14 @@ def _constants(model: NewModel, *, static: bool) -> Iterator[str]:
         yield f"constants = {_written(values)}  # {'; '.join(notes)}"
     others = [each for each in model.suggested.constants if each not in needed]
     if others:
-        # A table has one such line: the values that are needed belong to it too.
+        # A table has only one such line: needed values belong in it too.
         values |= {each.input: each.value for each in others}
         notes = dict.fromkeys(_one_line(each.note) for each in others)
         yield f"# constants = {_written(values)}  # {'; '.join(notes)}"
 
 
 def _comment(tensor: TensorFacts) -> str:
-    # A name can have any characters, and a comment is one line.
+    # A name can contain any characters, but a comment is one line.
     return _one_line(f"{tensor.name}: {tensor.dtype}, {tensor.shape_text or 'scalar'}")
 
 
@@ -483,12 +480,12 @@ def _check(root: Path, before: Mapping[str, Any], text: str) -> None:
                 "hand.",
             )
         )
-    # What another build hook makes need not be there.
+    # Files that another build hook makes need not exist.
     load(root, values["tool"]["epcontext"], {}, {}, pending=bool(hooks_of_project(root)))
 
 
 def _has_all(after: Any, before: Any) -> bool:
-    """Whether ``after`` has all that was there before: lists may be longer."""
+    """Whether ``after`` has everything in ``before``; lists may be longer."""
     if isinstance(before, dict):
         return isinstance(after, dict) and all(
             key in after and _has_all(after[key], value) for key, value in before.items()
@@ -503,8 +500,8 @@ def new_model(
 ) -> NewModel:
     """The model at ``path`` in the project at ``root``, with what its graph, its file and ``samples`` imply.
 
-    ``facts`` are those of its file. ``samples``: files and folders in the project that may have inputs of it.
-    A size that is a question is taken from the samples.
+    ``facts``: of its file. ``samples``: files and folders in the project that may contain its inputs; unknown
+    sizes come from them.
     """
     suggested = _suggest(root / path, facts, samples, workers)
     sizes = {(each.input, each.axis): each for each in suggested.sizes}
@@ -524,7 +521,7 @@ def new_model(
 
 
 def _fit(shapes: Mapping[str, Sequence[int]], sizes: Mapping[_Place, OpenSize]) -> bool:
-    """Whether a sample has the ``sizes`` that are suggested; along the first axis it may have several."""
+    """Whether a sample has the suggested ``sizes``; along the first axis it may have several."""
     for name, shape in shapes.items():
         for axis, given in enumerate(shape):
             size = sizes[name, axis].size if (name, axis) in sizes else None
@@ -536,9 +533,9 @@ def _fit(shapes: Mapping[str, Sequence[int]], sizes: Mapping[_Place, OpenSize]) 
 def _chosen_samples(
     root: Path, model: PurePosixPath, fitting: Iterable[Path], samples: Iterable[Path]
 ) -> Path | None:
-    """What to validate the model at ``model`` with: a sample, or a folder of which all samples fit.
+    """Inputs to validate the model at ``model`` with: a sample, or a folder whose samples all fit.
 
-    The first with the model's name is taken, or else the nearest to the model.
+    The first with the model's name wins, or else the nearest to the model.
     """
 
     def order(place: Path) -> tuple[bool, int, Path]:
@@ -553,7 +550,7 @@ def _chosen_samples(
     for file in fits:
         folder = file.parent
         inside = [each for each in fits if each.is_relative_to(folder)]
-        # A folder of inputs has nothing else, such as the model itself: a change there validates again.
+        # A folder of inputs must have no other files, such as the model: any change there validates again.
         has_more = any(each.is_relative_to(folder) for each in (*others, root / model))
         places.add(file if len(inside) == 1 or has_more else folder)
     return min(places, key=order, default=None)
@@ -562,7 +559,7 @@ def _chosen_samples(
 def _suggest(
     path: Path, facts: InspectReply, samples: Sequence[Path], workers: Workers
 ) -> SuggestReply:
-    """Return sizes for the open dimensions of the ONNX file at ``path``, and constants; as few as are found.
+    """Return sizes for the open dimensions of the ONNX file at ``path``, and constants, as far as found.
 
     Sizes are tried on the CPU, if ONNX Runtime can run the model.
     """

@@ -58,7 +58,7 @@ def inspect(path: Path) -> Inspection:
         parents = [file.parent for file in sorted(path.rglob(FILE)) if file.is_file()]
         folders = {each.relative_to(path).as_posix(): FolderFiles(each) for each in parents}
         return Inspection(str(path), _read_all(folders, path))
-    # Not a pipe, which would wait for somebody to write.
+    # Not a pipe, which would block.
     if is_regular(path) and (path.suffix == _WHEEL or zipfile.is_zipfile(path)):
         return _inspect_archive(path)
     return Inspection(str(path), {}, inspect_model(path))
@@ -102,10 +102,10 @@ def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared with its record, and what differs.
+    """A comparison of files with their records.
 
-    ``files``: how many files the manifests or the model name; ``recorded``: how many RECORD has, None if
-    it is no wheel; ``models`` and ``variants``: how many the packages have.
+    ``files``: the number of files that the manifests or the model name; ``recorded``: the number in RECORD,
+    None if it is not a wheel; ``models`` and ``variants``: their numbers in the packages.
     """
 
     files: int

@@ -23,7 +23,7 @@ from hatch_epcontext.providers import Product
 from hatch_epcontext.worker.requests import TimeOpeningReply, TimeOpeningRequest
 
 Opened = Literal["cpu", "source", "artifact", "cache"]
-"""What is opened: the source on the CPU, the prepared source on the target, the artifact, or the artifact
+"""The opened form: the source on the CPU, the prepared source on the target, the artifact, or the artifact
 with the EP's runtime cache filled.
 """
 
@@ -43,8 +43,8 @@ class Series:
 class Case:
     """One way to open a model.
 
-    ``embedded``: whether the blob is inside the context model, None where there is no context;
-    ``buffer``: whether it is opened from memory.
+    ``embedded``: whether the blob is inside the context model, None without a context; ``buffer``: whether
+    it is opened from memory.
     """
 
     model: str
@@ -61,7 +61,7 @@ class Case:
 class Measured:
     """The result of one case: seconds to open and for the first inference, and the peak of memory in bytes.
 
-    ``memory`` is None where the system does not report it. ``error``: why there are no values.
+    ``memory`` is None if the system does not report it. ``error``: why there are no values.
     """
 
     case: Case
@@ -113,10 +113,10 @@ def bench(
 ) -> Bench:
     """Compile the models of ``plans``, which differ only in ``embed``, and open each ``runs`` times.
 
-    Nothing is taken from the cache. The cases take turns, so that changes on the machine affect all of
-    them alike. ``log`` gets one line for each compilation and each case. Raises RequirementError when
-    something is not installed, and BuildError when a model cannot be read; the problems of a model that
-    cannot be compiled are in the result's ``failures``.
+    The cache is not used. The cases take turns, so that changes on the machine affect all alike. ``log`` gets
+    one line for each compilation and each case. Raises RequirementError when something is not installed, and
+    BuildError when a model cannot be read; the problems of a model that cannot be compiled are in the
+    result's ``failures``.
     """
     subjects: dict[str, _Subject] = {}
     compiled: list[Compiled] = []

@@ -1,4 +1,4 @@
-"""What is left to do for the user after ``epcontext init``: in the app, in its metadata, in its build."""
+"""The user's next steps after ``epcontext init``: in the app, in its metadata, in its build."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from hatch_epcontext.text import listing, to_toml
 from hatch_epcontext.tools.project import HATCHLING, ImportPackage, Project
 
 _MAX_NAMED = 3
-"""Of more files than this, a note gives the number."""
+"""The most files that a note names."""
 
 _OLDEST_PYTHON = (3, 10)
-"""The oldest Python that the loader runs on."""
+"""The oldest Python for the loader."""
 
 
 @dataclass(frozen=True)
 class NextSteps:
-    """What is left to do.
+    """The user's next steps.
 
-    ``module``: the module with ``load``, and ``exported`` whether ``epcontext export`` writes it; ``models``
-    their names; ``dependencies``: what the app needs and does not list, as strings in TOML with a reason
-    where there is one; ``notes``: sentences.
+    ``module``: the module with ``load``; ``exported``: whether ``epcontext export`` writes it; ``models``:
+    their names; ``dependencies``: those that the app needs but does not list, as strings in TOML, perhaps
+    with a reason; ``notes``: sentences.
     """
 
     module: str
@@ -46,7 +46,7 @@ class NextSteps:
 
 
 def next_steps(root: Path, text: str) -> NextSteps:
-    """What is left to do in the project in ``root``, whose ``pyproject.toml`` has a valid ``text``."""
+    """The next steps in the project in ``root``, whose ``pyproject.toml`` has a valid ``text``."""
     values = parse(text)
     pending = bool(hooks_of_project(root))
     config = load(root, values["tool"]["epcontext"], {}, {}, pending=pending)
@@ -131,9 +131,9 @@ def _with_export(project: Project, config: Config) -> tuple[str, tuple[str, ...]
 
 
 def _without_metadata(project: Project, package: str) -> str:
-    """What a project with ``setup.py`` or ``setup.cfg`` adds there.
+    """The addition to ``setup.py`` or ``setup.cfg``.
 
-    With ``[tool.setuptools]`` in ``pyproject.toml``, setuptools expects ``[project]`` there too.
+    With ``[tool.setuptools]`` in ``pyproject.toml``, setuptools would require ``[project]`` there.
     """
     if (project.root / "setup.py").is_file():
         return f'Add to setup() in setup.py:\n    package_data={{"{package}": ["{FOLDER}/**"]}}'
@@ -142,23 +142,23 @@ def _without_metadata(project: Project, package: str) -> str:
 
 @dataclass(frozen=True)
 class _Packing:
-    """What a build backend needs to pack a folder: an ``item`` in the list ``key`` of ``[tool.<table>]``.
+    """A build backend's setting to pack a folder: an ``item`` in the list ``key`` of ``[tool.<table>]``.
 
-    ``{package}`` and ``{folder}`` stand for the import package, and for the folder that is exported.
+    ``{package}`` and ``{folder}`` stand for the import package, and for the exported folder.
     """
 
     table: str
     key: str
     item: str
     if_ignored: bool = True
-    """Whether that is only needed if git ignores the folder."""
+    """Whether it is needed only if git ignores the folder."""
 
     def advice(self, values: Mapping[str, Any], package: str, folder: PurePosixPath) -> str:
-        """What the user writes, as it fits what ``values``, those of ``pyproject.toml``, have already."""
+        """The user's addition to ``values``, those of ``pyproject.toml``."""
         key = self.key.format(package=to_toml(package))
         item = self.item.replace("{folder}", str(folder))
         given: Any = values.get("tool", {})
-        # The dots in the name of a package are not those of TOML.
+        # The dots in a package's name must not separate TOML keys.
         parts = (each.format(package=package) for each in self.key.split("."))
         for name in (*self.table.split("."), *parts):
             given = given.get(name) if isinstance(given, dict) else None
@@ -180,7 +180,7 @@ _PACKING: Mapping[str, _Packing] = {
     "poetry-core": _Packing("poetry", "include", '{ path = "{folder}/**/*", format = "wheel" }'),
     "scikit-build-core": _Packing("scikit-build", "sdist.include", '"{folder}/**"'),
 }
-"""What build backends need; the others pack all files of an import package."""
+"""The settings of build backends; the others pack all files of an import package."""
 
 
 def _paths(config: Config) -> list[PurePosixPath]:
@@ -212,7 +212,7 @@ def _import_name(project: Project) -> str:
 
 
 def _dependencies(values: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """What the app needs to run, and does not depend on."""
+    """The missing dependencies of the app."""
     project = values.get("project", {})
     given = dict(_parsed(project.get("dependencies", ())))
     extras = {

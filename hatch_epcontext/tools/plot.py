@@ -69,13 +69,13 @@ def draw(bench: Bench, path: Path) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in bench.versions.items())
     title = f"{bench.provider}: {versions}; median of {bench.runs} runs"
     figure.suptitle(_label(title), fontsize=10)
-    # So that the next one may replace it. Of SVG it is the title: the creator is not one text.
+    # Marks the chart, so that the next one may replace it; in SVG by the title.
     key = {".png": "Software", ".svg": "Title"}.get(path.suffix, "Creator")
     figure.savefig(path, metadata={key: bench.generator})
 
 
 def _label(text: str) -> str:
-    # Between two dollars is a formula, for matplotlib.
+    # matplotlib reads text between two dollar signs as a formula.
     return printable(text).replace("$", r"\$")
 
 

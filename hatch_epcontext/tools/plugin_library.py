@@ -1,4 +1,4 @@
-"""Tries the library of any plugin EP: what it offers, what it compiles, and whether that works."""
+"""Tries the library of any plugin EP: its devices, the operators that it compiles, and the results."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ TIMEOUT = 60.0
 
 _PROVIDER = "plugin"
 _OWN_KEYS = ("library", "ep-name", "registration-name", "virtual-devices")
-"""The keys of a target that say which library it is, and what it offers."""
+"""The keys of a target that describe its library."""
 
 _AS_IT_IS: Mapping[str, Any] = {"unroll-limit": 0, "min-coverage": 0}
-"""Keys with which a build shows which layers an EP takes, and not what it makes of them."""
+"""Settings with which a build compiles only what the EP itself supports, without unrolling."""
 
 _AFFIXES = re.compile(r"^(lib)?(onnxruntime_(providers_|ep_)?)?|(_ep)?(_plugin)?$")
 """What a library's name has around that of its EP."""
 
 
 class StepStatus(Enum):
-    """How one step with one graph ended."""
+    """The result of one step with one graph."""
 
     DONE = "done"
     REFUSED = "refused"
-    """The EP took no node, or writes no contexts: that is no fault."""
+    """The EP supports no node, or writes no contexts, which is no fault."""
     FAILED = "failed"
-    """Something is wrong: an error, a crash, a hang, or other results than the CPU's."""
+    """An error, a crash, a hang, or other results than the CPU's."""
     SKIPPED = "skipped"
 
 
 class Verdict(Enum):
-    """What all graphs say of an EP."""
+    """The result of all graphs on an EP."""
 
     WORKS = "works"
     """Contexts open with compiling disabled, and compute what the CPU does; nothing failed."""
@@ -81,16 +81,16 @@ class Verdict(Enum):
     FAULTY = "faulty"
     """A step failed."""
     NO_CONTEXTS = "no-contexts"
-    """It takes nodes, and writes no contexts."""
+    """It supports nodes, but writes no contexts."""
     NO_NODES = "no-nodes"
-    """It takes no node of the graphs."""
+    """It supports no node of the graphs."""
     UNUSABLE = "unusable"
     """The library cannot be loaded, or offers no device."""
 
 
 @dataclass(frozen=True)
 class TrialStep:
-    """One step, in words, with the problems of one that was refused or failed."""
+    """One step, in words, with the problems of a refused or failed one."""
 
     status: StepStatus
     text: str
@@ -101,9 +101,9 @@ class TrialStep:
 class Trial:
     """One graph on the EP.
 
-    ``taken`` and ``left``: how many nodes of each operator the EP takes, and how many are left to the CPU.
-    ``run``: opened without a context, and run; ``compiled``: into a context; ``loaded``: the context opened
-    in another process with compiling disabled, run, and compared with the CPU.
+    ``taken`` and ``left``: the numbers of nodes of each operator that the EP supports, and that are left to
+    the CPU. ``run``: opened without a context, and run; ``compiled``: into a context; ``loaded``: the context
+    opened in another process with compiling disabled, run, and compared with the CPU.
     """
 
     graph: str
@@ -120,7 +120,7 @@ class Trial:
 
     @property
     def worst(self) -> StepStatus:
-        """How it ended: failed, refused or done."""
+        """The worst result of a step: failed, refused or done."""
         found = {step.status for step in self.steps}
         order = (StepStatus.FAILED, StepStatus.REFUSED, StepStatus.DONE)
         return next((each for each in order if each in found), StepStatus.SKIPPED)
@@ -135,8 +135,8 @@ class LibraryDiagnosis:
     ``distributions`` that of ONNX Runtime.
     ``devices``: those of all its EPs, registered under the name ``registered_as``; with ``virtual`` they are
     virtual devices. ``ep`` is the EP that was tried, on a ``device`` of this kind with these ``options``;
-    ``provider``: the name by which this package knows it, None for an unknown EP. ``table``: the
-    TOML of a target that uses it, None where there can be none. ``problems``: those of the library itself.
+    ``provider``: this package's name for it, None for an unknown EP. ``table``: the TOML of a target that
+    uses it, None if there can be none. ``problems``: those of the library itself.
     """
 
     library: str
@@ -178,8 +178,8 @@ def try_library(
 
     ``ep_name``: the EP to try, None for the only one or the main one. A path inside ``root`` is relative in
     the table. ``make_workers`` gets the timeout in seconds, and ``log`` a line for each graph. Raises
-    ConfigError when there is no such file or package, when the library has no EP of that name or none to
-    choose, or when ``job_settings`` are invalid; RequirementError when ONNX Runtime or onnx is missing.
+    ConfigError when there is no such file or package, when the library has no such EP or several without a
+    name given, or when ``job_settings`` are invalid; RequirementError when ONNX Runtime or onnx is missing.
     """
     found = _find(library)
     runtime = {
@@ -188,7 +188,7 @@ def try_library(
         if name in DISTRIBUTIONS
     }
     packages = {name: v for name in sorted(owners(found.module)) if (v := installed(name))}
-    # One that is no number is an error of the configuration, which is checked with each graph.
+    # An invalid timeout is an error of the configuration, which each graph checks.
     given = job_settings.settings.get("build.timeout")
     timeout = given if isinstance(given, int | float) else TIMEOUT
     with temp_dir() as folder, make_workers(timeout) as workers:
@@ -224,7 +224,7 @@ def try_library(
 
 @dataclass(frozen=True)
 class _Library:
-    """Where a library is: at ``path``, perhaps in the package ``module``; without a path surely there."""
+    """A library at ``path``, perhaps in the package ``module``; without a path it is in that package."""
 
     path: str
     module: str
@@ -235,7 +235,7 @@ class _Library:
 
     @property
     def default_name(self) -> str:
-        """A name for its EP, where nothing but the file is known."""
+        """A name for its EP, from the file."""
         return _AFFIXES.sub("", Path(self.shown).name.split(".")[0]) or "ep"
 
 
@@ -247,7 +247,7 @@ def _find(library: str) -> _Library:
             hint = "A path has a slash, or ends with .so, .dll or .dylib."
             raise _not_found(library, message, hint)
         return _Library("", library)
-    # Links stay: the libraries that it needs can be beside a link.
+    # Keeps links: the libraries that it needs may be beside a link.
     path = Path(os.path.abspath(os.path.expanduser(library)))  # noqa: PTH100, PTH111
     if path.is_file():
         return _Library(str(path), _package_around(path))
@@ -294,7 +294,7 @@ def _of_module(module: str) -> Provider | None:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a library offers; ``is_guessed``: whether nothing but its file gave it its name."""
+    """A library's devices; ``is_guessed``: whether its name comes only from its file."""
 
     library: _Library
     reply: LibraryReply
@@ -331,7 +331,7 @@ def _register(
         return _Offer(library, reply, virtual, name is None and reply.main is None)
     others: tuple[EpDevice, ...] = ()
     if not virtual:
-        # It was loaded before: it can only have no virtual devices.
+        # The library loaded before, so it only has no virtual devices.
         with contextlib.suppress(BuildError):
             others = call(virtual=True).devices
     raise BuildError(_no_device(library, reply, others, known))
@@ -358,7 +358,7 @@ def _no_device(
 
 
 def _choose(offer: _Offer, ep_name: str | None, kind: str | None) -> EpDevice:
-    """The device to try: the first of the EP and of the kind that are wanted."""
+    """The device to try: the first of the chosen EP and kind."""
     devices, main = offer.reply.devices, offer.reply.main
     names = list(dict.fromkeys(each.ep for each in devices))
     ep = ep_name or (names[0] if len(names) == 1 else main)
@@ -369,7 +369,7 @@ def _choose(offer: _Offer, ep_name: str | None, kind: str | None) -> EpDevice:
         )
     if ep not in names:
         message = f"the library offers {listing(names)}, and not {ep}."
-        # Where that is the name of its registration, no other one helps.
+        # If its EP is named after the registration, another name does not help.
         hint = (
             "Name one that it offers, or leave --ep-name out."
             if offer.reply.name == ep
@@ -401,7 +401,7 @@ def _with_library(
         settings["registration-name"] = offer.reply.name
     if offer.virtual:
         settings["virtual-devices"] = True
-    # An EP that compiles anywhere is not bound to what this machine has.
+    # An EP that compiles for any chip does not depend on this machine's devices.
     anywhere = known is not None and known.cross_compiles and not offer.virtual
     given = job_settings.provider_options or _example(known)
     return dataclasses.replace(
@@ -475,7 +475,7 @@ def _try(job: Job, runner: JobRunner, executor: LocalExecutor) -> Trial:
     record, (validation,) = built.artifact.record, built.validations.values()
     coverage, rewrites = record.contexts[0].coverage, record.preparations[0].rewrites
     if operators and not rewrites:
-        # A virtual device runs nothing, but the context says what is in it.
+        # A virtual device runs nothing, but the context shows its nodes.
         left = Counter(node.op for node in coverage.uncovered) if coverage else left
         taken = Counter(operators) - left
     parts = [describe_coverage(coverage), show_size(built.artifact.size)]
@@ -550,7 +550,7 @@ def _verdict(trials: Iterable[Trial]) -> Verdict:
 
 
 def _table(job_settings: JobSettings, packages: Mapping[str, str], root: Path) -> str:
-    """The target with ``job_settings``, as it is written in ``pyproject.toml``."""
+    """The target with ``job_settings``, for ``pyproject.toml``."""
     lines = (f"{key} = {to_toml(value)}" for key, value in _keys(job_settings, packages, root))
     ep = str(job_settings.settings["ep-name"])
     name = file_name(re.sub("ExecutionProvider", "", ep, flags=re.IGNORECASE).lower(), "-")

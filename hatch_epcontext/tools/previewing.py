@@ -1,4 +1,4 @@
-"""What an EP cannot compile of a model, before anything is compiled."""
+"""The nodes of a model that an EP cannot compile, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from hatch_epcontext.worker.requests import (
 
 @dataclass(frozen=True)
 class Preview:
-    """What is known of one model on one target.
+    """Facts of one model on one target.
 
-    ``ep``: ONNX Runtime's name of the EP. ``known``: what the package knows. ``asked``: what the EP itself
-    says, and ``not_asked`` why it was not asked, as a sentence.
+    ``ep``: ONNX Runtime's name of the EP. ``known``: from this package. ``asked``: from the EP itself, and
+    ``not_asked``: why there are none, as a sentence.
     """
 
     ep: str
@@ -44,7 +44,7 @@ class Preview:
 
 
 def preview(config: Config) -> Preview:
-    """Find what the only target of ``config`` cannot compile of its only model; compile nothing.
+    """Find the nodes that the only target of ``config`` cannot compile of its only model; compile nothing.
 
     Raises BuildError when the model does not fit its configuration, and RequirementError when onnx is not
     installed.
@@ -58,10 +58,10 @@ def preview(config: Config) -> Preview:
         request = PreviewRequest(fixed, target)
         known = workers.call(request, folder / "preview", location=model.name)
         if target.provider.reasons is None:
-            reason = f"{target.provider.ep} does not say which nodes it refuses."
+            reason = f"{target.provider.ep} does not report which nodes it refuses."
             return Preview(target.provider.ep, known, None, reason)
         if known.problems:
-            reason = f"{target.provider.ep} itself was not asked, because of that."
+            reason = f"{target.provider.ep} itself was not tried because of that."
             return Preview(target.provider.ep, known, None, reason)
         (folder / "prepared").mkdir()
         ask = FindRefusedRequest(fixed, target, str(folder / "prepared"))
@@ -69,11 +69,11 @@ def preview(config: Config) -> Preview:
             check_environment((target,), requirements((target,)))
             asked = workers.call(ask, folder / "ask", location=model.name)
         except (BuildError, RequirementError) as error:
-            reason = f"{target.provider.ep} itself could not be asked: {_first_line(error)}"
+            reason = f"{target.provider.ep} itself could not be tried: {_first_line(error)}"
             return Preview(target.provider.ep, known, None, reason)
     dynamic = any(node.op in DYNAMIC_QUANTIZATION for node in asked.refused)
     if dynamic and not target.settings.dequantize:
-        message = f"{target.provider.ep} does not take all of the model's dynamic quantization."
+        message = f"{target.provider.ep} does not support all of the model's dynamic quantization."
         setting = Setting(fixed.key / "dequantize", True)
         problem = Problem.at(fixed.key, Kind.LOW_COVERAGE, message, UNDO, setting)
         known = replace(known, problems=(*known.problems, problem))

@@ -1,4 +1,4 @@
-"""What is known of a project from its files: its build backend, its import packages, its models."""
+"""Facts of a project from its files: its build backend, its import packages, its models."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _SOURCES = ("src", "python", "lib", "")
 """Folders that contain import packages, in the usual layouts."""
 
 _DEPTH = 4
-"""Names in the longest import package that is found: ``livekit.plugins.silero`` has three."""
+"""The most names in an import package: ``livekit.plugins.silero`` has three."""
 
 
 @dataclass(frozen=True)
 class ImportPackage:
-    """An import package: ``name`` is its path where it is installed, ``folder`` that in the project."""
+    """An import package: ``name`` is its installed path, ``folder`` that in the project."""
 
     name: PurePosixPath
     folder: PurePosixPath
@@ -85,7 +85,7 @@ class Project:
         return _table(_table(self.hatch_build, "targets"), "wheel")
 
     def hatch_tree(self) -> dict[str, Path] | None:
-        """The files that hatchling puts into the wheel, by their path in it; None if it refuses to say."""
+        """The files that hatchling puts into the wheel, by their path in it; None if it raises an error."""
         from hatchling.builders.wheel import WheelBuilder
 
         try:
@@ -127,9 +127,9 @@ class Project:
     def choose(
         self, packages: Iterable[PurePosixPath], models: Iterable[PurePosixPath]
     ) -> PurePosixPath | None:
-        """The one of ``packages`` that is the app's: the only one, or that with the project's name.
+        """The app's among ``packages``: the only one, that with the project's name, or that with ``models``.
 
-        Otherwise that with ``models``, which are paths as those of the packages; None if it is unknown.
+        None if it is unknown.
         """
         all_of_them = list(packages)
         if len(all_of_them) == 1:

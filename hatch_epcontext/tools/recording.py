@@ -1,4 +1,4 @@
-"""Run an app, and keep a few of the inputs that it feeds to the project's models."""
+"""Run an app, and keep some of the inputs that it feeds to the project's models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hatch_epcontext.text import count, listing
 from hatch_epcontext.worker.recorder import REPORT, SAMPLES, SETTINGS
 
 FOLDER = ".epcontext-samples"
-"""The folder in the project for what is recorded."""
+"""The folder in the project for recorded samples."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was recorded, and in ``notes`` what was not, and why. ``exit_code``: the app's, as in a shell."""
+    """The recordings; ``notes``: what was not recorded, and why; ``exit_code``: the app's, as in a shell."""
 
     exit_code: int
     recordings: tuple[Recording, ...]
@@ -84,8 +84,8 @@ def record(config: Config, command: Sequence[str], output: Path) -> Recorded:
 
 
 def _settings(model: Model) -> dict[str, Any]:
-    """How the recorder knows ``model``, and the sizes of inputs that the configuration fixes."""
-    # Of several shapes each has sizes of its own.
+    """How the recorder recognizes ``model``, and the sizes of inputs that the configuration fixes."""
+    # Several shapes differ in their sizes.
     fixed = model.shape_set is None and any(t.settings.static_shapes for t in model.targets)
     exists = model.path.is_file()
     return {
@@ -107,7 +107,7 @@ def _run(command: Sequence[str], folder: Path) -> int:
                     code = process.wait()
                     break
                 except KeyboardInterrupt:
-                    # The terminal has told the app too, and the app says when it ends.
+                    # The terminal interrupts the app too, which ends by itself.
                     continue
         except BaseException:
             process.terminate()
@@ -121,7 +121,7 @@ def _keep(
     """Move the samples of ``model`` that the processes of the app kept to a new folder at ``place``."""
     name = model.configured_name
     found = [_samples(folder / name) for folder, _ in reports]
-    # Some of each process.
+    # Some samples of each process.
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*found))
     samples = [each for each in in_turn if each][:SAMPLES]
     if not samples:
@@ -172,27 +172,27 @@ def _notes(reports: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> Iter
         return
     if not any(each["onnxruntime"] for each in reports):
         yield (
-            "the app has not imported onnxruntime. Is it installed in the environment of the app, and does "
-            "the app run a model when it is started like this?"
+            "the app did not import onnxruntime. Is it installed in the app's environment, and does this "
+            "command run a model?"
         )
         return
     opened = {name for each in reports for name in each["models"]}
     if unopened := [name for name in missing if name not in opened]:
         others = sorted({other for each in reports for other in each["others"]})
-        seen = f" Opened were: {listing(others, 5)}." if others else ""
+        seen = f" The app opened {listing(others, 5)}." if others else ""
         yield (
-            f"{listing(unopened)}: no session was opened on it. The recorder knows a model by the contents "
-            f"of its file, and in a package that this project has built by the manifest.{seen}"
+            f"{listing(unopened)}: the app opened no session on it. The recorder recognizes a model by its "
+            f"file's contents, or in a package of this project by the manifest.{seen}"
         )
     for name in dict.fromkeys(name for each in reports for name in each["models"]):
         abouts = [each["models"][name] for each in reports if name in each["models"]]
         runs = sum(each["runs"] for each in abouts)
         if not runs:
-            yield f"{name}: a session was opened, and the app has not called its run()."
+            yield f"{name}: the app opened a session, but did not call its run()."
         if misfits := sum(each["other_sizes"] for each in abouts):
             yield (
-                f"{name}: {count(misfits, 'run')} of {runs} had inputs of other sizes than dims and shapes "
-                "say, and were left out."
+                f"{name}: {count(misfits, 'run')} of {runs} had inputs whose sizes differ from dims and "
+                "shapes, and were left out."
             )
     for each in reports:
         for method, number in each["unseen"].items():

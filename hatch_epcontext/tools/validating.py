@@ -1,4 +1,4 @@
-"""Validates an artifact that someone else made: its files, and its outputs."""
+"""Validates an artifact of any tool: its files, and its outputs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ABOUT_THIS_MACHINE = frozenset(
 )
 
 _SMALL = 2**20
-"""The largest size in bytes of a context model whose blobs are in sidecars."""
+"""The most bytes of a context model whose blobs are in sidecars."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ def validate_context(
 ) -> ValidatedContext:
     """Validate the artifact at ``context``, as `hatch_epcontext.api.validate_context` describes.
 
-    ``make_workers`` gets the timeout in seconds. With ``allow_not_run`` an artifact that this machine
-    cannot run is no error: its validation has the reason. Raises ConfigError when ``job_settings`` sets
-    the mode of the validation: ``structure_only`` alone decides what is checked.
+    ``make_workers`` gets the timeout in seconds. With ``allow_not_run`` an artifact that this machine cannot
+    run is no error: its validation has the reason. Raises ConfigError when ``job_settings`` sets the mode of
+    the validation, which only ``structure_only`` decides.
     """
     refuse_mode(job_settings.settings)
     _refuse_archive(context)
@@ -122,7 +122,7 @@ def _refuse_archive(path: Path) -> None:
 
 
 def reason_not_run(error: EpcontextError) -> str | None:
-    """The reason, if ``error`` is only about this machine: what the artifact runs on is missing here."""
+    """The reason, if ``error`` only means that this machine lacks the EP or its device."""
     if not error.is_only(_ABOUT_THIS_MACHINE):
         return None
     return error.problems[0].message.splitlines()[0].rstrip(".")
@@ -151,10 +151,10 @@ def _refuse_several_shapes(config: Config) -> None:
 
 
 def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider:
-    """The provider that compiled the artifact; ``named`` is the provider that the user names, if any.
+    """The provider that compiled the artifact; ``named``: the user's choice, if any.
 
-    Raises ConfigError when ``named`` is unknown, and InspectionError when another provider compiled the
-    artifact, or an unknown one.
+    Raises ConfigError when ``named`` is unknown, and InspectionError when another provider, or an unknown
+    one, compiled the artifact.
     """
     sources = list(dict.fromkeys(context.source for context in model.contexts))
     chosen = find(named) if named is not None else None
@@ -218,7 +218,7 @@ def check_chip(
 
 
 def reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> str | None:
-    """Why a context for several chips cannot be opened, nor one that shares its sidecar with another."""
+    """Why the context cannot be opened here: it is for several chips, or shares its sidecar with another."""
     chip = provider.compiled_for(model.compatibility.get(provider.ep, ""))
     if len(provider.chips(chip)) > 1:
         return (
@@ -265,7 +265,7 @@ def _run(
     moved = staging / "moved"
     copy_named_files(path, model, moved)
     request = ValidateRequest(
-        # The source gets the shapes that were fixed when it was compiled.
+        # The source gets the shapes of the compiled model.
         replace(to_run, shapes={**fixed_shapes(model.inputs), **to_run.shapes})
         if has_source
         else to_run,
@@ -291,7 +291,7 @@ def _run(
 
 
 def copy_named_files(path: Path, model: InspectReply, folder: Path) -> None:
-    """Put the ONNX file at ``path`` and all files that it names into ``folder``, which is made."""
+    """Copy the ONNX file at ``path`` and all files that it names into ``folder``, which is made."""
     names = [path.name, *model.external_data]
     names += [context.sidecar for context in model.contexts if context.sidecar]
     for name in dict.fromkeys(names):
@@ -300,7 +300,7 @@ def copy_named_files(path: Path, model: InspectReply, folder: Path) -> None:
 
 
 def fixed_shapes(inputs: Iterable[TensorFacts]) -> dict[str, tuple[int, ...]]:
-    """The shapes of those of ``inputs`` that have no open dimension."""
+    """The shapes of the ``inputs`` without open dimensions."""
     return {
         tensor.name: tuple(size for size in tensor.shape if isinstance(size, int))
         for tensor in inputs

@@ -173,8 +173,8 @@ def test_output_that_is_lost_is_an_error(arguments: list[str]) -> None:
             stdout=full,
             stderr=subprocess.PIPE,
         )
-    lost = b"epcontext: what it printed is lost: No space left on device.\n"
-    assert (done.returncode, done.stderr) == (1, lost)
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
+    assert b"No space left on device." in done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signal")

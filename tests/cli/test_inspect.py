@@ -275,7 +275,7 @@ def test_what_a_provider_cannot_compile_is_shown_without_its_ep(cli: Cli, tmp_pa
     printed = cli("inspect", path, "--provider", "qnn").stdout
     assert "NonZero has an output whose shape depends on the values of 'r'" in printed
     assert "Add --set 'cut={ outputs = [\"r\"] }'" in printed
-    assert "QNNExecutionProvider, as far as it is known: refuses 1 of 3 nodes" in printed
+    assert "QNNExecutionProvider, as far as is known: refuses 1 of 3 nodes" in printed
     printed = cli("inspect", path, "-p", "qnn", "--set", 'cut={ outputs = ["r"] }').stdout
     assert "NonZero has" not in printed
     found = json.loads(cli("inspect", path, "-p", "openvino", "--json").stdout)
@@ -288,7 +288,7 @@ def test_the_ep_itself_says_what_it_refuses_and_compiles_nothing(cli: Cli, tmp_p
     printed = cli("inspect", path, "-p", "qnn", "-O", "soc_model=60").stdout
     assert "QNNExecutionProvider itself, after simplifying: refuses 1 of 5 nodes" in printed
     assert "the EP does not have this operator" in printed
-    assert "A build also tries other forms of these nodes" in printed
+    assert "A build also tries" in printed
 
 
 DYNAMIC = """
@@ -319,7 +319,7 @@ def test_what_the_ep_refuses_is_shown_for_nodes_without_names(cli: Cli, tmp_path
     other = DYNAMIC.replace("(q, w, zero)", "(q, w)")
     path = save(onnx.parser.parse_model(other), tmp_path / "m.onnx")
     printed = cli("inspect", path, "-p", "qnn", "-O", "soc_model=60").stdout
-    assert "does not take all of the model's dynamic quantization" in printed
+    assert "does not support all of the model's dynamic quantization" in printed
     assert "Add --set dequantize=true" in printed
 
 
@@ -334,7 +334,7 @@ def test_an_open_dimension_is_named_before_the_ep_is_asked(cli: Cli, tmp_path: P
     path = save(network("batch"), tmp_path / "m.onnx")
     printed = cli("inspect", path, "-p", "qnn").stdout
     assert "Add --dim batch=1" in printed
-    assert "itself was not asked" in printed
+    assert "itself was not tried" in printed
 
 
 @pytest.mark.parametrize("flags", [("--dim", "a=1"), ("-O", "soc_model=60")])

@@ -42,7 +42,7 @@ def test_qnn_logs_why_it_refuses_nodes() -> None:
     reasons = PROVIDERS["qnn"].reasons
     assert reasons is not None
     assert reasons(QNN) == {
-        "lstm 4": "the EP takes the default activations only",
+        "lstm 4": "the EP supports only the default activations",
         "dq": "",
         "/Cast": "",
         "mod": "QNN Mod Op doesn't support fmod",

@@ -97,7 +97,7 @@ def test_a_report_in_the_place_of_the_result_is_an_error_before_anything_runs(
 
     place = tmp_path / "a_ctx.onnx"
     config = dataclasses.replace(configured(project), report=place)
-    with pytest.raises(OutputError, match="where the result itself is written"):
+    with pytest.raises(OutputError, match="EPC501"):
         compile_models(config, place, run, overwrite=True)
 
 

@@ -11,11 +11,11 @@ from hatch_epcontext.errors import Key, KeyNames, Kind, Problem
 from hatch_epcontext.text import is_device, show, toml_key
 
 MAX_NAME = 150
-"""Characters of a name: with what files add to it, their names fit every file system."""
+"""The most characters of a name: file names with suffixes then fit every file system."""
 
 
 def check_values(key: Key, value: Any) -> Iterator[Problem]:
-    """All values inside of ``value``, which is at ``key``, each by the check that its key declares."""
+    """All values inside ``value``, which is at ``key``, each by the check that its key declares."""
     inside: Iterable[tuple[str | int, Any]] = ()
     if dataclasses.is_dataclass(value):
         inside = [
@@ -46,21 +46,19 @@ def check_name(key: Key, name: str) -> Iterator[Problem]:
             "Use letters, digits, '.', '_' and '-', with a letter or digit first.",
         )
     elif is_device(name):
-        message = (
-            f"{show(name)} is the name of a device on Windows, which could not unpack the wheel."
-        )
+        message = f"{show(name)} is the name of a device on Windows, where the wheel could not be unpacked."
         yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
     elif len(name) > MAX_NAME:
-        message = f"has {len(name)} characters, and files are called after it: {show(name)}."
+        message = f"has {len(name)} characters, which is too long for file names: {show(name)}."
         yield Problem.at(
             key, Kind.INVALID_NAME, message, f"Give a name with at most {MAX_NAME} characters."
         )
 
 
 def check_duplicates(named: Iterable[tuple[Key, str]], what: str) -> Iterator[Problem]:
-    """Keys and names: no two may be the same, in any case, because they would share a folder.
+    """Keys and names: no two may be equal, ignoring case, because they would share a folder.
 
-    A key can have several names, of which only the first duplicate is a problem.
+    A key can have several names; only its first duplicate is a problem.
     """
     seen: dict[str, Key] = {}
     reported: list[Key] = []

