@@ -55,37 +55,36 @@ PROVIDERS_INTRODUCTION = """\
 
 <!-- Generated from hatch_epcontext.providers by docs/generate.py. -->
 
-Which execution providers (EPs) and options can a target have, and what was tested? `provider` takes a name
-of this page, or ONNX Runtime's name of the EP, in any case.
+Which execution providers (EPs) and options can a target have, and what was tested? `provider` is a name of
+this page, or ONNX Runtime's name of the EP, in any case.
 
 | system | what was tested |
 | --- | --- |
 | Linux, x86-64 | All tests run there: QNN on its simulator, OpenVINO and ONNX Runtime on the CPU. |
-| Windows, x86-64 | Run under Wine: the example is built and opened, with QNN's simulator. Never on Windows. |
-| Linux and Windows on Arm | Nothing was run there. Contexts for their chips are compiled elsewhere. |
-| macOS | Not tried. There are no packages of QNN for it. |
+| Windows, x86-64 | Only under Wine: the example is built and opened, with QNN's simulator. |
+| Linux and Windows on Arm | Not tried. Contexts for their chips are compiled elsewhere. |
+| macOS | Not tried. QNN has no packages for it. |
 
 ## Options
 
-EPs accept unknown options and impossible values silently. A build does not: unknown names, values out of
-range, options that exclude each other, and options of older releases are errors. If your EP is newer than
-this page, set `allow-unknown-options = true` for the target.
+EPs silently accept unknown options and impossible values. For a build these are errors, and so are options
+that exclude each other, or that only older releases have. If your EP is newer than this page, set
+`allow-unknown-options = true` for the target.
 
-Write `true`, `false`, numbers, lists and tables as in TOML: a build turns them into the strings that the
-EP takes. `provider-options` takes all options, and `load-options` those for loading only. Options for
-compiling only are not shipped.
+Write `true`, `false`, numbers, lists and tables as in TOML: a build turns them into strings for the EP.
+`provider-options` has all options, and `load-options` those for loading only. Options for compiling only are
+not shipped.
 
-Below, the parentheses have what an option takes, with the EP's default in bold. A *switch* takes true or
-false.
+Below, an option's values are in parentheses, with the EP's default in bold. A *switch* is true or false.
 
-Options such as `profiling_file_path` name files of the machine where they are used. Do not ship such a path:
-your app can give it, with `load(name, provider_options={...})`. `{user-cache}` in `load-options` is a folder
+Options such as `profiling_file_path` name files on the machine where they are used. Do not ship such a path:
+your app can pass it, with `load(name, provider_options={...})`. `{user-cache}` in `load-options` is a folder
 on the user's machine.
 
 ## Secrets
 
-Write a key or a password as `"{env:NAME}"`, with the name of an environment variable. Options that are
-secrets take nothing else, and every other option that takes a string accepts it:
+Write a key or a password as `"{env:NAME}"`, with the name of an environment variable. Secret options require
+this form, and every other option with a string accepts it:
 
 ```toml
 [tool.epcontext.targets.ryzen]
@@ -97,12 +96,11 @@ provider-options = { encryption_key = "{env:MODEL_KEY}" }
 session = load("digits", provider_options={"encryption_key": key})
 ```
 
-Only the processes that compile and run the model look up the value. The manifest has only the option's
-name, so your app must give the value: otherwise the loader skips the target, and names the option.
+Only the processes that compile and run the model read the value. The manifest has only the option's name, so
+your app must pass the value: otherwise the loader skips the target, and names the option.
 
-A target with a secret is compiled in each build: it is never in a cache, and no [cluster](ci.md#a-cluster)
-accepts it. `epcontext validate` of a model package does not run it. [Security](security.md#secrets) explains
-why.
+A target with a secret is compiled in each build: it is never cached, and a [cluster](ci.md#a-cluster) refuses
+it. `epcontext validate` of a model package does not run it. [Security](security.md#secrets) explains why.
 
 ## Overview
 """
@@ -229,14 +227,14 @@ FLOAT16 = """\
 <!-- Generated from hatch_epcontext.providers and benchmarks/faults-*.json by docs/generate.py. -->
 
 Which operators does an EP compute wrong? An NPU computes a float32 model in float16: it has no numbers
-above 65504 or below 6e-8, and rounds each result to 11 bits. That is no fault. This page lists what is
-wrong although float16 has the right result.
+above 65504 or below 6e-8, and rounds each result to 11 bits. That is no fault. This page lists results that
+are wrong although float16 could represent the right ones.
 
-You need not know it to build: a build [rewrites](what-compiles.md#results-that-differ) an operator whose
-row names a rewrite, and [validation](validation.md) examines the others.
+A build [rewrites](what-compiles.md#results-that-differ) an operator whose row names a rewrite, and
+[validation](validation.md) examines the others.
 
-It was measured on simulators only, not verified on hardware. `python -m benchmarks.sweep` runs small graphs
-over all float16 values and compares them with the CPU. EPs that are not on this page were not measured.
+This was measured on simulators only, not verified on hardware. `python -m benchmarks.sweep` runs small graphs
+over all float16 values and compares them with the CPU. Other EPs were not measured.
 """
 
 
@@ -297,9 +295,9 @@ CONFIGURATION = """\
 
 <!-- Generated from hatch_epcontext.config.tables by docs/generate.py. -->
 
-Which keys and environment variables are there? `[tool.epcontext]` has these keys and no others. A build
-reports all unknown keys, wrong types and impossible values at once, each with an [id](errors.md). Editors
-and `validate-pyproject` use the JSON schema in the package, which `epcontext schema` prints.
+Which keys and environment variables are there? A build reports all unknown keys, wrong types and impossible
+values at once, each with an [id](errors.md). Editors and `validate-pyproject` use the JSON schema in the
+package, which `epcontext schema` prints.
 
 Hatch's own table switches the hook on, and can be empty: `[tool.hatch.build.hooks.epcontext]`, or for
 wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
@@ -328,7 +326,7 @@ The limits of `validate.tolerance`, described in [Validation](validation.md). A 
 over that of all outputs, and one for a target over both.""",
     "quantize": """\
 How a model of floats is [quantized](quantization.md#quantize-a-model). `quantize = false` in a model's table
-switches off what its target has.""",
+switches its target's off.""",
     "profiles": """\
 Shapes of one input, such as
 `profiles = [{ image = { min = [1, 3, 8, 8], opt = [4, 3, 8, 8], max = [8, 3, 8, 8] } }]`.""",
@@ -419,8 +417,7 @@ ERRORS = """\
 
 <!-- Generated from hatch_epcontext.errors.Kind by docs/generate.py. -->
 
-What does an id such as `EPC012` mean, and what do you do? Each problem is printed with the id of its
-kind, which never changes its meaning.
+What does an id such as `EPC012` mean, and what do you do? An id never changes its meaning.
 """
 
 _GROUPS: Mapping[str, str] = {
@@ -452,7 +449,7 @@ COMMANDS = """\
 <!-- Generated from the commands' help by docs/generate.py. -->
 
 Which commands and flags are there? `pip install "hatch-epcontext[cli]"` installs them. The extras `qnn`,
-`openvino`, `tensorrt-rtx`, `gpu` and `cpu` install what they compile with: `"hatch-epcontext[cli,qnn]"`.
+`openvino`, `tensorrt-rtx`, `gpu` and `cpu` also install the compilers: `"hatch-epcontext[cli,qnn]"`.
 
 {commands}
 
@@ -463,7 +460,7 @@ Completion in the shell: `eval "$(_EPCONTEXT_COMPLETE=bash_source epcontext)"` i
 
 ## Flags of several commands
 
-Each command names those that it takes. `--help` shows all of them. `NO_COLOR=1` switches colors off.
+Each command lists its own. `--help` shows all of them. `NO_COLOR=1` switches colors off.
 
 ```text
 {flags}
@@ -545,8 +542,8 @@ API = """\
 
 <!-- Generated from hatch_epcontext.api by docs/generate.py. -->
 
-How do you compile and validate models from Python? `hatch_epcontext.api` has everything that programs
-import. No other module is stable.
+How do you compile and validate models from Python? `hatch_epcontext.api` is the public API. No other module
+is stable.
 """
 
 

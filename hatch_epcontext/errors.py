@@ -537,8 +537,8 @@ class Kind(Enum):
 class Key:
     """A key of ``[tool.epcontext]``: names of keys, and indices of list items, from the outside in.
 
-    ``model``: the path of the key's model: one glob can match several. ``name``: the name of that model, if
-    its table has one.
+    ``model``: the path of the key's model: one glob can match several.
+    ``name``: the name of that model, if its table has one.
     """
 
     parts: tuple[str | int, ...] = ()
