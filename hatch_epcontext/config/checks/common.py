@@ -15,25 +15,33 @@ MAX_NAME = 150
 
 
 def check_values(key: Key, value: Any) -> Iterator[Problem]:
-    """All values inside ``value``, which is at ``key``, each by the check that its key declares."""
+    """All values inside of ``value``, which is at ``key``, each by the check that its key declares."""
+    for parts, message in _invalid_values(value, ()):
+        # Only now: making a key for each value would take a third of the time.
+        found = Key((*key.parts, *parts), key.model, key.name)
+        yield Problem.at(found, Kind.INVALID_VALUE, message)
+
+
+def _invalid_values(
+    value: Any, parts: tuple[str | int, ...]
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The place and the message of each invalid value in ``value``, which is at ``parts``."""
     inside: Iterable[tuple[str | int, Any]] = ()
     if dataclasses.is_dataclass(value):
-        inside = [
-            (toml_key(field.name), getattr(value, field.name))
-            for field in dataclasses.fields(value)
-        ]
-        for field, (name, each) in zip(dataclasses.fields(value), inside, strict=True):
+        fields = dataclasses.fields(value)
+        inside = [(toml_key(field.name), getattr(value, field.name)) for field in fields]
+        for field, (name, each) in zip(fields, inside, strict=True):
             check = field.metadata["check"]
             if each is not None and check is not None and (allowed := check(each)):
                 found = "" if field.metadata["is_url"] else f", not {show(each)}"
-                message = f"must be {allowed}{found}."
-                yield Problem.at(key / name, Kind.INVALID_VALUE, message)
+                yield (*parts, name), f"must be {allowed}{found}."
     elif isinstance(value, Mapping):
         inside = value.items()
     elif isinstance(value, tuple):
         inside = enumerate(value)
     for name, each in inside:
-        yield from check_values(key / name, each)
+        if isinstance(each, (Mapping, tuple)) or dataclasses.is_dataclass(each):
+            yield from _invalid_values(each, (*parts, name))
 
 
 def check_name(key: Key, name: str) -> Iterator[Problem]:
