@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def cli() -> Cli:
         return result
 
     return run
+
+
+def problems(result: Result) -> list[str]:
+    """The place and the id of each problem that a command printed, such as ``--dim batch: EPC005``."""
+    return re.findall(r"^\S.*\bEPC\d{3}$", result.stderr, re.MULTILINE)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from onnx import helper
 
 from hatch_epcontext.cli.app import app
 from hatch_epcontext.loader import METADATA
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, problems
 from tests.conftest import needs_qnn
 from tests.models import network, save, transformer
 from tests.projects import make_project
@@ -91,7 +91,7 @@ def test_the_result_is_printed_as_json_also_if_something_failed(cli: Cli, packag
     assert (qnn["component"], qnn["variant"], qnn["ep"]) == ("net", "qnn", "QNNExecutionProvider")
     assert (qnn["validation"], qnn["problems"][0]["kind"]) == (None, "EPC506")
     assert source["validation"]["status"] == "ran"
-    assert "net_ctx_qnn.bin: EPC506\n    is missing, or differs from its record" in result.stderr
+    assert problems(result)[0].endswith("net_ctx_qnn.bin: EPC506")
 
 
 @needs_qnn
@@ -124,7 +124,7 @@ def test_outputs_that_differ_from_the_source_fail(cli: Cli, package: Path, tmp_p
     other.graph.initializer[0].raw_data = bytes(len(other.graph.initializer[0].raw_data))
     save(other, tmp_path / "other.onnx")
     printed = cli("validate", package, "-s", tmp_path / "other.onnx", code=1).stderr
-    assert f"{package}: net -> qnn: EPC401\n    the output 'y' differs from the CPU's" in printed
+    assert f"{package}: net -> qnn: EPC401" in printed.splitlines()
     assert "tool.epcontext" not in printed
     loose = ("--set", "validate.tolerance=false")
     assert "not compared" in cli("validate", package, *loose, "-t", "qnn").stdout
@@ -143,12 +143,15 @@ def test_the_manifest_and_the_context_must_agree(cli: Cli, package: Path) -> Non
     qnn = content["components"]["net"]["variants"]["qnn"]
     qnn["compatibility_string"] = "v2:6:2.51.0:5.51.0:73:43:0:0"
     file.write_text(json.dumps(content), encoding="utf-8")
-    printed = cli("validate", package, "--structure", code=1).stderr
-    assert "and the manifest says v2:6:2.51.0:5.51.0:73:43:0:0" in printed
+    result = cli("validate", package, "--structure", code=1)
+    context = package / "net" / "qnn" / "net_ctx.onnx"
+    assert problems(result) == [f"{context}: EPC507"]
+    assert qnn["compatibility_string"] in result.stderr
     qnn["ep"] = "OpenVINOExecutionProvider"
     file.write_text(json.dumps(content), encoding="utf-8")
-    printed = cli("validate", package, "--structure", code=1).stderr
-    assert "has contexts of 'QNNExecutionProvider', and the manifest says OpenVINO" in printed
+    result = cli("validate", package, "--structure", code=1)
+    assert problems(result) == [f"{context}: EPC507"]
+    assert "'QNNExecutionProvider'" in result.stderr
 
 
 @needs_qnn
@@ -261,8 +264,9 @@ def test_what_cannot_be_run_here_fails_unless_it_is_allowed(cli: Cli, foreign: M
     assert "NOT run (UnknownExecutionProvider is not a known execution provider)" in unknown
     assert "NOT run (the manifest names no model" in other
     assert "ran" in cpu
-    assert "validation failed (3 problems):" in result.stderr
-    assert f"{package}: net -> vitis: EPC404\n    it was run on the CPU only: " in result.stderr
+    assert problems(result) == [
+        f"{package}: net -> {name}: EPC404" for name in ("vitis", "unknown", "other")
+    ]
     allowed = cli("validate", package, "--allow-not-run")
     assert allowed.stdout == result.stdout
     # A slow machine says what it is doing.
@@ -300,7 +304,7 @@ def test_a_package_reads_no_environment_variable(
         "its option profiling_file_path is a secret, and a package gets no environment variable"
     )
     assert f"NOT run ({reason})" in result.stdout.splitlines()[0]
-    assert f"{package}: net -> npu: EPC404\n    {reason}." in result.stderr
+    assert problems(result) == [f"{package}: net -> npu: EPC404"]
     assert cli("validate", package, "--allow-not-run").stderr == ""
     assert list(tmp_path.glob("value-of-a-token*")) == []
 
@@ -371,10 +375,9 @@ def test_components_and_variants_can_be_chosen(cli: Cli, foreign: Make) -> None:
     package = foreign({"a": variant(), "b": variant(), "c": variant()})
     printed = cli("validate", package, "-t", "b", "-t", "c", "-c", "net").stdout
     assert [line.partition(":")[0] for line in printed.splitlines()] == ["net -> b", "net -> c"]
-    printed = cli("validate", package, "-t", "d", "-c", "ned", code=2).stderr
-    assert '--component: EPC010\n    the package has no component "ned".' in printed
-    assert '--variant: EPC009\n    the package has no variant "d".' in printed
-    assert 'Did you mean "net"?' in printed
+    result = cli("validate", package, "-t", "d", "-c", "ned", code=2)
+    assert problems(result) == ["--component: EPC010", "--variant: EPC009"]
+    assert '"net"?' in result.stderr
 
 
 def test_all_errors_of_a_manifest_are_named_by_their_place(cli: Cli, foreign: Make) -> None:
@@ -422,28 +425,28 @@ def test_a_missing_model_fails_its_variant(cli: Cli, foreign: Make) -> None:
     (package / "a" / "net.onnx").rename(package / "a" / "other.onnx")
     result = cli("validate", package, code=1)
     assert result.stdout == "net -> a: FAILED\nnet -> b: FAILED\n"
-    assert "net.onnx: EPC506\n    is missing." in result.stderr
+    assert problems(result) == [f"{package / 'a' / 'net.onnx'}: EPC506"]
 
 
 def test_a_folder_with_one_package_stands_for_it(cli: Cli, foreign: Make, tmp_path: Path) -> None:
     package = foreign({"cpu": variant()})
     assert "net -> cpu: " in cli("validate", package.parent, "--structure").stdout
     shutil.copytree(package, tmp_path / "second")
-    printed = cli("validate", tmp_path, "--structure", code=1).stderr
-    assert "has several model packages: foreign and second." in printed
+    result = cli("validate", tmp_path, "--structure", code=1)
+    assert problems(result) == [f"{tmp_path}: EPC505"]
+    assert "foreign and second" in result.stderr
     (tmp_path / "empty").mkdir()
-    assert "has no manifest.json" in cli("validate", tmp_path / "empty", code=1).stderr
+    result = cli("validate", tmp_path / "empty", code=1)
+    assert problems(result) == [f"{tmp_path / 'empty'}: EPC505"]
 
 
 def test_a_source_is_that_of_one_model(cli: Cli, tmp_path: Path) -> None:
     models = [save(network(1), tmp_path / f"{name}.onnx") for name in "ab"]
     out = tmp_path / "out"
     cli("compile", *models, "-p", "cpu", "--package", out, "-q")
-    printed = cli("validate", out, "-s", models[0], code=2).stderr
-    assert (
-        "--source: EPC006\n    is the source of one model, and these are several: a and b"
-        in printed
-    )
+    result = cli("validate", out, "-s", models[0], code=2)
+    assert problems(result) == ["--source: EPC006"]
+    assert "a and b" in result.stderr
     printed = cli("validate", out, "-s", models[0], "-c", "a").stdout
     assert printed.startswith("a -> cpu: ONNX graph for CPUExecutionProvider, ran and agrees")
 
@@ -475,23 +478,21 @@ def test_a_wheel_is_to_be_unpacked_first(cli: Cli, foreign: Make, tmp_path: Path
     package = foreign({"cpu": variant()})
     wheel = shutil.make_archive(str(tmp_path / "my_app-1.0-py3-none-any"), "zip", package)
     printed = cli("validate", wheel, code=1).stderr
-    assert "is an archive, such as a wheel, and not an ONNX file." in printed
+    assert "is an archive" in printed
 
 
 def test_a_package_without_variants_is_refused(cli: Cli, tmp_path: Path) -> None:
     text = json.dumps({"schema_version": "1.0", "components": {"net": {"variants": {}}}})
     (tmp_path / "manifest.json").write_text(text, encoding="utf-8")
-    printed = cli("validate", tmp_path, code=1).stderr
-    assert "validation failed" in printed
-    assert "has no variants" in printed
+    (problem,) = problems(cli("validate", tmp_path, code=1))
+    assert problem.endswith("EPC508")
 
 
 def test_the_manifest_alone_is_not_the_package(cli: Cli, foreign: Make) -> None:
     package = foreign({"cpu": variant()})
     for command in ("validate", "inspect"):
-        printed = cli(command, package / "manifest.json", code=1).stderr
-        assert "is the manifest of a model package" in printed
-        assert "Name the folder that it is in." in printed
+        result = cli(command, package / "manifest.json", code=1)
+        assert problems(result) == [f"{package / 'manifest.json'}: EPC505"]
 
 
 def test_a_link_to_a_file_outside_is_damage(cli: Cli, foreign: Make, tmp_path: Path) -> None:
@@ -499,8 +500,8 @@ def test_a_link_to_a_file_outside_is_damage(cli: Cli, foreign: Make, tmp_path: P
     (package / "cpu" / "net.onnx").rename(tmp_path / "outside.onnx")
     (package / "cpu" / "net.onnx").symlink_to(tmp_path / "outside.onnx")
     for command in (("validate",), ("inspect", "--verify")):
-        printed = cli(*command, package, code=1)
-        assert "is a link to a file outside of the package" in printed.stderr
+        (problem,) = problems(cli(*command, package, code=1))
+        assert problem.endswith("EPC508")
 
 
 def test_a_link_that_the_manifest_does_not_name_is_damage_too(
@@ -509,6 +510,7 @@ def test_a_link_that_the_manifest_does_not_name_is_damage_too(
     package = foreign({"cpu": variant()})
     (tmp_path / "outside").write_text("of somebody else")
     (package / "cpu" / "weights.bin").symlink_to(tmp_path / "outside")
-    printed = cli("validate", package, "--structure", code=1).stderr
-    assert "weights.bin" in printed
-    assert "is a link to a file outside of the package" in printed
+    result = cli("validate", package, "--structure", code=1)
+    (problem,) = problems(result)
+    assert problem.endswith("EPC508")
+    assert "weights.bin" in result.stderr
