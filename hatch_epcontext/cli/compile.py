@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -19,8 +20,6 @@ from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.tables import Fallback
-from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.text import show_size
 from hatch_epcontext.tools.compiling import compile_models, is_file
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
@@ -117,9 +116,7 @@ def compile_(
     config = dataclasses.replace(config, report=report or config.report)
     verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
 
-    def run(planned: Plan, staging: Path) -> Result:
-        return run_plan(planned, staging, verbosity, place.name, as_json=as_json)
-
+    run = partial(run_plan, verbosity=verbosity, title=place.name, as_json=as_json)
     if package is not None:
         written = export(config, package, run, loader=False, overwrite=overwrite)
         if not verbosity.quiet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import click
@@ -15,8 +16,6 @@ from hatch_epcontext.cli._common import (
     verbosity_options,
 )
 from hatch_epcontext.cli._project import project_config, project_options
-from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.tools.exporting import export
 from hatch_epcontext.tools.project import project_name
 
@@ -68,10 +67,8 @@ def export_(
     config = project_config(project.absolute(), targets, models)
     config = dataclasses.replace(config, report=report or config.report)
     verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
-
-    def run(planned: Plan, staging: Path) -> Result:
-        return run_plan(planned, staging, verbosity, project_name(config.root), as_json=as_json)
-
+    title = project_name(config.root)
+    run = partial(run_plan, verbosity=verbosity, title=title, as_json=as_json)
     written = export(config, output, run, loader=True, overwrite=overwrite)
     if not verbosity.quiet:
         show_written(output, written.files, as_json=as_json)

@@ -18,7 +18,6 @@ from hatch_epcontext.text import count, pairs
 from hatch_epcontext.tools.configure import JobSettings
 from hatch_epcontext.tools.validating import validate_context
 from hatch_epcontext.tools.validating_package import (
-    Choice,
     FailedPackageError,
     ValidatedVariant,
     validate_package,
@@ -133,7 +132,8 @@ def validate(
         package = validate_package(
             path,
             source,
-            Choice(components, variants),
+            components,
+            variants,
             job,
             verbosity.workers,
             done,

@@ -128,6 +128,15 @@ def read(files: Files, location: str) -> ModelPackage:
     return package
 
 
+def is_package(files: Files) -> bool:
+    """Whether a ``manifest.json``, a common name, can be that of a model package."""
+    try:
+        content = json.loads(files.read(FILE))
+    except (OSError, ValueError, RecursionError):
+        return True
+    return isinstance(content, dict) and bool({"schema_version", "components"} & content.keys())
+
+
 def own_files(folder: Path) -> Mapping[str, FileRecord] | None:
     """The files that the manifest in ``folder`` records, without itself; None unless this package wrote it.
 

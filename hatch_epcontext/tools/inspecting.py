@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,14 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_environment
 from hatch_epcontext.package import finished
 from hatch_epcontext.package.manifest import FILE, ModelPackage
-from hatch_epcontext.package.reader import ArchiveFiles, Files, FolderFiles, damaged_files, read
+from hatch_epcontext.package.reader import (
+    ArchiveFiles,
+    Files,
+    FolderFiles,
+    damaged_files,
+    is_package,
+    read,
+)
 from hatch_epcontext.worker.requests import InspectReply, InspectRequest
 
 READING = tuple(each for each in TOOLS if Requirement(each).name in ("onnx", "numpy"))
@@ -171,18 +177,9 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
         yield Problem(Kind.EXTERNAL_DATA, str(path), message)
 
 
-def _is_package(files: Files) -> bool:
-    """Whether a ``manifest.json``, a common name, can be that of a model package."""
-    try:
-        content = json.loads(files.read(FILE))
-    except (OSError, ValueError, RecursionError):
-        return True
-    return isinstance(content, dict) and bool({"schema_version", "components"} & content.keys())
-
-
 def _read_all(found: Mapping[str, Files], path: Path) -> dict[str, ModelPackage]:
     """The packages by folder; raises InspectionError with all problems, also if there is no package."""
-    found = {folder: files for folder, files in found.items() if _is_package(files)}
+    found = {folder: files for folder, files in found.items() if is_package(files)}
     if not found:
         hint = "Name a wheel or a package that was built with models, or an ONNX file."
         if path.suffix == _WHEEL:

@@ -91,14 +91,6 @@ class FailedPackageError(BuildError):
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The components and variants to validate, by name; empty for all."""
-
-    components: tuple[str, ...] = ()
-    variants: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class _Read:
     """A package that was read: its folder, and its problems by the file that each is about."""
 
@@ -111,7 +103,8 @@ class _Read:
 def validate_package(
     path: Path,
     source: Path | None,
-    choice: Choice,
+    components: Sequence[str],
+    variants: Sequence[str],
     job_settings: JobSettings,
     make_workers: Callable[[float], Workers],
     done: Callable[[ValidatedVariant], None],
@@ -119,7 +112,7 @@ def validate_package(
     structure_only: bool,
     allow_not_run: bool,
 ) -> ValidatedPackage:
-    """Validate the chosen variants of the model package in the folder ``path``.
+    """Validate the model package in the folder ``path``: its ``components`` and ``variants``, or all of them.
 
     Each is opened and run in a process of its own, from a copy of its files in another folder, and
     compared with ``source``, or else with the package's own source model or a variant for the CPU.
@@ -134,7 +127,7 @@ def validate_package(
     read = _read(path)
     if not any(each.variants for each in read.package.components.values()):
         raise InspectionError(Problem(Kind.INVALID_PACKAGE, str(path), "has no variants."))
-    chosen = _chosen(read.package, choice, has_source=source is not None)
+    chosen = _chosen(read.package, components, variants, has_source=source is not None)
     if not structure_only:
         check_environment((), INSPECTION)
     validator = _Validator(read, source, job_settings, make_workers, structure_only=structure_only)
@@ -193,20 +186,22 @@ def _owns(variant: Variant, name: str) -> bool:
     return name == variant.model_file or path.is_relative_to(variant.directory)
 
 
-def _chosen(package: ModelPackage, choice: Choice, *, has_source: bool) -> list[tuple[str, str]]:
-    """The names of the components and variants of ``choice``.
+def _chosen(
+    package: ModelPackage, components: Sequence[str], variants: Sequence[str], *, has_source: bool
+) -> list[tuple[str, str]]:
+    """The names of each chosen component and variant.
 
     Raises ConfigError for unknown ones, and for several models if they have a source, which is that of one.
     """
     # The components of a model's shapes have its name too.
     models = {n: each.about.model if each.about else n for n, each in package.components.items()}
-    variants = dict.fromkeys(v for each in package.components.values() for v in each.variants)
+    known_variants = dict.fromkeys(v for c in package.components.values() for v in c.variants)
     known = dict.fromkeys((*models, *models.values()))
     problems = [
         Problem(kind, f"--{noun}", f"the package has no {noun} {show(n)}.", suggestion(n, names))
         for noun, kind, given, names in (
-            ("component", Kind.UNKNOWN_MODEL, choice.components, known),
-            ("variant", Kind.UNKNOWN_TARGET, choice.variants, variants),
+            ("component", Kind.UNKNOWN_MODEL, components, known),
+            ("variant", Kind.UNKNOWN_TARGET, variants, known_variants),
         )
         for n in given
         if n not in names
@@ -217,8 +212,8 @@ def _chosen(package: ModelPackage, choice: Choice, *, has_source: bool) -> list[
         (component, variant)
         for component, each in package.components.items()
         for variant in each.variants
-        if not choice.components or {component, models[component]} & set(choice.components)
-        if not choice.variants or variant in choice.variants
+        if not components or {component, models[component]} & set(components)
+        if not variants or variant in variants
     ]
     if not found:
         message = "none of the chosen components has a variant of this name."
