@@ -42,6 +42,15 @@ assign.handle = lambda request: crash() if "gemm" in request.prepared else real(
 """
 """Workers in which opening one of the graphs on an EP crashes."""
 
+DISAGREEING = """
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.worker.actions import validate
+def differ(request):
+    raise BuildError(Problem(Kind.OUTPUT_DIFFERS, "", "the output 'y' differs."))
+validate.handle = differ
+"""
+"""Workers in which what an EP compiles computes something else."""
+
 
 def library_of(package: str) -> Path:
     return Path(importlib.import_module(package).get_library_path())
@@ -99,6 +108,19 @@ def test_a_crash_is_a_row_and_not_the_end(
     assert "agrees (" in printed
     assert "verdict: QNNExecutionProvider writes EP contexts, and something failed" in printed
     assert "[tool.epcontext.targets.qnn]" in printed
+
+
+@needs_qnn
+def test_contexts_that_differ_from_the_cpu_are_faults(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_start_code(tmp_path, DISAGREEING)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
+    found = json.loads(cli("doctor", *QNN, "--graph", "gemm", "--json", code=1).stdout)
+    (trial,) = found["trials"]
+    steps = [trial[step]["status"] for step in ("run", "compiled", "loaded")]
+    assert (steps, found["verdict"]) == (["done", "done", "failed"], "faulty")
+    assert trial["loaded"]["problems"][0]["kind"] == "EPC401"
 
 
 @needs("onnxruntime_ep_nv_tensorrt_rtx")
