@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,7 +33,7 @@ from hatch_epcontext.jobs.requirements import INSPECTION, check_environment, ins
 from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
-from hatch_epcontext.text import file_name, listing, show_size, to_toml
+from hatch_epcontext.text import file_name, listing, quoted_key, show_size, to_toml
 from hatch_epcontext.tools.configure import SETTABLE, JobSettings, configure
 from hatch_epcontext.worker.requests import (
     TRIAL_DIMS,
@@ -181,38 +181,38 @@ def try_library(
     ConfigError when there is no such file or package, when the library has no such EP or several without a
     name given, or when ``job_settings`` are invalid; RequirementError when ONNX Runtime or onnx is missing.
     """
-    found = _find(library)
+    path, module = _find(library)
+    shown = path or module
     runtime = {
         name: version
         for name, version in check_environment((), INSPECTION).items()
         if name in DISTRIBUTIONS
     }
-    packages = {name: v for name in sorted(owners(found.module)) if (v := installed(name))}
+    packages = {name: v for name in sorted(owners(module)) if (v := installed(name))}
     # An invalid timeout is an error of the configuration, which each graph checks.
     given = job_settings.settings.get("build.timeout")
     timeout = given if isinstance(given, int | float) else TIMEOUT
     with temp_dir() as folder, make_workers(timeout) as workers:
         try:
-            offer = _register(found, ep_name, job_settings, workers, folder)
+            offer = _register(path, module, ep_name, job_settings, workers, folder)
         except BuildError as error:
-            return LibraryDiagnosis(
-                found.shown, packages, runtime, Verdict.UNUSABLE, problems=error.problems
-            )
+            verdict = Verdict.UNUSABLE
+            return LibraryDiagnosis(shown, packages, runtime, verdict, problems=error.problems)
         device = _choose(offer, ep_name, job_settings.device)
-        known = _of_ep(device.ep)
+        known = _known(ep=device.ep)
         job = _with_library(job_settings, offer, device, known)
         trials = _try_all(graphs, job, workers, folder, log)
     verdict = _verdict(trials)
     works = any(each.loaded.status is StepStatus.DONE for each in trials)
     return LibraryDiagnosis(
-        found.shown,
+        shown,
         packages,
         runtime,
         verdict,
         module=offer.reply.module or None,
         registered_as=offer.reply.name,
         devices=offer.reply.devices,
-        virtual=offer.virtual,
+        virtual=offer.request.virtual,
         ep=device.ep,
         device=device.kind,
         provider=known.name if known else None,
@@ -222,35 +222,18 @@ def try_library(
     )
 
 
-@dataclass(frozen=True)
-class _Library:
-    """A library at ``path``, perhaps in the package ``module``; without a path it is in that package."""
-
-    path: str
-    module: str
-
-    @property
-    def shown(self) -> str:
-        return self.path or self.module
-
-    @property
-    def default_name(self) -> str:
-        """A name for its EP, from the file."""
-        return _AFFIXES.sub("", Path(self.shown).name.split(".")[0]) or "ep"
-
-
-def _find(library: str) -> _Library:
-    """The library at a path or in a package, with the package that may contain the path."""
+def _find(library: str) -> tuple[str, str]:
+    """The path of the library, empty for the name of a package, and the package that may contain it."""
     if not is_path(library):
         if not _is_importable(library):
             message = "is not a package that is installed here."
             hint = "A path has a slash, or ends with .so, .dll or .dylib."
             raise _not_found(library, message, hint)
-        return _Library("", library)
+        return "", library
     # Keeps links: the libraries that it needs may be beside a link.
     path = Path(os.path.abspath(os.path.expanduser(library)))  # noqa: PTH100, PTH111
     if path.is_file():
-        return _Library(str(path), _package_around(path))
+        return str(path), _package_around(path)
     if path.is_dir():
         raise _not_found(library, "is a folder.", "Name the file of the library inside it.")
     module = re.sub(r"\W", "_", library)
@@ -280,65 +263,55 @@ def _package_around(path: Path) -> str:
     return ""
 
 
-def _of_ep(ep: str | None) -> Provider | None:
-    """The provider of the plugin EP of this name."""
-    known = (each for each in PROVIDERS.values() if each.plugin is not None)
-    return next((each for each in known if each.ep == ep), None)
-
-
-def _of_module(module: str) -> Provider | None:
-    """The provider whose plugin EP is in this import package."""
-    known = PROVIDERS.values()
-    return next((each for each in known if each.plugin and each.plugin.module == module), None)
+def _known(ep: str | None = None, module: str | None = None) -> Provider | None:
+    """The provider of the plugin EP of this name, or in this import package."""
+    plugins = ((each, each.plugin) for each in PROVIDERS.values() if each.plugin)
+    return next((each for each, own in plugins if each.ep == ep or own.module == module), None)
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """A library's devices; ``is_guessed``: whether its name comes only from its file."""
+    """What the library of ``request`` offers."""
 
-    library: _Library
+    request: LibraryRequest
     reply: LibraryReply
-    virtual: bool
-    is_guessed: bool
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether its name comes only from its file."""
+        return self.request.name is None and self.reply.main is None
 
 
 def _register(
-    library: _Library,
+    path: str,
+    module: str,
     ep_name: str | None,
     job_settings: JobSettings,
     workers: Workers,
     folder: Path,
 ) -> _Offer:
     """Register the library; raises BuildError when it cannot be loaded, or offers no device."""
-    settings = job_settings.settings
-    known = _of_module(library.module) or _of_ep(ep_name)
-    name = settings.get("registration-name")
-    if name is None and known is not None and known.plugin is not None:
-        name = known.plugin.registration_name
-    name = name or ep_name
+    settings, location = job_settings.settings, f"library {path or module}"
+    known = _known(module=module) or _known(ep=ep_name)
+    plugin = known.plugin if known else None
+    name = settings.get("registration-name", plugin.registration_name if plugin else None)
+    default_name = _AFFIXES.sub("", Path(path or module).name.split(".")[0]) or "ep"
     virtual = bool(settings.get("virtual-devices"))
-
-    def call(*, virtual: bool) -> LibraryReply:
-        request = LibraryRequest(
-            library.path, library.module, name, library.default_name, virtual=virtual
-        )
-        return workers.call(
-            request, folder / f"library-{virtual}", location=f"library {library.shown}"
-        )
-
-    reply = call(virtual=virtual)
+    request = LibraryRequest(path, module, name or ep_name, default_name, virtual=virtual)
+    reply = workers.call(request, folder / "library", location=location)
     if reply.devices:
-        return _Offer(library, reply, virtual, name is None and reply.main is None)
+        return _Offer(request, reply)
     others: tuple[EpDevice, ...] = ()
     if not virtual:
         # The library loaded before, so it only has no virtual devices.
         with contextlib.suppress(BuildError):
-            others = call(virtual=True).devices
-    raise BuildError(_no_device(library, reply, others, known))
+            request = dataclasses.replace(request, virtual=True)
+            others = workers.call(request, folder / "virtual", location=location).devices
+    raise BuildError(_no_device(location, reply, others, known))
 
 
 def _no_device(
-    library: _Library, reply: LibraryReply, others: Sequence[EpDevice], known: Provider | None
+    location: str, reply: LibraryReply, others: Sequence[EpDevice], known: Provider | None
 ) -> Problem:
     """The problem of a library without devices; ``others`` are the virtual ones that it has."""
     message = f"the library was registered as {reply.name}, and offers no device on this machine."
@@ -351,7 +324,7 @@ def _no_device(
         )
     return Problem(
         Kind.NO_DEVICE,
-        f"library {library.shown}",
+        location,
         "\n".join([message, *reply.reasons]),
         "\n".join(hints) or "Try it on a machine that has one, or with a newer ONNX Runtime.",
     )
@@ -394,15 +367,15 @@ def _with_library(
         **_AS_IT_IS,
         "build.timeout": TIMEOUT,
         **job_settings.settings,
-        "library": offer.reply.module or offer.library.path,
+        "library": offer.reply.module or offer.request.path,
         "ep-name": device.ep,
     }
     if offer.reply.name != device.ep and not offer.is_guessed:
         settings["registration-name"] = offer.reply.name
-    if offer.virtual:
+    if offer.request.virtual:
         settings["virtual-devices"] = True
     # An EP that compiles for any chip does not depend on this machine's devices.
-    anywhere = known is not None and known.cross_compiles and not offer.virtual
+    anywhere = known is not None and known.cross_compiles and not offer.request.virtual
     given = job_settings.provider_options or _example(known)
     return dataclasses.replace(
         job_settings,
@@ -550,35 +523,27 @@ def _verdict(trials: Iterable[Trial]) -> Verdict:
 
 
 def _table(job_settings: JobSettings, packages: Mapping[str, str], root: Path) -> str:
-    """The target with ``job_settings``, for ``pyproject.toml``."""
-    lines = (f"{key} = {to_toml(value)}" for key, value in _keys(job_settings, packages, root))
-    ep = str(job_settings.settings["ep-name"])
-    name = file_name(re.sub("ExecutionProvider", "", ep, flags=re.IGNORECASE).lower(), "-")
-    return "\n".join([f"[tool.epcontext.targets.{to_toml(name) if '.' in name else name}]", *lines])
-
-
-def _keys(
-    job_settings: JobSettings, packages: Mapping[str, str], root: Path
-) -> Iterator[tuple[str, Any]]:
+    """The target with ``job_settings``, as it is written in ``pyproject.toml``."""
     settings = job_settings.settings
-    library = str(settings["library"])
-    yield "provider", _PROVIDER
+    library = path = str(settings["library"])
     if is_path(library):
-        path = Path(library)
-        yield "library", (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
-    else:
-        yield "library", library
-    yield from ((key, settings[key]) for key in _OWN_KEYS[1:] if key in settings)
+        file = Path(library)
+        path = (file.relative_to(root) if file.is_relative_to(root) else file).as_posix()
+    keys: dict[str, Any] = {"provider": _PROVIDER, "library": path}
+    keys |= {key: settings[key] for key in _OWN_KEYS[1:] if key in settings}
     if not is_path(library):
-        yield "requirements", [f"{name}>={version}" for name, version in packages.items()]
-    for key in ("device", "optimization", "embed"):
-        if (value := getattr(job_settings, key)) is not None:
-            yield key, value
-    for key, value in settings.items():
-        own = key in _OWN_KEYS or (key, value) in _AS_IT_IS.items()
-        if SETTABLE[key] == "target" and not own:
-            yield key, value
-    if job_settings.provider_options:
-        yield "provider-options", dict(job_settings.provider_options)
-    if job_settings.session_options:
-        yield "session-options", dict(job_settings.session_options)
+        keys["requirements"] = [f"{name}>={version}" for name, version in packages.items()]
+    own = {key: getattr(job_settings, key) for key in ("device", "optimization", "embed")}
+    keys |= {key: value for key, value in own.items() if value is not None}
+    keys |= {
+        key: value
+        for key, value in settings.items()
+        if SETTABLE[key] == "target" and key not in _OWN_KEYS and _AS_IT_IS.get(key) != value
+    }
+    options = job_settings.provider_options, job_settings.session_options
+    for key, given in zip(("provider-options", "session-options"), options, strict=True):
+        keys |= {key: dict(given)} if given else {}
+    ep = str(settings["ep-name"])
+    name = file_name(re.sub("ExecutionProvider", "", ep, flags=re.IGNORECASE).lower(), "-")
+    head = f"[tool.epcontext.targets.{quoted_key(name)}]"
+    return "\n".join([head, *(f"{key} = {to_toml(value)}" for key, value in keys.items())])

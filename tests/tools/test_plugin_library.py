@@ -15,13 +15,12 @@ from hatch_epcontext.tools.plugin_library import (
     Verdict,
     _choose,
     _failed,
-    _Library,
     _Offer,
     _table,
     _verdict,
     _with_library,
 )
-from hatch_epcontext.worker.requests import EpDevice, LibraryReply
+from hatch_epcontext.worker.requests import EpDevice, LibraryReply, LibraryRequest
 
 DONE, REFUSED = TrialStep(StepStatus.DONE, ""), TrialStep(StepStatus.REFUSED, "")
 SKIPPED = TrialStep(StepStatus.SKIPPED, "")
@@ -34,8 +33,8 @@ def device(ep: str, kind: str = "npu") -> EpDevice:
 
 def offer(*devices: EpDevice, name: str = "Ep", main: str | None = None, path: str = "") -> _Offer:
     module = "" if path else "my_ep"
-    reply = LibraryReply(module, name, main, devices)
-    return _Offer(_Library(path, module), reply, virtual=False, is_guessed=bool(path))
+    request = LibraryRequest(path, module, None if path else name, "default")
+    return _Offer(request, LibraryReply(module, name, main, devices))
 
 
 def trial(run: TrialStep, compiled: TrialStep, loaded: TrialStep = SKIPPED) -> Trial:
