@@ -344,8 +344,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def children_of(process_id: int) -> list[int]:
-    lists = Path(f"/proc/{process_id}/task").glob("*/children")
-    return [int(each) for found in lists for each in found.read_text(encoding="ascii").split()]
+    found: list[int] = []
+    for each in Path(f"/proc/{process_id}/task").glob("*/children"):
+        # Its thread may have ended.
+        with contextlib.suppress(FileNotFoundError):
+            found += map(int, each.read_text(encoding="ascii").split())
+    return found
 
 
 def test_a_daemon_ends_when_the_server_of_its_worker_is_killed(
