@@ -116,7 +116,7 @@ def test_samples_that_change_during_the_build_are_noticed(
         return result
 
     monkeypatch.setattr(LocalExecutor, "compile", changing)
-    with pytest.raises(EpcontextError, match="changed during the build"):
+    with pytest.raises(EpcontextError, match="EPC211"):
         run(QUANTIZE)
 
 

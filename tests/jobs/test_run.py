@@ -92,7 +92,7 @@ def test_an_interrupted_build_stops_its_workers(project: Path, tmp_path: Path) -
     with pytest.raises(KeyboardInterrupt):
         build(planned, tmp_path, Cache(None, print), interrupt, workers)
     request = CheckRequest(())
-    with pytest.raises(BuildError, match=r"b -> cpu: EPC310\n    the build was interrupted"):
+    with pytest.raises(BuildError, match="b -> cpu: EPC310"):
         workers.call(request, tmp_path / "another", location="b -> cpu")
 
 
@@ -104,11 +104,9 @@ def test_uncovered_nodes_are_named_and_fail_by_default(project: Path, run: Run) 
         run(toml)
     (problem,) = raised.value.problems
     assert problem.where() == "a -> qnn"
-    assert "compiled 4 of 5 nodes (80.0%), and min-coverage is 100.0%" in problem.message
-    assert (
-        "Left to the CPU: Hardmax hardmax (the EP does not have this operator)." in problem.message
-    )
-    assert "Change the model at these nodes" in problem.advice()
+    assert problem.kind is Kind.LOW_COVERAGE
+    assert "4 of 5 nodes (80.0%)" in problem.message
+    assert "Hardmax hardmax" in problem.message
     (built,) = run(toml + "min-coverage = 0.6\n").built
     assert built.cached, "a lower bound does not compile again"
 
@@ -123,7 +121,7 @@ def test_a_model_that_cannot_be_compiled_is_refused_before_anything_is_prepared(
         run(toml)
     (problem,) = raised.value.problems
     assert problem.kind is Kind.NOT_COMPILABLE
-    assert "NonZero has an output whose shape depends on the values of 'r'" in problem.message
+    assert "NonZero" in problem.message
     assert 'cut = { outputs = ["r"] }' in problem.advice()
     (built,) = run(toml + "min-coverage = 0.6\n").built
     (context,) = built.artifact.record.contexts
@@ -135,7 +133,7 @@ def test_a_model_that_cannot_be_compiled_is_refused_before_anything_is_prepared(
 def test_another_tolerance_is_validated_again_without_compiling(run: Run) -> None:
     run(QNN)
     strict = QNN.replace("dims", "validate = { tolerance = { rtol = 0, atol = 0 } }, dims")
-    with pytest.raises(BuildError, match=r"a -> qnn: validation: EPC401\n.*differs from the CPU's"):
+    with pytest.raises(BuildError, match="a -> qnn: validation: EPC401"):
         run(strict)
     (built,) = run(QNN.replace("dims", 'validate = { inputs = "ones" }, dims')).built
     assert built.cached
@@ -181,7 +179,7 @@ def test_a_required_run_fails_on_a_machine_that_cannot_run_it(
 ) -> None:
     cannot_run(monkeypatch)
     toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
-    with pytest.raises(BuildError, match="cannot run its contexts on this machine"):
+    with pytest.raises(BuildError, match="EPC404"):
         run(toml)
 
 
@@ -215,7 +213,7 @@ def test_an_optimized_graph_runs_on_the_cpu_where_its_ep_is_missing(
     # The EP may be installed now: the next build tries again.
     assert run(toml).built[0].cached
     required = toml.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
-    with pytest.raises(BuildError, match='has no CUDAExecutionProvider, and validate is "require"'):
+    with pytest.raises(BuildError, match="EPC404"):
         run(required)
 
 
@@ -244,7 +242,7 @@ def test_a_miss_of_a_target_from_the_cache_is_an_error(project: Path, run: Run) 
         run(CPU, FROM_CACHE)
     assert "HATCH_EPCONTEXT_TARGETS=cpu" in str(raised.value)
     run(CPU)
-    with pytest.raises(BuildError, match="was not validated with these inputs"):
+    with pytest.raises(BuildError, match="EPC311"):
         run(
             CPU.replace(
                 '"models/a.onnx"', '{ path = "models/a.onnx", validate = { inputs = "ones" } }'
@@ -467,7 +465,7 @@ def test_a_group_is_one_artifact_and_its_members_are_run_alone(run: Run, log: li
 @pytest.mark.usefixtures("lengths")
 def test_a_member_with_wrong_outputs_fails_the_group(run: Run) -> None:
     strict = SHARED.replace('"lm"', '"lm"\nvalidate = { tolerance = { rtol = 0, atol = 0 } }')
-    with pytest.raises(BuildError, match=r"-> qnn: validation: EPC401\n.*differs from the CPU's"):
+    with pytest.raises(BuildError, match="-> qnn: validation: EPC401"):
         run(strict)
 
 
@@ -475,9 +473,7 @@ def test_a_member_with_wrong_outputs_fails_the_group(run: Run) -> None:
 @pytest.mark.usefixtures("lengths")
 def test_a_group_that_must_run_fails_where_it_cannot(run: Run) -> None:
     required = SHARED.replace('"lm"', '"lm"\nvalidate = "require"')
-    with pytest.raises(
-        BuildError, match='share weights on this machine, and validate is "require"'
-    ):
+    with pytest.raises(BuildError, match="EPC404"):
         run(required)
 
 
@@ -600,7 +596,7 @@ def test_wrong_outputs_on_one_of_several_chips_fail_the_job(run: Run) -> None:
     strict = CHIPS.replace("dims =", "validate = { tolerance = { rtol = 0, atol = 0 } }, dims =")
     with pytest.raises(
         BuildError,
-        match=r"a -> qnn \(soc_model 60, htp_arch 73\): validation: EPC401\n.*differs from",
+        match=r"a -> qnn \(soc_model 60, htp_arch 73\): validation: EPC401",
     ):
         run(strict)
 
@@ -608,9 +604,7 @@ def test_wrong_outputs_on_one_of_several_chips_fail_the_job(run: Run) -> None:
 @needs_qnn
 def test_several_chips_that_must_run_fail_where_they_cannot(run: Run) -> None:
     required = CHIPS.replace("dims =", 'validate = "require", dims =')
-    with pytest.raises(
-        BuildError, match='several chips on this machine, and validate is "require"'
-    ):
+    with pytest.raises(BuildError, match="EPC404"):
         run(required)
 
 
@@ -618,11 +612,10 @@ def test_several_chips_that_must_run_fail_where_they_cannot(run: Run) -> None:
 @pytest.mark.usefixtures("lengths")
 def test_a_group_for_several_chips_is_refused_with_the_reason(run: Run) -> None:
     toml = SHARED.replace("soc_model = 60, htp_arch = 73", "soc_model = [60, 57]")
-    with pytest.raises(BuildError, match="for several chips that share weights") as raised:
+    with pytest.raises(BuildError) as raised:
         run(toml)
     (problem,) = raised.value.problems
     assert problem.kind is Kind.NOT_SHARED
-    assert problem.hint == "Give each chip a target of its own, or remove share-weights."
 
 
 UNKNOWN_EP = """

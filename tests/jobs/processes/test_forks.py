@@ -182,17 +182,15 @@ def test_a_crash_ends_the_worker_alone(tmp_path: Path, check: Path, workers: Wor
         encoding="utf-8",
     )
     crashed = problem(workers, tmp_path)
-    assert (crashed.kind, crashed.message) == (
-        Kind.WORKER_CRASHED,
-        "the worker crashed with SIGSEGV.",
-    )
+    assert crashed.kind is Kind.WORKER_CRASHED
+    assert "SIGSEGV" in crashed.message
     assert crashed.log is not None
     assert crashed.log.startswith("compiling\nFatal Python error: Segmentation fault")
     check.write_text("import os\nos._exit(7)\n", encoding="utf-8")
     (tmp_path / "two").mkdir()
-    assert problem(workers, tmp_path / "two").message == (
-        "the worker ended with exit code 7 and without a reply."
-    )
+    ended = problem(workers, tmp_path / "two")
+    assert ended.kind is Kind.WORKER_CRASHED
+    assert "exit code 7" in ended.message
 
 
 @pytest.mark.usefixtures("kept_server")
@@ -221,7 +219,7 @@ def test_a_worker_is_killed_after_the_timeout_with_what_it_started(
     )
     with Workers(1) as workers:
         stopped = problem(workers, tmp_path)
-    assert stopped.message == "the worker was stopped after 1 seconds."
+    assert stopped.kind is Kind.WORKER_TIMEOUT
     wait_until_gone(int((tmp_path / "child").read_text(encoding="ascii")))
 
 
@@ -375,7 +373,9 @@ def test_a_server_that_cannot_start_workers_is_replaced_by_interpreters(
 ) -> None:
     # What every worker imports crashes.
     write_crashing("numpy", tmp_path / "fake", monkeypatch)
-    assert problem(workers, tmp_path).message == "the worker crashed with SIGILL."
+    crashed = problem(workers, tmp_path)
+    assert crashed.kind is Kind.WORKER_CRASHED
+    assert "SIGILL" in crashed.message
 
 
 def test_a_server_that_crashes_beside_a_worker_does_not_take_it_along(
@@ -401,7 +401,7 @@ def test_workers_end_with_their_server_and_the_next_ones_are_interpreters(
         called = pool.submit(problem, workers, tmp_path)
         number = number_in(started)
         os.kill(server_of(workers), signal.SIGKILL)
-        assert called.result(60).message == "the worker was killed with SIGKILL."
+        assert called.result(60).kind is Kind.WORKER_KILLED
     wait_until_gone(number)
     check.write_text("raise OSError('another')\n", encoding="utf-8")
     (tmp_path / "two").mkdir()
@@ -458,7 +458,7 @@ def test_stopping_kills_running_forks(tmp_path: Path, check: Path, workers: Work
     number = number_in(tmp_path / "pid")
     workers.stop()
     thread.join(60)
-    assert found[0].message == "the build was interrupted."
+    assert found[0].kind is Kind.INTERRUPTED
     wait_until_gone(number)
 
 
@@ -499,10 +499,6 @@ def test_too_little_memory_is_an_error_of_its_own(tmp_path: Path, check: Path, f
     else:
         limited = problem(workers, tmp_path)
     assert limited.kind is Kind.OUT_OF_MEMORY
-    assert limited.message == (
-        "the worker needs more memory than tool.epcontext.build.memory-limit allows (2.0 GB): "
-        "MemoryError: "
-    )
     assert [str(each) for each in limited.settings] == [
         'tool.epcontext.build.memory-limit = "4000 MB"'
     ]
@@ -528,7 +524,7 @@ def test_with_a_limit_every_failure_may_be_its_fault(tmp_path: Path, check: Path
     with Workers(60, memory_limit=2 * 10**9) as workers:
         failed = problem(workers, tmp_path)
     assert failed.kind is Kind.COMPILE_FAILED
-    assert "too little memory: tool.epcontext.build.memory-limit is 2.0 GB" in failed.advice()
+    assert "tool.epcontext.build.memory-limit is 2.0 GB" in failed.advice()
 
 
 @pytest.mark.usefixtures("kept_server")
@@ -539,7 +535,8 @@ def test_the_hint_names_the_variable_that_sets_the_limit(
     check.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
     with Workers(0.2) as workers:
         stopped = problem(workers, tmp_path)
-    assert stopped.advice() == "Raise HATCH_EPCONTEXT_TIMEOUT, which wins over the configuration."
+    assert "HATCH_EPCONTEXT_TIMEOUT" in stopped.advice()
+    assert stopped.settings == ()
 
 
 @pytest.mark.usefixtures("kept_server")
@@ -556,7 +553,6 @@ def test_without_a_limit_short_memory_is_not_blamed_on_it(
     check.write_text(body, encoding="utf-8")
     short = problem(workers, tmp_path)
     assert short.kind is Kind.OUT_OF_MEMORY
-    assert short.message.startswith("the worker ran out of memory: ")
     assert "build.jobs" in short.advice()
     assert "memory-limit" not in short.text()
 
@@ -627,10 +623,9 @@ def test_an_unusable_reply_is_one_message_with_the_end_of_the_log(
         assert found.location == "a -> npu", name
         assert found.log == "compiling", name
         if source == "None":
-            assert found.message == "the worker ended with exit code 0 and without a reply."
+            assert found.kind is Kind.WORKER_CRASHED
             continue
         assert found.kind is Kind.INVALID_REPLY, name
-        assert found.message.startswith("the worker's reply cannot be used: "), name
         assert len(found.message) < 600, name
 
 
@@ -647,7 +642,7 @@ def test_a_worker_that_floods_its_log_is_stopped(
     with Workers(60, lines.append) as workers:
         flooded = problem(workers, tmp_path)
     assert flooded.kind is Kind.INVALID_REPLY
-    assert flooded.message == "the worker was stopped, because its log had more than 1.0 MB."
+    assert "1.0 MB" in flooded.message
     assert flooded.log is not None
     assert len(flooded.log) < 100_000
     assert max(map(len, lines)) < 3000

@@ -76,7 +76,7 @@ def test_a_crash_is_reported_with_its_signal_and_the_end_of_the_log(
     crashed = problem(tmp_path, tmp_path / "a.onnx")
     assert (crashed.kind, crashed.location) == (Kind.WORKER_CRASHED, "a -> npu")
     assert crashed.log is not None
-    assert crashed.message == "the worker crashed with SIGSEGV."
+    assert "SIGSEGV" in crashed.message
     assert "Segmentation fault" in crashed.log
     assert "line 49" in crashed.log
     assert len(crashed.log.splitlines()) == TAIL
