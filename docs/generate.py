@@ -283,7 +283,7 @@ def _where(fault: Fault) -> str:
     if fault.computed and fault.operand:
         where.append("where it is computed, and no stored number")
     if fault.behind:
-        where.append(f"directly behind {_code(sorted(fault.behind))}")
+        where.append(f"directly after {_code(sorted(fault.behind))}")
     for name, values in fault.attributes:
         allowed = [f"`{value}`" if value else "missing" for value in sorted(values, reverse=True)]
         where.append(f"`{name}` {' or '.join(allowed)}")

@@ -278,7 +278,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return PurePosixPath(Path(moved).as_posix())
 
     def _hooked_name(self, output: PurePosixPath) -> str | None:
-        """The name of the models' package, if the project tells PyInstaller to look for hooks."""
+        """The name of the models' package, if the project names hooks for PyInstaller."""
         from hatch_epcontext.package.modules import import_name
 
         is_frozen = "pyinstaller40" in self.metadata.core.entry_points

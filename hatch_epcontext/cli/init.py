@@ -119,7 +119,7 @@ def _listed_in(root: Path, text: str) -> dict[str, str]:
     try:
         return listed_models(root, parse(text))
     except ValueError:
-        # Adding the models reports what is wrong.
+        # Adding the models reports the error.
         return {}
 
 

@@ -451,7 +451,7 @@ class BuildTable:
         check=check_public_keys,
     )
     cache_trust: Trust = _key(
-        "`signed` uses only what one of `cache-keys` signed; `all` uses what anybody wrote.",
+        "`signed` uses only statements that one of `cache-keys` signed; `all` uses all.",
         "signed",
     )
     cache_timeout: float = _key(

@@ -140,7 +140,7 @@ PROVIDER = Provider(
         "`share-weights` has no effect: the CPU device wrote a sidecar for each model of a group.",
         (
             "A context for the CPU needs a processor with the instructions of the build machine. The "
-            "build reports them, and the loader asks the EP before it opens the context."
+            "build reports them, and the EP checks them before the loader opens the context."
         ),
         (
             "Only devices of `OpenVINOExecutionProvider` itself are used: "

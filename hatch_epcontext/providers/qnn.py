@@ -264,7 +264,7 @@ _FUSING = frozenset({"Conv", "Gemm", "MatMul"})
 
 _NEAREST = "takes the nearest pixel, whatever nearest_mode is"
 
-_TIES = "takes the other one of two pixels that are as near, whatever nearest_mode is"
+_TIES = "takes the other of two equally near pixels, whatever nearest_mode is"
 
 
 def _powers() -> Iterator[Fault]:
@@ -337,7 +337,7 @@ _FLOAT16 = dataclasses.replace(
             None, 0, *_WIDE, behind=frozenset({"Cast"}),
         ),
         Fault(
-            "Pad", "writes other values beside the last axis, but behind Conv, Relu and some others", None,
+            "Pad", "writes other values beside the last axis, except after Conv, Relu and some others", None,
             0, *_WIDE, attributes=(("mode", frozenset({"edge"})),),
         ),
         *(
