@@ -59,11 +59,6 @@ class PackageMetadata:
     files: Mapping[str, FileRecord]
     manifest_sha256: str = UNSEALED
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this package wrote the manifest."""
-        return self.generator.split(" ")[0] == GENERATOR
-
 
 @dataclass(frozen=True)
 class Constant:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from hatch_epcontext.errors import InspectionError, Kind, Problem
 from hatch_epcontext.files import FileRecord, is_inside, is_intact, read_regular
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.jobs.artifact import GENERATOR
 from hatch_epcontext.package.manifest import (
     ASSET,
     FILE,
@@ -148,7 +149,7 @@ def own_files(folder: Path) -> Mapping[str, FileRecord] | None:
         return None
     metadata = content.get("additional_metadata") if isinstance(content, dict) else None
     found = ours(metadata, PackageMetadata)
-    return found.files if found and found.is_ours else None
+    return found.files if found and found.generator.split(" ")[0] == GENERATOR else None
 
 
 def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
@@ -251,18 +252,16 @@ class _Reader:
             return True
         version = content["schema_version"]
         found = _VERSION.fullmatch(str(version)) if type(version) in (str, int) else None
-        place = ("schema_version",)
-        if found is None:
-            self._add(place, f'must be a version such as "{SCHEMA_VERSION}", not {show(version)}.')
-            return False
-        if found[1] != SCHEMA_VERSION.partition(".")[0]:
+        message, hint = f'must be a version such as "{SCHEMA_VERSION}", not {show(version)}.', None
+        if found and found[1] == SCHEMA_VERSION.partition(".")[0]:
+            # A newer minor version may have more keys.
+            self._strict = not (found[2] or "").strip("0")
+            return True
+        if found:
             message = f"is {version}, and this version reads {SCHEMA_VERSION}."
             hint = "Use a newer version of hatch-epcontext, or the tool that wrote it."
-            self._add(place, message, hint)
-            return False
-        # A newer minor version may have more keys.
-        self._strict = not (found[2] or "").strip("0")
-        return True
+        self._add(("schema_version",), message, hint)
+        return False
 
     def _component(self, given: str | _ComponentJson, place: _Place) -> Component:
         folder = ""

@@ -31,7 +31,7 @@ from hatch_epcontext.package.manifest import (
     ours,
     write,
 )
-from hatch_epcontext.package.reader import damaged_files
+from hatch_epcontext.package.reader import damaged_files, own_files
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.results import Agreement, Coverage, NodeFacts
@@ -121,9 +121,16 @@ def test_metadata_of_a_newer_version_may_have_more_keys() -> None:
     assert ours(metadata, PackageMetadata) == about
 
 
-def test_a_manifest_of_another_tool_is_not_ours() -> None:
-    assert PackageMetadata("hatch-epcontext 1.2", {}).is_ours
-    assert not PackageMetadata("another tool", {}).is_ours
+@pytest.mark.parametrize(
+    ("generator", "is_ours"), [("hatch-epcontext 1.2", True), ("another tool", False)]
+)
+def test_files_are_ours_if_this_package_wrote_the_manifest(
+    tmp_path: Path, generator: str, is_ours: bool
+) -> None:
+    files = {"a": FileRecord(1, "00")}
+    content = {"additional_metadata": in_metadata(PackageMetadata(generator, files))}
+    (tmp_path / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+    assert own_files(tmp_path) == (files if is_ours else None)
 
 
 def test_the_coverage_is_the_share_of_compiled_nodes(about: VariantMetadata) -> None:
