@@ -136,7 +136,7 @@ def report_options(command: Command) -> Command:
         "--report",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="F.html",
-        help="Write an HTML report: sizes, coverage, validation, times, failures. It replaces only a report.",
+        help="Write an HTML report: sizes, coverage, validation, times, failures. Overwrites only a report.",
     )
     return report(as_json(command))
 

@@ -204,7 +204,7 @@ VARIABLES: Mapping[str, Variable] = {
     "VALIDATE": Variable("require", "Wins over the `validate` mode of all models.", _validate),
     "REPORT": Variable(
         "/DIR/F.html",
-        "Writes an HTML report of the build, also when jobs fail. It replaces only a report.",
+        "Writes an HTML report of the build, also when jobs fail. Only a report is overwritten.",
         _absolute_path,
     ),
     "PROGRESS": Variable(

@@ -298,7 +298,7 @@ class LimitsTable:
     """How far an output may differ from the CPU's."""
 
     snr: float | None = _key(
-        "The smallest ratio of signal to noise, in decibels: 20 is an error of a tenth.",
+        "The smallest signal-to-noise ratio, in decibels: 20 is an error of a tenth.",
         when_missing="the provider's",
         check=_DECIBELS,
     )

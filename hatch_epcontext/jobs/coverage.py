@@ -84,7 +84,7 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[
     if target.settings.dequantize is False and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
         hint = (
             "The model is dynamically quantized: it measures its activations while it runs, which "
-            f"{target.provider.ep} does not do. Undo that."
+            f"{target.provider.ep} cannot do. Undo the quantization."
         )
         return hint, (Setting(model / "dequantize", True),)
     if any(node.dynamic for node in nodes):
@@ -96,7 +96,7 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[
     if all(node.reason for node in nodes):
         return "Change the model at these nodes, or cut it there.", ()
     hint = (
-        f"{target.provider.ep} does not have these operators, or only with other types or "
+        f"{target.provider.ep} does not support these operators, or only with other types or "
         "attributes: change the model there."
     )
     return hint, ()

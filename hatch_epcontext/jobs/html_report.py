@@ -163,7 +163,7 @@ def _loading(report: Report) -> Iterator[ET.Element]:
             for job, load in opened
         ),
         note="Seconds on the machine that compiled it, measured once: compiling, and opening a session on "
-        "the result, which is all that the app waits for.",
+        "the result, as the app does.",
     )
 
 

@@ -563,6 +563,6 @@ def _with_tried(error: BuildError, tried: tuple[str, ...]) -> BuildError:
 
 def _build_elsewhere(job: Job) -> str:
     return (
-        f"Build it where it can be built: HATCH_EPCONTEXT_TARGETS={job.target.name}, "
+        f"Build it on a machine that can compile it: HATCH_EPCONTEXT_TARGETS={job.target.name}, "
         "with the same cache."
     )

@@ -152,7 +152,7 @@ def _not_known(model: Model, trouble: str | None) -> Problem:
         model.key,
         Kind.NOT_CACHED,
         f"{message}\n{trouble}" if trouble else message,
-        "Build it where it can be built, with the same cache.",
+        "Build it on a machine that can compile it, with the same cache.",
     )
 
 

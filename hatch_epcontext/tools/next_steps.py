@@ -88,7 +88,7 @@ def _with_hatchling(project: Project, config: Config) -> tuple[str, tuple[str, .
     packed = {path.resolve() for path in (tree or {}).values()}
     if again := [path for path in _paths(config) if (config.root / path).resolve() in packed]:
         notes.append(
-            f"Packed in plain form, too: {_names(again)}. Add the paths to exclude in "
+            f"The wheel also has plain files: {_names(again)}. Add the paths to exclude in "
             "[tool.hatch.build.targets.wheel], or move the files out of the package."
         )
     notes += [
@@ -124,7 +124,7 @@ def _with_export(project: Project, config: Config) -> tuple[str, tuple[str, ...]
         )
     if inside := [path for path in _paths(config) if path.is_relative_to(folder.parent)]:
         notes.append(
-            f"The backend may pack plain models, too: {_names(inside)}. Move them out of "
+            f"The backend may also pack plain models: {_names(inside)}. Move them out of "
             f"{folder.parent}, such as to models/, or exclude them."
         )
     return ".".join((*name.parts, FOLDER)), tuple(notes)

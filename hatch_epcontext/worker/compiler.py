@@ -289,8 +289,11 @@ def _nothing_compiled(
     settings: tuple[Setting, ...] = ()
     if any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in graph.nodes(source)):
         message += " It is dynamically quantized: it measures its activations when it runs,"
-        message += " which NPUs do not do."
-        hint, settings = "Undo that:", () if key is None else (Setting(key / "dequantize", True),)
+        message += " which NPUs cannot do."
+        hint, settings = (
+            "Undo the quantization:",
+            () if key is None else (Setting(key / "dequantize", True),),
+        )
     elif control := graph.control_flow(source):
         message += f" It has {' and '.join(control)}, which few EPs compile."
         hint, settings = advice(source, key) or ("Remove them from the model.", ())

@@ -60,7 +60,7 @@ def test_missing_dependencies_of_the_app_are_listed(
 
 def test_files_that_are_packed_twice_are_noted(project: Path) -> None:
     (plain,) = next_steps(project, head(project) + TABLE).notes
-    assert plain.startswith("Packed in plain form, too: my_app/c.onnx.")
+    assert plain.startswith("The wheel also has plain files: my_app/c.onnx.")
     wheel = '[tool.hatch.build.targets.wheel]\nexclude = ["my_app/c.onnx"]\nshared-data = { my_app = "x" }\n'
     left_out, shared = next_steps(project, head(project) + wheel + TABLE).notes
     assert left_out.startswith("The wheel leaves out my_app/c.onnx")
@@ -119,7 +119,7 @@ def test_other_build_backends_pack_what_is_exported(project: Path, backend: str,
     assert steps.module == "my_app.epcontext"
     assert "epcontext export -o my_app/epcontext --overwrite" in notes
     assert said in notes
-    assert "The backend may pack plain models, too: my_app/c.onnx." in notes
+    assert "plain models: my_app/c.onnx." in notes
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ class SharedCache:
             self.transport.fetch_blob(archive, made / "archive")
             record = unpack(made / "archive", folder)
         if not fits(record):
-            raise DamagedError("its record is that of something else")
+            raise DamagedError("its record belongs to another job")
         return record
 
     def _send(self, key: str, folder: Path, record: Record) -> None:
@@ -234,7 +234,9 @@ class SharedCache:
             signed = Signed(signed.statement, signature)
         content = to_json(signed, indent=None).encode()
         if len(content) > MAX_DOCUMENT:
-            self._report("large", f"does not get a statement of {show_size(len(content))}")
+            self._report(
+                "large", f"gets no statement of {show_size(len(content))}, which is too large"
+            )
             return
         self.transport.write(statement_path(statement.kind, statement.name), content)
 

@@ -84,7 +84,7 @@ def read_statement(signed: Signed, kind: Kind, name: str) -> Statement:
     if statement.format != FORMAT:
         raise DamagedError("it has the format of another version")
     if (statement.kind, statement.name) != (kind, name):
-        raise DamagedError("it belongs to something else")
+        raise DamagedError("it has another kind or name")
     if (archive is not None) != (kind == "artifact"):
         raise DamagedError("it is not complete")
     return statement

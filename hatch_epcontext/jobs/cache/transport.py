@@ -330,7 +330,7 @@ class Transport:
                 stopwatch.arrived(inc)
                 self.value += inc
                 if self.value > size:
-                    raise DamagedError("its file is larger than it should be")
+                    raise DamagedError("its file is larger than its record")
 
         return Progress()
 
@@ -379,7 +379,7 @@ class Transport:
         if self._stopped:
             raise TransportError(FailureReason.STOPPED, "the build was interrupted")
         if self._stopwatch.left <= 0:
-            reason = f"{self._stopwatch.limit:g} s without a byte in all; see build.cache-timeout"
+            reason = f"{self._stopwatch.limit:g} s in all without receiving a byte; see build.cache-timeout"
             raise TransportError(FailureReason.TOO_SLOW, reason)
 
     def _files(self) -> tuple[Any, str]:

@@ -268,7 +268,7 @@ class DaskExecutor:
         described = {a: each for a, each in found.items() if isinstance(each, Description)}
         if len({value_sha256(dict(each.versions)) for each in described.values()}) > 1:
             versions = {names[a]: pairs(each.versions) for a, each in described.items()}
-            what = "the workers that may take the job have different versions"
+            what = "the workers that may run the job have different versions"
             raise _unequal("", what, versions, _EQUAL_WORKERS)
         able = tuple(a for a, each in described.items() if each.reason_not_to_run is None)
         first = next(iter(described.values()))

@@ -98,7 +98,7 @@ def handle(request: SuggestRequest) -> SuggestReply:
     if request.run and sizes.keys() < kinds.keys() and path.stat().st_size <= _MAX_MODEL:
         fitting = _try_sizes(_SizeTrial(path, model, inputs, sizes), kinds, factors)
         if fitting:
-            of_lengths = [f"For example {listing(map(str, fitting))} fit, and not all others do"]
+            of_lengths = [f"For example {listing(map(str, fitting))} fit, but not all others"]
     if _is_int(rate := next((metadata[key] for key in _RATE_KEYS if key in metadata), None)):
         of_lengths.append(f"The file names a sample rate of {rate}")
     hints["length"] = ". ".join(of_lengths)
@@ -242,7 +242,7 @@ def _try_sizes(
             trial.takes({**usual, **dict.fromkeys(same, factor * times)}) for times in (1, 2, 3)
         )
         if factor > 1 and next(fits) and not any(fits):
-            found[dim] = factor, f"{factor} is the only multiple of it that the graph takes"
+            found[dim] = factor, f"{factor} is its only multiple that the graph accepts"
     if trial.is_over:
         return []
     trial.sizes.update(found)
@@ -258,7 +258,7 @@ def _try_sizes(
         else:
             refused += 1
     if len(taken) == 1 and not trial.is_over:
-        note = f"{taken[0]} is the only size found that the graph takes"
+        note = f"{taken[0]} is the only size found that the graph accepts"
         trial.sizes.update(dict.fromkeys(unknown, (taken[0], note)))
         return []
     return sorted(taken) if refused else []

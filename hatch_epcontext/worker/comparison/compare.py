@@ -167,7 +167,7 @@ def _warning(error: BuildError) -> str:
     first, *others = (problem.message.splitlines()[0] for problem in error.problems)
     verb = "does" if len(others) == 1 else "do"
     more = f" So {verb} {count(len(others), 'other output')}." if others else ""
-    return f"{first}{more} This counts only if the app can have such inputs."
+    return f"{first}{more} This matters only if the app can have such inputs."
 
 
 def _place(each: ReferenceRun, number: int) -> str:
@@ -198,7 +198,7 @@ def check_outputs(
     outputs = {name: array for name, array in outputs.items() if name not in facts.random}
     refuse_not_finite(outputs, {**candidates, **wanted})
     agreements = [
-        Agreement(name, 0.0, None, status=AgreementStatus.RANDOM, reason="it depends on chance")
+        Agreement(name, 0.0, None, status=AgreementStatus.RANDOM, reason="it is random")
         for name in facts.random
     ]
     problems = []

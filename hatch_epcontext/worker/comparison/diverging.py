@@ -60,7 +60,7 @@ class Inner:
     def words(self, node: onnx.NodeProto) -> str:
         """The errors of ``node``, in words."""
         behind, before = map(_percent, (self.behind(node), self.before(node)))
-        return f"{named(node)} has an error of {behind}, and what it is computed from {before}"
+        return f"{named(node)} has an error of {behind}, and its operands of {before}"
 
     def largest(self, node: onnx.NodeProto) -> float:
         """The largest magnitude of its results."""

@@ -139,7 +139,7 @@ class Emulator:
         """A node that the EP computes less exactly than its format, which the emulation cannot show."""
         for node in self._computed:
             if node.op_type in self._format.inexact:
-                return f"{named(node)}, of which the kernel is less exact than {self._format.name}"
+                return f"{named(node)}, whose kernel is less exact than {self._format.name}"
             if fault := next(hidden_faults(self._format, node, self.scope), None):
                 return f"{named(node)}, which {fault.text}"
         return None
@@ -240,7 +240,7 @@ class Emulator:
 
     def _at(self, level: Level) -> str:
         if level.step:
-            return ": what it rounds off adds up in the states, unless the app begins them anew"
+            return ": rounding errors add up in the states, unless the app resets them"
         found = self.first_diverging(level.run)
         return f": {found}" if found else ""
 

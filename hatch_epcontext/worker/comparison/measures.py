@@ -180,7 +180,9 @@ def _judge(
     if agreement.snr is not None:
         margins.append(agreement.snr - limits.snr)
     if agreement.snr is not None and agreement.snr < limits.snr:
-        excesses.append(f"{agreement.snr:.1f} dB of signal to noise (at least {limits.snr:g})")
+        excesses.append(
+            f"a signal-to-noise ratio of {agreement.snr:.1f} dB (at least {limits.snr:g})"
+        )
         needed["snr"] = agreement.snr
     for worst, least in (
         (agreement.worst, limits.snr - _less(ref.shape, agreement.worst)),

@@ -239,7 +239,7 @@ def test_a_document_that_is_too_large_to_be_read_is_not_written(
     remote.write("latest", "y", "y")
     assert [path.name for path in (folder / "v5" / "latest").iterdir()] == ["y.json"]
     (warning,) = warnings
-    assert "does not get a statement of 5.2 MB" in warning
+    assert "no statement of 5.2 MB" in warning
 
 
 def test_an_incomplete_artifact_is_replaced_by_one_with_other_files(
@@ -271,7 +271,7 @@ def test_a_longer_file_of_a_server_is_not_downloaded_to_its_end(
     with sent.open("r+b") as file:
         file.truncate(1 << 30)
     assert remote.fetch(KEY, tmp_path / "fetched", anything) is None
-    assert "is larger than it should be" in warnings[0]
+    assert "is larger than its record" in warnings[0]
 
 
 def lie(folder: Path, place: Path, **changes: object) -> None:
@@ -288,9 +288,9 @@ def lie(folder: Path, place: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"kind": "validation"}, "it belongs to something else"),
+        ({"kind": "validation"}, "it has another kind or name"),
         ({"kind": "other"}, "it is not a statement"),
-        ({"name": OTHER}, "it belongs to something else"),
+        ({"name": OTHER}, "it has another kind or name"),
         ({"archive": None}, "it is not complete"),
         ({"format": 2}, "it has the format of another version"),
         ({"archive": {"size": 20, "sha256": OTHER}}, f"{OTHER} is missing"),
@@ -325,7 +325,7 @@ def test_a_valid_signature_of_another_artifact_or_recipe_is_a_miss(
     signed.send(KEY, artifact.folder, artifact.record)
     shutil.copyfile(statement(folder), statement(folder, OTHER))
     assert signed.fetch(OTHER, tmp_path / "fetched", anything) is None
-    assert "is not used, because it belongs to something else" in warnings[0]
+    assert "is not used, because it has another kind or name" in warnings[0]
     # Of another kind with the same name.
     signed.write("latest", KEY, "text")
     shutil.copyfile(folder / "v5" / "latest" / f"{KEY}.json", statement(folder))
@@ -354,7 +354,7 @@ def test_a_signed_artifact_that_does_not_fit_is_a_miss(
     own = Cache(tmp_path / "own", warnings.append, signed)
     assert own.take(KEY, tmp_path / "taken", lambda record: record.product == "optimized") is None
     (warning,) = warnings
-    assert warning.endswith("is not used, because its record is that of something else")
+    assert warning.endswith("is not used, because its record belongs to another job")
     # Nor is it kept.
     assert not Cache(tmp_path / "own", warnings.append).has(KEY)
     assert not (tmp_path / "taken").exists()
@@ -497,7 +497,7 @@ def test_a_remote_that_does_not_answer_is_asked_once(warnings: list[str]) -> Non
         assert remote.read("latest", "x") is None
         assert remote.read("latest", "y") is None
     (warning,) = warnings
-    assert "kept the build waiting for too long (0.5 s without a byte in all" in warning
+    assert "kept the build waiting for too long (0.5 s in all without receiving a byte" in warning
 
 
 def test_a_remote_that_answers_byte_by_byte_is_not_waited_for(warnings: list[str]) -> None:
@@ -521,7 +521,7 @@ def test_a_remote_that_answers_byte_by_byte_is_not_waited_for(warnings: list[str
         ended.set()
         thread.join()
     (warning,) = warnings
-    assert "kept the build waiting for too long (1 s without a byte in all" in warning
+    assert "kept the build waiting for too long (1 s in all without receiving a byte" in warning
 
 
 def slow_server(seconds: float, body: bytes, pieces: int) -> Callable[[socket.socket], None]:

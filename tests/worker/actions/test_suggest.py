@@ -80,7 +80,7 @@ def test_the_only_multiple_of_the_strides_that_the_graph_takes_is_found(tmp_path
     )
     reply = suggested(tmp_path, made, run=True)
     assert sizes(reply) == {("x", 0): 1, ("x", 2): 16}
-    assert reply.sizes[1].note == "16 is the only multiple of it that the graph takes"
+    assert reply.sizes[1].note == "16 is its only multiple that the graph accepts"
 
 
 def test_lengths_that_fit_are_named_if_others_do_not(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_lengths_that_fit_are_named_if_others_do_not(tmp_path: Path) -> None:
         [numpy_helper.from_array(np.array([1, -1, 40]), "shape")],
     )
     note = suggested(tmp_path, made, run=True).sizes[1].note
-    assert note == "how long is it? For example 40, 80 and 160 fit, and not all others do"
+    assert note == "how long is it? For example 40, 80 and 160 fit, but not all others"
 
 
 def test_the_only_size_that_the_graph_takes_is_found(tmp_path: Path) -> None:

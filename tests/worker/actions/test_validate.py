@@ -127,9 +127,7 @@ def test_outputs_that_differ_from_the_sources_are_an_error(tmp_path: Path) -> No
     changed = numpy_helper.to_array(weights) * np.float32(1.5)
     weights.CopyFrom(numpy_helper.from_array(changed, weights.name))
     save(other, Path(request.model.path))
-    with pytest.raises(
-        BuildError, match=r"'y' differs from the CPU's: 9\.5 dB of signal to noise"
-    ) as raised:
+    with pytest.raises(BuildError, match=r"'y' differs from the CPU's: .* 9\.5 dB") as raised:
         handle(request)
     (problem,) = raised.value.problems
     assert problem.kind is Kind.OUTPUT_DIFFERS
