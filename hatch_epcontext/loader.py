@@ -47,6 +47,7 @@ _MANIFEST = "manifest.json"
 _UNUSED = 30 * 24 * 60 * 60.0  # The seconds until a copy from an archive is removed.
 _CHANGED = "was changed: its sha256 differs from the recorded one"
 
+_used_options: weakref.WeakSet[Any] = weakref.WeakSet()
 _groups_lock = threading.Lock()
 _groups: dict[tuple[str, str, str], weakref.WeakSet[Any]] = {}
 
@@ -112,8 +113,8 @@ def load(
     ``verify``: compare the manifest and all files beside the model with their recorded sha256, and refuse
     files that the manifest does not list.
     ``package``: the folder of another package that hatch-epcontext wrote. Trust it as you trust code.
-    ``session_options``: the app's own, to which those of the target are added; or a function that creates
-    them, and is called for each target that is tried.
+    ``session_options``: the app's own, for this call alone, to which those of the target are added; or a
+    function that creates them, for each target that is tried.
     ``provider_options``: more options for all targets except the source model, such as a secret with which
     the target was compiled.
     ``windows_ml``: first register the EPs that the catalogue of Windows ML (the package windowsml) has
@@ -127,6 +128,11 @@ def load(
     for key, value, known in (("device", device, Device), ("fallback", fallback, Fallback)):
         if value not in (None, *get_args(known)):
             raise LoadError(f"{key} must be None or one of {get_args(known)}, not {value!r}")
+    if session_options is not None and not callable(session_options):
+        if session_options in _used_options:
+            # With the execution provider of the first session onnxruntime opens no second one.
+            raise LoadError("session_options were used before: pass a function that creates them")
+        _used_options.add(session_options)
     options = (session_options, provider_options or {})
     request = Request(device, shapes or {}, fallback, verify, *options)
     attempts: list[TargetAttempt] = []
@@ -441,9 +447,7 @@ def log(level: str, message: str) -> None:
     getattr(logging.getLogger(__name__), level)(message, stacklevel=2)
 
 
-def _try(
-    way: Callable[..., Any], sizes: list[Variant], request: Request
-) -> tuple[TargetAttempt, Any]:
+def _try(way: Any, sizes: list[Variant], request: Request) -> tuple[TargetAttempt, Any]:
     """Open the first of these ``sizes``; return the attempt, and the session or None."""
     variant = sizes[0]
     try:
@@ -665,11 +669,10 @@ def user_folder() -> Path:
     from pathlib import Path
 
     variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
-    default = {"win32": "~/AppData/Local", "darwin": "~/Library/Caches"}.get(
-        sys.platform, "~/.cache"
-    )
+    defaults = {"win32": "~/AppData/Local", "darwin": "~/Library/Caches"}
+    base = os.environ.get(variable) or defaults.get(sys.platform, "~/.cache")
     try:
-        folder = Path(os.environ.get(variable) or default).expanduser() / __name__.split(".")[0]
+        folder = Path(base).expanduser() / __name__.split(".")[0]
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:
         # RuntimeError: this user has no home.
