@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -154,10 +154,18 @@ def build(
         runner = job_runner(plan, staging, cache, started)
         with contextlib.closing(runner.executor):
             built, failures = _run(runner, plan, log, warn or log)
+    for warning in dict.fromkeys(_missing_chips(plan)):
+        (warn or log)(warning)
     result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
     if failures:
         raise IncompleteError(result)
     return result
+
+
+def _missing_chips(plan: Plan) -> Iterator[str]:
+    for target in (job.target for job in plan.jobs):
+        if warning := target.provider.missing_chip(target.settings.provider_options):
+            yield f"{target.name}: {warning}"
 
 
 def _run(

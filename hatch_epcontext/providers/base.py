@@ -121,6 +121,10 @@ def _same_numbers(device: Device, options: Mapping[str, str]) -> NumberFormat | 
     return None
 
 
+def _needs_no_chip(options: Mapping[str, str]) -> str | None:
+    return None
+
+
 def _runs_anywhere(system: str, machine: str) -> bool:
     return True
 
@@ -299,6 +303,9 @@ class Provider:
 
     implied: Callable[[Mapping[str, str]], dict[str, str]] = _nothing_implied
     """(options) -> the options that follow from them, which the EP gets unless they are set."""
+
+    missing_chip: Callable[[Mapping[str, str]], str | None] = _needs_no_chip
+    """(options) -> a warning if they name no chip, and the EP compiles for one."""
 
     contradictions: Callable[[Mapping[str, str]], dict[str, str]] = _no_contradictions
     """(options) -> a message for each option that contradicts another one."""

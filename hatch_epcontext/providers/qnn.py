@@ -122,11 +122,21 @@ _OPTIONS: Mapping[str, Option] = {
 _PER_CHIP = tuple(name for name, option in _OPTIONS.items() if option.several)
 
 
+def _missing_chip(options: Mapping[str, str]) -> str | None:
+    is_named = any(_is_set(options.get(name, "0")) for name in ("soc_model", "htp_arch"))
+    if is_named or options.get("backend_type") != "htp":
+        return None
+    return (
+        "no soc_model is set, so the context is for no particular chip; set it in the provider options, "
+        "such as 60 for a Snapdragon X Elite"
+    )
+
+
 def _implied(options: Mapping[str, str]) -> dict[str, str]:
-    # The EP also finds the architectures itself, but then its compatibility string does not name them.
+    # The EP also finds an architecture itself, but then its compatibility string does not name it.
     socs = options.get("soc_model", "").split(",")
     archs = [_ARCH_OF_SOC[soc] for soc in socs if soc in _ARCH_OF_SOC]
-    return {"htp_arch": ",".join(archs)} if 1 < len(archs) == len(socs) else {}
+    return {"htp_arch": ",".join(archs)} if len(archs) == len(socs) else {}
 
 
 def _contradictions(options: Mapping[str, str]) -> dict[str, str]:
@@ -434,6 +444,7 @@ PROVIDER = Provider(
     ),
     several_chips="is_multi_soc_ep_context",
     implied=_implied,
+    missing_chip=_missing_chip,
     contradictions=_contradictions,
     compiled_for=_compiled_for,
     disagreement=_disagreement,
@@ -460,11 +471,13 @@ PROVIDER = Provider(
             "`libatomic1` (Debian, Ubuntu) or `libatomic` (Fedora)."
         ),
         (
-            "A list compiles one context for several chips: `soc_model = [60, 57]`. `htp_arch` follows "
-            "from it, unless a chip is not one of "
+            "`soc_model` names the chip, and `htp_arch` follows from it for "
             + ", ".join(_ARCH_OF_SOC)
-            + ". The simulator does "
-            "not open such a context."
+            + ". Without both the context is for no particular chip, and the build warns."
+        ),
+        (
+            "A list compiles one context for several chips: `soc_model = [60, 57]`. The simulator does not "
+            "open such a context."
         ),
         "The EP ignores an `htp_arch` that does not fit `soc_model`. The build refuses such a pair.",
     ),

@@ -81,6 +81,20 @@ def test_a_context_is_compiled_and_validated_once(run: Run, log: list[str]) -> N
     assert log[1].endswith("from the cache")
 
 
+@needs_qnn
+def test_the_architecture_of_a_known_chip_is_in_the_context(run: Run, log: list[str]) -> None:
+    run(QNN.replace(", htp_arch = 73", ""))
+    (line,) = log
+    assert "for soc_model 60, htp_arch 73" in line
+    assert run(QNN).built[0].cached
+
+
+@needs_qnn
+def test_a_target_without_a_chip_gets_a_warning(run: Run, log: list[str]) -> None:
+    run(QNN.replace("provider-options = { soc_model = 60, htp_arch = 73 }", ""))
+    assert "soc_model" in log[-1]
+
+
 def test_an_interrupted_build_stops_its_workers(project: Path, tmp_path: Path) -> None:
     save(network(), project / "models" / "a.onnx")
     workers = Workers(120)

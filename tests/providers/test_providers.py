@@ -210,7 +210,7 @@ def test_values_are_rendered_as_strings() -> None:
 
 
 def test_defaults_are_added_unless_they_are_excluded() -> None:
-    assert QNN.complete({"soc_model": "60"}) == {"backend_type": "htp", "soc_model": "60"}
+    assert QNN.complete({"soc_model": "88"}) == {"backend_type": "htp", "soc_model": "88"}
     assert QNN.complete({"backend_type": "gpu"}) == {"backend_type": "gpu"}
     assert QNN.complete({"backend_path": "/lib/x.so"}) == {"backend_path": "/lib/x.so"}
 
@@ -450,10 +450,28 @@ def test_only_qnn_takes_several_chips() -> None:
         assert bool(several) == (provider.several_chips is not None)
 
 
-def test_the_architectures_of_several_chips_follow_unless_they_are_set() -> None:
+@pytest.mark.parametrize(
+    ("options", "is_missing"),
+    [
+        ({}, True),
+        ({"soc_model": "0"}, True),
+        ({"soc_model": "88"}, False),
+        ({"htp_arch": "73"}, False),
+        ({"backend_type": "gpu"}, False),
+        ({"backend_path": "/lib/x.so"}, False),
+    ],
+)
+def test_a_missing_chip_is_a_warning(options: dict[str, str], is_missing: bool) -> None:
+    warning = QNN.missing_chip(QNN.complete(options))
+    assert (warning is not None and "soc_model" in warning) == is_missing
+
+
+def test_the_architectures_of_chips_follow_unless_they_are_set() -> None:
+    assert QNN.complete({"soc_model": "60"})["htp_arch"] == "73"
+    assert QNN.complete({"soc_model": "60", "htp_arch": "0"})["htp_arch"] == "0"
     assert QNN.complete({"soc_model": "57,60"})["htp_arch"] == "75,73"
     assert QNN.complete({"soc_model": "57,88", "htp_arch": "75,81"})["htp_arch"] == "75,81"
-    for socs in ("60", "60,88", "0,0"):
+    for socs in ("88", "60,88", "0", "0,0"):
         assert "htp_arch" not in QNN.complete({"soc_model": socs})
 
 

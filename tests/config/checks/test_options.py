@@ -241,7 +241,7 @@ def test_a_list_names_several_chips_and_their_architectures_follow(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("soc_model = [60]", {"soc_model": "60"}),
+        ("soc_model = [60]", {"soc_model": "60", "htp_arch": "73"}),
         ("soc_model = [60, 57], htp_arch = [73, 75]", {"soc_model": "60,57", "htp_arch": "73,75"}),
         ("soc_model = [60, 88], htp_arch = [73, 81]", {"soc_model": "60,88", "htp_arch": "73,81"}),
         # Two chips may have the same architecture.
