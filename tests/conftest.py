@@ -4,6 +4,7 @@ import compileall
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,9 +80,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the package once: hundreds of processes import it, also where Python may store no bytecode."""
-    if not hasattr(session.config, "workerinput"):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One process more than cores, because tests wait for other processes; xdist's variable wins."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    return 1 + len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Store bytecode once, also where Python is told not to: hundreds of processes import the package."""
+    sys.dont_write_bytecode = False
+    if not hasattr(config, "workerinput"):
         compileall.compile_dir(REPOSITORY / "hatch_epcontext", quiet=2)
 
 
@@ -100,8 +110,6 @@ needs_qnn = needs("onnxruntime_qnn")
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tests neither see the user's settings nor write to the user's cache."""
-    import os
-
     for name in os.environ:
         if name.startswith((PREFIX, "HATCH_BUILD")):
             monkeypatch.delenv(name)

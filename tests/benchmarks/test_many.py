@@ -14,6 +14,7 @@ def test_the_line_through_exact_points_has_their_constants() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_trivial_models_are_built_cold_and_warm_and_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.together import builds_at_once, threads_at_once
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_builds_at_once_get_the_same_models_while_the_cache_is_cleared(tmp_path: Path) -> None:

@@ -53,7 +53,6 @@ def test_an_embedded_blob_and_any_file_name(cli: Cli, source: Path, out: Path) -
     assert (node.op_type, node.name.startswith("QNN")) == ("EPContext", True)
 
 
-@pytest.mark.slow
 @needs_qnn
 def test_weights_are_shared_as_by_the_tool_of_onnx_runtime(
     cli: Cli, tmp_path: Path, out: Path

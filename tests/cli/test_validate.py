@@ -145,7 +145,6 @@ def test_a_sidecar_in_another_folder_is_an_error(cli: Cli, context: Path) -> Non
     assert problems(cli("validate", context, code=1)) == [f"{context}: EPC506"]
 
 
-@pytest.mark.slow
 @needs_qnn
 def test_contexts_that_share_weights_do_not_crash_the_simulator(cli: Cli, tmp_path: Path) -> None:
     models = [save(transformer(n), tmp_path / f"m{n}.onnx") for n in (64, 1)]

@@ -180,7 +180,6 @@ def test_a_package_of_olives_form_is_validated(cli: Cli, built: Path, tmp_path: 
     assert "npu" in cli("inspect", package, "--verify").stdout
 
 
-@pytest.mark.slow
 @needs_qnn
 def test_contexts_that_share_weights_are_not_opened_on_the_simulator(
     cli: Cli, tmp_path: Path

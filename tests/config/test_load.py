@@ -129,7 +129,6 @@ def test_every_problem_of_any_kind_is_reported_at_once(project: Path) -> None:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("toml", [LONG, EVERYTHING])
 def test_a_mangled_configuration_raises_nothing_but_config_errors(project: Path, toml: str) -> None:
     read(project, toml)

@@ -20,6 +20,8 @@ from tests.conftest import REPOSITORY, needs_qnn
 from tests.docs import settings
 from tests.docs.pages import Command, File, Line, missing, pages, steps_of
 
+pytestmark = pytest.mark.slow
+
 PAGES = pages(REPOSITORY)
 COMMANDS = [step for steps in PAGES.values() for step in steps if isinstance(step, Command)]
 

@@ -31,6 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(INTEGRATION):
             item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.slow)
 
 
 def run(*command: str | Path, cwd: Path, env: Mapping[str, str], fails: bool = False) -> str:

@@ -21,7 +21,7 @@ from tests.integration.conftest import (
     tool,
 )
 
-pytestmark = [needs_qnn, pytest.mark.network, pytest.mark.slow]
+pytestmark = [needs_qnn, pytest.mark.network]
 
 WHEEL = "digits_app-1.0.0-py3-none-any.whl"
 SHIPPED = {

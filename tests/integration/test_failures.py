@@ -204,7 +204,6 @@ def test_an_output_folder_with_other_files(project: Project) -> None:
 
 @pytest.mark.front_ends
 @pytest.mark.network
-@pytest.mark.slow
 def test_front_ends_show_the_message_without_a_traceback(
     project: Project, env: dict[str, str]
 ) -> None:

@@ -21,8 +21,6 @@ from tests.conftest import needs, needs_qnn
 from tests.integration.conftest import OFFERED, run
 from tests.projects import make_project
 
-pytestmark = pytest.mark.slow
-
 # Only QNN is known to have crashed: in each of the first processes.
 PROCESSES = 2
 

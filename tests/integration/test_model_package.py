@@ -21,7 +21,7 @@ from tests.conftest import needs_qnn
 from tests.integration import model_package_api
 from tests.integration.conftest import Environment, copy_example, make_environment, run
 
-pytestmark = [needs_qnn, pytest.mark.network, pytest.mark.slow]
+pytestmark = [needs_qnn, pytest.mark.network]
 
 CPU, QNN = "CPUExecutionProvider", "QNNExecutionProvider"
 # QNN needs it to start, and ONNX Runtime starts the EP when it selects a variant.

@@ -14,7 +14,6 @@ from tests.integration.conftest import copy_example, make_environment, run
 pytestmark = [
     pytest.mark.usefixtures("openvino_cpu"),
     pytest.mark.network,
-    pytest.mark.slow,
 ]
 
 # Python 3.10 has no newer one than this.

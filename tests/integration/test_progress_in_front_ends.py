@@ -18,7 +18,7 @@ from tests.integration.conftest import run
 from tests.models import network
 from tests.projects import make_project
 
-pytestmark = [pytest.mark.front_ends, pytest.mark.network, pytest.mark.slow]
+pytestmark = [pytest.mark.front_ends, pytest.mark.network]
 
 SLOW_WORKER = """
 [build-system]

@@ -14,7 +14,7 @@ from benchmarks.models import FIVE, fetch
 from hatch_epcontext.files import file_sha256
 from tests.conftest import needs_qnn
 
-pytestmark = [needs_qnn, pytest.mark.network, pytest.mark.slow]
+pytestmark = [needs_qnn, pytest.mark.network]
 
 
 SMALL = {

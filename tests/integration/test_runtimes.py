@@ -17,7 +17,6 @@ from tests.projects import make_project
 
 pytestmark = [
     pytest.mark.network,
-    pytest.mark.slow,
     pytest.mark.skipif(
         (sys.platform, platform.machine()) != ("linux", "x86_64") or sys.version_info < (3, 11),
         reason="onnxruntime-gpu has no wheels for this Python or platform",

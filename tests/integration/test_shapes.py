@@ -20,7 +20,7 @@ from tests.integration.conftest import run
 from tests.models import network, value
 from tests.projects import make_project
 
-pytestmark = [needs_qnn, pytest.mark.slow]
+pytestmark = needs_qnn
 
 TOML = """
 [tool.epcontext.targets.npu]

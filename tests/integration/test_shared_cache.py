@@ -26,7 +26,6 @@ provider = "cpu"
 
 
 @pytest.mark.network
-@pytest.mark.slow
 @needs_qnn
 def test_a_machine_without_onnx_runtime_builds_the_wheel_from_a_bucket(
     tmp_path: Path, env: dict[str, str]

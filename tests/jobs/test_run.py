@@ -31,6 +31,8 @@ from hatch_epcontext.worker.requests import CheckRequest
 from tests.conftest import needs_qnn
 from tests.models import half_for_the_cpu, interrupted, network, save, transformer, unknown_operator
 
+pytestmark = pytest.mark.slow
+
 QNN = """
 provider = "qnn"
 provider-options = { soc_model = 60, htp_arch = 73 }

@@ -40,6 +40,8 @@ from tests.graph.test_dequantize import recurrent
 from tests.jobs.test_quantization import save_dynamic
 from tests.models import network, save, save_with_data, unknown_operator
 
+pytestmark = pytest.mark.slow
+
 PRELOAD = """
 import os
 from hatch_epcontext.jobs.executors import dask_worker

@@ -36,6 +36,8 @@ if sys.platform != "linux":
     # Other systems do not even have the signals that it names.
     pytest.skip("only Linux forks workers", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:

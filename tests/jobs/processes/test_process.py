@@ -24,6 +24,8 @@ from hatch_epcontext.worker.requests import CheckReply, CheckRequest, PrepareReq
 from tests.altered_workers import write_start_code
 from tests.models import network, save
 
+pytestmark = pytest.mark.slow
+
 KEY = Key() / "models" / 0
 
 
