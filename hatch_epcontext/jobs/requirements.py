@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -47,7 +47,7 @@ _IN_TURN = (
 def _relevant_distributions(target: Target) -> frozenset[str]:
     """The distributions whose versions can change what is compiled for ``target``."""
     wanted = target.requirements or target.provider.requirements
-    named: set[str] = {canonicalize_name(Requirement(r).name) for r in wanted}
+    named: set[str] = {_name(r) for r in wanted}
     plugin = target.provider.plugin
     if plugin is not None and plugin.module:
         named |= owners(plugin.module.split(".")[0])
@@ -130,7 +130,7 @@ def requirements(targets: Iterable[Target]) -> tuple[str, ...]:
         if not _unavailable(t)
         for requirement in t.requirements or t.provider.requirements
     ]
-    named = {canonicalize_name(Requirement(r).name) for r in wanted}
+    named = {_name(r) for r in wanted}
     own = named.intersection(DISTRIBUTIONS)
     together = own if len(own) == 1 and _fits(max(own), targets) else own | {distribution}
     for group in (
@@ -216,15 +216,32 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
             for requirement, version in missing
         )
         verb = "is" if len(missing) == 1 else "are"
+        install = pip_install(requirement for requirement, _ in missing)
         raise MissingError(
             Problem(
                 Kind.MISSING_REQUIREMENT,
                 "this environment",
                 f"{count(len(missing), 'build requirement')} {verb} missing: {found}.",
-                f"Run: {pip_install(requirement for requirement, _ in missing)}",
+                f"Run: {install}{_installed_only(targets, {name for name, _ in missing})}",
             )
         )
     return versions
+
+
+def _installed_only(targets: Iterable[Target], missing: Collection[str]) -> str:
+    """A line that selects those of ``targets`` that need nothing of ``missing``, if there are any."""
+    absent = {_name(requirement) for requirement in missing}
+    ready = [t.name for t in targets if absent.isdisjoint(map(_name, requirements((t,))))]
+    if not ready:
+        return ""
+    flags = " ".join(f"--target {name}" for name in ready)
+    return (
+        f"\nOr build only what is installed: {flags}, or HATCH_EPCONTEXT_TARGETS={','.join(ready)}"
+    )
+
+
+def _name(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
 
 
 def _check_conflicts(present: list[str]) -> None:
