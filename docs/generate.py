@@ -55,8 +55,7 @@ PROVIDERS_INTRODUCTION = """\
 
 <!-- Generated from hatch_epcontext.providers by docs/generate.py. -->
 
-Which execution providers (EPs) and options can a target have, and what was tested? `provider` is a name of
-this page, or ONNX Runtime's name of the EP, in any case.
+The `provider` of a target is a name of this page, or ONNX Runtime's name of the EP, in any case.
 
 | system | what was tested |
 | --- | --- |
@@ -226,7 +225,7 @@ FLOAT16 = """\
 
 <!-- Generated from hatch_epcontext.providers and benchmarks/faults-*.json by docs/generate.py. -->
 
-Which operators does an EP compute wrong? An NPU computes a float32 model in float16: it has no numbers
+An NPU computes a float32 model in float16: it has no numbers
 above 65504 or below 6e-8, and rounds each result to 11 bits. That is no fault. This page lists results that
 are wrong although float16 could represent the right ones.
 
@@ -295,7 +294,7 @@ CONFIGURATION = """\
 
 <!-- Generated from hatch_epcontext.config.tables by docs/generate.py. -->
 
-Which keys and environment variables are there? A build reports all unknown keys, wrong types and impossible
+A build reports all unknown keys, wrong types and impossible
 values at once, each with an [id](errors.md). Editors and `validate-pyproject` use the JSON schema in the
 package, which `epcontext schema` prints.
 
@@ -417,7 +416,7 @@ ERRORS = """\
 
 <!-- Generated from hatch_epcontext.errors.Kind by docs/generate.py. -->
 
-What does an id such as `EPC012` mean, and what do you do? An id never changes its meaning.
+An id such as `EPC012` never changes its meaning.
 """
 
 _GROUPS: Mapping[str, str] = {
@@ -448,8 +447,9 @@ COMMANDS = """\
 
 <!-- Generated from the commands' help by docs/generate.py. -->
 
-Which commands and flags are there? `pip install "hatch-epcontext[cli]"` installs them. The extras `qnn`,
-`openvino`, `tensorrt-rtx`, `gpu` and `cpu` also install the compilers: `"hatch-epcontext[cli,qnn]"`.
+`pip install "hatch-epcontext[cli]"` installs the commands. `cache`, `schema`, and `inspect` of a wheel or a
+model package need nothing else. All others need a compiler too, from one of the extras `qnn`, `openvino`,
+`tensorrt-rtx`, `gpu` and `cpu`: `"hatch-epcontext[cli,qnn]"`.
 
 {commands}
 
@@ -542,8 +542,7 @@ API = """\
 
 <!-- Generated from hatch_epcontext.api by docs/generate.py. -->
 
-How do you compile and validate models from Python? `hatch_epcontext.api` is the public API. No other module
-is stable.
+`hatch_epcontext.api` compiles and validates models from Python. No other module is stable.
 """
 
 

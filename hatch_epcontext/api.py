@@ -291,7 +291,7 @@ def compile_to_bytes(
     if the EP is unavailable, compiles nothing or takes too long.
 
     >>> context = compile_to_bytes(
-    ...     Path("digits.onnx").read_bytes(), "qnn", {"soc_model": 60}
+    ...     Path("digits.onnx").read_bytes(), "qnn", {"soc_model": 60, "htp_arch": 73}
     ... )  # doctest: +SKIP
     """
     job_settings = JobSettings(

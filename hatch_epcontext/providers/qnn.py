@@ -480,5 +480,14 @@ PROVIDER = Provider(
             "open such a context."
         ),
         "The EP ignores an `htp_arch` that does not fit `soc_model`. The build refuses such a pair.",
+        (
+            "These chips compiled in tests: "
+            + ", ".join(
+                f"`soc_model` {soc} (`htp_arch` {arch})" for soc, arch in _ARCH_OF_SOC.items()
+            )
+            + ". 60 is the Snapdragon X Elite; [Qualcomm's list](https://docs.qualcomm.com/bundle/"
+            "publicresource/topics/80-63442-50/overview.html#supported-snapdragon-devices) has the names and "
+            "numbers of the others. If yours is not among these four, set both options."
+        ),
     ),
 )

@@ -126,7 +126,7 @@ WRITTEN_OUT = {
     "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
         "epcontext inspect --verify my_app/epcontext"
     ),
-    "epcontext bench model.onnx -p qnn -O soc_model=60 --dim batch=1 --plot bench.png": (
+    "epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1 --plot bench.png": (
         "epcontext bench model.onnx -p cpu --dim batch=1 --plot bench.png -n 1 --no-embed"
     ),
     "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
@@ -149,7 +149,7 @@ WRITTEN_OUT = {
     "epcontext inspect MODEL --provider P": (
         "epcontext inspect model.onnx --provider qnn --dim batch=1"
     ),
-    "epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60": (
+    "epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60 -O htp_arch=73": (
         "epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60 --dim batch=1"
     ),
     # In the help of the command the project is another folder.
