@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
-from rich import box
-from rich.table import Table
 
 from hatch_epcontext.cli._common import Verbosity, verbosity_options
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
-from hatch_epcontext.cli._output import add_row, echo, show
+from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import Output, temp_dir, write_atomically
 from hatch_epcontext.jobs.plan import Plan, plan
@@ -99,7 +97,7 @@ def bench_(
 
         draw(measured, plot_path)
     if measured.measured:
-        show(_table(measured, markdown=markdown))
+        _show(measured, markdown=markdown)
     for each in measured.measured:
         if each.error is not None:
             echo(f"epcontext: {each.case}: {each.error}", err=True, lines=True)
@@ -131,8 +129,8 @@ def _steps(plans: dict[bool | None, Plan]) -> int:
     return sum(len(plans) + 2 * (2 + len(plans) * count) for count in opened)
 
 
-def _table(bench: Bench, *, markdown: bool) -> Table:
-    """A row for each model, with its blob beside and inside, loaded from disk and from memory."""
+def _show(bench: Bench, *, markdown: bool) -> None:
+    """Print a row for each model, with its blob beside and inside, loaded from disk and from memory."""
     cached = any(each.case.opened == "cache" for each in bench.measured)
     context = any(each.embedded is not None for each in bench.compiled)
     product = "EP-context load" if context else "optimized load"
@@ -147,9 +145,20 @@ def _table(bench: Bench, *, markdown: bool) -> Table:
     ]
     columns += ["+ runtime cache"] if cached else []
     columns += ["faster than on the EP", "faster than on the CPU", "first inference", "memory"]
-    table = Table(box=box.MARKDOWN) if markdown else Table()
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    rows = list(_rows(bench, cached=cached))
+    if markdown:
+        for row in (columns, ["---"] * len(columns), *rows):
+            echo(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |")
+        echo("")
+    else:
+        made = table(*columns)
+        for row in rows:
+            add_row(made, *row)
+        show(made)
+    echo(f"First inference and memory: source on the CPU -> source on the EP -> {product}.")
+
+
+def _rows(bench: Bench, *, cached: bool) -> Iterator[list[str]]:
     by_case = {
         (e.case.model, e.case.opened, e.case.embedded, e.case.buffer): e for e in bench.measured
     }
@@ -160,14 +169,12 @@ def _table(bench: Bench, *, markdown: bool) -> Table:
             source = by_case[compiled.model, "source", None, buffer]
             artifact = by_case[compiled.model, "artifact", compiled.embedded, buffer]
             with_cache = by_case.get((compiled.model, "cache", compiled.embedded, buffer))
-            add_row(
-                table,
+            yield [
                 compiled.model,
                 "memory" if buffer else "disk",
                 {None: "-", True: "inside", False: "beside"}[compiled.embedded],
                 *_cells(compiled, cpu, source, artifact, with_cache if cached else None),
-            )
-    return table
+            ]
 
 
 def _cells(
@@ -193,7 +200,8 @@ def _cells(
 def _faster(before: Measured, after: Measured) -> str:
     if before.load is None or after.load is None:
         return "-"
-    return f"{before.load.median / after.load.median:.1f} x"
+    ratio = before.load.median / after.load.median
+    return f"{ratio:.1f} x" if ratio >= 0.95 else f"{1 / ratio:.1f} x slower"
 
 
 def _cell(measured: Measured, series: Series | None, text: Callable[[Series], str]) -> str:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from hatch_epcontext.cli.bench import _faster
 from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.report import Report
-from hatch_epcontext.tools.measuring import Bench, bench
+from hatch_epcontext.tools.measuring import Bench, Case, Measured, Series, bench
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import network, save, unknown_operator
@@ -29,11 +30,19 @@ def test_a_table_a_chart_and_all_measurements(cli: Cli, source: Path, tmp_path: 
     assert [row.split("|")[2].strip() for row in rows] == ["disk", "memory"]
     assert all(" x " in row and " -> " in row for row in rows)
     assert "optimized load" in result.stdout
+    assert {len(line.split("|")) for line in result.stdout.splitlines() if "|" in line} == {13}
     assert result.stderr.count("net: ") == 6
     found = json.loads(file.read_text(encoding="utf-8"))
     assert [len(each["load"]["values"]) for each in found["measured"]] == [2] * 6
     assert chart.read_bytes().startswith(b"\x89PNG")
     assert set(source.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(("before", "after", "shown"), [(3, 1, "3.0 x"), (1, 20, "20.0 x slower")])
+def test_a_slower_artifact_is_called_slower(before: float, after: float, shown: str) -> None:
+    case = Case("net", "artifact", None, buffer=False)
+    first, second = (Measured(case, Series((seconds,))) for seconds in (before, after))
+    assert _faster(first, second) == shown
 
 
 def test_charts_and_measurements_replace_only_their_like(
