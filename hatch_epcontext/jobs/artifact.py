@@ -197,7 +197,7 @@ _MIN_GIVEN = 4
 class Validation:
     """How a context was validated; ``agreements`` is empty unless outputs were compared.
 
-    ``reason``: why it was not run as the app will run it.
+    ``reason``: why it was not run as the app will run it, or was not compared.
     ``samples``: the names of the inputs that were compared; ``synthetic`` if they were generated.
     ``warnings``: disagreements for inputs that the app may never have.
     ``emulation``: what the EP's number format makes of the model.

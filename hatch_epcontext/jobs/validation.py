@@ -42,7 +42,8 @@ def describe_validation(validation: Validation) -> str:
         ValidationStatus.RAN_ALONE: f"structure checked{reason}; compiled separately, it ran",
     }[validation.status]
     if not validation.agreements:
-        return f"{ran}, outputs finite, not compared"
+        why = reason if validation.status is ValidationStatus.RAN else ""
+        return f"{ran}, outputs finite, not compared{why}"
     on = f" on {count(len(validation.samples), 'synthetic input')}" if validation.synthetic else ""
     others = "".join(
         f"; {each.output!r} is {each.status.value}"
@@ -70,7 +71,8 @@ def describe_validation(validation: Validation) -> str:
 def describe_emulation(emulation: Emulation) -> str:
     """What the number format of the EP makes of the model, for a summary."""
     if not emulation.samples:
-        return f"{emulation.format} NOT emulated"
+        needs = "that needs a build, fixed shapes and less than 1 GB of weights"
+        return f"{emulation.format} NOT emulated ({needs})"
     snr = "equal" if emulation.snr is None else f"at least {emulation.snr:.0f} dB"
     if emulation.snr == NOTHING:
         snr = "no numbers"

@@ -287,7 +287,8 @@ def _run(
             )
         )
     inputs, provider = job.models[0].validate.inputs, job.target.provider
-    return validation_of(ValidationStatus.RAN, reply, inputs, provider)
+    validation = validation_of(ValidationStatus.RAN, reply, inputs, provider)
+    return validation if has_source else replace(validation, reason="no source is given")
 
 
 def copy_named_files(path: Path, model: InspectReply, folder: Path) -> None:

@@ -352,7 +352,12 @@ class _Validator:
             reply = self.workers.call(request, staging / "validate", location=location)
         ran = reply.unavailable is None
         status = ValidationStatus.RAN if ran else ValidationStatus.RAN_ON_CPU
-        return validation_of(status, reply, model.validate.inputs, target.provider)
+        validation = validation_of(status, reply, model.validate.inputs, target.provider)
+        if reference is not None or not ran:
+            return validation
+        is_reference = found.ep in (None, CPU_EP)
+        reason = "it is the reference" if is_reference else "the package has no reference for it"
+        return replace(validation, reason=reason)
 
     def _reference(self, component: str, variant: str) -> tuple[Path | None, Mapping[str, Any]]:
         """The model to compare a variant with: the user's, the package's own source, or a CPU variant.

@@ -74,11 +74,12 @@ def test_each_variant_is_run_and_compared_with_the_source(cli: Cli, package: Pat
     before = {p: p.read_bytes() for p in package.rglob("*") if p.is_file()}
     first, second = cli("validate", package).stdout.splitlines()
     assert first.startswith(
-        "net -> qnn: 1 context of QNNExecutionProvider, for soc_model 60, nothing left to the CPU, "
-        "ran on the simulator and agrees with the CPU on 4 synthetic inputs ("
+        "net -> qnn: 1 context of QNNExecutionProvider, for soc_model 60, htp_arch 73, nothing left to "
+        "the CPU, ran on the simulator and agrees with the CPU on 4 synthetic inputs ("
     )
     assert second == (
-        "net -> source: ONNX graph for CPUExecutionProvider, ran, outputs finite, not compared"
+        "net -> source: ONNX graph for CPUExecutionProvider, ran, outputs finite, not compared "
+        "(it is the reference)"
     )
     assert {p: p.read_bytes() for p in package.rglob("*") if p.is_file()} == before
 
@@ -242,7 +243,7 @@ def test_a_variant_for_the_cpu_is_the_reference_of_a_foreign_package(
 ) -> None:
     package = foreign({"no-ep": variant(None), "cpu": variant()})
     first, second = cli("validate", package).stdout.splitlines()
-    assert first.endswith("ran, outputs finite, not compared")
+    assert first.endswith("not compared (it is the reference)")
     assert second.startswith("net -> cpu: ONNX graph for CPUExecutionProvider, ")
     assert "ran and agrees with the CPU" in second
 

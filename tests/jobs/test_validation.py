@@ -73,6 +73,10 @@ def with_validate(job: Job, **changes: Any) -> Job:
         ),
         (Validation(ValidationStatus.RAN), "ran, outputs finite, not compared"),
         (
+            Validation(ValidationStatus.RAN, reason="no source"),
+            "ran, outputs finite, not compared (no source)",
+        ),
+        (
             Validation(ValidationStatus.RAN_ON_CPU, AGREEMENTS, "no GPU"),
             f"ran on the CPU only (no GPU) and {AGREES}",
         ),
