@@ -56,7 +56,7 @@ def next_steps(root: Path, text: str) -> NextSteps:
         module, notes = _with_hatchling(project, config)
     else:
         module, notes = _with_export(project, config)
-    notes += tuple(_python(values))
+    notes += tuple(_python(project))
     exported = project.backend != HATCHLING
     dependencies = tuple(_dependencies(values, config))
     return NextSteps(module, exported, names, dependencies, notes)
@@ -114,9 +114,9 @@ def _with_export(project: Project, config: Config) -> tuple[str, tuple[str, ...]
         notes.append(f"No import package was found: {folder.parent} is a guess.")
     package = ".".join(name.parts)
     if project.backend == "setuptools" and "project" not in project.values:
-        notes.append(_without_metadata(project, package))
+        notes += _without_metadata(project, package)
     elif packing := _PACKING.get(project.backend):
-        notes.append(packing.advice(project.values, package, folder))
+        notes += packing.advice(project.values, package, folder)
     if "project" in project.values:
         notes.append(
             'Or change to hatchling (requires = ["hatchling", "hatch-epcontext"], build-backend = '
@@ -130,14 +130,25 @@ def _with_export(project: Project, config: Config) -> tuple[str, tuple[str, ...]
     return ".".join((*name.parts, FOLDER)), tuple(notes)
 
 
-def _without_metadata(project: Project, package: str) -> str:
-    """The addition to ``setup.py`` or ``setup.cfg``.
+def _without_metadata(project: Project, package: str) -> Iterator[str]:
+    """The addition to ``setup.py`` or ``setup.cfg``, unless it is there.
 
     With ``[tool.setuptools]`` in ``pyproject.toml``, setuptools would require ``[project]`` there.
     """
-    if (project.root / "setup.py").is_file():
-        return f'Add to setup() in setup.py:\n    package_data={{"{package}": ["{FOLDER}/**"]}}'
-    return f"Add to setup.cfg:\n    [options.package_data]\n    {package} = {FOLDER}/**"
+    files = _setup_files(project)
+    if any(f"{FOLDER}/*" in text for text in files.values()):
+        return
+    if "setup.py" in files:
+        addition = f'package_data={{"{package}": ["{FOLDER}/**"]}}'
+        yield f"Add to setup() in setup.py, or merge with its package_data:\n    {addition}"
+    else:
+        yield f"Add to setup.cfg:\n    [options.package_data]\n    {package} = {FOLDER}/**"
+
+
+def _setup_files(project: Project) -> dict[str, str]:
+    """The texts of the files in which setuptools finds metadata besides ``pyproject.toml``."""
+    paths = (project.root / name for name in ("setup.py", "setup.cfg"))
+    return {path.name: path.read_text("utf-8", "replace") for path in paths if path.is_file()}
 
 
 @dataclass(frozen=True)
@@ -153,8 +164,10 @@ class _Packing:
     if_ignored: bool = True
     """Whether it is needed only if git ignores the folder."""
 
-    def advice(self, values: Mapping[str, Any], package: str, folder: PurePosixPath) -> str:
-        """The user's addition to ``values``, those of ``pyproject.toml``."""
+    def advice(
+        self, values: Mapping[str, Any], package: str, folder: PurePosixPath
+    ) -> Iterator[str]:
+        """The user's addition to ``values``, those of ``pyproject.toml``, unless they have it."""
         key = self.key.format(package=to_toml(package))
         item = self.item.replace("{folder}", str(folder))
         given: Any = values.get("tool", {})
@@ -163,11 +176,10 @@ class _Packing:
         for name in (*self.table.split("."), *parts):
             given = given.get(name) if isinstance(given, dict) else None
         start = "If the folder is in .gitignore, add" if self.if_ignored else "Add"
-        if given:
-            return (
-                f"{start} to the list {key} in [tool.{self.table}] of pyproject.toml:\n    {item}"
-            )
-        return f"{start} to [tool.{self.table}] in pyproject.toml:\n    {key} = [{item}]"
+        if not given:
+            yield f"{start} to [tool.{self.table}] in pyproject.toml:\n    {key} = [{item}]"
+        elif item not in to_toml(given):
+            yield f"{start} to the list {key} in [tool.{self.table}] of pyproject.toml:\n    {item}"
 
 
 _PACKING: Mapping[str, _Packing] = {
@@ -262,13 +274,16 @@ def _marker(provider: Provider) -> str:
     return f"; {' and '.join(parts)}" if parts else ""
 
 
-def _python(values: Mapping[str, Any]) -> Iterator[str]:
+def _python(project: Project) -> Iterator[str]:
     """A note if the project may be for older versions of Python than the loader."""
-    given = values.get("project", {}).get("requires-python")
+    given = project.values.get("project", {}).get("requires-python")
     oldest, older = _OLDEST_PYTHON, f"{_OLDEST_PYTHON[0]}.{_OLDEST_PYTHON[1] - 1}"
     needed = f"the loader needs Python {oldest[0]}.{oldest[1]} or newer."
     try:
-        if given is None:
+        if "project" not in project.values and (files := _setup_files(project)):
+            if not any("python_requires" in text for text in files.values()):
+                yield f'Set python_requires=">={oldest[0]}.{oldest[1]}" in {next(iter(files))}: {needed}'
+        elif given is None:
             yield f"requires-python is not set in pyproject.toml, and {needed}"
         elif isinstance(given, str) and SpecifierSet(given).contains(older):
             yield f"requires-python is {to_toml(given)}, and {needed}"

@@ -91,10 +91,15 @@ def test_a_project_without_metadata_in_pyproject_keeps_it_so(
     steps = next_steps(project, TABLE)
     notes = "\n".join(steps.notes)
     assert steps.exported
-    assert f"in {file}:" in notes or f"to {file}:" in notes
+    assert f"in {file}" in notes or f"to {file}" in notes
     assert advice in notes
+    assert "requires-python" not in notes
     assert "tool.setuptools" not in notes
     assert "the loader needs Python 3.10" in notes
+    (project / file).write_text(f'python_requires=">=3.10"\n{advice}')
+    done = "\n".join(next_steps(project, TABLE).notes)
+    assert "package_data" not in done
+    assert "the loader needs" not in done
 
 
 @pytest.mark.parametrize(
@@ -140,5 +145,9 @@ def test_other_build_backends_pack_what_is_exported(project: Path, backend: str,
 def test_a_list_that_exists_is_not_to_be_written_again(
     project: Path, backend: str, given: str, said: str
 ) -> None:
-    notes = next_steps(project, head(project, backend=backend) + f"{given}\n" + TABLE).notes
-    assert any(said in note for note in notes)
+    start = head(project, backend=backend)
+    assert any(said in note for note in next_steps(project, start + f"{given}\n" + TABLE).notes)
+    done = f"{given[:-1]}, {said.rpartition('    ')[2]}]\n"
+    assert not any(
+        "to the list" in note for note in next_steps(project, start + done + TABLE).notes
+    )
