@@ -239,7 +239,8 @@ def _differences(
         yield _problem(
             location,
             f"{name} is in the wheel, but not in the manifest.",
-            "Remove it from the project, or choose another folder for the models.",
+            "Remove it from the project, or choose another folder for the models. If it is only in the build "
+            "backend's folder build/, remove that, and build again.",
         )
 
 
