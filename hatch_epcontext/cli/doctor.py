@@ -15,6 +15,7 @@ from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import library_flags
 from hatch_epcontext.cli._library import show_library
 from hatch_epcontext.cli._output import echo
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.configure import JobSettings
@@ -119,6 +120,10 @@ def _show(diagnosis: Diagnosis) -> None:
         echo(f"  {state.provider}{package}")
         for line in state.devices or (state.reason or "").splitlines():
             echo(f"    {line}")
+        provider = PROVIDERS[state.provider]
+        is_simulated = provider.simulates and provider.runs_on(sys.platform, platform.machine())
+        if state.devices and not state.reason and is_simulated:
+            echo(f"    compiles for {provider.title}; a simulator runs the results here")
     if diagnosis.problems:
         echo("problems:")
     for problem in diagnosis.problems:

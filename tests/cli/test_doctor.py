@@ -59,6 +59,17 @@ def test_a_plugin_ep_lists_its_devices(found: dict[str, Any]) -> None:
     assert qnn["devices"][0].startswith("QNNExecutionProvider on ")
 
 
+@needs_qnn
+def test_a_simulated_npu_is_called_so(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examining, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
+    machine = ("x86_64" if sys.platform == "linux" else "AMD64", True), ("aarch64", False)
+    for name, is_simulated in machine:
+        monkeypatch.setattr("platform.machine", lambda name=name: name)
+        assert ("a simulator runs" in cli("doctor", tmp_path).stdout) == is_simulated
+
+
 @needs("onnxruntime_ep_nv_tensorrt_rtx")
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA GPU")
 def test_a_plugin_ep_without_its_driver_has_a_reason(found: dict[str, Any]) -> None:
