@@ -24,6 +24,7 @@ from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 from hatch_epcontext.jobs.report import make_report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
+from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file
 from hatch_epcontext.text import count, show_size
@@ -142,9 +143,12 @@ def report_options(command: Command) -> Command:
 
 
 def show_written(package: Path, files: Sequence[Path], *, as_json: bool) -> None:
-    """Print that the folder ``package`` was written with ``files``."""
-    size = show_size(sum(file.stat().st_size for file in files))
-    echo(f"wrote {package} ({count(len(files), 'file')}, {size})", err=as_json)
+    """Print that the folder ``package`` was written with ``files``; the manifest does not count."""
+    sizes = [file.stat().st_size for file in files if file != package / FILE]
+    echo(
+        f"wrote {package} ({count(len(sizes), 'file')}, {show_size(sum(sizes))})",
+        err=as_json,
+    )
 
 
 def run_plan(

@@ -9,7 +9,9 @@ from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
 
+from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import (
+    HOOK,
     BuildError,
     InspectionError,
     Kind,
@@ -67,6 +69,9 @@ def inspect(path: Path) -> Inspection:
     # Not a pipe, which would block.
     if is_regular(path) and (path.suffix == _WHEEL or zipfile.is_zipfile(path)):
         return _inspect_archive(path)
+    if is_regular(path) and path.name.endswith(".tar.gz"):
+        hint = "Unpack it, and name the folder of a model package or an ONNX file in it."
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), "is an sdist.", hint))
     return Inspection(str(path), {}, inspect_model(path))
 
 
@@ -186,7 +191,8 @@ def _read_all(found: Mapping[str, Files], path: Path) -> dict[str, ModelPackage]
             hint = (
                 "The models were not there when it was built, or the build backend left them out. Without "
                 "Hatch, write them into the import package before the build (epcontext export -o DIR), and "
-                "let the build backend pack DIR."
+                f"let the build backend pack DIR. With Hatch, check that pyproject.toml has "
+                f"[{HOOK}], and that {PREFIX}SKIP was not set."
             )
         message = f"has no {FILE} of a model package."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))

@@ -281,7 +281,7 @@ def test_a_contradictory_list_of_chips_names_its_flag(cli: Cli, source: Path, ou
 def test_a_model_package_has_the_manifest_and_the_source(cli: Cli, source: Path, out: Path) -> None:
     arguments = ("compile", source, "--package", out, *QNN, "--dim", "batch=1")
     printed = cli(*arguments)
-    assert printed.stdout.startswith(f"wrote {out} (4 files, ")
+    assert printed.stdout.startswith(f"wrote {out} (3 files, ")
     assert names(out) == ["manifest.json", "net"]
     assert names(out / "net" / "qnn") == ["net_ctx.onnx", "net_ctx_qnn.bin"]
     assert (out / "net" / "source" / "net.onnx").read_bytes() == source.read_bytes()

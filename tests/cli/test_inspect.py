@@ -233,6 +233,23 @@ def test_a_manifest_of_something_else_is_no_package(cli: Cli, tmp_path: Path) ->
     assert problems(cli("inspect", path, "--verify", code=1)) == ["a.whl: EPC502"]
 
 
+def test_an_sdist_is_called_so(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "my_app-1.tar.gz"
+    path.write_bytes(b"\x1f\x8b")
+    result = cli("inspect", path, code=1)
+    assert problems(result) == [f"{path}: EPC505"]
+    assert "sdist" in result.stderr
+
+
+def test_a_wheel_without_models_names_the_hook(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "a-1-py3-none-any.whl"
+    zipfile.ZipFile(path, "w").close()
+    result = cli("inspect", path, "--verify", code=1)
+    assert problems(result) == [f"{path}: EPC505"]
+    assert "[tool.hatch.build.hooks.epcontext]" in result.stderr
+    assert "HATCH_EPCONTEXT_SKIP" in result.stderr
+
+
 def test_a_damaged_archive_is_an_error(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "a.whl"
     with zipfile.ZipFile(path, "w") as archive:
