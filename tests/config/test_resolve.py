@@ -42,7 +42,8 @@ provider = "openvino"
 allow-unknown-options = true
 """
     checked, unchecked = read(project, toml).models[0].targets
-    assert checked.settings.provider_options == {"backend_type": "htp", "soc_model": "43"}
+    options = {"backend_type": "htp", "htp_arch": "73", "soc_model": "43"}
+    assert checked.settings.provider_options == options
     assert unchecked.settings.provider_options == {"newer": "1"}
     refused = problems(project, toml.replace("allow-unknown-options = true", ""))
     assert refused.keys() == {"models[0].provider-options.newer"}
