@@ -586,11 +586,16 @@ class KeyNames:
             return f"Change {setting}" if setting.value is None else f"Set {setting}"
         name = dotted(rest[1:])
         if setting.value is None:
-            return f"Change {name} in the model's table"
+            change = f"Set {name} = ?" if rest[1] == "dims" and len(rest) > 2 else f"Change {name}"
+            return f"{change} in the model's table"
         text = f"{name} = {to_toml(setting.value)}"
         model = setting.key.model
         example = f": {{ path = {to_toml(model)}, {text} }}" if model and len(rest) == 2 else ""
-        return f"Set {text} in the model's table{example}"
+        return f"Set {text} in the model's table{'' if self.is_table(setting.key) else example}"
+
+    def is_table(self, model: Key) -> bool:
+        """Whether the list of models is known to have a table for ``model``, and not only a path."""
+        return False
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,7 @@ def test_a_setting_of_a_model_shows_the_models_table() -> None:
     assert names.setting(Setting(key / "validate" / "tolerance")) == (
         "Change validate.tolerance in the model's table"
     )
+    assert names.setting(Setting(key / "dims" / "n")) == "Set dims.n = ? in the model's table"
     assert names.setting(Setting(Key() / "build" / "timeout", 5)) == (
         "Set tool.epcontext.build.timeout = 5"
     )

@@ -84,6 +84,7 @@ def init(
     chosen = [PROVIDERS[name] for name in dict.fromkeys(providers)] or _default(before)
     after = add_models(root, before.replace("\r\n", "\n"), found, chosen)
     text = after.replace("\n", ends)
+    new = [model for model in found if model.path not in listed]
     if dry_run:
         lines = difflib.unified_diff(
             before.splitlines(), text.splitlines(), str(file), str(file), lineterm=""
@@ -94,8 +95,11 @@ def init(
     else:
         # A link stays a link.
         write_atomically(file.resolve(), text)
-        echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
-    _show(next_steps(root, after), [model for model in found if model.path not in listed])
+        # Before all sizes are known, there are only errors to see.
+        is_complete = not any(model.open_keys for model in new)
+        jobs = "; to see the jobs: epcontext build --dry-run" if is_complete else ""
+        echo(f"wrote {file}{jobs}")
+    _show(next_steps(root, after), new)
 
 
 def _text(file: Path) -> str:

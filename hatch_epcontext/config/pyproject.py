@@ -65,6 +65,10 @@ class Lines:
             parts = parts[:-1]
         return None
 
+    def has(self, key: Key) -> bool:
+        """Whether the file has ``key``."""
+        return _has(self._values, (*ROOT.split("."), *key.parts))
+
     def _line(self, parts: _Parts) -> int:
         end = self._end(parts)
         before = end - 1
@@ -125,6 +129,10 @@ class PyprojectNames(KeyNames):
         """The name of ``key`` after the file and the line."""
         line = self._lines.of(key)
         return super().key(key) if line is None else f"{FILE}:{line}: {super().key(key)}"
+
+    def is_table(self, model: Key) -> bool:
+        """Whether the file has a table for ``model``."""
+        return self._lines.has(Key(model.parts[:2]) / "path")
 
     @functools.cached_property
     def _lines(self) -> Lines:

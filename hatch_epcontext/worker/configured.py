@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import onnx
 
@@ -13,7 +13,7 @@ from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.kinds import dimension_kind
 from hatch_epcontext.graph.values.ranges import input_ranges
-from hatch_epcontext.text import suggestion
+from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
 
 
@@ -151,12 +151,15 @@ def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
     return dims
 
 
-def open_dimension_message(tensor: TensorFacts, ep: str) -> str:
-    """The message about an input with open dimensions, for an EP that needs fixed shapes."""
-    return (
-        f"the input {tensor.name!r} has an open dimension ({tensor.shape_text}), and {ep} compiles "
-        "only fixed shapes."
-    )
+def open_dimension_message(tensors: Sequence[TensorFacts], ep: str) -> str:
+    """The message about inputs with open dimensions, for an EP that needs fixed shapes."""
+    if len(tensors) == 1:
+        (tensor,) = tensors
+        which = f"input {tensor.name!r} has an open dimension ({tensor.shape_text})"
+    else:
+        named = listing(f"{each.name!r} ({each.shape_text})" for each in tensors)
+        which = f"inputs {named} have open dimensions"
+    return f"the {which}, and {ep} compiles only fixed shapes."
 
 
 _EXAMPLE = 16

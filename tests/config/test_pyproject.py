@@ -120,3 +120,20 @@ def test_messages_name_the_line_of_a_key(tmp_path: Path) -> None:
     assert (
         names.setting(Setting(Key(("provider",)), "qnn")) == 'Set tool.epcontext.provider = "qnn"'
     )
+
+
+@pytest.mark.parametrize(
+    ("models", "has_example"),
+    [
+        ('[tool.epcontext]\nmodels = ["a.onnx"]', True),
+        ('[[tool.epcontext.models]]\npath = "a.onnx"', False),
+    ],
+)
+def test_a_table_for_a_model_is_an_example_only_where_it_has_none(
+    tmp_path: Path, models: str, has_example: bool
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(models, encoding="utf-8")
+    setting = Setting(Key(("models", 0), "a.onnx") / "dims", {"n": 1})
+    text = PyprojectNames(tmp_path).setting(setting)
+    assert "dims = { n = 1 }" in text
+    assert ("path = " in text) == has_example

@@ -8,7 +8,7 @@ from dataclasses import replace
 import onnx
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, merged
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.dequantize import is_dynamic
 from hatch_epcontext.graph.facts import TensorFacts
@@ -168,16 +168,23 @@ def check_fixed(
 
     ``left_open``: whether its target leaves them open although the model may have sizes for them.
     """
+    # Inputs with the same dimensions are one problem.
+    alike: dict[str, tuple[list[TensorFacts], Key, str, list[Setting]]] = {}
     for each, fixed in zip(inputs, sized(inputs, model), strict=True):
         if ep is None or each.is_fixed:
             continue
-        place, message = place_of_sizes(each, model), open_dimension_message(each, ep)
+        place = model.key if left_open else place_of_sizes(each, model)
         hint = "" if fixed.is_fixed else how_to_fix(fixed)
-        if left_open:
-            place = model.key
-            message += " It is left open because static-shapes is false."
-            hint = f"Remove static-shapes = false{', too' if hint else ''}. {hint}".strip()
         settings = [] if fixed.is_fixed else sizes_to_fix(fixed, model)
+        if left_open:
+            hint = f"Remove static-shapes = false{', too' if hint else ''}. {hint}".strip()
+        same = str((place, hint, settings))
+        alike.setdefault(same, ([], place, hint, settings))[0].append(each)
+    for tensors, place, hint, settings in alike.values():
+        message = open_dimension_message(tensors, ep or "")
+        if left_open:
+            it = "It is" if len(tensors) == 1 else "They are"
+            message += f" {it} left open because static-shapes is false."
         yield Problem.at(place, Kind.OPEN_DIMENSION, message, hint, *settings)
 
 

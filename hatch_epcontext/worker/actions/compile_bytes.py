@@ -47,5 +47,5 @@ def _read(path: Path) -> onnx.ModelProto:
 def _open_dimensions(source: onnx.ModelProto, ep: str) -> Iterator[Problem]:
     for tensor in map(graph.facts, graph.inputs(source.graph)):
         if not tensor.is_fixed:
-            message = open_dimension_message(tensor, ep)
+            message = open_dimension_message([tensor], ep)
             yield Problem(Kind.OPEN_DIMENSION, "", message, "Give the model fixed shapes.")

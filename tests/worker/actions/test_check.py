@@ -12,8 +12,9 @@ from onnx import helper
 from hatch_epcontext.config.settings import Listed, Model, Target
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import Profile
-from hatch_epcontext.worker.actions.check import handle
+from hatch_epcontext.worker.actions.check import check_fixed, handle
 from hatch_epcontext.worker.requests import CheckRequest
 from tests.models import model, network, save, save_with_data, value
 from tests.worker.actions.test_compile import MODEL, target
@@ -58,6 +59,17 @@ def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
     assert "QNNExecutionProvider compiles only fixed shapes" in problem.message
     assert problem.kind is Kind.OPEN_DIMENSION
     assert [str(each) for each in problem.settings] == [setting]
+
+
+def test_inputs_with_the_same_open_dimension_are_one_problem() -> None:
+    names, batch = ("x", "y"), TensorFacts("x", "float32", ("batch", 3))
+    model = request_for(Path("a.onnx"), QNN).models[0]
+    alike = tuple(replace(batch, name=name) for name in names)
+    other = TensorFacts("z", "float32", ("length",))
+    one, two = check_fixed((*alike, other), model, "AnEP")
+    assert all(repr(name) in one.message for name in names)
+    assert [str(each.key.parts[-1]) for each in one.settings] == ["dims"]
+    assert ("'z'" in one.message, "'z'" in two.message) == (False, True)
 
 
 def test_open_shapes_stay_open_in_the_facts(tmp_path: Path) -> None:
