@@ -512,8 +512,8 @@ class RootTable(_WholeTarget):
         "The package's folder in the wheel.", when_missing="`<import package>/epcontext`"
     )
     fallback: Fallback = _key(
-        "Whether the source model is shipped too: `auto` if no target runs on every CPU, `source` always, "
-        "`none` never.",
+        "Whether the source model is shipped too: `auto` only if the model has no `cpu` target, `source` "
+        "always, `none` never.",
         "auto",
     )
     editable: Editable = _key(

@@ -471,23 +471,17 @@ PROVIDER = Provider(
             "`libatomic1` (Debian, Ubuntu) or `libatomic` (Fedora)."
         ),
         (
-            "`soc_model` names the chip, and `htp_arch` follows from it for "
-            + ", ".join(_ARCH_OF_SOC)
-            + ". Without both the context is for no particular chip, and the build warns."
+            "`soc_model` names the chip, and `htp_arch` follows from it for those that compiled in tests: "
+            + ", ".join(f"{soc} with {arch}" for soc, arch in _ARCH_OF_SOC.items())
+            + ". 60 is the Snapdragon X Elite. For any other chip set both: [Qualcomm's list]"
+            "(https://docs.qualcomm.com/bundle/publicresource/topics/80-63442-50/overview.html"
+            "#supported-snapdragon-devices) has names and numbers. Without a chip the context is for none in "
+            "particular, and the build warns."
         ),
         (
             "A list compiles one context for several chips: `soc_model = [60, 57]`. The simulator does not "
             "open such a context."
         ),
         "The EP ignores an `htp_arch` that does not fit `soc_model`. The build refuses such a pair.",
-        (
-            "These chips compiled in tests: "
-            + ", ".join(
-                f"`soc_model` {soc} (`htp_arch` {arch})" for soc, arch in _ARCH_OF_SOC.items()
-            )
-            + ". 60 is the Snapdragon X Elite; [Qualcomm's list](https://docs.qualcomm.com/bundle/"
-            "publicresource/topics/80-63442-50/overview.html#supported-snapdragon-devices) has the names and "
-            "numbers of the others. If yours is not among these four, set both options."
-        ),
     ),
 )

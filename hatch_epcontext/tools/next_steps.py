@@ -107,9 +107,9 @@ def _with_export(project: Project, config: Config) -> tuple[str, tuple[str, ...]
     folder = (PurePosixPath("src", name) if found is None else found.folder) / FOLDER
     front_end = "uv build" if project.backend == "uv_build" else "python -m build"
     commands = f"    epcontext export -o {folder} --overwrite\n    {front_end}"
-    what = f"The build backend is {project.backend}, which does not run Hatch's hooks"
-    when = "before each build, and once after cloning: until then the import fails"
-    notes = [f"{what}: it packs a folder that you write {when}:\n{commands}"]
+    what = f"The build backend is {project.backend}, which does not run Hatch's hooks, but packs a folder"
+    when = "Write it before each build, and once after cloning, because the app imports it"
+    notes = [f"{what}. {when}:\n{commands}"]
     if found is None:
         notes.append(f"No import package was found: {folder.parent} is a guess.")
     package = ".".join(name.parts)
