@@ -47,6 +47,8 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
         raise loader.SkipTargetError(f"onnxruntime {opener.ort.__version__} cannot compile models")
     prepared = copy.copy(variant)
     prepared.folder, prepared.file = posixpath.dirname(variant.prepared), variant.prepared
+    if request.verify:
+        prepared.package.on_disk(prepared, verify=True)
     with opener.lock:
         key = _key_of_compiled(opener, prepared)
     folder = loader.user_folder() / "compiled"
@@ -147,12 +149,12 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
             options.add_provider_for_devices(opener.find_devices()[:1], provider_options)
             compiler = ort.ModelCompiler(
                 options,
-                str(loader.readable(model, "ascii", advice)),
+                str(opener.readable(model, "ascii", advice)),
                 embed_compiled_data_into_model=bool(settings.get("embed")),
                 flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
                 graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),
             )
-            compiler.compile_to_file(str(loader.readable(result, "ascii", advice) / file.name))
+            compiler.compile_to_file(str(opener.readable(result, "ascii", advice) / file.name))
         record = {
             each.name: {"size": each.stat().st_size, "sha256": loader.sha256(each)}
             for each in result.iterdir()
@@ -186,7 +188,11 @@ def _locked(file: Path) -> Iterator[None]:
             import fcntl
 
             fcntl.flock(opened, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:
+                # A process that was forked meanwhile has the file open too.
+                fcntl.flock(opened, fcntl.LOCK_UN)
 
 
 def _remove_oldest(folder: Path, keep: str) -> None:

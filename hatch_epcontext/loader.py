@@ -14,6 +14,7 @@ import functools
 import importlib
 import math
 import ntpath
+import operator
 import os
 import posixpath
 import sys
@@ -22,8 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 # Other modules are imported where they are needed: importing this one costs an app almost nothing.
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from onnxruntime import InferenceSession, SessionOptions
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Device = Literal["npu", "gpu", "cpu", "any"]
 Fallback = Literal["cpu", "jit"]
@@ -48,7 +49,6 @@ _UNUSED = 30 * 24 * 60 * 60.0  # The seconds until a copy from an archive is rem
 _CHANGED = "was changed: its sha256 differs from the recorded one"
 
 _used_options: weakref.WeakSet[Any] = weakref.WeakSet()
-_groups_lock = threading.Lock()
 _groups: dict[tuple[str, str, str], weakref.WeakSet[Any]] = {}
 
 
@@ -115,10 +115,8 @@ def load(
     ``package``: the folder of another package that hatch-epcontext wrote. Trust it as you trust code.
     ``session_options``: the app's own, for this call alone, to which those of the target are added; or a
     function that creates them, for each target that is tried.
-    ``provider_options``: more options for all targets except the source model, such as a secret with which
-    the target was compiled.
-    ``windows_ml``: first register the EPs that the catalogue of Windows ML (the package windowsml) has
-    ready on this machine. It downloads none; where there is no catalogue it does nothing.
+    ``provider_options``: more options for all targets except the source model, such as a secret.
+    ``windows_ml``: first register the EPs that the package windowsml has ready on this machine, if any.
 
     Raises LoadError, whose ``attempts`` have the reasons, when no target could be opened, and when the
     package is damaged, or has no such model, target or input.
@@ -134,10 +132,11 @@ def load(
             raise LoadError("session_options were used before: pass a function that creates them")
         _used_options.add(session_options)
     options = (session_options, provider_options or {})
-    request = Request(device, shapes or {}, fallback, verify, *options)
+    sizes_of = {name: tuple(map(operator.index, each)) for name, each in (shapes or {}).items()}
+    request = Request(device, sizes_of, fallback, verify, *options)
     attempts: list[TargetAttempt] = []
     session = None
-    for sizes, way in _choose(_package(package), name, target, request):
+    for sizes, way in _choose(_package(package, verify), name, target, request):
         if session is not None:
             if attempts[-1].target != sizes[0].target:
                 attempts.append(TargetAttempt(sizes[0].target, Outcome.NOT_TRIED))
@@ -156,6 +155,11 @@ def load(
     return session
 
 
+def _typed_as(_: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    return lambda function: function
+
+
+@_typed_as(load)
 def explain(name: str, **arguments: Any) -> list[TargetAttempt]:
     """What `load` tries with the same arguments, and why. It opens a session to find out."""
     try:
@@ -182,19 +186,19 @@ def path(name: str, target: str | None = None, *, package: Folder | None = None)
 
     ``target`` is the first of the model's targets by default. Raises LoadError as `load` does.
     """
-    ((variant, *_), _), *_ = _choose(_package(package), name, target, Request())
+    ((variant, *_), _), *_ = _choose(_package(package), name, target, Request(None, {}))
     yield variant.package.on_disk(variant)
 
 
 class Request(NamedTuple):
     """The arguments of `load` that do not choose a model."""
 
-    device: str | None = None
-    shapes: Shapes = MappingProxyType({})
+    device: str | None
+    shapes: Shapes
     fallback: str | None = "cpu"
     verify: bool = False
     session_options: Any = None
-    provider_options: Mapping[str, object] = MappingProxyType({})
+    provider_options: Any = None
 
 
 class Package:
@@ -275,29 +279,31 @@ class Package:
         inside = {name for name in self.files if name.startswith(folder)} - others
         return {n: self.files[n] for n in sorted(inside) if not n.startswith(prepared)}
 
-    def unpacked(self) -> Path:
+    def unpacked(self, *, verify: bool) -> Path:
         """The folder, in the user's cache, with a copy of this package, which is inside an archive."""
         import shutil
         import tempfile
-        import time
 
         parent = user_folder() / "unpacked"
         folder = parent / (self._checksum or "package")[:32]
-        if damage(folder, self.files, verify=False):
+        manifest = folder / _MANIFEST
+        is_copy = manifest.is_file() and manifest.read_bytes() == self._text
+        if not is_copy or damage(folder, self.files, verify=verify):
             parent.mkdir(exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=parent) as made:
-                new = parent / made / "new"
-                for name in (_MANIFEST, *self.files):
+            with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as made:
+                new, old = parent / made / "new", parent / made / "old"
+                for name in (*self.files, _MANIFEST):
                     (new / name).parent.mkdir(parents=True, exist_ok=True)
                     with (self.root / name).open("rb") as file, (new / name).open("wb") as copy:
                         shutil.copyfileobj(file, copy, 1 << 20)
-                # Another process may have made it meanwhile.
-                if damage(folder, self.files, verify=False):
-                    shutil.rmtree(folder, ignore_errors=True)
-                    new.rename(folder)
+                # On Windows a folder that another process has open stays: it is the same.
+                for source, target in ((folder, old), (new, folder)):
+                    with contextlib.suppress(OSError):
+                        source.rename(target)
             for each in parent.iterdir():
-                if each.stat().st_mtime < time.time() - _UNUSED:
-                    shutil.rmtree(each, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    if each.stat().st_mtime < folder.stat().st_mtime - _UNUSED:
+                        shutil.rmtree(each)
         with contextlib.suppress(OSError):
             os.utime(folder)
         return folder
@@ -364,13 +370,14 @@ def join(folder: str, name: str) -> str:
 def damage(root: Path, files: Mapping[str, Mapping[str, Any]], *, verify: bool) -> str:
     """What is wrong with the first damaged one of these recorded files, or an empty text."""
     for name, recorded in files.items():
-        if not (root / name).is_file():
-            return f"{name} is missing"
-        # An EP may crash on a truncated file.
-        if (size := (root / name).stat().st_size) != recorded["size"]:
-            return f"{name} has {size} bytes, and {recorded['size']} were recorded"
-        if verify and sha256(root / name) != recorded["sha256"]:
-            return f"{name} {_CHANGED}"
+        try:
+            # An EP may crash on a truncated file.
+            if (size := (root / name).stat().st_size) != recorded["size"]:
+                return f"{name} has {size} bytes, and {recorded['size']} were recorded"
+            if verify and sha256(root / name) != recorded["sha256"]:
+                return f"{name} {_CHANGED}"
+        except (OSError, ValueError) as error:
+            return f"{name} is missing or cannot be read ({error})"
     return ""
 
 
@@ -384,28 +391,25 @@ def sha256(file: Any) -> str:
     return digest.hexdigest()
 
 
-def _package(folder: Folder | None) -> Package:
+def _package(folder: Folder | None, verify: bool = False) -> Package:
     """The package in ``folder``, or the one that contains this module; read again when it changed."""
     from pathlib import Path
 
     root = Path(__file__).parent if folder is None else Path(folder)
-    stamp: tuple[int, ...] = ()
-    with contextlib.suppress(OSError, ValueError):
-        stat = (root / _MANIFEST).stat()
-        stamp = stat.st_mtime_ns, stat.st_size
-    return _read(root, folder is None and not root.is_dir(), stamp)
-
-
-@functools.lru_cache(maxsize=16)
-def _read(root: Path, is_archive: bool, _: tuple[int, ...]) -> Package:
-    if is_archive:
+    if folder is None and not root.is_dir():
         try:
-            # This module is inside it.
-            files = importlib.import_module("importlib.resources").files
-            root = Package(files(__name__)).unpacked()
+            # This module is inside an archive.
+            root = Package(_files(__name__)).unpacked(verify=verify)
         except Exception as error:
             raise LoadError(f"{root} cannot be read ({error})") from error
+    with contextlib.suppress(OSError, ValueError):
+        stat = (root / _MANIFEST).stat()
+        return _read(root, stat.st_mtime_ns, stat.st_size)
     return Package(root)
+
+
+_files = functools.cache(lambda name: importlib.import_module("importlib.resources").files(name))
+_read = functools.lru_cache(maxsize=16)(lambda root, *_: Package(root))
 
 
 def _choose(
@@ -423,8 +427,7 @@ def _choose(
     if target is not None and target not in known:
         raise LoadError(f"unknown target {target!r}. Known: {', '.join(known) or 'none'}.")
     # An editable install may have source models alone.
-    has_none = known != [SOURCE] and not any(each.prepared for each in variants)
-    if request.fallback == "jit" and has_none:
+    if request.fallback == "jit" and known != [SOURCE] and not any(v.prepared for v in variants):
         raise LoadError(f"fallback='jit' needs a target of {name!r} with recompile = true")
     targets = [each for each in known if request.fallback is not None or each != SOURCE]
     targets = targets if target is None else [target]
@@ -437,8 +440,8 @@ def _choose(
     if request.shapes:
         variants = sorted(variants, key=lambda each: (not each.fits(request), each.elements))
     chosen = [[each for each in variants if each.target == target] for target in targets]
-    ways = (_open, _compile) if request.fallback == "jit" else (_open,)
-    return [(each, way) for each in chosen for way in ways if way is _open or each[0].prepared]
+    ways = [Opener.open_shipped, Opener.open_compiled][: 1 + (request.fallback == "jit")]
+    return [(each, way) for each in chosen for way in ways if way is ways[0] or each[0].prepared]
 
 
 def log(level: str, message: str) -> None:
@@ -460,35 +463,10 @@ def _try(way: Any, sizes: list[Variant], request: Request) -> tuple[TargetAttemp
     except Exception as error:
         # Of any kind: a device that has vanished makes onnxruntime raise even MemoryError.
         what = "" if isinstance(error, LoadError) else f"{type(error).__name__}: "
-        when = "" if way is _open else "compiling it on this machine: "
+        when = "" if way is Opener.open_shipped else "compiling it on this machine: "
         return TargetAttempt(variant.target, Outcome.FAILED, f"{when}{what}{error}"), None
     session.epcontext_target = variant.target
     return TargetAttempt(variant.target, Outcome.OPENED, runs_on), session
-
-
-def _open(opener: Opener) -> Any:
-    variant = opener.variant
-    return opener.open(variant.package.on_disk(variant, verify=opener.request.verify))
-
-
-def _compile(opener: Opener) -> Any:
-    # Beside this module only where a target has recompile = true.
-    module = importlib.import_module("._recompile", __package__)
-    return module.open_compiled(sys.modules[__name__], opener)
-
-
-def readable(file: Path, encoding: str, reason: str) -> Path:
-    """``file`` by a path that can be written in ``encoding`` on Windows: its own, or its short one."""
-    if sys.platform != "win32":
-        return file
-    import ctypes
-
-    short = ctypes.create_unicode_buffer(1 << 15)
-    ctypes.windll.kernel32.GetShortPathNameW(str(file), short, len(short))
-    for path in filter(None, (str(file), short.value)):
-        with contextlib.suppress(UnicodeEncodeError):
-            return type(file)(path.encode(encoding).decode(encoding))
-    raise SkipTargetError(f"{reason}, or use another folder than {file}")
 
 
 class Opener:
@@ -512,12 +490,37 @@ class Opener:
             needs = "it was compiled with a secret, which the app has to give"
             raise SkipTargetError(f"{needs}: load(..., provider_options={{{example}}})")
 
+    def open_shipped(self) -> tuple[Any, str]:
+        file = self.variant.package.on_disk(self.variant, verify=self.request.verify)
+        return self.open(file)
+
+    def open_compiled(self) -> Any:
+        # Beside this module only where a target has recompile = true.
+        module = importlib.import_module("._recompile", __package__)
+        return module.open_compiled(sys.modules[__name__], self)
+
+    def readable(self, file: Path, encoding: str, reason: str) -> Path:
+        """``file`` by a path that can be written in ``encoding`` on Windows: its own, or its short one."""
+        if sys.platform != "win32":
+            return file
+        import ctypes
+
+        short = ctypes.create_unicode_buffer(1 << 15)
+        ctypes.windll.kernel32.GetShortPathNameW(str(file), short, len(short))
+        for path in filter(None, (str(file), short.value)):
+            with contextlib.suppress(UnicodeEncodeError):
+                path.encode(encoding)
+                return type(file)(path)
+        raise SkipTargetError(f"{reason}, or use another folder than {file}")
+
     def open(self, file: Path) -> tuple[Any, str]:
         """Open the model ``file``; return the session, and what it runs on."""
         variant, ort, options = self.variant, self.ort, self.request.session_options
         if variant.about.get("needs_code_page"):
             crash = f"{variant.ep} crashes where the path has letters outside the code page"
-            file = readable(file, "mbcs", f"{crash} of Windows; set embed = true for the target")
+            file = self.readable(
+                file, "mbcs", f"{crash} of Windows; set embed = true for the target"
+            )
         self.check(variant.about.get("secrets") or ())
         options = (options() if callable(options) else options) or ort.SessionOptions()
         provider_options = self._provider_options()
@@ -526,30 +529,34 @@ class Opener:
             # Beside this module only where a model has constants.
             module = importlib.import_module("._constants", __package__)
             class_ = module.session_class(ort, variant.constants)
-        is_built_in = self._is_built_in()
+        # onnxruntime also counts a registered library among its own.
+        is_library = variant.plugin or any("library_path" in e.ep_metadata for e in self._devices())
+        is_built_in = not is_library and variant.ep in ort.get_available_providers()
         providers = [(variant.ep, provider_options)] if is_built_in else None
         runs_on = f"{variant.ep} on {variant.device}"
-        with contextlib.nullcontext() if is_built_in else self.lock, warnings.catch_warnings():
-            # The app's own options may still have the EP of a target that failed: these replace it.
-            warnings.filterwarnings("ignore", "Specified 'providers'")
+        had_others = is_built_in and getattr(options, "has_providers", bool)()
+        ignoring = warnings.catch_warnings() if had_others else contextlib.nullcontext()
+        with self.lock if variant.group or not is_built_in else contextlib.nullcontext(), ignoring:
             if not is_built_in:
                 runs_on = self._add_devices(options, provider_options)
+            elif had_others:
+                # The app's own options still have the EP of a target that failed: these replace it.
+                warnings.filterwarnings("ignore", "Specified 'providers'")
             # Now that the EP is found: a target that is skipped leaves the app's options as they are.
             for key, value in texts(variant.ort, "session_options").items():
                 options.add_session_config_entry(key, value)
             session = class_(file, options, providers=providers, enable_fallback=0)
+            if variant.group:
+                # Earlier sessions have to outlive it: in a tuple, which no garbage collector clears.
+                name = (str(variant.package.root), variant.group, variant.target)
+                group = _groups.setdefault(name, weakref.WeakSet())
+                earlier = (x for each in group for x in (*each.epcontext_earlier, each._sess))  # noqa: SLF001
+                session.epcontext_earlier = tuple(dict.fromkeys(earlier))
+                group.add(session)
         # If a library of the EP is missing, onnxruntime only logs it, and opens without the EP.
         found = session.get_providers()
         if variant.ep not in found and found[:1] == [CPU_EP]:
-            hint = "onnxruntime's log may name a missing library"
-            raise SkipTargetError(f"the session was opened without {variant.ep}; {hint}")
-        if variant.group:
-            # Earlier sessions of a weight-sharing group have to outlive the later ones.
-            key_ = (str(variant.package.root), variant.group, variant.target)
-            with _groups_lock:
-                group = _groups.setdefault(key_, weakref.WeakSet())
-                session.epcontext_earlier = list(group)
-                group.add(session)
+            raise SkipTargetError(f"onnxruntime opened it without {variant.ep}: its log has why")
         return session, runs_on
 
     def _provider_options(self) -> dict[str, str]:
@@ -564,12 +571,6 @@ class Opener:
             for name, more in self.request.provider_options.items():
                 result[name] = str(int(more) if isinstance(more, bool) else more)
         return result
-
-    def _is_built_in(self) -> bool:
-        """Whether the EP is part of onnxruntime, which also counts a registered library among its own."""
-        is_library = any("library_path" in each.ep_metadata for each in self._devices())
-        known = self.ort.get_available_providers()
-        return not self.variant.plugin and not is_library and self.variant.ep in known
 
     def _add_devices(self, options: Any, provider_options: dict[str, str]) -> str:
         """Add the EP to ``options``; return what a session will run on."""
@@ -589,7 +590,7 @@ class Opener:
         if policy is None:
             # The devices are interchangeable, and a session takes one.
             options.add_provider_for_devices([device], provider_options)
-            return f"{ep} on {_kind(device)}"
+            return f"{ep} on {device.device.type.name.lower()}"
         # A policy takes no provider options. These keys are where onnxruntime itself keeps them.
         for name, value in provider_options.items():
             options.add_session_config_entry(f"ep.{device.ep_name.lower()}.{name}", value)
@@ -602,12 +603,12 @@ class Opener:
         variant = self.variant
         offered = list(filter(self._passes, self._offered()))
         needed = variant.device if self.kind == "any" else self.kind
-        fitting = [each for each in offered if _kind(each) == needed]
+        fitting = [each for each in offered if each.device.type.name.lower() == needed]
         is_simulated = offered and not variant.about.get("needs_device")
         if self.kind == "any" and not fitting and is_simulated:
             return offered
         if not fitting:
-            kinds = ", ".join(sorted({_kind(each) for each in offered}))
+            kinds = ", ".join(sorted({each.device.type.name.lower() for each in offered}))
             only = f", only {kinds}" if kinds else " on this machine"
             accepts = " (device='any' accepts it)" if is_simulated else ""
             what = "device" if needed == "any" else needed
@@ -656,10 +657,6 @@ class Opener:
         return found
 
 
-def _kind(device: Any) -> str:
-    return str(device.device.type.name).lower()
-
-
 @functools.cache
 def user_folder() -> Path:
     """The app's own folder in the user's cache, or one for this process where that cannot be written."""
@@ -674,11 +671,14 @@ def user_folder() -> Path:
     try:
         folder = Path(base).expanduser() / __name__.split(".")[0]
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError) as error:
         # RuntimeError: this user has no home.
         log("warning", f"the user's cache folder cannot be used, and starts are slower: {error}")
         folder = Path(tempfile.mkdtemp(prefix="epcontext-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        # Not in a process that was forked from this one.
+        maker = os.getpid()
+        atexit.register(lambda: maker == os.getpid() and shutil.rmtree(folder, True))  # type: ignore[func-returns-value]
     return folder
 
 

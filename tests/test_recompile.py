@@ -267,6 +267,36 @@ print(json.dumps([[str(each) for each in steps], sum("is compiled" in each for e
 
 
 @needs_qnn
+def test_a_changed_manifest_is_found_on_request_also_where_it_was_compiled(
+    broken: Any, qnn: Shipper
+) -> None:
+    jit(broken)
+    manifest = qnn.folder / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"basic"', b'"BASIC"'))
+    steps = broken.explain("a", device="any", fallback="jit", verify=True)
+    assert {step.outcome for step in steps} == {"failed"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    import fcntl
+
+    reads, writes = os.pipe()
+    with _recompile._locked(tmp_path / "lock"):
+        if (child := os.fork()) == 0:
+            os.close(writes)
+            os.read(reads, 1)
+            os._exit(0)
+    try:
+        with (tmp_path / "lock").open("ab") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(writes)
+        os.waitpid(child, 0)
+        os.close(reads)
+
+
+@needs_qnn
 def test_of_two_processes_one_compiles(qnn: Shipper, broken: Any, tmp_path: Path) -> None:
     ready = [tmp_path / f"ready{index}" for index in range(2)]
     go = tmp_path / "go"

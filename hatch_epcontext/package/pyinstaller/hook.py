@@ -9,13 +9,16 @@ from pathlib import Path
 from PyInstaller.utils.hooks import collect_all, collect_data_files, logger
 
 _name = Path(__file__).stem.removeprefix("hook-")
-_manifest = json.loads(Path(__file__).parents[1].joinpath("manifest.json").read_bytes())
+_folder = Path(__file__).parents[1]
+_manifest = json.loads((_folder / "manifest.json").read_bytes())
 if _manifest["layout"] == "installed":
     raise SystemExit(
         f"{_name} is an editable install: PyInstaller needs the app's wheel (pip install .)"
     )
 datas, binaries = collect_data_files(_name), []
 hiddenimports = ["importlib.resources", "numpy", "onnxruntime"]
+# The loader imports these only where a model needs them.
+hiddenimports += [f"{_name}.{each.stem}" for each in _folder.glob("_[a-z]*.py")]
 for _component in _manifest["components"].values():
     for _variant in _component["variants"].values():
         _plugin = _variant["additional_metadata"]["hatch-epcontext"].get("plugin")
