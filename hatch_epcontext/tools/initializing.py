@@ -302,9 +302,12 @@ def _listed(root: Path, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield pure.as_posix(), name if isinstance(name, str) else pure.stem
 
 
-def _head(providers: Iterable[Provider], output: str | None) -> Iterator[str]:
+def _head(providers: Sequence[Provider], output: str | None) -> Iterator[str]:
     place = "" if output is None else f"output = {to_toml(output)}  # the folder in the wheel\n"
-    yield f'[{ROOT}]\n{place}# fallback = "none"  # do not ship the source models\n'
+    # Models for the CPU replace the source models.
+    has_sources = all(provider.name != "cpu" for provider in providers)
+    fallback = '# fallback = "none"  # do not ship the source models\n' if has_sources else ""
+    yield f"[{ROOT}]\n{place}{fallback}"
     for provider in providers:
         lines = [
             f"[{ROOT}.targets.{quoted_key(provider.name)}]",
@@ -314,7 +317,8 @@ def _head(providers: Iterable[Provider], output: str | None) -> Iterator[str]:
             lines.append(provider.example)
         if provider.product == "context":
             lines.append("# min-coverage = 0.9  # accept partly compiled models")
-        lines.append('# platforms = ["win_arm64"]  # the wheels that it is for; default: all')
+        if provider.name != "cpu":
+            lines.append('# platforms = ["win_arm64"]  # the wheels that it is for; default: all')
         yield "\n".join(lines) + "\n"
 
 

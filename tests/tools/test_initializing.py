@@ -10,7 +10,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ConfigError
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.tools.initializing import NewModel, add_models
 from hatch_epcontext.tools.project import Project
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestedConstant, SuggestReply
@@ -297,6 +297,14 @@ def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> Non
 def test_an_unusable_pyproject_is_an_error(project: Path, before: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         add_models(project, before, [new()], [QNN])
+
+
+@pytest.mark.parametrize("provider", [CPU, QNN])
+def test_comments_about_the_source_models_and_platforms_are_not_for_the_cpu(
+    project: Path, provider: Provider
+) -> None:
+    made = add_models(project, "", [new("models/a.onnx")], [provider])
+    assert (made.count("# fallback"), made.count("# platforms")) == (int(provider is QNN),) * 2
 
 
 def test_the_minimum_coverage_is_a_comment_in_the_targets_table(project: Path) -> None:
