@@ -185,7 +185,10 @@ def near_name(name: str, allowed: Iterable[str]) -> str | None:
     # Imported here: only messages about mistakes need it.
     import difflib
 
-    near = difflib.get_close_matches(name, list(allowed), n=1)
+    names = list(allowed)
+    # Of short names: "npu" is not "cpu". Of abbreviations: "dimensions" is "dims".
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    near += [each for each in names if len(each) > 3 and each[:3] == name[:3]]
     return f'Did you mean "{near[0]}"?' if near else None
 
 

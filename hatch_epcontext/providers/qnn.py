@@ -178,8 +178,8 @@ def _contradictions_of_one(options: Mapping[str, str]) -> dict[str, str]:
     known = _ARCH_OF_SOC.get(soc)
     if known and arch not in ("0", known):
         return {
-            "htp_arch": f"soc_model {soc} has the HTP architecture {known}; "
-            f"the EP would ignore htp_arch = {arch}"
+            "htp_arch": f"soc_model {soc} has the HTP architecture {known}: write that instead of "
+            f"{arch}, which the EP would ignore"
         }
     return {}
 
