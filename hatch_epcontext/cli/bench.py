@@ -23,8 +23,14 @@ from hatch_epcontext.text import show_size
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.measuring import Bench, Compiled, Measured, Series, bench
 
+# Click keeps the lines of a paragraph that begins with a backspace.
+_EXAMPLE = """\b
+Example:
+  epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1
+"""
 
-@click.command("bench")
+
+@click.command("bench", epilog=_EXAMPLE)
 @models_argument
 @job_flags
 @click.option(

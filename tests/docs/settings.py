@@ -129,6 +129,12 @@ WRITTEN_OUT = {
     "epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1 --plot bench.png": (
         "epcontext bench model.onnx -p cpu --dim batch=1 --plot bench.png -n 1 --no-embed"
     ),
+    "epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1": (
+        "epcontext bench model.onnx -p cpu --dim batch=1 -n 1 --no-embed"
+    ),
+    "epcontext bench my_app/digits.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1": (
+        "epcontext bench my_app/digits.onnx -p cpu --dim batch=1 -n 1 --no-embed"
+    ),
     "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
     "epcontext compile MODEL... --package DIR": (
         "epcontext compile model.onnx --package DIR -p cpu --dim batch=1"
