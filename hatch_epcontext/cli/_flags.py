@@ -58,13 +58,15 @@ def provider_option(*, required: bool = True) -> Callable[[Command], Command]:
     )
 
 
-models_argument = click.argument(
-    "models",
-    nargs=-1,
-    required=True,
-    metavar="MODEL...",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-)
+def models_argument(*, required: bool = True) -> Callable[[Command], Command]:
+    """``MODEL...``."""
+    return click.argument(
+        "models",
+        nargs=-1,
+        required=required,
+        metavar="MODEL..." if required else "[MODEL...]",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    )
 
 
 def _pairs(*names: str, help: str, metavar: str) -> Command:  # noqa: A002
@@ -152,10 +154,13 @@ def loading_flags(command: Command) -> Command:
     return _with_options(_bundled(command), *_LOADING, *_INPUTS, _SETTING)
 
 
-def job_flags(command: Command) -> Command:
-    """The flags about compiling models; the command gets ``provider``, and the others as ``job``."""
-    flags = (provider_option(), *_LOADING, *_INPUTS, _OPTIMIZATION, _SETTING)
-    return _with_options(_bundled(command), *flags)
+def job_flags(*, required: bool = True) -> Callable[[Command], Command]:
+    """The flags about compiling models; the command gets ``provider``, and the others as ``job``.
+
+    Without ``required`` the command's models may be a project's, and ``provider`` None.
+    """
+    flags = (provider_option(required=required), *_LOADING, *_INPUTS, _OPTIMIZATION, _SETTING)
+    return lambda command: _with_options(_bundled(command), *flags)
 
 
 def preview_flags(command: Command) -> Command:

@@ -13,6 +13,7 @@ from hatch_epcontext.cli._common import Verbosity, verbosity_options
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
 from hatch_epcontext.cli._output import add_row, echo, show, table
+from hatch_epcontext.cli._project import project_config
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import Output, temp_dir, write_atomically
 from hatch_epcontext.jobs.plan import Plan, plan
@@ -24,15 +25,17 @@ from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.measuring import Bench, Compiled, Measured, Series, bench
 
 # Click keeps the lines of a paragraph that begins with a backspace.
-_EXAMPLE = """\b
-Example:
+_EXAMPLES = """\b
+Examples:
   epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1
+  epcontext bench --target x-elite
 """
 
 
-@click.command("bench", epilog=_EXAMPLE)
-@models_argument
-@job_flags
+@click.command("bench", epilog=_EXAMPLES)
+@models_argument(required=False)
+@job_flags(required=False)
+@click.option("-t", "--target", help="The target of the project, without MODEL.")
 @click.option(
     "--embed/--no-embed",
     default=None,
@@ -66,8 +69,9 @@ Example:
 def bench_(
     ctx: click.Context,
     models: tuple[Path, ...],
-    provider: str,
+    provider: str | None,
     job: JobSettings,
+    target: str | None,
     embed: bool | None,
     runs: int,
     markdown: bool,
@@ -82,17 +86,20 @@ def bench_(
     prepared source on the EP, which compiles it at each start; and the compiled form, with the blob beside
     and inside the context model. The table has medians with the range, and the peak memory of an open
     session. The cache is not used.
+
+    Without MODEL: the models of the project in the current folder, as configured for the only target, or for
+    --target.
     """
     _check_outputs(json_path, plot_path)
-    named = name_models(models)
-    use_flag_names(named, "not every model could be measured")
     verbosity = Verbosity(quiet, verbose)
-    known = find(provider)
-    both = embed is None and known is not None and known.product == "context"
-    plans: dict[bool | None, Plan] = {
-        each: plan(configure(named, provider, dataclasses.replace(job, embed=each)).on_this_machine)
-        for each in ((False, True) if both else (embed,))
-    }
+    if not models:
+        if provider is not None or job != JobSettings() or embed is not None:
+            raise click.UsageError("These flags are for MODEL, and it is missing.")
+        plans = _plan_of_project(target)
+    elif provider is None or target is not None:
+        raise click.UsageError("With MODEL give --provider, and not --target.")
+    else:
+        plans = _plans(models, provider, job, embed)
     workers = verbosity.workers(next(iter(plans.values())).config.build.timeout)
     with temp_dir() as staging, verbosity.progress("measuring", _steps(plans)) as log:
         measured = bench(plans, staging, runs, workers, log)
@@ -110,6 +117,31 @@ def bench_(
     if measured.failures:
         raise BuildError(*measured.failures)
     ctx.exit(1 if any(each.error is not None for each in measured.measured) else 0)
+
+
+def _plans(
+    models: tuple[Path, ...], provider: str, job: JobSettings, embed: bool | None
+) -> dict[bool | None, Plan]:
+    """The plans for `bench`: with the blob beside and inside, or as in ``embed``."""
+    named = name_models(models)
+    use_flag_names(named, "not every model could be measured")
+    known = find(provider)
+    both = embed is None and known is not None and known.product == "context"
+    return {
+        each: plan(configure(named, provider, dataclasses.replace(job, embed=each)).on_this_machine)
+        for each in ((False, True) if both else (embed,))
+    }
+
+
+def _plan_of_project(target: str | None) -> dict[bool | None, Plan]:
+    """The plan for `bench` of the project in the current folder, for one target."""
+    config = project_config(Path().absolute(), (target,) if target else (), ())
+    targets = {each.name: each for each in config.targets}
+    if len(targets) != 1:
+        raise click.UsageError(f"Choose one target: --target {' or '.join(targets) or 'NAME'}.")
+    (chosen,) = targets.values()
+    is_context = chosen.provider.product == "context"
+    return {chosen.settings.embed if is_context else None: plan(config.on_this_machine)}
 
 
 def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:

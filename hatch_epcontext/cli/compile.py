@@ -37,7 +37,7 @@ Examples:
 
 
 @click.command("compile", epilog=_EXAMPLES)
-@models_argument
+@models_argument()
 @click.option(
     "-o",
     "--output",
@@ -57,7 +57,7 @@ Examples:
     help="Whether the model package contains the source models. The default is auto: those that no "
     "other variant replaces on the CPU.",
 )
-@job_flags
+@job_flags()
 @click.option(
     "--embed/--no-embed",
     default=None,

@@ -88,9 +88,9 @@ def test_examples_stand_on_lines_of_their_own(cli: Cli) -> None:
     assert "\b" not in printed
     assert printed.endswith(
         "  Examples:\n"
-        "    epcontext compile model.onnx -o model_ctx.onnx -p qnn -O soc_model=60 --dim batch=1\n"
+        "    epcontext compile model.onnx -o model_ctx.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1\n"
         "    epcontext compile prefill.onnx decode.onnx -o out -p qnn --share-weights\n"
-        "    epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60\n"
+        "    epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60 -O htp_arch=73\n"
     )
 
 

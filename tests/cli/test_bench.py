@@ -73,6 +73,18 @@ def test_charts_and_measurements_replace_only_their_like(
         assert mine.read_bytes() == source.read_bytes()
 
 
+def test_without_models_those_of_the_project_are_measured(
+    cli: Cli, app_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(app_project)
+    rows = cli("bench", "-t", "one", "-n", "1", "-q", "--markdown").stdout.splitlines()
+    assert [row.split()[1] for row in rows[2:6]] == ["a", "a", "b", "b"]
+    assert "--target one or two" in cli("bench", code=2).stderr
+    model = app_project / "models" / "a.onnx"
+    for wrong in (("-p", "cpu"), ("--no-embed",), (model,), (model, "-p", "cpu", "-t", "one")):
+        cli("bench", *wrong, code=2)
+
+
 def test_a_failed_model_is_reported_and_the_others_are_measured(
     cli: Cli, source: Path, tmp_path: Path
 ) -> None:
