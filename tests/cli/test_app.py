@@ -86,12 +86,8 @@ def test_every_command_has_a_summary_of_one_line() -> None:
 def test_examples_stand_on_lines_of_their_own(cli: Cli) -> None:
     printed = cli("compile", "--help").stdout
     assert "\b" not in printed
-    assert printed.endswith(
-        "  Examples:\n"
-        "    epcontext compile model.onnx -o model_ctx.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1\n"
-        "    epcontext compile prefill.onnx decode.onnx -o out -p qnn --share-weights\n"
-        "    epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60 -O htp_arch=73\n"
-    )
+    _, examples = printed.split("  Examples:\n")
+    assert examples.count("\n    epcontext compile ") + 1 == len(examples.splitlines()) == 3
 
 
 def _commands(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
