@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._flag_errors import FlagNames, use_flag_names
 from hatch_epcontext.cli._flags import preview_flags
 from hatch_epcontext.cli._output import add_row, echo, show, table
@@ -17,13 +18,16 @@ from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.package.manifest import ComponentMetadata, ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.text import count, pairs, show_size
+from hatch_epcontext.text import count, listing, pairs, show_size
 from hatch_epcontext.text import show as shown_value
 from hatch_epcontext.tools import inspecting as tool
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.previewing import Preview, preview
 from hatch_epcontext.worker.requests import InspectReply
 from hatch_epcontext.worker.results import NodeFacts
+
+_MAX_NAMED = 3
+"""The most files that a line names."""
 
 
 @click.command()
@@ -44,7 +48,7 @@ def inspect(
     model needs onnx, but not ONNX Runtime.
 
     --verify fails if a file is missing, or differs from the manifest or the wheel's RECORD, or if a wheel has
-    no models.
+    no models. It also names the plain models that a wheel has beside its packages.
 
     --provider also shows the nodes of a source model that the provider's EP cannot compile, why, and what to
     set. Nothing is compiled. If the EP is installed and reports its reasons, these are shown too.
@@ -70,6 +74,9 @@ def inspect(
     if verified is not None:
         verified.check()
         echo(f"verified: {_describe(verified)}", err=as_json)
+        if verified.plain:
+            plain = listing(verified.plain, _MAX_NAMED)
+            warn(f"{path.name} also has {plain}: leave out what the app opens with load().")
 
 
 def _describe(verified: tool.Verification) -> str:

@@ -116,13 +116,15 @@ class Verification:
     """A comparison of files with their records.
 
     ``files``: the number of files that the manifests or the model name; ``recorded``: the number in RECORD,
-    None if it is not a wheel; ``models`` and ``variants``: their numbers in the packages.
+    None if it is not a wheel; ``models`` and ``variants``: their numbers in the packages; ``plain``: the ONNX
+    files of an archive that are in none of its packages.
     """
 
     files: int
     recorded: int | None = None
     models: int = 0
     variants: int = 0
+    plain: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
     def check(self) -> None:
@@ -138,6 +140,7 @@ def verify(path: Path, inspection: Inspection) -> Verification:
         return Verification(_named_files(inspection.model), problems=problems)
     packages = inspection.packages
     recorded = None
+    plain: tuple[str, ...] = ()
     found: list[Problem] = []
     if path.is_dir():
         for folder, package in packages.items():
@@ -146,14 +149,22 @@ def verify(path: Path, inspection: Inspection) -> Verification:
         is_wheel = path.suffix == _WHEEL
         number, found = collect(finished.check(path, packages, is_wheel=is_wheel))
         recorded = number if is_wheel else None
+        plain = _plain_models(path, packages)
     components = [each for package in packages.values() for each in package.components.values()]
     return Verification(
         sum(len(each.files) + len(each.unrecorded) for each in packages.values()),
         recorded,
         len(components),
         sum(len(component.variants) for component in components),
+        plain,
         tuple(found),
     )
+
+
+def _plain_models(path: Path, packages: Mapping[str, ModelPackage]) -> tuple[str, ...]:
+    with zipfile.ZipFile(path) as archive:
+        models = [PurePosixPath(name) for name in archive.namelist() if name.endswith(".onnx")]
+    return tuple(str(each) for each in models if packages.keys().isdisjoint(map(str, each.parents)))
 
 
 def verify_model(path: Path, model: InspectReply) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -46,7 +47,7 @@ def test_a_wheel_as_json(cli: Cli, wheel: Path) -> None:
     found = json.loads(result.stdout)
     assert (found["path"], found["model"]) == (str(wheel), None)
     assert found["verification"] == {
-        "files": 7, "recorded": 11, "models": 2, "variants": 6, "problems": []
+        "files": 7, "recorded": 11, "models": 2, "variants": 6, "plain": [], "problems": []
     }  # fmt: skip
     package = found["packages"]["my_app/epcontext"]
     assert (package["schema_version"], package["layout"]) == ("1.0", "portable")
@@ -74,6 +75,15 @@ def test_changed_and_missing_files_of_a_package_are_found(
     damaged = [package / "a" / "one" / "a_optimized.onnx", package / "b" / "source" / "b.onnx"]
     result = cli("inspect", package, "--verify", code=1)
     assert problems(result) == [f"{path}: EPC506" for path in damaged]
+
+
+def test_plain_models_in_a_wheel_are_named(cli: Cli, wheel: Path, tmp_path: Path) -> None:
+    assert cli("inspect", wheel, "--verify").stderr == ""
+    archive = tmp_path / "a.zip"
+    shutil.copy(wheel, archive)
+    with zipfile.ZipFile(archive, "a") as added:
+        added.writestr("my_app/a.onnx", b"")
+    assert "my_app/a.onnx" in cli("inspect", archive, "--verify").stderr
 
 
 def test_a_damaged_wheel_is_found(cli: Cli, wheel: Path, tmp_path: Path) -> None:
