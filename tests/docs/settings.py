@@ -132,9 +132,8 @@ WRITTEN_OUT = {
     "epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1": (
         "epcontext bench model.onnx -p cpu --dim batch=1 -n 1 --no-embed"
     ),
-    "epcontext bench my_app/digits.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1": (
-        "epcontext bench my_app/digits.onnx -p cpu --dim batch=1 -n 1 --no-embed"
-    ),
+    "epcontext bench --target x-elite": "epcontext bench --target cpu -n 1",
+    "epcontext bench --target qnn": "epcontext bench --target cpu -n 1",
     "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
     "epcontext compile MODEL... --package DIR": (
         "epcontext compile model.onnx --package DIR -p cpu --dim batch=1"
@@ -151,7 +150,6 @@ WRITTEN_OUT = {
         "epcontext doctor --library onnxruntime_qnn --ep-name QNNExecutionProvider "
         "--option backend_type=htp --graph gemm"
     ),
-    "epcontext inspect MODEL --provider qnn": "epcontext inspect my_app/digits.onnx",
     "epcontext inspect MODEL --provider P": (
         "epcontext inspect model.onnx --provider qnn --dim batch=1"
     ),
