@@ -85,7 +85,9 @@ def pytest_xdist_auto_num_workers() -> int | None:
     """One process more than cores, because tests wait for other processes; xdist's variable wins."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
-    return 1 + len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    # The container or the user may allow only some.
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return allowed + 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
