@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -276,16 +277,18 @@ def _marker(provider: Provider) -> str:
 
 def _python(project: Project) -> Iterator[str]:
     """A note if the project may be for older versions of Python than the loader."""
-    given = project.values.get("project", {}).get("requires-python")
+    key, file = "requires-python", "pyproject.toml"
+    given = project.values.get("project", {}).get(key)
+    if "project" not in project.values and (files := _setup_files(project)):
+        key, file = "python_requires", next(iter(files))
+        found = re.search(r"python_requires\s*=\s*[\"']?([^\"'\n]*)", "\n".join(files.values()))
+        given = found and found[1].strip()
     oldest, older = _OLDEST_PYTHON, f"{_OLDEST_PYTHON[0]}.{_OLDEST_PYTHON[1] - 1}"
     needed = f"the loader needs Python {oldest[0]}.{oldest[1]} or newer."
     try:
-        if "project" not in project.values and (files := _setup_files(project)):
-            if not any("python_requires" in text for text in files.values()):
-                yield f'Set python_requires=">={oldest[0]}.{oldest[1]}" in {next(iter(files))}: {needed}'
-        elif given is None:
-            yield f"requires-python is not set in pyproject.toml, and {needed}"
+        if given is None:
+            yield f"{key} is not set in {file}, and {needed}"
         elif isinstance(given, str) and SpecifierSet(given).contains(older):
-            yield f"requires-python is {to_toml(given)}, and {needed}"
+            yield f"{key} is {to_toml(given)}, and {needed}"
     except InvalidSpecifier:
         return

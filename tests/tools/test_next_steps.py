@@ -95,7 +95,9 @@ def test_a_project_without_metadata_in_pyproject_keeps_it_so(
     assert advice in notes
     assert "requires-python" not in notes
     assert "tool.setuptools" not in notes
-    assert "the loader needs Python 3.10" in notes
+    assert f"python_requires is not set in {file}" in notes
+    (project / file).write_text('python_requires = ">=3.8"')
+    assert 'python_requires is ">=3.8"' in "\n".join(next_steps(project, TABLE).notes)
     (project / file).write_text(f'python_requires=">=3.10"\n{advice}')
     done = "\n".join(next_steps(project, TABLE).notes)
     assert "package_data" not in done
