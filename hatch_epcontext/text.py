@@ -186,8 +186,9 @@ def near_name(name: str, allowed: Iterable[str]) -> str | None:
     import difflib
 
     names = list(allowed)
-    # Of short names: "npu" is not "cpu". Of abbreviations: "dimensions" is "dims".
+    # "npu" is not "cpu", but "ned" is "net", and "dimensions" is "dims".
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    near += difflib.get_close_matches(name, [each for each in names if each[:1] == name[:1]], n=1)
     near += [each for each in names if len(each) > 3 and each[:3] == name[:3]]
     return f'Did you mean "{near[0]}"?' if near else None
 

@@ -161,6 +161,7 @@ def test_a_long_list_is_left_out_beside_a_near_name() -> None:
     assert suggestion("name-1x", names) == 'Did you mean "name-1"?'
     assert suggestion("other", names).startswith("Allowed: name-0, name-1,")
     assert suggestion("on", ["one", "two"]) == 'Did you mean "one"? Allowed: one, two.'
+    assert suggestion("ned", ["net"]) == 'Did you mean "net"? Allowed: net.'
     assert suggestion("npu", ["qnn", "cpu"]) == "Allowed: qnn, cpu."
     assert suggestion("dimensions", ["dims", "cut"]).startswith('Did you mean "dims"?')
 
