@@ -24,6 +24,7 @@ TITLES = {
     "cpu": "ONNX Runtime's CPU kernels",
     "qnn": "QNN's simulator",
     "openvino": "OpenVINO on a CPU",
+    "tensorrt-rtx": "TensorRT RTX, by its library and without a GPU",
 }
 
 

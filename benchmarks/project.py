@@ -18,6 +18,11 @@ TARGETS: Mapping[str, Mapping[str, Any]] = {
     "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}},
     # The script by hand fixes the shapes too.
     "openvino": {"provider": "openvino", "static-shapes": True},
+    # By NVIDIA's library, which needs no GPU.
+    "tensorrt-rtx": {
+        "provider": "tensorrt-rtx",
+        "compute-capabilities": ["8.6", "8.9", "12.0"],
+    },
 }
 """The keys of the only target, by the name of its provider."""
 

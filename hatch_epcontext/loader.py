@@ -577,14 +577,14 @@ class Opener:
         # Listed again each time: onnxruntime forgets the devices of a library that is unregistered.
         device, ep, answer = self.find_devices()[0], self.variant.ep, None
         # Python sessions do not compare it. Not with QNN, which crashes after a session was closed.
-        if self.variant.compatibility and ep == "OpenVINOExecutionProvider":
+        if self.variant.compatibility and ep.startswith(("OpenVINO", "NvTensorRTRTX")):
             # Also an onnxruntime that is too old, or an EP that gives no answer, may be able to run it.
             with contextlib.suppress(Exception):
                 module = importlib.import_module("onnxruntime.capi._pybind_state")
                 compare = module.get_model_compatibility_for_ep_devices
                 answer = compare([device], self.variant.compatibility).name
         if answer == "EP_UNSUPPORTED":
-            compiled = f"not compatible with what was compiled ({self.variant.compatibility})"
+            compiled = f"not compatible with what was compiled ({self.variant.compatibility[:40]})"
             raise SkipTargetError(f"{ep} on this machine is {compiled}")
         policy = self.variant.settings.get("policy")
         if policy is None:

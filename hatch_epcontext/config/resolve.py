@@ -34,7 +34,7 @@ from hatch_epcontext.config.tables import (
     TargetTable,
     ValidateTable,
 )
-from hatch_epcontext.config.targets import NamedTarget, named_target
+from hatch_epcontext.config.targets import NamedTarget, compile_with, named_target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Profile, Provider
@@ -283,6 +283,9 @@ def _compile_settings(
         "session_options": render_options(table.session_options),
         "device": device,
         "static_shapes": static_shapes,
+        "compile_with": compile_with(table),
+        # Their order changes nothing.
+        "compute_capabilities": tuple(sorted(table.compute_capabilities or (), key=_number)),
         "device_filter": {name: str(value) for name, value in table.device_filter.items()},
         "quantize": _quantize(table, provider),
         # A sidecar by default: large models need one, and no known EP requires embedding.
@@ -292,6 +295,14 @@ def _compile_settings(
         else None,
     }
     return CompileSettings(**{**copied, **derived})
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        # Another check reports it.
+        return 0.0
 
 
 def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hatch_epcontext.config.tables import (
     BuildTable,
+    CompileWith,
     Dequantize,
     Editable,
     Fallback,
@@ -97,6 +98,8 @@ class CompileSettings:
     unroll_limit: int = 5000
     without_rewrites: tuple[RewriteName, ...] = ()
     recompile: bool = False
+    compile_with: CompileWith = "ep"
+    compute_capabilities: tuple[str, ...] = ()
     dequantize: Dequantize | None = None
     quantize: Quantize | None = None
 
@@ -138,7 +141,13 @@ class Target:
     def provider(self) -> Provider:
         """What is known of the EP."""
         settings = self.settings
-        return configured(settings.provider, settings.ep, self.plugin, unchecked=self.unchecked)
+        return configured(
+            settings.provider,
+            settings.ep,
+            self.plugin,
+            unchecked=self.unchecked,
+            by_library=settings.compile_with == "library",
+        )
 
     @property
     def has_secrets(self) -> bool:

@@ -17,6 +17,7 @@ from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import parse_size
 
 Optimization = Literal["none", "basic", "extended", "all"]
+CompileWith = Literal["ep", "library"]
 Policy = Literal[
     "default",
     "prefer-cpu",
@@ -271,6 +272,15 @@ class _WholeTarget(NarrowableTable):
     virtual_devices: bool = _key(
         "Compile for a device that the machine does not have (OpenVINO's NPUs).",
         False,
+    )
+    compile_with: CompileWith | None = _key(
+        "What compiles: the EP on its device (`ep`), or NVIDIA's own library, which needs no GPU (`library`, "
+        "TensorRT RTX): see `docs/rtx.md`.",
+        when_missing="`library` with `compute-capabilities`, otherwise `ep`",
+    )
+    compute_capabilities: tuple[str, ...] | None = _key(
+        'The GPUs that the library compiles for, such as `["8.6", "8.9", "12.0"]`.',
+        when_missing="the library's own choice",
     )
     library: str | None = _key(
         "The EP's plugin library: a package with `get_library_path()`, or a path.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from importlib import metadata
@@ -46,11 +47,15 @@ _IN_TURN = (
 
 def _relevant_distributions(target: Target) -> frozenset[str]:
     """The distributions whose versions can change what is compiled for ``target``."""
-    wanted = target.requirements or target.provider.requirements
-    named: set[str] = {_name(r) for r in wanted}
-    plugin = target.provider.plugin
-    if plugin is not None and plugin.module:
-        named |= owners(plugin.module.split(".")[0])
+    provider, plugin = target.provider, target.provider.plugin
+    if provider.by_library and provider.library is not None:
+        # What was compiled without the EP does not depend on it.
+        named = {*owners(provider.library.module.split(".")[0])}
+        wanted = provider.library.requirements
+    else:
+        named = {*owners(plugin.module.split(".")[0])} if plugin and plugin.module else set()
+        wanted = target.requirements or provider.requirements
+    named |= {_name(each) for each in wanted}
     return frozenset({*named, *DISTRIBUTIONS})
 
 
@@ -165,7 +170,7 @@ def _unavailable(target: Target) -> str | None:
     if target.requirements is not None:
         return None
     python = (sys.version_info.major, sys.version_info.minor)
-    return target.provider.unavailable(python, sys.platform)
+    return target.provider.unavailable(python, sys.platform, platform.machine())
 
 
 def _check_available(targets: Iterable[Target]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import (
     QUANTIZED,
+    CompilerLibrary,
     MoreCoverage,
     Plugin,
     Product,
@@ -37,6 +38,7 @@ __all__ = [
     "DISTRIBUTIONS",
     "PROVIDERS",
     "QUANTIZED",
+    "CompilerLibrary",
     "Device",
     "MissingLibrary",
     "MoreCoverage",
@@ -90,12 +92,28 @@ def find(name: str) -> Provider | None:
     return next((provider for provider in PROVIDERS.values() if provider.has_name(name)), None)
 
 
-def configured(name: str, ep: str, plugin: Plugin | None, *, unchecked: bool = False) -> Provider:
+def configured(
+    name: str,
+    ep: str,
+    plugin: Plugin | None,
+    *,
+    unchecked: bool = False,
+    by_library: bool = False,
+) -> Provider:
     """The provider called ``name``, with the EP that a configuration names and the library of that EP.
 
-    With ``unchecked`` it counts as able to share weights.
+    With ``unchecked`` it counts as able to share weights; ``by_library``: the vendor's library compiles.
     """
     provider = PROVIDERS[name]
+    if by_library and provider.library is not None:
+        provider = replace(
+            provider,
+            by_library=True,
+            requirements=provider.library.requirements,
+            conflicts=(),
+            distributions=("onnxruntime", *DISTRIBUTIONS[1:]),
+            exclusive_device=False,
+        )
     if (ep, plugin) != (provider.ep, provider.plugin):
         own = ("onnxruntime", "onnxruntime-gpu")
         provider = replace(
@@ -104,10 +122,11 @@ def configured(name: str, ep: str, plugin: Plugin | None, *, unchecked: bool = F
             plugin=plugin,
             distributions=tuple(dict.fromkeys((*own, *provider.distributions))),
             # Only the configuration can name the library's requirements.
-            requirements=(),
-            systems=(),
+            requirements=provider.requirements if provider.by_library else (),
+            systems=provider.systems if provider.by_library else (),
         )
-    if unchecked and provider.product == "context" and not provider.shares_weights:
+    no_sharing = provider.product == "context" and not provider.shares_weights
+    if unchecked and no_sharing and not provider.by_library:
         # Only an attempt shows whether the machine can open its contexts.
         provider = replace(provider, shares_weights=True, loads_shared=True)
     return provider

@@ -138,6 +138,20 @@ class MoreCoverage:
 
 
 @dataclass(frozen=True)
+class CompilerLibrary:
+    """A vendor's library that compiles what an EP runs, on machines without the EP's device.
+
+    ``module``: its Python module. ``capabilities``: the compute capabilities of the GPUs that it compiles
+    for. ``options``: the EP's options that it has; the EP's others for compiling are errors.
+    """
+
+    module: str
+    requirements: tuple[str, ...]
+    capabilities: tuple[str, ...]
+    options: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Provider:
     """Facts about one execution provider.
 
@@ -216,6 +230,12 @@ class Provider:
 
     plugin: Plugin | None = None
     """None for an EP that is part of ONNX Runtime's own distribution."""
+
+    library: CompilerLibrary | None = None
+    """The vendor's own compiler, which a target can use instead of the EP."""
+
+    by_library: bool = False
+    """Whether the target uses it: the EP is only needed to run what was compiled."""
 
     needs_library: bool = False
     """Whether the configuration has to name the EP's library."""
@@ -373,10 +393,12 @@ class Provider:
         """The name of the file that ``model`` is compiled into."""
         return f"{model}_{'ctx' if self.product == 'context' else 'optimized'}.onnx"
 
-    def unavailable(self, python: tuple[int, int], system: str) -> str | None:
-        """Why ``requirements`` cannot be installed on this version of Python and this ``sys.platform``;
-        None if they can.
+    def unavailable(self, python: tuple[int, int], system: str, machine: str = "") -> str | None:
+        """Why ``requirements`` cannot be installed on this version of Python, this ``sys.platform`` and this
+        ``platform.machine()``; None if they can.
         """
+        if self.by_library and machine.lower() not in ("", "x86_64", "amd64"):
+            return f"has a library for x86-64 only, and this is {machine}"
         if python < self.python:
             needed, found = (".".join(map(str, version)) for version in (self.python, python))
             return f"needs Python {needed} or newer, and this is {found}"

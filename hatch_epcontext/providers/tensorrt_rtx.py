@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
-from hatch_epcontext.providers.base import Plugin, ProfileOptions, Provider, Tolerance
+from hatch_epcontext.providers.base import (
+    CompilerLibrary,
+    Plugin,
+    ProfileOptions,
+    Provider,
+    Tolerance,
+)
 from hatch_epcontext.providers.option import Option, choice, number, pointer, switch, text
 
 _PROFILES = ProfileOptions(
@@ -19,6 +25,43 @@ _PROFILES = ProfileOptions(
 )
 _SHAPES = "of the profiles, as `input:1x3,...`; prefer `profiles`"
 _UINT64 = 2**64 - 1
+
+_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
+"""The compute capabilities that an engine can be for, in the order of their bits in its header."""
+
+_MAGIC, _VERSION, _GPUS, _HEADER = b"vtrt", 24, 32, 64
+"""An engine begins with a magic number; the library's version and the GPUs are at these bytes of its header.
+That is no documented format: it was found by comparing engines of 1.7.1.116."""
+
+
+def _compiled_for(compatibility: str) -> dict[str, str]:
+    """Read the compatibility string, which is the header of an engine in hexadecimal digits."""
+    try:
+        header = bytes.fromhex(compatibility)
+    except ValueError:
+        return {}
+    if len(header) != _HEADER or not header.startswith(_MAGIC):
+        return {}
+    bits = int.from_bytes(header[_GPUS : _GPUS + 4], "little")
+    gpus = [each for bit, each in enumerate(_CAPABILITIES) if bits >> bit & 1]
+    return {
+        "compute capability": ", ".join(gpus),
+        "TensorRT RTX": ".".join(map(str, header[_VERSION : _VERSION + 4])),
+    }
+
+
+def _disagreement(
+    compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
+) -> str | None:
+    """Compare the version in the engine's header with that of the context, such as ``"10701"``."""
+    version = _compiled_for(compatibility).get("TensorRT RTX")
+    if version is None or not ep_sdk_version:
+        return None
+    major, minor, patch, _ = map(int, version.split("."))
+    if ep_sdk_version == str(10_000 * major + 100 * minor + patch):
+        return None
+    return f"the context names the version {ep_sdk_version}, and its engine is of {version}"
+
 
 _OPTIONS: Mapping[str, Option] = {
     "device_id": number("Number of the GPU", scope="both"),
@@ -89,6 +132,21 @@ PROVIDER = Provider(
         "onnxruntime-ep-nv-tensorrt-rtx-cu13",
         "NvTensorRTRTXExecutionProvider",
     ),
+    library=CompilerLibrary(
+        module="tensorrt_rtx_bindings.tensorrt_rtx",
+        requirements=("tensorrt-rtx-cu13-bindings>=1.7,<1.8", "tensorrt-rtx-cu13-libs>=1.7,<1.8"),
+        capabilities=_CAPABILITIES,
+        options=frozenset(
+            {
+                "device_id",
+                "enable_cuda_graph",
+                "nv_multi_profile_enable",
+                "nv_max_workspace_size",
+                "nv_max_shared_mem_size",
+                "nv_detailed_build_log",
+            }
+        ),
+    ),
     options=_OPTIONS,
     deprecated={
         "profile_min_shapes": "nv_profile_min_shapes, or a table in profiles",
@@ -101,6 +159,8 @@ PROVIDER = Provider(
     },
     profiles=_PROFILES,
     runtime_cache="nv_runtime_cache_path",
+    compiled_for=_compiled_for,
+    disagreement=_disagreement,
     sources=(
         'onnxruntime.ai, "NVIDIA TensorRT RTX Execution Provider"',
         "`tensorrt_rtx_provider_options.h` in onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0",
@@ -110,7 +170,10 @@ PROVIDER = Provider(
             'For CUDA 12: `requirements = ["onnxruntime-ep-nv-tensorrt-rtx-cu12>=0.5"]`. The two packages '
             "contain the same files, so an environment can have only one."
         ),
-        "Without a driver (`libcuda.so.1`) its library does not load, even with `nv_target_sm`.",
+        (
+            "Without a driver (`libcuda.so.1`) the EP does not load, even with `nv_target_sm`. NVIDIA's own "
+            "library compiles without a GPU: see [TensorRT RTX without a GPU](rtx.md)."
+        ),
         (
             "Set `nv_runtime_cache_path` in `load-options`: it is a folder on the user's machine, such as "
             '`"{user-cache}/rtx"`, which the loader creates.'

@@ -172,6 +172,11 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     ),
     "policy": ('provider = "openvino"\npolicy = "max-efficiency"', "max-efficiency"),
     "virtual_devices": ('provider = "openvino"\nvirtual-devices = true', True),
+    "compile_with": ('provider = "tensorrt-rtx"\ncompile-with = "library"', "library"),
+    "compute_capabilities": (
+        'provider = "tensorrt-rtx"\ncompute-capabilities = ["8.9", "12.0"]',
+        ("8.9", "12.0"),
+    ),
     "optimization": ('provider = "cpu"\noptimization = "all"', "all"),
     "static_shapes": ('provider = "cpu"\nstatic-shapes = true', True),
     "embed": ('provider = "qnn"\nembed = true', True),

@@ -11,10 +11,10 @@ from hatch_epcontext.config.checks.common import check_name
 from hatch_epcontext.config.checks.options import check_options, check_session_options
 from hatch_epcontext.config.environ import ALL
 from hatch_epcontext.config.tables import NarrowableTable, ProfileTable
-from hatch_epcontext.config.targets import NamedTarget
+from hatch_epcontext.config.targets import NamedTarget, compile_with
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.loader import SOURCE
-from hatch_epcontext.providers import PROVIDERS, Provider, find
+from hatch_epcontext.providers import PROVIDERS, CompilerLibrary, Provider, find
 from hatch_epcontext.text import listing, show, suggestion, toml_key
 
 
@@ -39,6 +39,7 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
     """A target's table, without its name."""
     key, table, provider = target.key, target.table, target.provider
     yield from _check_library(target)
+    yield from _check_compiler(target)
     yield from check_narrowable(key, table, target)
     if table.embed is True and provider.product != "context":
         message = f"the {provider.name} provider has no contexts to embed."
@@ -90,6 +91,39 @@ def _check_library(target: NamedTarget) -> Iterator[Problem]:
         yield Problem.at(key / "registration-name", Kind.NOT_APPLICABLE, message)
 
 
+def _check_compiler(target: NamedTarget) -> Iterator[Problem]:
+    key, table, provider = target.key, target.table, target.provider
+    if table.compute_capabilities == ():
+        message = "is empty: no GPU would run what is compiled."
+        hint = 'List GPUs, or set compile-with = "library" for the library\'s own choice.'
+        yield Problem.at(key / "compute-capabilities", Kind.INVALID_VALUE, message, hint)
+    if compile_with(table) == "ep":
+        if table.compute_capabilities:
+            message = 'is for the library, and compile-with is "ep".'
+            yield Problem.at(
+                key / "compute-capabilities", Kind.CONFLICTING_KEYS, message, "Remove one of them."
+            )
+        return
+    name = "compile_with" if table.compile_with else "compute_capabilities"
+    if (library := provider.library) is None:
+        message = (
+            f"there is no library that compiles for the {provider.name} provider without its EP."
+        )
+        others = ", ".join(name for name, each in PROVIDERS.items() if each.library)
+        hint = f"Providers with a library: {others}."
+        yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, hint)
+        return
+    known = ", ".join(library.capabilities)
+    listed = table.compute_capabilities or ()
+    for index, each in enumerate(listed):
+        place = key / "compute-capabilities" / index
+        if each not in library.capabilities:
+            message = f"{show(each)} is not a compute capability that the library compiles for."
+            yield Problem.at(place, Kind.INVALID_VALUE, message, f"It has {known}.")
+        elif each in listed[:index]:
+            yield Problem.at(place, Kind.INVALID_VALUE, f"{show(each)} is there twice.")
+
+
 def check_narrowable(key: Key, table: NarrowableTable, target: NamedTarget) -> Iterator[Problem]:
     """The keys that a target's and a model's ``table`` at ``key`` have in common, for ``target``."""
     provider = target.provider
@@ -97,6 +131,8 @@ def check_narrowable(key: Key, table: NarrowableTable, target: NamedTarget) -> I
     yield from check_session_options(key / "session-options", table.session_options, target)
     if table.in_memory:
         yield from _check_in_memory(key, table, provider)
+    if provider.by_library and provider.library:
+        yield from _check_for_library(key, table, provider, provider.library)
     if table.external_initializers_threshold is not None and table.external_initializers is False:
         yield Problem.at(
             key / "external-initializers-threshold",
@@ -112,6 +148,30 @@ def check_narrowable(key: Key, table: NarrowableTable, target: NamedTarget) -> I
         )
     yield from _check_profiles(key, table, provider)
     yield from _check_device(key, table, provider)
+
+
+def _check_for_library(
+    key: Key, table: NarrowableTable, provider: Provider, library: CompilerLibrary
+) -> Iterator[Problem]:
+    """The keys that the EP has, and the library that compiles instead of it has not."""
+    for name in table.provider_options:
+        option = provider.options.get(name)
+        if option and option.scope != "load" and name not in library.options:
+            hint = f"The library has {listing(sorted(library.options))}."
+            if name == "nv_target_sm":
+                hint = "List the GPUs in compute-capabilities instead."
+            elif provider.profiles and name in provider.profiles.names:
+                hint = "Write the shapes into profiles instead."
+            message = "is an option of the EP, and the library that compiles does not have it."
+            place = key / "provider-options" / name
+            yield Problem.at(place, Kind.CONFLICTING_OPTIONS, message, hint)
+    if table.optimization in ("extended", "all"):
+        message = "is what ONNX Runtime does for its own EPs, and the library compiles without it."
+        yield Problem.at(key / "optimization", Kind.NOT_APPLICABLE, message)
+    for key_ in ("in_memory", "external_initializers"):
+        if getattr(table, key_):
+            message = "is what ONNX Runtime does, and the library compiles without it."
+            yield Problem.at(key / toml_key(key_), Kind.NOT_APPLICABLE, message)
 
 
 def _check_in_memory(key: Key, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:

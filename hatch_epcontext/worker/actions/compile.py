@@ -18,6 +18,7 @@ from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.reasons import with_reasons
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.results import Context
+from hatch_epcontext.worker.rtx_library import compile_with_library
 from hatch_epcontext.worker.sharing import compile_group
 
 
@@ -58,7 +59,10 @@ def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
     target, provider = request.target, request.target.provider
     result = Path(request.folder) / provider.result_file(model.name)
     if provider.product == "context":
-        compile_context(prepared, result, target, model=model)
+        if provider.by_library:
+            compile_with_library(prepared, result, target, model)
+        else:
+            compile_context(prepared, result, target, model=model)
         context = read_context(model, prepared, result, target)
         return with_reasons(context, prepared, result, target)
     optimize(prepared, result, target.settings.optimization, target)

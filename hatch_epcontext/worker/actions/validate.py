@@ -49,7 +49,10 @@ def handle(request: ValidateRequest) -> ValidateReply:
     Raises BuildError when it cannot be opened without compiling, fails, has NaN or Inf where the CPU EP has
     none, or exceeds the tolerance; ModelError when the dummy inputs do not fit.
     """
-    model = request.model
+    model, provider = request.model, request.target.provider
+    unavailable = _unavailable(request)
+    if unavailable is not None and provider.by_library:
+        return ValidateReply((), unavailable)
     expected = _reference(request)
     step("opening the compiled model")
     # In a group, sessions that are opened first must outlive the later ones.
@@ -58,7 +61,6 @@ def handle(request: ValidateRequest) -> ValidateReply:
         for other in request.sharing
         if other != request.context
     ]
-    unavailable = _unavailable(request)
     make_options = cpu_options if unavailable else partial(_options, request)
     # Only one of the two is run: both compute the same, and simulators are slow.
     rest = expected.facts.selections.rest if isinstance(expected, Reference) else None
@@ -79,7 +81,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
         # The session that also returns the values that are compared before a selection.
         session = from_memory
     _check_outputs(request, expected)
-    settings, provider = request.target.settings, request.target.provider
+    settings = request.target.settings
     tolerance = within_noise(request.tolerance, expected.facts, provider.tolerance)
     emulator = _emulator(request, expected, tolerance)
     if settings.changes_precision:
@@ -234,15 +236,32 @@ def _check_outputs(request: ValidateRequest, expected: Reference) -> None:
 def _unavailable(request: ValidateRequest) -> str | None:
     """Return the reason why an optimized graph cannot run on its EP; None if it can.
 
-    The graph is plain ONNX, so the CPU EP can run it instead. A context always needs the EP that compiled it.
+    The graph is plain ONNX, so the CPU EP can run it instead. A context always needs its EP, which has
+    compiled it here, unless that was done by the vendor's library.
     """
-    if request.product != "optimized":
+    if request.product != "optimized" and not request.target.provider.by_library:
         return None
     try:
         _options(request)
     except UnavailableError as error:
         return error.problems[0].message.splitlines()[0].rstrip(".")
-    return None
+    return _incompatible(request) if request.target.provider.by_library else None
+
+
+def _incompatible(request: ValidateRequest) -> str | None:
+    """Why the EP's device cannot run what the vendor's library compiled, if the EP says so."""
+    ep = request.target.provider.ep
+    devices = [each for each in ort.get_ep_devices() if each.ep_name == ep][:1]
+    try:
+        from onnxruntime.capi._pybind_state import get_model_compatibility_for_ep_devices as compare
+
+        answer = compare(devices, request.context.compatibility).name
+    except Exception:
+        # Opening it shows whether the device can run it.
+        return None
+    if answer != "EP_UNSUPPORTED":
+        return None
+    return f"{ep} reports that its device or its version cannot run what was compiled"
 
 
 def _options(request: ValidateRequest) -> ort.SessionOptions:

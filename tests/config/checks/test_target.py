@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+from hatch_epcontext.errors import Kind
+from hatch_epcontext.jobs.requirements import requirements, versions_of
 from tests.config.examples import MODELS, PROFILE, assert_one_problem, only_problem, problems
+from tests.results import configured
 
 CPU = f'{MODELS}provider = "cpu"\n'
 
@@ -55,6 +60,69 @@ def test_an_invalid_profile_is_an_error(
 ) -> None:
     found = problems(project, f'{MODELS}provider = "tensorrt-rtx"\nprofiles = {profiles}')
     assert message in found[location].message
+
+
+RTX = f'{MODELS}provider = "tensorrt-rtx"\n'
+
+
+@pytest.mark.parametrize(
+    ("toml", "location", "kind"),
+    [
+        (f'{RTX}compute-capabilities = ["9.0"]', "compute-capabilities[0]", Kind.INVALID_VALUE),
+        (f'{RTX}compute-capabilities = ["8.9", "8.9"]', "compute-capabilities[1]", Kind.INVALID_VALUE),
+        (f'{RTX}compute-capabilities = ["8.6"]\ncompile-with = "ep"',
+         "compute-capabilities", Kind.CONFLICTING_KEYS),
+        (f"{RTX}compute-capabilities = []", "compute-capabilities", Kind.INVALID_VALUE),
+        (f'{RTX}compile-with = "library"\noptimization = "all"', "optimization", Kind.NOT_APPLICABLE),
+        (f'{RTX}compile-with = "library"\nprovider-options = {{ nv_profile_min_shapes = "x:1" }}',
+         "provider-options.nv_profile_min_shapes", Kind.CONFLICTING_OPTIONS),
+        (f'{RTX}compile-with = "library"\nprovider-options = {{ nv_weight_streaming_budget = "40%" }}',
+         "provider-options.nv_weight_streaming_budget", Kind.CONFLICTING_OPTIONS),
+        (f'{RTX}compile-with = "gpu"', "compile-with", Kind.WRONG_TYPE),
+        (f'{CPU}compile-with = "library"', "compile-with", Kind.NOT_APPLICABLE),
+        (f'{CPU}compute-capabilities = ["8.6"]', "compute-capabilities", Kind.NOT_APPLICABLE),
+        (f'{RTX}compile-with = "library"\nprovider-options = {{ nv_target_sm = "sm89" }}',
+         "provider-options.nv_target_sm", Kind.CONFLICTING_OPTIONS),
+        (f'{RTX}compile-with = "library"\nprovider-options = {{ nv_dump_subgraphs = true }}',
+         "provider-options.nv_dump_subgraphs", Kind.CONFLICTING_OPTIONS),
+        (f'{RTX}compile-with = "library"\nin-memory = true', "in-memory", Kind.NOT_APPLICABLE),
+    ],
+)  # fmt: skip
+def test_what_the_library_of_a_vendor_does_not_do_is_an_error(
+    project: Path, toml: str, location: str, kind: Kind
+) -> None:
+    found = problems(project, toml)
+    assert {place: each.kind for place, each in found.items()} == {location: kind}
+
+
+def test_the_capabilities_choose_the_library_unless_the_ep_is_named(project: Path) -> None:
+    for toml, by_library in (
+        ("", False),
+        ('compile-with = "ep"', False),
+        ('compile-with = "library"', True),
+        ('compute-capabilities = ["8.9"]\nload-options = { enable_cuda_graph = true }', True),
+    ):
+        (target,) = configured(project, f'provider = "tensorrt-rtx"\n{MODELS}{toml}').targets
+        assert target.provider.by_library == by_library
+        names = {Requirement(each).name for each in requirements([target])}
+        assert ("onnxruntime-ep-nv-tensorrt-rtx-cu13" in names) != by_library
+        assert ("tensorrt-rtx-cu13-libs" in names) == by_library
+        both = {"tensorrt-rtx-cu13-libs": "1", "onnxruntime-ep-nv-tensorrt-rtx-cu13": "1"}
+        found = versions_of(replace(target, requirements=("something",)), both)
+        assert ("tensorrt-rtx-cu13-libs" in found) == by_library
+        assert not (by_library and "onnxruntime-ep-nv-tensorrt-rtx-cu13" in found)
+        assert (target.provider.unavailable((3, 12), "linux", "aarch64") is None) != by_library
+
+
+def test_the_order_of_the_capabilities_changes_nothing(project: Path) -> None:
+    settings = [
+        configured(project, f'provider = "tensorrt-rtx"\n{MODELS}compute-capabilities = {order}')
+        .targets[0]
+        .settings
+        for order in ('["12.0", "8.9"]', '["8.9", "12.0"]')
+    ]
+    assert settings[0] == settings[1]
+    assert settings[0].compute_capabilities == ("8.9", "12.0")
 
 
 def test_profiles_exclude_options_with_the_same_shapes(project: Path) -> None:

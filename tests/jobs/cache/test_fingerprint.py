@@ -28,6 +28,8 @@ CHANGED: dict[str, Any] = {
     "device_filter": {"vendor": "x"},
     "policy": "prefer-npu",
     "virtual_devices": True,
+    "compile_with": "library",
+    "compute_capabilities": ("8.9",),
     "optimization": "all",
     "static_shapes": True,
     "embed": True,

@@ -1,0 +1,279 @@
+"""Compile with NVIDIA's TensorRT RTX library: without the EP, its driver and a GPU.
+
+The context model is like those that the EP 0.5.0 writes: an EPContext node whose compatibility string is the
+engine's header in hexadecimal digits. The EP passes that to the library to know whether a GPU can run it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import helper
+
+from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
+from hatch_epcontext.graph import graph
+from hatch_epcontext.providers import Profile
+from hatch_epcontext.text import listing
+
+HEADER = 64
+"""The bytes of an engine's header: its format, the library's version and the GPUs that it is for."""
+
+_SIZE = slice(16, 24)
+"""Where the header has the size of the engine: no documented place, found by comparing engines."""
+
+_MAX_NODES = 20
+"""The most nodes that a message names."""
+
+_TYPES = {
+    "float32": "FLOAT",
+    "float16": "HALF",
+    "bfloat16": "BF16",
+    "int8": "INT8",
+    "int32": "INT32",
+    "int64": "INT64",
+    "uint8": "UINT8",
+    "bool": "BOOL",
+}
+"""The library's names of the types that inputs and outputs can have."""
+
+_POOLS = {"nv_max_workspace_size": "WORKSPACE", "nv_max_shared_mem_size": "TACTIC_SHARED_MEMORY"}
+
+
+def compile_with_library(
+    prepared: Path, result: Path, target: Target, model: Model | None = None
+) -> None:
+    """Compile ``prepared`` into the context model ``result``, with the engine inside it or beside it.
+
+    Raises BuildError for what the library does not take, with its reasons.
+    """
+    trt = _imported(target)
+    log = _log(trt)
+    log.errors.clear()
+    log.detailed = target.settings.provider_options.get("nv_detailed_build_log") == "1"
+    source = onnx.load(prepared, load_external_data=False)
+    builder = trt.Builder(log)
+    network = builder.create_network(0)
+    # By default a number, which differs in each engine of a process.
+    network.name = result.stem
+    parser = trt.OnnxParser(network, log)
+    if problems := [*_other_types(source.graph)]:
+        raise BuildError(*problems)
+    if not parser.parse_from_file(str(prepared)):
+        raise BuildError(_not_parsed(parser, model))
+    if problems := [*_other_tensors(network, source.graph)]:
+        raise BuildError(*problems)
+    key = target.key if model is None else model.key
+    config = _configured(trt, builder, network, target, key)
+    engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        reason = "; ".join(dict.fromkeys(log.errors)) or "it gives no reason"
+        message = f"TensorRT RTX cannot build an engine: {reason}."
+        raise BuildError(Problem(Kind.COMPILE_FAILED, "", message))
+    version = importlib.import_module(trt.__package__).__version__
+    blob = bytes(engine)
+    check_engine(blob, target)
+    _write(source, blob, result, target, version)
+
+
+def check_engine(engine: bytes, target: Target) -> None:
+    """Raise BuildError unless the header of ``engine`` has its size and the target's GPUs.
+
+    Without a GPU the library reads no more of it.
+    """
+    found = target.provider.compiled_for(engine[:HEADER].hex())
+    gpus, wanted = found.get("compute capability"), target.settings.compute_capabilities
+    if not found:
+        raise BuildError(_wrong("an engine with an unknown header"))
+    if (size := int.from_bytes(engine[_SIZE], "little")) != len(engine):
+        raise BuildError(_wrong(f"{len(engine)} bytes, and its header counts {size}"))
+    if wanted and gpus != ", ".join(sorted(wanted, key=float)):
+        raise BuildError(_wrong(f"an engine for {gpus}, not for {listing(wanted)}"))
+
+
+def _imported(target: Target) -> Any:
+    library = target.provider.library
+    assert library is not None, "only a target with a library is compiled by it"
+    try:
+        return importlib.import_module(library.module)
+    except (ImportError, OSError) as error:
+        raise BuildError(
+            Problem(
+                Kind.UNLOADABLE_LIBRARY,
+                "",
+                f"NVIDIA's library cannot be imported: {error}.",
+                "Install it: it has packages for Linux and Windows on x86-64. Or compile with the EP, on a "
+                'machine with an RTX GPU: remove compute-capabilities, and compile-with = "library".',
+            )
+        ) from error
+
+
+@functools.cache
+def _log(trt: Any) -> Any:
+    """The logger of this process: the library keeps the first that it gets.
+
+    It keeps the errors; warnings, and with ``detailed`` all messages, are printed.
+    """
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+            self.detailed = False
+
+        def log(self, severity: Any, message: str) -> None:
+            if self.detailed or severity.value <= trt.ILogger.WARNING.value:
+                print(message)  # noqa: T201
+            if severity.value <= trt.ILogger.ERROR.value:
+                self.errors.append(message.strip().rstrip("."))
+
+    return Log()
+
+
+def _not_parsed(parser: Any, model: Model | None) -> Problem:
+    """The problem of a model with nodes that the library's parser does not take."""
+    errors = [parser.get_error(index) for index in range(parser.num_errors)]
+    named = [each for each in errors if each.node_operator()]
+    nodes = dict.fromkeys(f"{each.node_name()!r} ({each.node_operator()})" for each in named)
+    reasons = dict.fromkeys(e.desc().strip().rstrip(".") for e in errors)
+    # Its checks without a message are reported as the word "false".
+    why = [reason for reason in reasons if reason not in ("", "false")]
+    shown = listing(list(nodes)[:_MAX_NODES]) if nodes else "the model"
+    more = f" and {len(nodes) - _MAX_NODES} more" if len(nodes) > _MAX_NODES else ""
+    message = f"TensorRT RTX does not take {shown}{more}{': ' if why else ''}{'; '.join(why)}."
+    settings = () if model is None else (Setting(model.key / "cut"),)
+    hint = "Change the model there, or keep only the part before or after it."
+    return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
+
+
+def _other_types(source: onnx.GraphProto) -> Iterator[Problem]:
+    """The inputs and outputs of types that the library does not have."""
+    for each in map(graph.facts, (*graph.inputs(source), *source.output)):
+        if each.dtype not in _TYPES:
+            message = f"TensorRT RTX has no {each.dtype}, the type of {each.name!r}."
+            hint = f"It has {listing(list(_TYPES))}: change the type in the model."
+            yield Problem(Kind.COMPILE_FAILED, "", message, hint)
+
+
+def _other_tensors(network: Any, source: onnx.GraphProto) -> Iterator[Problem]:
+    """The inputs and outputs that the library's network has otherwise than the model."""
+    values = (*graph.inputs(source), *source.output)
+    # A file may have no shape of an output.
+    shaped = {each.name for each in values if each.type.tensor_type.HasField("shape")}
+    ours = [*map(graph.facts, values)]
+    inputs = [network.get_input(index) for index in range(network.num_inputs)]
+    outputs = [network.get_output(index) for index in range(network.num_outputs)]
+    theirs = {each.name: each for each in (*inputs, *outputs)}
+    for each in ours:
+        found = theirs.pop(each.name, None)
+        if found is None:
+            yield _wrong(f"no tensor {each.name!r}")
+        elif found.dtype.name != _TYPES.get(each.dtype):
+            yield _wrong(f"{each.name!r} {found.dtype.name}, and it is {each.dtype} in the model")
+        elif (
+            each.name in shaped
+            and not each.takes(tuple(max(size, 0) for size in found.shape))
+            and -1 not in found.shape
+        ):
+            yield _wrong(
+                f"{each.name!r} {list(found.shape)}, and it is {each.shape_text} in the model"
+            )
+    yield from (_wrong(f"a tensor {name!r}, which the model does not have") for name in theirs)
+
+
+def _wrong(what: str) -> Problem:
+    return Problem(Kind.WRONG_RESULT, "", f"TensorRT RTX made {what}.")
+
+
+def _configured(trt: Any, builder: Any, network: Any, target: Target, key: Key) -> Any:
+    """The library's configuration, with the GPUs, the options and the profiles of ``target``."""
+    settings = target.settings
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = len(settings.compute_capabilities)
+    for index, each in enumerate(settings.compute_capabilities):
+        capability = getattr(trt.ComputeCapability, f"SM{each.replace('.', '')}")
+        if not config.set_compute_capability(capability, index):
+            message = f"TensorRT RTX does not compile for the compute capability {each}."
+            raise BuildError(Problem(Kind.INVALID_OPTION, "", message))
+    for option, pool in _POOLS.items():
+        if size := int(settings.provider_options.get(option, "0")):
+            config.set_memory_pool_limit(getattr(trt.MemoryPoolType, pool), size)
+    for index, profile in enumerate(target.profiles or ({},)):
+        made = builder.create_optimization_profile()
+        for number in range(network.num_inputs):
+            _set_shape(made, network.get_input(number), profile, key)
+        if config.add_optimization_profile(made) < 0:
+            reason = "; ".join(dict.fromkeys(_log(trt).errors))
+            message = f"TensorRT RTX refuses the optimization profile {index}: {reason}."
+            place = str(target.key / "profiles" / index)
+            raise BuildError(Problem(Kind.INVALID_PROFILE, place, message))
+    return config
+
+
+def _set_shape(made: Any, tensor: Any, profile: Profile, key: Key) -> None:
+    if tensor.is_shape_tensor:
+        raise BuildError(
+            Problem(
+                Kind.COMPILE_FAILED,
+                "",
+                f"the values of the input {tensor.name!r} decide the shapes of other tensors, for which "
+                "TensorRT RTX needs their limits.",
+                "Freeze the input.",
+                settings=(Setting(key / "constants" / tensor.name),),
+            )
+        )
+    fixed: Sequence[int] = list(tensor.shape)
+    given = profile.get(tensor.name)
+    if given is None and -1 in fixed:
+        raise BuildError(
+            Problem(
+                Kind.OPEN_DIMENSION,
+                "",
+                f"the input {tensor.name!r} has open dimensions ({fixed}), and no profile has its shapes.",
+                "Fix them with dims or shapes, or add a profile with the shapes of this input to the target.",
+            )
+        )
+    shapes = [fixed] * 3 if given is None else [given[bound] for bound in ("min", "opt", "max")]
+    made.set_shape(tensor.name, *shapes)
+
+
+def _write(
+    source: onnx.ModelProto, engine: bytes, result: Path, target: Target, version: str
+) -> None:
+    """Write the context model, and the engine beside it unless it is embedded."""
+    settings, file = target.settings, f"{result.stem}.engine"
+    major, minor, patch, *_ = (int(part) for part in version.split("."))
+    if not settings.embed:
+        (result.parent / file).write_bytes(engine)
+    node = helper.make_node(
+        graph.CONTEXT_OP,
+        [each.name for each in graph.inputs(source.graph)],
+        [each.name for each in source.graph.output],
+        name=result.stem,
+        domain="com.microsoft",
+        main_context=0,
+        embed_mode=int(settings.embed),
+        ep_cache_context=engine if settings.embed else file,
+        hardware_architecture=",".join(
+            each.replace(".", "") for each in settings.compute_capabilities
+        ),
+        partition_name=result.stem,
+        onnx_model_filename=f"{result.stem.removesuffix('_ctx')}.onnx",
+        ep_sdk_version=str(10_000 * major + 100 * minor + patch),
+        source=settings.ep,
+    )
+    made = helper.make_model(
+        helper.make_graph(
+            [node], source.graph.name, graph.inputs(source.graph), source.graph.output
+        ),
+        opset_imports=[*source.opset_import, helper.make_opsetid("com.microsoft", 1)],
+        ir_version=source.ir_version,
+    )
+    compatibility = {f"ep_compatibility_info.{settings.ep}": engine[:HEADER].hex()}
+    helper.set_model_props(made, compatibility)
+    onnx.save(made, result)

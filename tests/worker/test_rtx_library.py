@@ -1,0 +1,210 @@
+"""NVIDIA's real library, which needs no GPU to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.graph import graph
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.worker.actions import validate
+from hatch_epcontext.worker.requests import ValidateRequest
+from hatch_epcontext.worker.rtx_library import HEADER, check_engine, compile_with_library
+from tests.conftest import needs
+from tests.models import model, network, save, save_with_data, value
+from tests.worker.actions.test_compile import MODEL, compiled, target
+
+pytestmark = needs("tensorrt_rtx_bindings")
+
+GPUS = ("8.6", "8.9", "12.0")
+EP = PROVIDERS["tensorrt-rtx"].ep
+
+
+def rtx(
+    gpus: tuple[str, ...] = GPUS, options: Mapping[str, str] | None = None, **settings: Any
+) -> Target:
+    """A target that NVIDIA's library compiles for."""
+    known: dict[str, Any] = {"compile_with": "library", "compute_capabilities": gpus}
+    return target("tensorrt-rtx", options, **known, **settings)
+
+
+def engine_of(made: onnx.ModelProto, tmp_path: Path, to: Target) -> bytes:
+    """The engine of ``made``, which is compiled as it is."""
+    path = save(made, tmp_path / "models" / "a.onnx")
+    compile_with_library(path, tmp_path / "a_ctx.onnx", to)
+    return (tmp_path / "a_ctx.engine").read_bytes()
+
+
+def test_an_engine_for_several_gpus_is_beside_the_context_model(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "models" / "a.onnx")
+    reply, folder = compiled(path, rtx(), tmp_path)
+    (context,) = reply.contexts
+    assert sorted(file.name for file in folder.iterdir()) == ["a_ctx.engine", "a_ctx.onnx"]
+    assert context.coverage is not None
+    assert (context.coverage.partitions, context.coverage.share) == (1, 1.0)
+    assert [each.shape for each in context.inputs] == [(1, 1, 8, 8)]
+    made = onnx.load(folder / "a_ctx.onnx")
+    onnx.checker.check_model(made)
+    (node,) = made.graph.node
+    assert graph.text(node, "ep_cache_context") == "a_ctx.engine"
+    assert graph.text(node, "hardware_architecture") == "86,89,120"
+    assert graph.text(node, "source") == EP
+    assert (graph.attribute(node, "main_context", 1), graph.is_embedded(node)) == (0, False)
+    facts = PROVIDERS["tensorrt-rtx"].compiled_for(context.compatibility)
+    engine = (folder / "a_ctx.engine").read_bytes()
+    assert engine[:HEADER].hex() == context.compatibility
+    assert facts["compute capability"] == "8.6, 8.9, 12.0"
+    major, minor, patch, _ = map(int, facts["TensorRT RTX"].split("."))
+    assert context.ep_sdk_version == str(10_000 * major + 100 * minor + patch)
+
+
+def test_an_embedded_engine_is_the_same(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "models" / "a.onnx")
+    (tmp_path / "embedded").mkdir()
+    compile_with_library(path, tmp_path / "a_ctx.onnx", rtx())
+    compile_with_library(path, tmp_path / "embedded" / "a_ctx.onnx", rtx(embed=True))
+    (node,) = onnx.load(tmp_path / "embedded" / "a_ctx.onnx").graph.node
+    (embedded,) = (each.s for each in node.attribute if each.name == "ep_cache_context")
+    assert embedded == (tmp_path / "a_ctx.engine").read_bytes()
+    assert len([*(tmp_path / "embedded").iterdir()]) == 1
+
+
+def test_without_capabilities_nvidia_chooses_the_gpus(tmp_path: Path) -> None:
+    engine = engine_of(network(1), tmp_path, rtx(()))
+    found = PROVIDERS["tensorrt-rtx"].compiled_for(engine[:HEADER].hex())
+    assert found["compute capability"] == "8.0, 8.6, 8.9, 12.0, 12.1"
+
+
+def test_weights_may_be_in_external_data(tmp_path: Path) -> None:
+    path = save_with_data(network(1), tmp_path / "models" / "a.onnx")
+    _, folder = compiled(path, rtx(("8.9",)), tmp_path)
+    assert sorted(file.name for file in folder.iterdir()) == ["a_ctx.engine", "a_ctx.onnx"]
+
+
+def test_profiles_have_the_shapes_of_open_inputs(tmp_path: Path) -> None:
+    open_ = network()
+    to = rtx(("8.9",))
+    with pytest.raises(BuildError) as raised:
+        engine_of(open_, tmp_path, to)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.OPEN_DIMENSION
+    assert "'x'" in problem.message
+    shapes = {"min": (1, 1, 8, 8), "opt": (4, 1, 8, 8), "max": (8, 1, 8, 8)}
+    to = replace(to, profiles=({"x": shapes}, {"x": {**shapes, "max": (16, 1, 8, 8)}}))
+    assert engine_of(open_, tmp_path, to)
+    too_many = replace(to, profiles=({"x": {**shapes, "min": (1, 2, 8, 8)}},))
+    with pytest.raises(BuildError) as raised:
+        engine_of(open_, tmp_path, too_many)
+    assert {each.kind for each in raised.value.problems} <= {
+        Kind.INVALID_PROFILE,
+        Kind.COMPILE_FAILED,
+    }
+
+
+def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"], name="first"),
+        helper.make_node("Det", ["a"], ["y"], name="second"),
+    ]
+    made = model(nodes, [value("x", [3, 3])], [value("y", [])])
+    with pytest.raises(BuildError) as raised:
+        engine_of(made, tmp_path, rtx())
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.COMPILE_FAILED
+    assert "'second' (Det)" in problem.message
+    assert "first" not in problem.message
+
+
+def test_a_type_that_the_library_changes_is_refused(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.DOUBLE)]
+    made = model(nodes, [value("x", [3, 3])], [value("y", [3, 3], TensorProto.DOUBLE)])
+    with pytest.raises(BuildError) as raised:
+        engine_of(made, tmp_path, rtx())
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.COMPILE_FAILED
+    assert "'y'" in problem.message
+
+
+def test_an_output_may_have_no_shape_in_the_file(tmp_path: Path) -> None:
+    made = model(
+        [helper.make_node("Relu", ["x"], ["y"])], [value("x", [2, 3])], [value("y", [2, 3])]
+    )
+    made.graph.output[0].type.tensor_type.ClearField("shape")
+    assert engine_of(made, tmp_path, rtx())
+
+
+def test_another_gpu_than_that_of_the_engine_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the GPU, which this machine does not have."""
+    path = save(network(1), tmp_path / "models" / "a.onnx")
+    to = rtx(("8.9",))
+    reply, folder = compiled(path, to, tmp_path)
+    request = ValidateRequest(
+        Model("a", path, MODEL), to, reply.product, reply.contexts[0], str(folder), None
+    )
+    asked = []
+
+    def compare(devices: Any, compatibility: str) -> Any:
+        asked.append(compatibility)
+        return SimpleNamespace(name="EP_UNSUPPORTED")
+
+    monkeypatch.setattr(validate, "_options", lambda request: None)
+    name = "onnxruntime.capi._pybind_state.get_model_compatibility_for_ep_devices"
+    monkeypatch.setattr(name, compare)
+    assert validate.handle(request).unavailable is not None
+    assert asked == [reply.contexts[0].compatibility]
+
+
+def test_what_a_gpu_does_not_have_is_refused_with_the_librarys_reason(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "x"], ["y"])]
+    made = model(nodes, [value("x", [3, 3])], [value("y", [3, 3])])
+    assert engine_of(made, tmp_path, rtx(("8.6",)))
+    with pytest.raises(BuildError) as raised:
+        engine_of(made, tmp_path, rtx(("7.5",)))
+    assert "FP32 GEMM" in raised.value.problems[0].message
+
+
+def test_an_input_that_decides_shapes_is_to_be_frozen(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Reshape", ["x", "s"], ["y"])]
+    inputs = [value("x", [3, 4]), value("s", [2], TensorProto.INT64)]
+    made = model(nodes, inputs, [value("y", [None, None])])
+    path = save(made, tmp_path / "models" / "a.onnx")
+    with pytest.raises(BuildError) as raised:
+        compile_with_library(path, tmp_path / "a_ctx.onnx", rtx(), Model("a", path, MODEL))
+    (problem,) = raised.value.problems
+    assert [str(each.key) for each in problem.settings] == [str(MODEL / "constants" / "s")]
+
+
+def test_a_damaged_engine_and_one_for_other_gpus_are_refused(tmp_path: Path) -> None:
+    to = rtx()
+    engine = engine_of(network(1), tmp_path, to)
+    check_engine(engine, to)
+    flipped = bytes([engine[0] ^ 1]) + engine[1:]
+    for damaged in (engine[:-1], engine + b"x", engine[:10], b"", flipped):
+        with pytest.raises(BuildError) as raised:
+            check_engine(damaged, to)
+        assert raised.value.is_only({Kind.WRONG_RESULT})
+    with pytest.raises(BuildError):
+        check_engine(engine, rtx(("8.6",)))
+
+
+def test_without_a_gpu_only_the_structure_is_validated(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "models" / "a.onnx")
+    to = rtx(("8.9",))
+    reply, folder = compiled(path, to, tmp_path)
+    spec = Model("a", path, MODEL)
+    request = ValidateRequest(spec, to, reply.product, reply.contexts[0], str(folder), None)
+    found = validate.handle(request)
+    if found.unavailable is None:
+        pytest.skip("this machine has an RTX GPU")
+    assert found.agreements == ()
