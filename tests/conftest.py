@@ -91,7 +91,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Store bytecode once, also where Python is told not to: hundreds of processes import the package."""
+    """Store bytecode once, despite PYTHONDONTWRITEBYTECODE: hundreds of processes import the package."""
     sys.dont_write_bytecode = False
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(REPOSITORY / "hatch_epcontext", quiet=2)
