@@ -273,6 +273,8 @@ def _compile_settings(
     if static_shapes is None:
         # With a policy ONNX Runtime chooses any of the EP's devices.
         static_shapes = not provider.leaves_shapes_open("any" if table.policy else device)
+    known = provider.compiler_library.capabilities if provider.compiler_library else ()
+    given = table.compute_capabilities or ()
     derived = {
         "provider": provider.name,
         "ep": provider.ep,
@@ -285,7 +287,7 @@ def _compile_settings(
         "static_shapes": static_shapes,
         "compile_with": compile_with(table),
         # Their order changes nothing.
-        "compute_capabilities": tuple(sorted(table.compute_capabilities or (), key=_number)),
+        "compute_capabilities": tuple(each for each in known if each in given),
         "device_filter": {name: str(value) for name, value in table.device_filter.items()},
         "quantize": _quantize(table, provider),
         # A sidecar by default: large models need one, and no known EP requires embedding.
@@ -295,14 +297,6 @@ def _compile_settings(
         else None,
     }
     return CompileSettings(**{**copied, **derived})
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        # Another check reports it.
-        return 0.0
 
 
 def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:

@@ -48,10 +48,10 @@ _IN_TURN = (
 def _relevant_distributions(target: Target) -> frozenset[str]:
     """The distributions whose versions can change what is compiled for ``target``."""
     provider, plugin = target.provider, target.provider.plugin
-    if provider.by_library and provider.library is not None:
+    if provider.by_library and provider.compiler_library is not None:
         # What was compiled without the EP does not depend on it.
-        named = {*owners(provider.library.module.split(".")[0])}
-        wanted = provider.library.requirements
+        named = {*owners(provider.compiler_library.module.split(".")[0])}
+        wanted = provider.compiler_library.requirements
     else:
         named = {*owners(plugin.module.split(".")[0])} if plugin and plugin.module else set()
         wanted = target.requirements or provider.requirements

@@ -105,11 +105,11 @@ def configured(
     With ``unchecked`` it counts as able to share weights; ``by_library``: the vendor's library compiles.
     """
     provider = PROVIDERS[name]
-    if by_library and provider.library is not None:
+    if by_library and provider.compiler_library is not None:
         provider = replace(
             provider,
             by_library=True,
-            requirements=provider.library.requirements,
+            requirements=provider.compiler_library.requirements,
             conflicts=(),
             distributions=("onnxruntime", *DISTRIBUTIONS[1:]),
             exclusive_device=False,

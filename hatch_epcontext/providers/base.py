@@ -231,7 +231,7 @@ class Provider:
     plugin: Plugin | None = None
     """None for an EP that is part of ONNX Runtime's own distribution."""
 
-    library: CompilerLibrary | None = None
+    compiler_library: CompilerLibrary | None = None
     """The vendor's own compiler, which a target can use instead of the EP."""
 
     by_library: bool = False

@@ -29,9 +29,23 @@ _UINT64 = 2**64 - 1
 _CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 """The compute capabilities that an engine can be for, in the order of their bits in its header."""
 
-_MAGIC, _VERSION, _GPUS, _HEADER = b"vtrt", 24, 32, 64
-"""An engine begins with a magic number; the library's version and the GPUs are at these bytes of its header.
-That is no documented format: it was found by comparing engines of 1.7.1.116."""
+HEADER = 64
+"""The bytes of an engine's header."""
+
+_MAGIC, _SIZE, _VERSION, _GPUS = b"vtrt", 16, 24, 32
+"""An engine begins with a magic number; its size, the library's version and the GPUs are at these bytes of
+its header. That is no documented format: it was found by comparing engines of 1.7.1.116."""
+
+
+def engine_size(header: bytes) -> int:
+    """The size in bytes of the engine with this header."""
+    return int.from_bytes(header[_SIZE : _SIZE + 8], "little")
+
+
+def sdk_version(version: str) -> str:
+    """The library's ``version``, such as ``"1.7.1.116"``, as contexts have it: ``"10701"``."""
+    major, minor, patch, *_ = map(int, version.split("."))
+    return str(10_000 * major + 100 * minor + patch)
 
 
 def _compiled_for(compatibility: str) -> dict[str, str]:
@@ -40,7 +54,7 @@ def _compiled_for(compatibility: str) -> dict[str, str]:
         header = bytes.fromhex(compatibility)
     except ValueError:
         return {}
-    if len(header) != _HEADER or not header.startswith(_MAGIC):
+    if len(header) != HEADER or not header.startswith(_MAGIC):
         return {}
     bits = int.from_bytes(header[_GPUS : _GPUS + 4], "little")
     gpus = [each for bit, each in enumerate(_CAPABILITIES) if bits >> bit & 1]
@@ -57,8 +71,7 @@ def _disagreement(
     version = _compiled_for(compatibility).get("TensorRT RTX")
     if version is None or not ep_sdk_version:
         return None
-    major, minor, patch, _ = map(int, version.split("."))
-    if ep_sdk_version == str(10_000 * major + 100 * minor + patch):
+    if ep_sdk_version == sdk_version(version):
         return None
     return f"the context names the version {ep_sdk_version}, and its engine is of {version}"
 
@@ -132,7 +145,7 @@ PROVIDER = Provider(
         "onnxruntime-ep-nv-tensorrt-rtx-cu13",
         "NvTensorRTRTXExecutionProvider",
     ),
-    library=CompilerLibrary(
+    compiler_library=CompilerLibrary(
         module="tensorrt_rtx_bindings.tensorrt_rtx",
         requirements=("tensorrt-rtx-cu13-bindings>=1.7,<1.8", "tensorrt-rtx-cu13-libs>=1.7,<1.8"),
         capabilities=_CAPABILITIES,

@@ -19,13 +19,8 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.providers import Profile
+from hatch_epcontext.providers.tensorrt_rtx import HEADER, engine_size, sdk_version
 from hatch_epcontext.text import listing
-
-HEADER = 64
-"""The bytes of an engine's header: its format, the library's version and the GPUs that it is for."""
-
-_SIZE = slice(16, 24)
-"""Where the header has the size of the engine: no documented place, found by comparing engines."""
 
 _MAX_NODES = 20
 """The most nodes that a message names."""
@@ -57,13 +52,13 @@ def compile_with_library(
     log.errors.clear()
     log.detailed = target.settings.provider_options.get("nv_detailed_build_log") == "1"
     source = onnx.load(prepared, load_external_data=False)
+    if problems := [*_other_types(source.graph)]:
+        raise BuildError(*problems)
     builder = trt.Builder(log)
     network = builder.create_network(0)
     # By default a number, which differs in each engine of a process.
     network.name = result.stem
     parser = trt.OnnxParser(network, log)
-    if problems := [*_other_types(source.graph)]:
-        raise BuildError(*problems)
     if not parser.parse_from_file(str(prepared)):
         raise BuildError(_not_parsed(parser, model))
     if problems := [*_other_tensors(network, source.graph)]:
@@ -90,14 +85,14 @@ def check_engine(engine: bytes, target: Target) -> None:
     gpus, wanted = found.get("compute capability"), target.settings.compute_capabilities
     if not found:
         raise BuildError(_wrong("an engine with an unknown header"))
-    if (size := int.from_bytes(engine[_SIZE], "little")) != len(engine):
+    if (size := engine_size(engine)) != len(engine):
         raise BuildError(_wrong(f"{len(engine)} bytes, and its header counts {size}"))
-    if wanted and gpus != ", ".join(sorted(wanted, key=float)):
+    if wanted and gpus != ", ".join(wanted):
         raise BuildError(_wrong(f"an engine for {gpus}, not for {listing(wanted)}"))
 
 
 def _imported(target: Target) -> Any:
-    library = target.provider.library
+    library = target.provider.compiler_library
     assert library is not None, "only a target with a library is compiled by it"
     try:
         return importlib.import_module(library.module)
@@ -210,8 +205,8 @@ def _configured(trt: Any, builder: Any, network: Any, target: Target, key: Key) 
         if config.add_optimization_profile(made) < 0:
             reason = "; ".join(dict.fromkeys(_log(trt).errors))
             message = f"TensorRT RTX refuses the optimization profile {index}: {reason}."
-            place = str(target.key / "profiles" / index)
-            raise BuildError(Problem(Kind.INVALID_PROFILE, place, message))
+            place = target.key / "profiles" / index
+            raise BuildError(Problem.at(place, Kind.INVALID_PROFILE, message))
     return config
 
 
@@ -247,7 +242,6 @@ def _write(
 ) -> None:
     """Write the context model, and the engine beside it unless it is embedded."""
     settings, file = target.settings, f"{result.stem}.engine"
-    major, minor, patch, *_ = (int(part) for part in version.split("."))
     if not settings.embed:
         (result.parent / file).write_bytes(engine)
     node = helper.make_node(
@@ -264,7 +258,7 @@ def _write(
         ),
         partition_name=result.stem,
         onnx_model_filename=f"{result.stem.removesuffix('_ctx')}.onnx",
-        ep_sdk_version=str(10_000 * major + 100 * minor + patch),
+        ep_sdk_version=sdk_version(version),
         source=settings.ep,
     )
     made = helper.make_model(

@@ -247,6 +247,22 @@ def describe_device(device: Any) -> str:
     return ", ".join([f"{device.ep_name} on {kind} ({device.device.vendor or 'unknown'})", *shown])
 
 
+def incompatible(target: Target, compatibility: str) -> str | None:
+    """Why the EP's device cannot run a context with this compatibility string, if the EP reports that."""
+    provider = target.provider
+    devices = _devices(provider, target.settings)
+    try:
+        from onnxruntime.capi._pybind_state import get_model_compatibility_for_ep_devices as compare
+
+        answer = compare(devices[:1], compatibility).name
+    except Exception:
+        # Opening it shows whether the device can run it.
+        return None
+    if answer != "EP_UNSUPPORTED":
+        return None
+    return f"{provider.ep} reports that its device or its version cannot run what was compiled"
+
+
 def incompatibilities(ep: str) -> Iterator[str]:
     """Yield the EP's own reasons for each piece of hardware that it does not support."""
     try:

@@ -16,9 +16,11 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.graph import graph
 from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.providers.tensorrt_rtx import HEADER
+from hatch_epcontext.worker import session
 from hatch_epcontext.worker.actions import validate
 from hatch_epcontext.worker.requests import ValidateRequest
-from hatch_epcontext.worker.rtx_library import HEADER, check_engine, compile_with_library
+from hatch_epcontext.worker.rtx_library import check_engine, compile_with_library
 from tests.conftest import needs
 from tests.models import model, network, save, save_with_data, value
 from tests.worker.actions.test_compile import MODEL, compiled, target
@@ -159,6 +161,7 @@ def test_another_gpu_than_that_of_the_engine_runs_nothing(
         return SimpleNamespace(name="EP_UNSUPPORTED")
 
     monkeypatch.setattr(validate, "_options", lambda request: None)
+    monkeypatch.setattr(session, "_devices", lambda provider, settings: [])
     name = "onnxruntime.capi._pybind_state.get_model_compatibility_for_ep_devices"
     monkeypatch.setattr(name, compare)
     assert validate.handle(request).unavailable is not None

@@ -105,11 +105,11 @@ def _check_compiler(target: NamedTarget) -> Iterator[Problem]:
             )
         return
     name = "compile_with" if table.compile_with else "compute_capabilities"
-    if (library := provider.library) is None:
+    if (library := provider.compiler_library) is None:
         message = (
             f"there is no library that compiles for the {provider.name} provider without its EP."
         )
-        others = ", ".join(name for name, each in PROVIDERS.items() if each.library)
+        others = ", ".join(name for name, each in PROVIDERS.items() if each.compiler_library)
         hint = f"Providers with a library: {others}."
         yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, hint)
         return
@@ -131,8 +131,8 @@ def check_narrowable(key: Key, table: NarrowableTable, target: NamedTarget) -> I
     yield from check_session_options(key / "session-options", table.session_options, target)
     if table.in_memory:
         yield from _check_in_memory(key, table, provider)
-    if provider.by_library and provider.library:
-        yield from _check_for_library(key, table, provider, provider.library)
+    if provider.by_library and provider.compiler_library:
+        yield from _check_for_library(key, table, provider, provider.compiler_library)
     if table.external_initializers_threshold is not None and table.external_initializers is False:
         yield Problem.at(
             key / "external-initializers-threshold",

@@ -37,6 +37,7 @@ from hatch_epcontext.worker.results import SENSITIVE, Agreement, AgreementStatus
 from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,
+    incompatible,
     open_session,
     set_model_path,
 )
@@ -245,23 +246,9 @@ def _unavailable(request: ValidateRequest) -> str | None:
         _options(request)
     except UnavailableError as error:
         return error.problems[0].message.splitlines()[0].rstrip(".")
-    return _incompatible(request) if request.target.provider.by_library else None
-
-
-def _incompatible(request: ValidateRequest) -> str | None:
-    """Why the EP's device cannot run what the vendor's library compiled, if the EP says so."""
-    ep = request.target.provider.ep
-    devices = [each for each in ort.get_ep_devices() if each.ep_name == ep][:1]
-    try:
-        from onnxruntime.capi._pybind_state import get_model_compatibility_for_ep_devices as compare
-
-        answer = compare(devices, request.context.compatibility).name
-    except Exception:
-        # Opening it shows whether the device can run it.
+    if not request.target.provider.by_library:
         return None
-    if answer != "EP_UNSUPPORTED":
-        return None
-    return f"{ep} reports that its device or its version cannot run what was compiled"
+    return incompatible(request.target, request.context.compatibility)
 
 
 def _options(request: ValidateRequest) -> ort.SessionOptions:
