@@ -576,16 +576,16 @@ class Opener:
         """Add the EP to ``options``; return what a session will run on."""
         # Listed again each time: onnxruntime forgets the devices of a library that is unregistered.
         device, ep, answer = self.find_devices()[0], self.variant.ep, None
+        made = self.variant.compatibility
         # Python sessions do not compare it. Not with QNN, which crashes after a session was closed.
-        if self.variant.compatibility and ep.startswith(("OpenVINO", "NvTensorRTRTX")):
+        if made and ep.startswith(("OpenVINO", "NvTensorRTRTX")):
             # Also an onnxruntime that is too old, or an EP that gives no answer, may be able to run it.
             with contextlib.suppress(Exception):
                 module = importlib.import_module("onnxruntime.capi._pybind_state")
-                compare = module.get_model_compatibility_for_ep_devices
-                answer = compare([device], self.variant.compatibility).name
+                answer = module.get_model_compatibility_for_ep_devices([device], made).name
         if answer == "EP_UNSUPPORTED":
-            compiled = f"not compatible with what was compiled ({self.variant.compatibility[:40]})"
-            raise SkipTargetError(f"{ep} on this machine is {compiled}")
+            gpus = ", ".join(map(str, get(self.variant.settings, "compute_capabilities", list, [])))
+            raise SkipTargetError(f"{ep} here cannot run what is for {gpus or made[:40]}")
         policy = self.variant.settings.get("policy")
         if policy is None:
             # The devices are interchangeable, and a session takes one.

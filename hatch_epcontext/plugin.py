@@ -111,13 +111,16 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._warning(sdist.warning(left_out))
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
-        from hatch_epcontext.jobs.requirements import SBOM, check_environment
+        from hatch_epcontext.jobs.requirements import SBOM, check_app, check_environment
         from hatch_epcontext.package.bundle import bundle, shipped_sources
         from hatch_epcontext.package.modules import modules
         from hatch_epcontext.package.selection import packed_files, selected_files
         from hatch_epcontext.package.wheel import repeated_models
 
         self._check_sbom(config)
+        core = self.metadata.core
+        extras = core.optional_dependencies.values()
+        check_app(config.targets, [*core.dependencies, *(each for some in extras for each in some)])
         if config.wheel.sbom:
             check_environment((), SBOM)
         files = packed_files(self.build_config, build_data)

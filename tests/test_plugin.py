@@ -287,6 +287,17 @@ def test_a_skipped_build_says_so_and_has_no_models(
     assert "epcontext: skipped: HATCH_EPCONTEXT_SKIP is set" in capsys.readouterr().err
 
 
+def test_an_app_that_cannot_run_what_is_compiled_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (root / "pyproject.toml").read_text(encoding="utf-8")
+    needs = 'optional-dependencies.gpu = ["onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.6"]\n'
+    text = text.replace("[project]\n", f"[project]\n{needs}")
+    text = text.replace('"cpu"', '"tensorrt-rtx"\ncompile-with = "library"')
+    (root / "pyproject.toml").write_text(text, encoding="utf-8")
+    assert ": EPC102\n" in failure(root, capsys)
+
+
 def test_an_invalid_configuration_is_one_message(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

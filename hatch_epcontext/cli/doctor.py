@@ -121,6 +121,9 @@ def _show(diagnosis: Diagnosis) -> None:
         for line in state.devices or (state.reason or "").splitlines():
             echo(f"    {line}")
         provider = PROVIDERS[state.provider]
+        if state.library and provider.compiler_library:
+            gpus = ", ".join(provider.compiler_library.capabilities)
+            echo(f"    {state.library} compiles without a GPU, for the compute capabilities {gpus}")
         is_simulated = provider.simulates and provider.runs_on(sys.platform, platform.machine())
         if state.devices and not state.reason and is_simulated:
             echo(f"    compiles for {provider.title}; a simulator runs the results here")

@@ -21,7 +21,7 @@ from hatch_epcontext.errors import (
     Problem,
     RequirementError,
 )
-from hatch_epcontext.providers import DISTRIBUTIONS
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.text import count, hide_credentials, listing
 
 ONNX_RUNTIME = ">=1.23"
@@ -231,6 +231,31 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
             )
         )
     return versions
+
+
+def check_app(targets: Iterable[Target], dependencies: Iterable[str]) -> None:
+    """Raise ConfigError if the app's ``dependencies`` exclude the EPs that run what a library compiles."""
+    problems = []
+    needed = [*map(Requirement, dependencies)]
+    for target in _most_demanding(targets):
+        library = target.provider.compiler_library
+        if not target.provider.by_library or library is None or target.requirements is not None:
+            continue
+        packages = frozenset[str]().union(*PROVIDERS[target.provider.name].conflicts)
+        versions = [f"{library.ep_versions}.{number}" for number in range(100)]
+        for each in needed:
+            name = canonicalize_name(each.name)
+            if name in packages and not any(each.specifier.contains(v) for v in versions):
+                fitting = f"{name}=={library.ep_versions}.*"
+                message = (
+                    f"the project depends on {each}, and only {fitting} runs what is compiled."
+                )
+                hint = f"Depend on {fitting}. Or name the packages of a fitting library in requirements."
+                problems.append(
+                    Problem.at(target.key, Kind.CONFLICTING_REQUIREMENTS, message, hint)
+                )
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _installed_only(targets: Iterable[Target], missing: Collection[str]) -> str:

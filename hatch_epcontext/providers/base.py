@@ -142,13 +142,16 @@ class CompilerLibrary:
     """A vendor's library that compiles what an EP runs, on machines without the EP's device.
 
     ``module``: its Python module. ``capabilities``: the compute capabilities of the GPUs that it compiles
-    for. ``options``: the EP's options that it has; the EP's others for compiling are errors.
+    for. ``options``: the EP's options that it has; the EP's others for compiling are errors. ``ep_versions``:
+    the start of the versions of the EP's package that contain the same release of the library. Only they run
+    what it compiles.
     """
 
     module: str
     requirements: tuple[str, ...]
     capabilities: tuple[str, ...]
     options: frozenset[str]
+    ep_versions: str
 
 
 @dataclass(frozen=True)

@@ -131,8 +131,8 @@ PROVIDER = Provider(
     tolerance=Tolerance(snr=20, cosine=0.99),
     needs="an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer",
     verified=(
-        "On Linux x86-64 up to the plugin: without a driver its library does not load, and on an NVIDIA "
-        "H200, which is not an RTX GPU, the EP reports that it does not support it."
+        "On Linux x86-64 without an RTX GPU: the EP offers no device on an H100 or H200, and on an H100 that "
+        "was reported to it as an RTX GPU it read every context, up to the loading of GPU code."
     ),
     aliases=("nv-tensorrt-rtx", "trt-rtx", "trtrtx"),
     requirements=("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5",),
@@ -159,6 +159,7 @@ PROVIDER = Provider(
                 "nv_detailed_build_log",
             }
         ),
+        ep_versions="0.5",
     ),
     options=_OPTIONS,
     deprecated={

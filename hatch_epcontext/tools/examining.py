@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, EpcontextError, Kind, Problem
@@ -32,13 +34,15 @@ class ProviderState:
     """A provider in this environment.
 
     ``package``: the installed distribution that contains it, with its version; ``reason``: why there
-    are no ``devices``, or why it cannot compile although there are some.
+    are no ``devices``, or why it cannot compile although there are some; ``library``: the distribution of
+    the vendor's library that compiles without the EP and its device, if it is installed.
     """
 
     provider: str
     package: str | None
     devices: tuple[str, ...] = ()
     reason: str | None = None
+    library: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,16 +135,26 @@ def _examine_environment(distributions: Mapping[str, str]) -> tuple[Problem, ...
 def _state(provider: Provider, has_runtime: bool, folder: Path) -> ProviderState:
     if provider.needs_library:
         return ProviderState(provider.name, None, reason=_NAMED)
-    package = _package(provider)
+    package, library = _package(provider), _library(provider)
     if package is None or not has_runtime:
         needed = " and ".join(provider.requirements or (provider.distributions[0],))
-        return ProviderState(provider.name, None, reason=f"{needed} is not installed.")
+        reason = f"{needed} is not installed."
+        return ProviderState(provider.name, None, reason=reason, library=library)
     request = DevicesRequest(provider.name)
     try:
         reply = Workers(TIMEOUT).call(request, folder / provider.name, location=provider.name)
     except BuildError as error:
-        return ProviderState(provider.name, package, reason=error.problems[0].message)
-    return ProviderState(provider.name, package, reply.devices, reply.reason)
+        reason = error.problems[0].message
+        return ProviderState(provider.name, package, reason=reason, library=library)
+    return ProviderState(provider.name, package, reply.devices, reply.reason, library)
+
+
+def _library(provider: Provider) -> str | None:
+    """The installed distribution of the library that compiles without the EP, with its version."""
+    wanted = provider.compiler_library.requirements if provider.compiler_library else ()
+    names = [Requirement(each).name for each in wanted]
+    found = [f"{name} {version}" for name in names if (version := installed(name))]
+    return found[0] if found and len(found) == len(names) else None
 
 
 def _package(provider: Provider) -> str | None:

@@ -19,7 +19,7 @@ from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
 from hatch_epcontext.package.wheel import FOLDER, output_folder
-from hatch_epcontext.providers import DISTRIBUTIONS, Provider
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import listing, to_toml
 from hatch_epcontext.tools.project import HATCHLING, ImportPackage, Project
 
@@ -242,7 +242,10 @@ def _dependencies(values: Mapping[str, Any], config: Config) -> Iterator[str]:
     elif given[wanted].contains("1.22"):
         yield f"{to_toml(wanted + ONNX_RUNTIME)}  (instead of {to_toml(f'{wanted}{given[wanted]}')})"
     for provider in providers.values():
-        for requirement in provider.requirements:
+        library, ep = provider.compiler_library, PROVIDERS[provider.name].requirements
+        if provider.by_library and library is not None:
+            ep = tuple(f"{Requirement(each).name}=={library.ep_versions}.*" for each in ep)
+        for requirement in ep if provider.by_library else provider.requirements:
             name = canonicalize_name(Requirement(requirement).name)
             if name not in given and name not in extras:
                 text = to_toml(f"{requirement}{_marker(provider)}")

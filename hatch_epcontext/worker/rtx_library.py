@@ -18,6 +18,7 @@ from onnx import helper
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.providers import Profile
 from hatch_epcontext.providers.tensorrt_rtx import HEADER, engine_size, sdk_version
 from hatch_epcontext.text import listing
@@ -36,6 +37,9 @@ _TYPES = {
     "bool": "BOOL",
 }
 """The library's names of the types that inputs and outputs can have."""
+
+_MAX_REST = 2**20
+"""The most bytes that a context model has besides its engine."""
 
 _POOLS = {"nv_max_workspace_size": "WORKSPACE", "nv_max_shared_mem_size": "TACTIC_SHARED_MEMORY"}
 
@@ -67,12 +71,15 @@ def compile_with_library(
     config = _configured(trt, builder, network, target, key)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
-        reason = "; ".join(dict.fromkeys(log.errors)) or "it gives no reason"
-        message = f"TensorRT RTX cannot build an engine: {reason}."
-        raise BuildError(Problem(Kind.COMPILE_FAILED, "", message))
+        raise BuildError(_not_built(log.errors, target))
     version = importlib.import_module(trt.__package__).__version__
     blob = bytes(engine)
     check_engine(blob, target)
+    if target.settings.embed and len(blob) > PROTOBUF_LIMIT - _MAX_REST:
+        size = f"the engine has {len(blob) / 2**30:.1f} GiB"
+        message = f"{size}, but an ONNX file cannot be larger than 2 GiB."
+        hint, place = "Put it into a file beside the context model.", Setting(key / "embed", False)
+        raise BuildError(Problem(Kind.TOO_LARGE, "", message, hint, settings=(place,)))
     _write(source, blob, result, target, version)
 
 
@@ -144,6 +151,14 @@ def _not_parsed(parser: Any, model: Model | None) -> Problem:
     settings = () if model is None else (Setting(model.key / "cut"),)
     hint = "Change the model there, or keep only the part before or after it."
     return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
+
+
+def _not_built(reasons: Sequence[str], target: Target) -> Problem:
+    reason = "; ".join(dict.fromkeys(reasons)) or "it gives no reason"
+    message = f"TensorRT RTX cannot build an engine: {reason}."
+    limits = sorted(_POOLS.keys() & target.settings.provider_options.keys())
+    hint = f"Leave out {' and '.join(limits)}, or change it." if limits else None
+    return Problem(Kind.COMPILE_FAILED, "", message, hint)
 
 
 def _other_types(source: onnx.GraphProto) -> Iterator[Problem]:

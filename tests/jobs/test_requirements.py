@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from hatch_epcontext.errors import ConfigError, MissingError, RequirementError
+from hatch_epcontext.errors import ConfigError, Kind, MissingError, RequirementError
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import (
     INSPECTION,
     TOOLS,
     _relevant_distributions,
+    check_app,
     check_environment,
     versions_of,
 )
@@ -202,6 +204,32 @@ def test_a_machine_without_packages_of_the_provider(
         RequirementError, match=r"target npu: EPC103\n.*the qnn provider has no packages"
     ):
         check_environment(planned.config.targets, planned.requirements)
+
+
+@pytest.mark.parametrize(
+    ("dependency", "fits"),
+    [
+        ("onnxruntime-ep-nv-tensorrt-rtx-cu13", True),
+        ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5", True),
+        ("onnxruntime_ep_nv_tensorrt_rtx_cu12==0.5.3", True),
+        ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.6", False),
+        ("onnxruntime-ep-nv-tensorrt-rtx-cu12<0.5; sys_platform == 'win32'", False),
+        ("onnxruntime-qnn<1", True),
+    ],
+)
+def test_the_app_needs_an_ep_that_runs_what_the_library_compiles(
+    project: Path, dependency: str, fits: bool
+) -> None:
+    toml = 'provider = "tensorrt-rtx"\ncompute-capabilities = ["8.9"]\nmodels = ["models/a.onnx"]'
+    target = config(project, toml).targets[0]
+    check_app([replace(target, requirements=("tensorrt-rtx-cu13-libs==9",))], [dependency])
+    if fits:
+        check_app([target], ["numpy", dependency])
+        return
+    with pytest.raises(ConfigError) as raised:
+        check_app([target], ["numpy", dependency])
+    (problem,) = raised.value.problems
+    assert (problem.kind, problem.key) == (Kind.CONFLICTING_REQUIREMENTS, target.key)
 
 
 def test_only_the_versions_of_the_target_count(project: Path) -> None:

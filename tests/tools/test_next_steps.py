@@ -58,6 +58,13 @@ def test_missing_dependencies_of_the_app_are_listed(
     assert all(map(str.startswith, steps.dependencies, expected))
 
 
+def test_an_app_needs_the_ep_of_the_release_of_its_compiler(project: Path) -> None:
+    table = TABLE.replace('"qnn"', '"tensorrt-rtx"\ncompute-capabilities = ["8.9"]')
+    steps = next_steps(project, head(project, 'dependencies = ["onnxruntime>=1.24"]') + table)
+    (needed,) = steps.dependencies
+    assert needed.startswith('"onnxruntime-ep-nv-tensorrt-rtx-cu13==0.5.*;')
+
+
 def test_files_that_are_packed_twice_are_noted(project: Path) -> None:
     (plain,) = next_steps(project, head(project) + TABLE).notes
     assert plain.startswith("The wheel also has plain files: my_app/c.onnx.")

@@ -17,7 +17,7 @@ from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.graph import graph
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.providers.tensorrt_rtx import HEADER
-from hatch_epcontext.worker import session
+from hatch_epcontext.worker import rtx_library, session
 from hatch_epcontext.worker.actions import validate
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.rtx_library import check_engine, compile_with_library
@@ -175,6 +175,28 @@ def test_what_a_gpu_does_not_have_is_refused_with_the_librarys_reason(tmp_path: 
     with pytest.raises(BuildError) as raised:
         engine_of(made, tmp_path, rtx(("7.5",)))
     assert "FP32 GEMM" in raised.value.problems[0].message
+
+
+@pytest.mark.parametrize("size", ["1", str(2**64 - 1)])
+def test_a_limit_that_fits_no_engine_is_named(tmp_path: Path, size: str) -> None:
+    to = rtx(("8.9",), {"nv_max_workspace_size": size})
+    with pytest.raises(BuildError) as raised:
+        engine_of(network(1), tmp_path, to)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.COMPILE_FAILED
+    assert "nv_max_workspace_size" in str(problem.hint)
+
+
+def test_an_engine_that_no_onnx_file_can_hold_is_not_embedded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rtx_library, "PROTOBUF_LIMIT", rtx_library._MAX_REST + 1000)
+    assert engine_of(network(1), tmp_path, rtx())
+    with pytest.raises(BuildError) as raised:
+        engine_of(network(1), tmp_path, rtx(embed=True))
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.TOO_LARGE
+    assert [(each.key.parts[-1], each.value) for each in problem.settings] == [("embed", False)]
 
 
 def test_an_input_that_decides_shapes_is_to_be_frozen(tmp_path: Path) -> None:
