@@ -20,6 +20,7 @@ from hatch_epcontext.package.reader import FolderFiles, read
 from hatch_epcontext.plugin import EpcontextBuildHook
 from hatch_epcontext.text import printable
 from tests import projects
+from tests.conftest import needs
 from tests.models import model, network, save, save_with_data, unknown_operator, value
 
 PROJECT = (
@@ -287,6 +288,7 @@ def test_a_skipped_build_says_so_and_has_no_models(
     assert "epcontext: skipped: HATCH_EPCONTEXT_SKIP is set" in capsys.readouterr().err
 
 
+@needs("tensorrt_rtx_bindings")
 def test_an_app_that_cannot_run_what_is_compiled_is_refused(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

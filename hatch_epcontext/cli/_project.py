@@ -13,10 +13,12 @@ import click
 from hatch_epcontext.cli._flag_errors import use_lines
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import tool_table
+from hatch_epcontext.config.pyproject import FILE, parse, tool_table
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.jobs.requirements import check_app
 from hatch_epcontext.text import show, suggestion
+from hatch_epcontext.tools.project import Project
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -42,6 +44,8 @@ def project_config(project: Path, targets: tuple[str, ...], models: tuple[str, .
     """
     use_lines(project)
     config = _load(project, targets)
+    values = parse((project / FILE).read_text(encoding="utf-8"))
+    check_app(config.targets, Project(project, values).dependencies)
     if not models:
         return config
     names = list(

@@ -187,8 +187,8 @@ def _typed(node: onnx.NodeProto, given: onnx.AttributeProto, type_: int) -> onnx
 
 def is_main(node: onnx.NodeProto) -> bool:
     """Whether an EPContext node has a context of its own, and does not refer to another node's."""
-    # 1 is the operator's default, for a missing attribute.
-    return number(node, "main_context", 1) == 1
+    # 1 is the operator's default, for a missing attribute. TensorRT RTX's EP writes 0 for all.
+    return number(node, "main_context", 1) == 1 or bool(blob(node, "ep_cache_context"))
 
 
 def is_embedded(node: onnx.NodeProto) -> bool:

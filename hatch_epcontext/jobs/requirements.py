@@ -238,19 +238,26 @@ def check_app(targets: Iterable[Target], dependencies: Iterable[str]) -> None:
     problems = []
     needed = [*map(Requirement, dependencies)]
     for target in _most_demanding(targets):
-        library = target.provider.compiler_library
-        if not target.provider.by_library or library is None or target.requirements is not None:
+        library = target.provider.compiler_library if target.provider.by_library else None
+        release = library and installed(Requirement(library.requirements[0]).name)
+        known = library.ep_versions if library else {}
+        start = next((v for each, v in known.items() if (release or "").startswith(each)), None)
+        if start is None:
+            # Nobody knows which EP is of this release.
             continue
         packages = frozenset[str]().union(*PROVIDERS[target.provider.name].conflicts)
-        versions = [f"{library.ep_versions}.{number}" for number in range(100)]
         for each in needed:
             name = canonicalize_name(each.name)
-            if name in packages and not any(each.specifier.contains(v) for v in versions):
-                fitting = f"{name}=={library.ep_versions}.*"
+            # Those that it names may be pre-releases, for example.
+            named = (one.version for one in each.specifier if one.version.startswith(f"{start}."))
+            versions = (*(f"{start}.{number}" for number in range(100)), *named)
+            fits = any(each.specifier.contains(v, prereleases=True) for v in versions)
+            if name in packages and not fits:
+                fitting = f"{name}=={start}.*"
                 message = (
                     f"the project depends on {each}, and only {fitting} runs what is compiled."
                 )
-                hint = f"Depend on {fitting}. Or name the packages of a fitting library in requirements."
+                hint = f"Depend on {fitting}."
                 problems.append(
                     Problem.at(target.key, Kind.CONFLICTING_REQUIREMENTS, message, hint)
                 )

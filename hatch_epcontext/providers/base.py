@@ -103,6 +103,10 @@ def _nothing_implied(options: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
+def _unknown_size(compatibility: str) -> int | None:
+    return None
+
+
 def _unknown_format(compatibility: str) -> dict[str, str]:
     return {}
 
@@ -143,15 +147,15 @@ class CompilerLibrary:
 
     ``module``: its Python module. ``capabilities``: the compute capabilities of the GPUs that it compiles
     for. ``options``: the EP's options that it has; the EP's others for compiling are errors. ``ep_versions``:
-    the start of the versions of the EP's package that contain the same release of the library. Only they run
-    what it compiles.
+    the start of the versions of the EP's package that contain a release of the library, by the start of the
+    library's version. Only they run what it compiles.
     """
 
     module: str
     requirements: tuple[str, ...]
     capabilities: tuple[str, ...]
     options: frozenset[str]
-    ep_versions: str
+    ep_versions: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -332,6 +336,9 @@ class Provider:
 
     contradictions: Callable[[Mapping[str, str]], dict[str, str]] = _no_contradictions
     """(options) -> a message for each option that contradicts another one."""
+
+    blob_size: Callable[[str], int | None] = _unknown_size
+    """(compatibility string) -> the bytes of what was compiled; None if the string does not say."""
 
     compiled_for: Callable[[str], dict[str, str]] = _unknown_format
     """(compatibility string) -> what it was compiled for, by name; empty if the format is unknown. Options

@@ -48,6 +48,10 @@ def sdk_version(version: str) -> str:
     return str(10_000 * major + 100 * minor + patch)
 
 
+def _blob_size(compatibility: str) -> int | None:
+    return engine_size(bytes.fromhex(compatibility)) if _compiled_for(compatibility) else None
+
+
 def _compiled_for(compatibility: str) -> dict[str, str]:
     """Read the compatibility string, which is the header of an engine in hexadecimal digits."""
     try:
@@ -122,6 +126,7 @@ PROVIDER = Provider(
     name="tensorrt-rtx",
     ep="NvTensorRTRTXExecutionProvider",
     title="NVIDIA RTX GPUs through TensorRT for RTX",
+    example='# compute-capabilities = ["8.6", "8.9", "12.0"]  # without a GPU, for RTX 30, 40 and 50',
     product="context",
     limits=NUMBERS_ONLY,
     distributions=("onnxruntime-gpu", "onnxruntime"),
@@ -159,7 +164,7 @@ PROVIDER = Provider(
                 "nv_detailed_build_log",
             }
         ),
-        ep_versions="0.5",
+        ep_versions={"1.7.": "0.5"},
     ),
     options=_OPTIONS,
     deprecated={
@@ -173,6 +178,7 @@ PROVIDER = Provider(
     },
     profiles=_PROFILES,
     runtime_cache="nv_runtime_cache_path",
+    blob_size=_blob_size,
     compiled_for=_compiled_for,
     disagreement=_disagreement,
     sources=(

@@ -16,7 +16,7 @@ from hatch_epcontext.jobs.cache.cache import NO_HOME
 from hatch_epcontext.jobs.cache.cleaning import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.requirements import TOOLS, check_environment, installed
+from hatch_epcontext.jobs.requirements import TOOLS, check_app, check_environment, installed
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.project import HATCHLING, Project
@@ -152,9 +152,12 @@ def _state(provider: Provider, has_runtime: bool, folder: Path) -> ProviderState
 def _library(provider: Provider) -> str | None:
     """The installed distribution of the library that compiles without the EP, with its version."""
     wanted = provider.compiler_library.requirements if provider.compiler_library else ()
-    names = [Requirement(each).name for each in wanted]
-    found = [f"{name} {version}" for name in names if (version := installed(name))]
-    return found[0] if found and len(found) == len(names) else None
+    found = [
+        f"{each.name} {version}"
+        for each in map(Requirement, wanted)
+        if (version := installed(each.name)) and each.specifier.contains(version)
+    ]
+    return " and ".join(found) if found and len(found) == len(wanted) else None
 
 
 def _package(provider: Provider) -> str | None:
@@ -201,6 +204,7 @@ def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tup
     try:
         planned = plan(load(folder, table, wheel or everywhere or {}, environ))
         check_environment(planned.local_targets, planned.requirements)
+        check_app(planned.config.targets, Project(folder, values).dependencies)
     except EpcontextError as error:
         return f"{state}.", error.problems
     return f"{state}, with {count(len(planned.jobs), 'job')}.", ()

@@ -318,7 +318,8 @@ def _head(providers: Sequence[Provider], output: str | None) -> Iterator[str]:
         if provider.product == "context":
             lines.append("# min-coverage = 0.9  # accept partly compiled models")
         if provider.name != "cpu":
-            lines.append('# platforms = ["win_arm64"]  # the wheels that it is for; default: all')
+            wheel = "win_amd64" if provider.compiler_library else "win_arm64"
+            lines.append(f'# platforms = ["{wheel}"]  # the wheels that it is for; default: all')
         yield "\n".join(lines) + "\n"
 
 

@@ -32,6 +32,7 @@ from hatch_epcontext.package.reader import (
     is_package,
     read,
 )
+from hatch_epcontext.providers import find
 from hatch_epcontext.worker.requests import InspectReply, InspectRequest
 
 READING = tuple(each for each in TOOLS if Requirement(each).name in ("onnx", "numpy"))
@@ -183,6 +184,11 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
     for context in model.contexts:
         if context.sidecar and context.sha256 is None:
             message = f"the sidecar {context.sidecar!r} of {context.node} is not in its folder."
+            yield Problem(Kind.CHANGED_FILE, str(path), message)
+        known = find(context.source) if context.size else None
+        size = known.blob_size(model.compatibility.get(known.ep, "")) if known else None
+        if size not in (None, context.size):
+            message = f"the blob of {context.node} has {context.size} bytes, and its header counts {size}."
             yield Problem(Kind.CHANGED_FILE, str(path), message)
     for name in model.external_data:
         if not is_regular(path.parent / name):

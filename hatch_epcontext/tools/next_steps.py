@@ -242,10 +242,12 @@ def _dependencies(values: Mapping[str, Any], config: Config) -> Iterator[str]:
     elif given[wanted].contains("1.22"):
         yield f"{to_toml(wanted + ONNX_RUNTIME)}  (instead of {to_toml(f'{wanted}{given[wanted]}')})"
     for provider in providers.values():
-        library, ep = provider.compiler_library, PROVIDERS[provider.name].requirements
+        needed, library = provider.requirements, provider.compiler_library
         if provider.by_library and library is not None:
-            ep = tuple(f"{Requirement(each).name}=={library.ep_versions}.*" for each in ep)
-        for requirement in ep if provider.by_library else provider.requirements:
+            newest = [*library.ep_versions.values()][-1]
+            own = PROVIDERS[provider.name].requirements
+            needed = tuple(f"{Requirement(each).name}=={newest}.*" for each in own)
+        for requirement in needed:
             name = canonicalize_name(Requirement(requirement).name)
             if name not in given and name not in extras:
                 text = to_toml(f"{requirement}{_marker(provider)}")

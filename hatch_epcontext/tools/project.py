@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from hatch_epcontext.config.pyproject import parse
@@ -43,6 +44,13 @@ _DEPTH = 4
 """The most names in an import package: ``livekit.plugins.silero`` has three."""
 
 
+def _is_requirement(text: Any) -> bool:
+    try:
+        return bool(Requirement(text))
+    except (InvalidRequirement, TypeError):
+        return False
+
+
 @dataclass(frozen=True)
 class ImportPackage:
     """An import package: ``name`` is its installed path, ``folder`` that in the project."""
@@ -57,6 +65,14 @@ class Project:
 
     root: Path
     values: Mapping[str, Any]
+
+    @property
+    def dependencies(self) -> list[str]:
+        """The valid requirements of the app and of its extras."""
+        table = _table(self.values, "project")
+        listed = table.get("dependencies"), *_table(table, "optional-dependencies").values()
+        lists = (each for each in listed if isinstance(each, list))
+        return [each for some in lists for each in some if _is_requirement(each)]
 
     @property
     def name(self) -> str:

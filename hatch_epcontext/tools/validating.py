@@ -282,7 +282,9 @@ def _run(
             Problem(
                 Kind.NOT_RUN,
                 str(path),
-                f"it was run on the CPU only: {reply.unavailable}.",
+                f"it was not run: {reply.unavailable}."
+                if request.product == "context"
+                else f"it was run on the CPU only: {reply.unavailable}.",
                 "Validate it on a machine that has its EP.",
             )
         )

@@ -271,8 +271,13 @@ class _Validator:
             problems = tuple(replace(each, log=None) for each in problems)
             return replace(result, validation=validation, problems=problems)
         if validation.status is not ValidationStatus.RAN:
-            only_cpu = _not_run(f"it was run on the CPU only: {validation.reason}", location)
-            result = replace(result, problems=only_cpu.problems)
+            how = (
+                "run on the CPU only"
+                if validation.status is ValidationStatus.RAN_ON_CPU
+                else "not run"
+            )
+            not_run = _not_run(f"it was {how}: {validation.reason}", location)
+            result = replace(result, problems=not_run.problems)
         return replace(result, validation=validation)
 
     def _file(self, variant: Variant) -> Path:
@@ -351,7 +356,10 @@ class _Validator:
             )
             reply = self.workers.call(request, staging / "validate", location=location)
         ran = reply.unavailable is None
-        status = ValidationStatus.RAN if ran else ValidationStatus.RAN_ON_CPU
+        status = (
+            ValidationStatus.RAN_ON_CPU if opened.contexts == () else ValidationStatus.STRUCTURE
+        )
+        status = ValidationStatus.RAN if ran else status
         validation = validation_of(status, reply, model.validate.inputs, target.provider)
         if reference is not None or not ran:
             return validation

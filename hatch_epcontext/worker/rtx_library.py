@@ -56,7 +56,8 @@ def compile_with_library(
     log.errors.clear()
     log.detailed = target.settings.provider_options.get("nv_detailed_build_log") == "1"
     source = onnx.load(prepared, load_external_data=False)
-    if problems := [*_other_types(source.graph)]:
+    key = target.key if model is None else model.key
+    if problems := [*_other_types(source.graph), *_open_inputs(source.graph, target, key)]:
         raise BuildError(*problems)
     builder = trt.Builder(log)
     network = builder.create_network(0)
@@ -64,10 +65,9 @@ def compile_with_library(
     network.name = result.stem
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(prepared)):
-        raise BuildError(_not_parsed(parser, model))
+        raise BuildError(_not_parsed(parser, model, source.graph))
     if problems := [*_other_tensors(network, source.graph)]:
         raise BuildError(*problems)
-    key = target.key if model is None else model.key
     config = _configured(trt, builder, network, target, key)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
@@ -137,7 +137,7 @@ def _log(trt: Any) -> Any:
     return Log()
 
 
-def _not_parsed(parser: Any, model: Model | None) -> Problem:
+def _not_parsed(parser: Any, model: Model | None, source: onnx.GraphProto) -> Problem:
     """The problem of a model with nodes that the library's parser does not take."""
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
     named = [each for each in errors if each.node_operator()]
@@ -148,16 +148,26 @@ def _not_parsed(parser: Any, model: Model | None) -> Problem:
     shown = listing(list(nodes)[:_MAX_NODES]) if nodes else "the model"
     more = f" and {len(nodes) - _MAX_NODES} more" if len(nodes) > _MAX_NODES else ""
     message = f"TensorRT RTX does not take {shown}{more}{': ' if why else ''}{'; '.join(why)}."
-    settings = () if model is None else (Setting(model.key / "cut"),)
+    refused = {each.node_name() for each in named} - {""}
+    node = next((each for each in source.node if each.name in refused), None)
+    before = _computed(node, source) if node else []
+    value = {"outputs": before} if before else None
+    settings = () if model is None else (Setting(model.key / "cut", value),)
     hint = "Change the model there, or keep only the part before or after it."
     return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
+
+
+def _computed(node: onnx.NodeProto, source: onnx.GraphProto) -> list[str]:
+    """The tensors that ``node`` reads and other nodes compute: the model may end there."""
+    made = {name for each in source.node for name in each.output}
+    return [name for name in node.input if name in made]
 
 
 def _not_built(reasons: Sequence[str], target: Target) -> Problem:
     reason = "; ".join(dict.fromkeys(reasons)) or "it gives no reason"
     message = f"TensorRT RTX cannot build an engine: {reason}."
     limits = sorted(_POOLS.keys() & target.settings.provider_options.keys())
-    hint = f"Leave out {' and '.join(limits)}, or change it." if limits else None
+    hint = f"Leave out {' or '.join(limits)}, or change it." if limits else None
     return Problem(Kind.COMPILE_FAILED, "", message, hint)
 
 
@@ -168,6 +178,20 @@ def _other_types(source: onnx.GraphProto) -> Iterator[Problem]:
             message = f"TensorRT RTX has no {each.dtype}, the type of {each.name!r}."
             hint = f"It has {listing(list(_TYPES))}: change the type in the model."
             yield Problem(Kind.COMPILE_FAILED, "", message, hint)
+
+
+def _open_inputs(source: onnx.GraphProto, target: Target, key: Key) -> Iterator[Problem]:
+    """The inputs with open dimensions that a profile does not have."""
+    for each in map(graph.facts, graph.inputs(source)):
+        if not each.is_fixed and not all(
+            each.name in profile for profile in target.profiles or ({},)
+        ):
+            message = f"the input {each.name!r} is open ({each.shape_text}), and no profile has its shapes."
+            names = [size for size in each.shape if isinstance(size, str)]
+            places = [key / "dims" / name for name in names] or [key / "shapes" / each.name]
+            hint = "Fix its sizes, or add a profile with its shapes to the target."
+            settings = tuple(map(Setting, dict.fromkeys(places)))
+            yield Problem(Kind.OPEN_DIMENSION, "", message, hint, settings=settings)
 
 
 def _other_tensors(network: Any, source: onnx.GraphProto) -> Iterator[Problem]:
@@ -239,15 +263,6 @@ def _set_shape(made: Any, tensor: Any, profile: Profile, key: Key) -> None:
         )
     fixed: Sequence[int] = list(tensor.shape)
     given = profile.get(tensor.name)
-    if given is None and -1 in fixed:
-        raise BuildError(
-            Problem(
-                Kind.OPEN_DIMENSION,
-                "",
-                f"the input {tensor.name!r} has open dimensions ({fixed}), and no profile has its shapes.",
-                "Fix them with dims or shapes, or add a profile with the shapes of this input to the target.",
-            )
-        )
     shapes = [fixed] * 3 if given is None else [given[bound] for bound in ("min", "opt", "max")]
     made.set_shape(tensor.name, *shapes)
 

@@ -84,6 +84,7 @@ def test_a_library_that_compiles_without_the_ep_is_named(
 ) -> None:
     library = state(found, "tensorrt-rtx")["library"]
     assert library.startswith("tensorrt-rtx-cu13-bindings 1.")
+    assert " and tensorrt-rtx-cu13-libs 1." in library
     assert {each["library"] for each in found["providers"]} == {library, None}
     monkeypatch.setattr(examining, "PROVIDERS", {"tensorrt-rtx": PROVIDERS["tensorrt-rtx"]})
     assert library in cli("doctor", tmp_path).stdout

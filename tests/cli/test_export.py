@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Cli, build_wheel
-from tests.conftest import needs_qnn
+from tests.cli.conftest import Cli, build_wheel, problems
+from tests.conftest import needs, needs_qnn
 from tests.models import network, save, unknown_operator
 
 
@@ -135,3 +135,31 @@ shapes = [{ x = [1, 1, 8, 8] }, { x = [2, 1, 8, 8] }]
         f"a.{n}x1x8x8 -> {target}" for n in (1, 2) for target in ("qnn", "source")
     ]
     assert all("ran on the simulator and agrees with the CPU" in line for line in lines[::2])
+
+
+@needs("tensorrt_rtx_bindings")
+def test_a_package_of_engines_is_validated_by_its_structure_without_a_gpu(
+    cli: Cli, app_project: Path, tmp_path: Path
+) -> None:
+    file = app_project / "pyproject.toml"
+    text = file.read_text(encoding="utf-8")
+    save(network(1), app_project / "models" / "a.onnx")
+    rtx = '"tensorrt-rtx"\ncompute-capabilities = ["8.9"]'
+    file.write_text(text.replace('"cpu"\n[tool', f"{rtx}\n[tool"), encoding="utf-8")
+    out = tmp_path / "out"
+    cli("export", app_project, "-o", out, "-m", "a", "-t", "one")
+    chosen = "--component", "a", "--variant", "one"
+    found = json.loads(cli("validate", out, *chosen, "--allow-not-run", "--json").stdout)
+    (variant,) = found["variants"]
+    if variant["validation"]["status"] == "ran":
+        pytest.skip("this machine has an RTX GPU")
+    assert variant["validation"]["status"] == "structure"
+    engine = out / "a" / "one" / "a_ctx.engine"
+    whole = engine.read_bytes()
+    for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+        engine.write_bytes(damaged)
+        assert problems(cli("validate", out, *chosen, "--structure", code=1))
+    needs_other = 'dependencies = ["onnxruntime-ep-nv-tensorrt-rtx-cu13<0.5"]'
+    file.write_text(f"[project]\n{needs_other}\n{file.read_text('utf-8')}", encoding="utf-8")
+    refused = cli("export", app_project, "-o", tmp_path / "more", "-t", "one", code=2)
+    assert [each.split()[-1] for each in problems(refused)] == ["EPC102"]

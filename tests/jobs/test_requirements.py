@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -211,6 +210,7 @@ def test_a_machine_without_packages_of_the_provider(
     [
         ("onnxruntime-ep-nv-tensorrt-rtx-cu13", True),
         ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5", True),
+        ("onnxruntime-ep-nv-tensorrt-rtx-cu13==0.5.0rc1", True),
         ("onnxruntime_ep_nv_tensorrt_rtx_cu12==0.5.3", True),
         ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.6", False),
         ("onnxruntime-ep-nv-tensorrt-rtx-cu12<0.5; sys_platform == 'win32'", False),
@@ -218,11 +218,15 @@ def test_a_machine_without_packages_of_the_provider(
     ],
 )
 def test_the_app_needs_an_ep_that_runs_what_the_library_compiles(
-    project: Path, dependency: str, fits: bool
+    project: Path, installed: dict[str, str], dependency: str, fits: bool
 ) -> None:
     toml = 'provider = "tensorrt-rtx"\ncompute-capabilities = ["8.9"]\nmodels = ["models/a.onnx"]'
     target = config(project, toml).targets[0]
-    check_app([replace(target, requirements=("tensorrt-rtx-cu13-libs==9",))], [dependency])
+    # Of a release without a known EP nothing is known.
+    for version in ("", "9.1.2"):
+        installed |= {"tensorrt-rtx-cu13-bindings": version} if version else {}
+        check_app([target], [dependency])
+    installed["tensorrt-rtx-cu13-bindings"] = "1.7.1.116"
     if fits:
         check_app([target], ["numpy", dependency])
         return

@@ -13,10 +13,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.errors import BuildError, InspectionError, Kind
 from hatch_epcontext.graph import graph
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.providers.tensorrt_rtx import HEADER
+from hatch_epcontext.tools.inspecting import inspect_model, verify_model
 from hatch_epcontext.worker import rtx_library, session
 from hatch_epcontext.worker.actions import validate
 from hatch_epcontext.worker.requests import ValidateRequest
@@ -100,6 +101,7 @@ def test_profiles_have_the_shapes_of_open_inputs(tmp_path: Path) -> None:
     (problem,) = raised.value.problems
     assert problem.kind is Kind.OPEN_DIMENSION
     assert "'x'" in problem.message
+    assert [each.key.parts[-2:] for each in problem.settings] == [("dims", "batch")]
     shapes = {"min": (1, 1, 8, 8), "opt": (4, 1, 8, 8), "max": (8, 1, 8, 8)}
     to = replace(to, profiles=({"x": shapes}, {"x": {**shapes, "max": (16, 1, 8, 8)}}))
     assert engine_of(open_, tmp_path, to)
@@ -123,6 +125,11 @@ def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
     (problem,) = raised.value.problems
     assert problem.kind is Kind.COMPILE_FAILED
     assert "'second' (Det)" in problem.message
+    path = save(made, tmp_path / "models" / "a.onnx")
+    with pytest.raises(BuildError) as raised:
+        compile_with_library(path, tmp_path / "a_ctx.onnx", rtx(), Model("a", path, MODEL))
+    ((setting,),) = (each.settings for each in raised.value.problems)
+    assert (setting.key.parts[-1], setting.value) == ("cut", {"outputs": ["a"]})
     assert "first" not in problem.message
 
 
@@ -208,6 +215,26 @@ def test_an_input_that_decides_shapes_is_to_be_frozen(tmp_path: Path) -> None:
         compile_with_library(path, tmp_path / "a_ctx.onnx", rtx(), Model("a", path, MODEL))
     (problem,) = raised.value.problems
     assert [str(each.key) for each in problem.settings] == [str(MODEL / "constants" / "s")]
+
+
+@pytest.mark.parametrize("embed", [False, True])
+def test_a_context_model_is_compared_with_the_size_of_its_engine(
+    tmp_path: Path, embed: bool
+) -> None:
+    path = save(network(1), tmp_path / "models" / "a.onnx")
+    result = tmp_path / "a_ctx.onnx"
+    compile_with_library(path, result, rtx(embed=embed))
+    facts = inspect_model(result)
+    (context,) = facts.contexts
+    assert (context.main, context.sidecar) == (True, None if embed else "a_ctx.engine")
+    assert verify_model(result, facts) == (0 if embed else 1)
+    damaged = replace(facts, contexts=(replace(context, size=context.size - 1),))
+    with pytest.raises(InspectionError):
+        verify_model(result, damaged)
+    if not embed:
+        (tmp_path / "a_ctx.engine").unlink()
+        with pytest.raises(InspectionError):
+            verify_model(result, inspect_model(result))
 
 
 def test_a_damaged_engine_and_one_for_other_gpus_are_refused(tmp_path: Path) -> None:

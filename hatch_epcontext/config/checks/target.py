@@ -157,7 +157,8 @@ def _check_for_library(
     for name in table.provider_options:
         option = provider.options.get(name)
         if option and option.scope != "load" and name not in library.options:
-            hint = f"The library has {listing(sorted(library.options))}."
+            own = (each for each in library.options if provider.options[each].scope == "compile")
+            hint = f"The library has {listing(sorted(own))}."
             if name == "nv_target_sm":
                 hint = "List the GPUs in compute-capabilities instead."
             elif provider.profiles and name in provider.profiles.names:
@@ -214,6 +215,10 @@ def _check_device(key: Key, table: NarrowableTable, provider: Provider) -> Itera
         )
 
 
+_MAX_SIZE = 2**31 - 1
+"""The largest size of a dimension in a profile."""
+
+
 def _check_profiles(key: Key, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
     if not table.profiles:
         return
@@ -255,6 +260,12 @@ def _check_shapes(key: Key, name: str, shapes: ProfileTable) -> Iterator[Problem
     if len({len(shape) for shape in bounds.values()}) > 1:
         message = "min, opt and max have different numbers of dimensions."
         yield Problem.at(key, Kind.INVALID_PROFILE, message)
+        return
+    if max(shapes.max) > _MAX_SIZE:
+        message = f"has a size above {_MAX_SIZE}: {list(shapes.max)}."
+        yield Problem.at(
+            key / "max", Kind.INVALID_PROFILE, message, "Give sizes that inputs can have."
+        )
         return
     for low, best, high in zip(*bounds.values(), strict=True):
         if not 0 <= low <= best <= high:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
 
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.errors import Setting
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.loader import PREPARED
 from hatch_epcontext.worker.compiler import compile_context
+from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
@@ -62,12 +65,29 @@ def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
         if provider.by_library:
             compile_with_library(prepared, result, target, model)
         else:
-            compile_context(prepared, result, target, model=model)
+            try:
+                compile_context(prepared, result, target, model=model)
+            except UnavailableError as error:
+                raise _with_library(error, target) from error
         context = read_context(model, prepared, result, target)
         return with_reasons(context, prepared, result, target)
     optimize(prepared, result, target.settings.optimization, target)
     _sort_domains(result)
     return read_optimized(model.name, result)
+
+
+def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
+    """``error``, with the advice to compile without the EP, where that is possible."""
+    if (library := target.provider.compiler_library) is None:
+        return error
+    place = Setting(target.key / "compute-capabilities", list(library.capabilities[-4:-1]))
+    hint = "Or compile without the EP and its device:"
+    return UnavailableError(
+        *(
+            replace(each, hint="\n".join(filter(None, (each.hint, hint))), settings=(place,))
+            for each in error.problems
+        )
+    )
 
 
 def _sort_domains(path: Path) -> None:

@@ -245,7 +245,9 @@ def _unavailable(request: ValidateRequest) -> str | None:
     try:
         _options(request)
     except UnavailableError as error:
-        return error.problems[0].message.splitlines()[0].rstrip(".")
+        reason = error.problems[0].message.splitlines()[0].rstrip(".")
+        provider = request.target.provider
+        return f"that needs {provider.needs}: {reason}" if provider.by_library else reason
     if not request.target.provider.by_library:
         return None
     return incompatible(request.target, request.context.compatibility)

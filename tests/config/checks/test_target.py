@@ -86,6 +86,8 @@ RTX = f'{MODELS}provider = "tensorrt-rtx"\n'
         (f'{RTX}compile-with = "library"\nprovider-options = {{ nv_dump_subgraphs = true }}',
          "provider-options.nv_dump_subgraphs", Kind.CONFLICTING_OPTIONS),
         (f'{RTX}compile-with = "library"\nin-memory = true', "in-memory", Kind.NOT_APPLICABLE),
+        (f'{RTX}profiles = [{{ x = {{ min = [1], opt = [1], max = [2147483648] }} }}]',
+         "profiles[0].x.max", Kind.INVALID_PROFILE),
     ],
 )  # fmt: skip
 def test_what_the_library_of_a_vendor_does_not_do_is_an_error(
