@@ -165,6 +165,12 @@ class Kind(Enum):
         "The file is a link to nowhere, a folder, a pipe, or without read permission.",
         "Fetch the file, or correct the path or the pattern.",
     )
+    NOT_PINNED = (
+        "EPC028",
+        "Location is not pinned",
+        "A `url` has no commit or no `sha256`, so that its contents may change.",
+        "Run `epcontext pin`, which writes both.",
+    )
     OUTSIDE_PROJECT = (
         "EPC022",
         "Path outside the project",
@@ -314,6 +320,18 @@ class Kind(Enum):
         "Model changed during the build",
         "A file of a model or of its dummy inputs changed while the build was running.",
         "Build again when nothing writes to it. Nothing of it was stored or shipped.",
+    )
+    NOT_DOWNLOADED = (
+        "EPC220",
+        "Model cannot be downloaded",
+        "A model from elsewhere is not in the user's cache, and it cannot be downloaded now.",
+        "Do what the message says. Without a network: run `epcontext fetch` where there is one.",
+    )
+    OTHER_CONTENT = (
+        "EPC221",
+        "Downloaded file has other content",
+        "The file at a `url` is not the one whose hash is in `pyproject.toml`.",
+        "Find out why. If the new file is wanted: remove `sha256`, and run `epcontext pin`.",
     )
     INVALID_CUT = (
         "EPC212",

@@ -45,17 +45,29 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
         from hatch_epcontext.jobs.plan import plan
-        from hatch_epcontext.jobs.requirements import SBOM, cache_requirements
+        from hatch_epcontext.jobs.requirements import (
+            SBOM,
+            cache_requirements,
+            download_requirements,
+        )
 
-        if self._reason_to_skip() or self.target_name == "sdist":
+        if self._reason_to_skip():
             return []
         with self._errors_as_message():
             hooks = self._hooks()
+            if self.target_name == "sdist":
+                return list(download_requirements(self._sdist().downloaded))
             # Hatch calls this before other hooks have made their files.
             config = self._config(hooks, pending=bool(hooks))
             self._check_sbom(config)
             sbom = SBOM if config.wheel.sbom else ()
-            return [*plan(config).requirements, *cache_requirements(config.build), *sbom]
+            needed = (
+                plan(config).requirements,
+                cache_requirements(config.build),
+                () if config.only_from_cache else download_requirements(config.models),
+                sbom,
+            )
+            return [each for some in needed for each in some]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build all jobs, and pass the files to Hatch; an editable install gets them in the project.
@@ -80,9 +92,19 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 self._fill_wheel(config, build_data)
 
     def _fill_sdist(self, build_data: dict[str, Any]) -> None:
-        added = list(self._sdist().additions(self.build_config, build_data))
+        from hatch_epcontext.jobs.downloads import download_models
+        from hatch_epcontext.jobs.run import open_cache
+
+        sdist = self._sdist()
+        if models := sdist.downloaded:
+            index = open_cache(sdist.config, self._warning).index()
+            with contextlib.closing(_Progress(self._info)) as progress:
+                download_models(models, sdist.config, index, progress.running, progress.pulse)
+        added = list(sdist.additions(self.build_config, build_data))
         for each in added:
             self._info(f"added to the sdist: {each}")
+        if line := sdist.not_contained():
+            self._info(line)
         build_data["force_include"].update({str(each.file): each.path for each in added})
 
     def _sdist(self) -> Sdist:
@@ -164,7 +186,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.jobs.artifact import Result
         from hatch_epcontext.jobs.cut_models import cut_models
         from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
-        from hatch_epcontext.jobs.run import open_cache
+        from hatch_epcontext.jobs.run import download_sources, open_cache
         from hatch_epcontext.jobs.sources import read_sources
         from hatch_epcontext.package import editable
         from hatch_epcontext.package.modules import modules
@@ -185,9 +207,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             result = self._build(config, staging)
         else:
             check_environment((), () if config.only_from_cache else INSPECTION)
-            index = open_cache(config, self._warning).index()
+            cache = open_cache(config, self._warning)
+            index = cache.index()
             with contextlib.closing(_Progress(self._info)) as progress:
                 workers = self._workers(config, progress)
+                download_sources(config, cache, workers)
                 config = cut_models(config, index, workers, staging)
                 result = Result(read_sources(config, index, workers, staging / "check"), ())
         self._editable = result, folder, modules(self._hooked_name(output), config.models)

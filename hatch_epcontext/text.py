@@ -25,6 +25,11 @@ _ENDLESS = 10**24
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
+HUB_REPO = r"[\w.-]+/[\w.-]+"
+"""A repository in a location of a model hub, such as ``org/name``: its revision follows after an @."""
+
+_NO_USER = rf"""(?!hf://{HUB_REPO}@[^@\s'"]*(?:['"\s]|$))"""
+
 _IPV6 = r"\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]"
 _HOST = rf"""(?:(?:\*\*\*@)?{_IPV6}|(?!(?:\*\*\*@)?{_IPV6})[^\s/:'"]*)"""
 
@@ -92,6 +97,8 @@ def hide_url_credentials(text: str) -> str:
 
     Also for a mistyped URL: text with a colon or two slashes counts as one, unless it is a Windows path.
     """
+    if re.match(rf"hf://{HUB_REPO}@[^@]*$", text):
+        return text
     before, at, after = text.rpartition("@")
     if _DRIVE.match(text) or not re.search(r":|//", before if at else text):
         return text
@@ -113,7 +120,9 @@ def hide_credentials(text: str) -> str:
     Limits keep the time linear in the length of the text, which may be untrusted.
     """
     text = re.sub(r"""-private:[^\s'"]+""", "-private:***", text)
-    text = re.sub(r"""([A-Za-z][\w+.-]{1,30}:/{1,9})[^'"\n]{0,999}@""", r"\1***@", text)
+    text = re.sub(
+        rf"""{_NO_USER}([A-Za-z][\w+.-]{{1,30}}:/{{1,9}})[^'"\n]{{0,999}}@""", r"\1***@", text
+    )
     # Mistyped, or without a scheme.
     user = rf"""(?!{_DRIVE.pattern})(?<![^\s'"/])[^\s'"/:@]{{1,999}}:(?!/)[^\s'"]{{0,999}}@"""
     text = re.sub(user, "***@", text)

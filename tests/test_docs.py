@@ -46,7 +46,7 @@ def section(text: str, heading: str) -> str:
 def keys_in(heading: str) -> set[str]:
     """The keys that the section of the page about the configuration lists."""
     listed = section(CONFIGURATION, f"## {heading}")
-    return set(re.findall(r"`([a-z-]+)`", listed))
+    return set(re.findall(r"`([a-z0-9-]+)`", listed))
 
 
 DOCUMENTED = {
@@ -161,7 +161,7 @@ def write_models(root: Path, table: dict[str, Any]) -> None:
         inputs = validate.get("inputs") if isinstance(validate, dict) else None
         quantize = given.get("quantize")
         samples = quantize.get("inputs") if isinstance(quantize, dict) else None
-        for name in filter(None, (given["path"], inputs, samples)):
+        for name in filter(None, (given.get("path"), inputs, samples)):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
 

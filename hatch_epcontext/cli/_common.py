@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.config.environ import PREFIX, read_environment
+from hatch_epcontext.config.paths import NO_HOME, default_root
+from hatch_epcontext.errors import ConfigError, Kind, Problem, collect
 from hatch_epcontext.files import Output
 from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.cache.cache import NO_HOME, default_root
 from hatch_epcontext.jobs.cache.cleaning import Store
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
@@ -114,6 +115,12 @@ def find_store(cache_dir: Path | None) -> Store | None:
     except RuntimeError:
         return None
     return Store(root.absolute())
+
+
+def is_offline() -> bool:
+    """Whether the environment forbids to download models."""
+    environment, _ = collect(read_environment(os.environ))
+    return environment.offline
 
 
 verbose_option = click.option(

@@ -9,14 +9,17 @@ import click
 import hatch_epcontext
 from hatch_epcontext.cli._flag_errors import error_text
 from hatch_epcontext.cli._output import echo
+from hatch_epcontext.cli.add import add
 from hatch_epcontext.cli.bench import bench_
 from hatch_epcontext.cli.build import build
 from hatch_epcontext.cli.cache import cache
 from hatch_epcontext.cli.compile import compile_
 from hatch_epcontext.cli.doctor import doctor
 from hatch_epcontext.cli.export import export_
+from hatch_epcontext.cli.fetch import fetch
 from hatch_epcontext.cli.init import init
 from hatch_epcontext.cli.inspect import inspect
+from hatch_epcontext.cli.pin import pin_
 from hatch_epcontext.cli.record import record
 from hatch_epcontext.cli.schema import schema
 from hatch_epcontext.cli.validate import validate
@@ -59,14 +62,17 @@ def app() -> None:
 
 
 for _command in (
+    add,
     bench_,
     build,
     cache,
     compile_,
     doctor,
     export_,
+    fetch,
     init,
     inspect,
+    pin_,
     record,
     schema,
     validate,

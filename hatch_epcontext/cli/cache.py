@@ -53,18 +53,19 @@ def cache(ctx: click.Context, cache_dir: Path | None) -> None:
 @cache.command()
 @click.pass_obj
 def info(store: Store) -> None:
-    """Show the cache's folder, and its artifacts."""
-    entries = store.entries()
+    """Show the cache's folder, its artifacts, and its models from elsewhere."""
+    entries = [*store.entries(), *store.models()]
     echo(f"{store.root}: {_summarize(entries)}")
     if not entries:
         return
     made = table("models", "files", "size", "last used", "artifact")
     for entry in entries:
         used = entry.used.astimezone().strftime("%Y-%m-%d %H:%M")
-        files = str(len(entry.record.files)) if entry.record else ""
-        models = (
-            ", ".join(context.model for context in entry.record.contexts) if entry.record else ""
-        )
+        names = entry.record.files if entry.record else entry.files or {}
+        files = str(len(names)) if names else ""
+        models = next(iter(entry.files or ()), "")
+        if entry.record:
+            models = ", ".join(context.model for context in entry.record.contexts)
         add_row(made, models or "damaged", files, show_size(entry.size), used, entry.key[:12])
     show(made)
 
@@ -84,7 +85,7 @@ def info(store: Store) -> None:
 )
 @click.pass_obj
 def prune(store: Store, older_than: datetime.timedelta | None, max_size: int | None) -> None:
-    """Remove artifacts that are old, or exceed a size."""
+    """Remove artifacts and models from elsewhere that are old, or exceed a size."""
     if older_than is None and max_size is None:
         raise click.UsageError("Choose what to remove with --older-than or --max-size.")
     echo(f"removed {_summarize(store.prune(older_than, max_size))}")
@@ -93,7 +94,7 @@ def prune(store: Store, older_than: datetime.timedelta | None, max_size: int | N
 @cache.command()
 @click.pass_obj
 def clear(store: Store) -> None:
-    """Remove all artifacts and reports."""
+    """Remove all artifacts, reports, and models from elsewhere."""
     echo(f"removed {_summarize(store.clear())}")
 
 
@@ -120,15 +121,18 @@ def new_key() -> None:
 @cache.command()
 @click.pass_context
 def verify(ctx: click.Context) -> None:
-    """Read all artifacts, and list those that are damaged."""
+    """Read all artifacts and models from elsewhere, and list those that are damaged."""
     store: Store = ctx.obj
     damaged = store.damaged()
     for entry in damaged:
         echo(f"damaged: {entry.folder}")
-    echo(f"{len(store.entries()) - len(damaged)} intact, {len(damaged)} damaged")
+    number = len(store.entries()) + len(store.models())
+    echo(f"{number - len(damaged)} intact, {len(damaged)} damaged")
     ctx.exit(1 if damaged else 0)
 
 
 def _summarize(entries: list[Entry]) -> str:
     size = show_size(sum(entry.size for entry in entries))
-    return f"{count(len(entries), 'artifact')}, {size}"
+    models = sum(entry.is_model for entry in entries)
+    more = f", {count(models, 'model')} from elsewhere" if models else ""
+    return f"{count(len(entries) - models, 'artifact')}{more}, {size}"

@@ -28,14 +28,12 @@ from hatch_epcontext.tools.initializing import (
 )
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.tools.next_steps import NextSteps, next_steps
-from hatch_epcontext.tools.project import find_models, find_samples
+from hatch_epcontext.tools.project import find_hub_files, find_models, find_samples
 
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
 
 
-@click.command()
-@click.argument("models", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
+provider_option = click.option(
     "-p",
     "--provider",
     "providers",
@@ -44,6 +42,11 @@ _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_
     help="A provider to compile for; repeatable. The default is all that are installed and offer a device, "
     "or else cpu.",
 )
+
+
+@click.command()
+@click.argument("models", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@provider_option
 @click.option(
     "--project",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -65,23 +68,42 @@ def init(
     For other build backends the next steps are printed, as are the lines for the app.
     """
     root = project.resolve()
-    file = root / "pyproject.toml"
-    before = _text(file)
+    _text(root / "pyproject.toml")
     found = [*_read(root, models or tuple(_all(root)), named=bool(models))]
     if not found:
+        hub_files = find_hub_files(root)
         raise ConfigError(
             Problem(
                 Kind.FILE_NOT_FOUND,
                 str(root),
                 "has no ONNX models.",
-                "Name them: epcontext init MODEL...",
+                "\n".join(
+                    [
+                        "Name them: epcontext init MODEL...",
+                        *(f"The code downloads one: epcontext add {each}" for each in hub_files),
+                    ]
+                ),
             )
         )
+    add_tables(root, found, chosen_providers(root, providers), dry_run=dry_run)
+
+
+def chosen_providers(root: Path, names: tuple[str, ...]) -> list[Provider]:
+    """The providers called ``names``, or those that are installed if nothing is configured yet."""
+    before = _text(root / "pyproject.toml")
+    return [PROVIDERS[name] for name in dict.fromkeys(names)] or _default(before)
+
+
+def add_tables(
+    root: Path, found: list[NewModel], chosen: list[Provider], *, dry_run: bool = False
+) -> None:
+    """Write the tables of the models ``found`` into ``pyproject.toml``, and show the next steps."""
+    file = root / "pyproject.toml"
+    before = _text(file)
     listed = _listed_in(root, before)
     found = [model if model.path in listed else _ask(model) for model in found]
     # A file with the line ends of Windows keeps them.
     ends = "\r\n" if "\r\n" in before else "\n"
-    chosen = [PROVIDERS[name] for name in dict.fromkeys(providers)] or _default(before)
     after = add_models(root, before.replace("\r\n", "\n"), found, chosen)
     text = after.replace("\n", ends)
     new = [model for model in found if model.path not in listed]

@@ -44,6 +44,7 @@ class Environment:
     validate: ValidationMode | None = None
     report: Path | None = None
     progress: bool = True
+    offline: bool = False
     build: Mapping[str, Any] = field(default_factory=dict)
     wheel: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
@@ -211,6 +212,12 @@ VARIABLES: Mapping[str, Variable] = {
         "0",
         "The build hook prints no lines about steps that take long: see "
         "[while it builds](builds.md#while-it-builds).",
+        _switch,
+    ),
+    "OFFLINE": Variable(
+        "1",
+        "Downloads no models: those from elsewhere must be in the user's cache. `epcontext fetch` puts them "
+        "there.",
         _switch,
     ),
     **_variables_of(BuildTable, "build"),

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hatch_epcontext.config.tables import RootTable
+from hatch_epcontext.config.tables import ModelTable, RootTable
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import show, toml_key
 
@@ -63,6 +63,8 @@ def _table(table: type) -> dict[str, Any]:
         elif field.default not in (None, dataclasses.MISSING, ()):
             properties[key]["default"] = field.default
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    if table is ModelTable:
+        schema["oneOf"] = [{"required": ["path"]}, {"required": ["url"]}]
     return {**schema, "required": required} if required else schema
 
 

@@ -15,6 +15,22 @@ from hatch_epcontext.files import Rejection, is_inside, is_missing, is_regular, 
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import show
 
+NO_HOME = "this user has no home folder, and so no cache folder"
+"""Why there is no default folder, as in a container that runs as any user."""
+
+
+def default_root() -> Path | None:
+    """The user's cache folder for this package; None if the user has no home folder."""
+    # Imported here: workers read configurations without it.
+    import platformdirs
+
+    try:
+        root = Path(platformdirs.user_cache_dir("hatch-epcontext", appauthor=False))
+    except RuntimeError:
+        return None
+    # Older versions of platformdirs leave the `~` as it is.
+    return root if root.is_absolute() else None
+
 
 @dataclass(frozen=True)
 class Finder:
@@ -90,7 +106,9 @@ class Finder:
 
     def _is_allowed(self, key: Key, path: str) -> Diagnosed[bool]:
         if not path:
-            yield Problem.at(key, Kind.MISSING_KEY, "is required: a path inside the project.")
+            yield Problem.at(
+                key, Kind.MISSING_KEY, "is required: a path inside the project, or a url."
+            )
             return False
         if not self.confined:
             return True

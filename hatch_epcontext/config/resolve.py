@@ -10,6 +10,7 @@ from typing import Any
 from hatch_epcontext.config.checks.common import check_duplicates, check_name
 from hatch_epcontext.config.checks.model import (
     check_groups,
+    check_location,
     check_model,
     check_narrowing,
 )
@@ -17,7 +18,8 @@ from hatch_epcontext.config.checks.options import render_options
 from hatch_epcontext.config.checks.root import check_root
 from hatch_epcontext.config.checks.target import check_target, check_target_name
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment
-from hatch_epcontext.config.paths import Finder
+from hatch_epcontext.config.location import DOWNLOADS, Download, check_url, file_of
+from hatch_epcontext.config.paths import NO_HOME, Finder, default_root
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
@@ -77,7 +79,11 @@ class Resolver:
     ) -> Diagnosed[list[tuple[Key, ModelTable, Path]]]:
         """The models of an ``item`` at ``key``, each with its key, its table and its file."""
         if isinstance(item, ModelTable):
-            key = dataclasses.replace(key, model=item.path or None, name=item.name or None)
+            given = item.path or item.url or None
+            key = dataclasses.replace(key, model=given, name=item.name or None)
+            yield from check_location(key, item)
+            if item.url is not None:
+                return [(key, item, (yield from self._place(key, item)))]
             path = yield from self._finder.file(key / "path", item.path, "model")
             return [(key, item, path or self._root / item.path)]
         paths = yield from self._finder.models(key, item)
@@ -89,6 +95,19 @@ class Resolver:
             (dataclasses.replace(key, model=self._relative(path)), ModelTable(path=item), path)
             for path in paths
         ]
+
+    def _place(self, key: Key, table: ModelTable) -> Diagnosed[Path]:
+        """The place of a model from elsewhere in the user's cache."""
+        folder = self._environment.cache_dir or default_root()
+        if folder is None:
+            hint = f"Set {PREFIX}CACHE_DIR to a folder."
+            yield Problem.at(key / "url", Kind.NOT_DOWNLOADED, f"{NO_HOME}.", hint)
+        download = _download(table)
+        if download is None or folder is None:
+            # There are problems: nothing is downloaded.
+            is_valid = check_url(table.url or "") is None
+            return self._root / (file_of(table.url or "") if is_valid else f"{key.parts[-1]}.onnx")
+        return folder / DOWNLOADS / download.key / next(iter(download.files))
 
     def _selected(self, model: Model) -> Model:
         """``model`` with those of its targets that the environment selects."""
@@ -146,6 +165,7 @@ class Resolver:
             fallback=table.fallback or self._table.fallback,
             cut=Cut(table.cut.inputs, table.cut.outputs) if table.cut else Cut(),
             license=table.license,
+            download=_download(table),
         )
 
     def _validate(self, key: Key, given: Any) -> Diagnosed[ValidateTable]:
@@ -228,6 +248,13 @@ class Resolver:
             key / "inputs", inputs, "file or folder of inputs", or_folder=True
         )
         return str(found or "")
+
+
+def _download(table: ModelTable) -> Download | None:
+    """Where the model of ``table`` comes from, if that is not the project, and is valid and pinned."""
+    if table.url is None or table.sha256 is None or check_url(table.url) is not None:
+        return None
+    return Download(table.url, table.sha256, table.data, table.sdist, table.public)
 
 
 def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:

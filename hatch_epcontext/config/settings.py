@@ -8,6 +8,7 @@ from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hatch_epcontext.config.location import Download
 from hatch_epcontext.config.tables import (
     BuildTable,
     CompileWith,
@@ -46,9 +47,12 @@ CREDENTIALS = frozenset(
         "AZURE_STORAGE_CONNECTION_STRING",
         "AZURE_STORAGE_SAS_TOKEN",
         "HATCH_EPCONTEXT_CACHE_KEY",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
     }
 )
-"""The variables with credentials of the shared cache: they are never printed, and no worker gets them."""
+"""The variables with credentials of the shared cache and of model hubs: they are never printed, and no worker
+gets them."""
 
 SYNTHETIC = ("ones", "random", "zeros")
 """Names of generated dummy inputs."""
@@ -192,7 +196,8 @@ class Model:
     the model's place in the configuration, and ``listed`` that of its sizes in a list. With
     ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of the dummy
     inputs. ``shape_set``: all shapes of the same model, None for a model with one. ``license``: its SPDX
-    license expression. ``validate.inputs`` is one of `SYNTHETIC`, or an absolute path.
+    license expression. ``validate.inputs`` is one of `SYNTHETIC`, or an absolute path. ``download``: where
+    a model comes from that is not in the project; ``path`` is then its place in the user's cache.
     """
 
     name: str
@@ -210,6 +215,7 @@ class Model:
     fallback: Fallback = "auto"
     cut: Cut = Cut()
     license: str | None = None
+    download: Download | None = None
 
     def place(self, name: str) -> Key:
         """The place of ``dims`` or ``shapes`` in the configuration: of its table, if they are a list."""
@@ -296,8 +302,8 @@ class Config:
     """A checked configuration.
 
     ``output`` is None for ``<import package>/epcontext``. With ``only_from_cache`` the build compiles nothing
-    and needs no packages. ``report`` is the path of the HTML report. ``progress``: whether the hook prints
-    lines about steps that take long.
+    and needs no packages; with ``offline`` it downloads no model. ``report`` is the path of the HTML report.
+    ``progress``: whether the hook prints lines about steps that take long.
     ``overrides`` are the environment variables that won over TOML.
     """
 
@@ -313,6 +319,7 @@ class Config:
     report: Path | None
     overrides: tuple[str, ...]
     progress: bool = True
+    offline: bool = False
 
     @property
     def on_this_machine(self) -> Config:

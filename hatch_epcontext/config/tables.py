@@ -10,7 +10,9 @@ from dataclasses import field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from hatch_epcontext.config.location import check_url
 from hatch_epcontext.config.shared_cache import check_cache_url, check_public_keys
+from hatch_epcontext.files import is_portable, is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Device, OptionValue
@@ -113,6 +115,13 @@ def _has_valid_port(url: str) -> bool:
         return urlsplit(url).port != 0
     except ValueError:
         return False
+
+
+_sha256 = _must_be("64 hexadecimal digits in lower case", is_sha256)
+_data = _must_be(
+    "names of files beside the model, each with 64 hexadecimal digits",
+    lambda value: all(is_portable(name) and is_sha256(digest) for name, digest in value.items()),
+)
 
 
 def _license(value: str) -> str | None:
@@ -397,7 +406,25 @@ class CutTable:
 class ModelTable(NarrowableTable):
     """``[[tool.epcontext.models]]``."""
 
-    path: str = _key("The ONNX file, relative to `pyproject.toml`.", "", required=True)
+    path: str = _key(
+        "The ONNX file, relative to `pyproject.toml`. Either `path` or `url` is required.", ""
+    )
+    url: str | None = _key(
+        "Where the model is downloaded from, instead of `path`: `hf://`, `https://`, `s3://`, `gs://` or "
+        "`az://`. `epcontext pin` fixes its contents: see `docs/downloads.md`.",
+        check=check_url,
+        is_url=True,
+    )
+    sha256: str | None = _key(
+        "The SHA-256 of the file at `url`, in hexadecimal digits.", check=_sha256
+    )
+    data: Mapping[str, str] = _key(
+        "The SHA-256 of each file of its external data, by its name beside the model.",
+        dict,
+        check=_data,
+    )
+    sdist: bool = _key("Whether sdists contain the model at `url`.", False)
+    public: bool = _key("Whether the SBOM may name a `url` that is not of a model hub.", False)
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
     targets: tuple[str, ...] | None = _key("Targets by name.", when_missing="`default-targets`")
     fallback: Fallback | None = _key(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.requirements import FARM, requirements
+from hatch_epcontext.loader import CPU_EP
 from hatch_epcontext.text import file_name, pairs
 
 
@@ -197,3 +198,23 @@ def with_options(target: Target, options: Mapping[str, str]) -> Target:
     options = {**target.settings.provider_options, **options}
     settings = dataclasses.replace(target.settings, provider_options=options)
     return dataclasses.replace(target, settings=settings)
+
+
+def ships_source(model: Model, targets: Iterable[Target]) -> bool:
+    """Whether a wheel contains the source of ``model``, whose shapes are compiled for ``targets``.
+
+    With ``fallback = "auto"`` it does unless one of their variants replaces the source.
+    """
+    if model.fallback != "auto":
+        return model.fallback == "source"
+    return not any(map(_runs_anywhere, targets))
+
+
+def _runs_anywhere(target: Target) -> bool:
+    """Whether the CPU EP of any machine runs what is compiled for ``target``."""
+    return (
+        target.settings.ep == CPU_EP
+        and not target.platforms
+        # With all optimizations the graph has the memory layout of the processor that made it.
+        and target.settings.optimization != "all"
+    )

@@ -9,17 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.settings import BuildSettings, Config
+from hatch_epcontext.config.paths import NO_HOME, default_root
+from hatch_epcontext.config.settings import BuildSettings, Config, Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem, merged
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
-from hatch_epcontext.jobs.cache.cache import NO_HOME, Cache, default_root
+from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cut_models import cut_plan
+from hatch_epcontext.jobs.downloads import download_models
 from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.machine import jobs_at_once
-from hatch_epcontext.jobs.plan import Job, Plan
+from hatch_epcontext.jobs.plan import Job, Plan, ships_source
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.requirements import check_environment
@@ -98,10 +100,28 @@ def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
     Raises as `build` does.
     """
     workers = Workers(plan.config.build.timeout)
+    download_sources(plan.config, cache, workers)
     plan = cut_plan(plan, cache.index(), workers, staging)
     runner = job_runner(plan, staging, cache, workers)
     with contextlib.closing(runner.executor):
         return tuple(DryRun(job, *runner.dry_run(job)) for job in plan.jobs)
+
+
+def download_sources(config: Config, cache: Cache, workers: Workers) -> None:
+    """Download the models from elsewhere; for a build entirely from the cache only those that it ships."""
+    models = [
+        each
+        for each in config.models
+        if not config.only_from_cache or ships_source(each, _targets_of(each, config))
+    ]
+    # With an index of its own: the next one sees the new files.
+    download_models(models, config, cache.index(), workers.progress or _ignore, workers.pulse)
+
+
+def _targets_of(model: Model, config: Config) -> Iterator[Target]:
+    """The targets of all shapes of ``model``."""
+    for other in config.models:
+        yield from other.targets if other.configured_name == model.configured_name else ()
 
 
 def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> JobRunner:
@@ -149,6 +169,7 @@ def build(
     """
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
+        download_sources(plan.config, cache, started)
         started.expect(target.provider for target in plan.local_targets)
         plan = cut_plan(plan, cache.index(), started, staging)
         runner = job_runner(plan, staging, cache, started)

@@ -36,7 +36,11 @@ def read_sources(
 
     Raises BuildError with all problems of all models.
     """
-    if problems := list(_too_large(config.models)):
+    if config.only_from_cache:
+        _assume(config.models, index)
+        if absent := [each for each in config.models if _is_absent(each, index)]:
+            raise BuildError(*(_not_known(model, _trouble(index)) for model in absent))
+    if problems := list(_too_large(each for each in config.models if not index.has(each.path))):
         # Not even hashed.
         raise ModelError(*problems)
     # The build that filled the cache has checked the model for its own targets.
@@ -45,13 +49,12 @@ def read_sources(
     known: dict[str, ModelFacts] = {}
     found = _for_each(index, lambda name: index.facts(name, ModelFacts), keys.values())
     for model, facts in zip(config.models, found, strict=True):
-        if facts is not None and _is_whole(model, facts):
+        if facts is not None and (index.has(model.path) or _is_whole(model, facts)):
             known[model.name] = facts
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
         if config.only_from_cache:
-            trouble = index.shared.trouble if index.shared is not None else None
-            raise BuildError(*(_not_known(model, trouble) for model in unknown))
+            raise BuildError(*(_not_known(model, _trouble(index)) for model in unknown))
         # Imported here: a build that has its models in the index makes no requests.
         from hatch_epcontext.worker.requests import CheckRequest
 
@@ -71,9 +74,41 @@ def read_sources(
     return tuple(_source(model, known[model.name], index) for model in config.models)
 
 
+def _assume(models: Iterable[Model], index: Index) -> None:
+    """Let pinned hashes stand for models from elsewhere that are not on this machine, if they are known."""
+    for model in models:
+        if model.download is None:
+            continue
+        files = {model.path.parent / name: digest for name, digest in model.download.files.items()}
+        if all(map(is_regular, files)):
+            continue
+        known = {path: index.facts(_size_key(each), FileRecord) for path, each in files.items()}
+        for path, record in known.items():
+            if record is not None and record.sha256 == files[path]:
+                index.assume(path, record)
+
+
+def _is_absent(model: Model, index: Index) -> bool:
+    return (
+        model.download is not None
+        and not index.has(model.path)
+        and not all(is_regular(model.path.parent / name) for name in model.download.files)
+    )
+
+
+def _trouble(index: Index) -> str | None:
+    return index.shared.trouble if index.shared is not None else None
+
+
+def _size_key(sha256: str) -> str:
+    """What identifies the record of a file with this content."""
+    return value_sha256({"record of": sha256})
+
+
 def check_unchanged(sources: Iterable[Source], hint: str) -> None:
     """Raise ModelError, with ``hint``, if a file of ``sources`` has changed since it was read."""
-    for source in sources:
+    # Hooks do not change what is not in the project.
+    for source in (each for each in sources if each.model.download is None):
         for name, recorded in source.records.items():
             file = source.model.path.parent / name
             if not file.is_file() or record_file(file) != recorded:
@@ -109,10 +144,11 @@ def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> li
 def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
     """The model with its hex sha256: of its file, or of its file and all files of its external data."""
     folder = model.path.parent
-    records = {
-        name: FileRecord((folder / name).stat().st_size, index.sha256(folder / name))
-        for name in (model.path.name, *facts.external_data)
-    }
+    names = (model.path.name, *facts.external_data)
+    records = {name: index.record(folder / name) for name in names}
+    if model.download is not None:
+        for record in records.values():
+            index.store_facts(_size_key(record.sha256), record)
     sha256 = records[model.path.name].sha256
     if facts.external_data:
         data = {name: records[name].sha256 for name in sorted(facts.external_data)}

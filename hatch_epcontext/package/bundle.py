@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Result, Source
 from hatch_epcontext.jobs.cache.index import changed_error
-from hatch_epcontext.loader import CPU_EP
+from hatch_epcontext.jobs.plan import ships_source
 from hatch_epcontext.package import manifest
 from hatch_epcontext.system import writing
 
@@ -100,22 +100,10 @@ def shipped_sources(result: Result) -> dict[str, str]:
 
 
 def _ships_source(model: Model, result: Result) -> bool:
-    """With ``fallback = "auto"`` the source is in the package unless a variant replaces it."""
-    if model.fallback != "auto":
-        return model.fallback == "source"
-    return not any(
-        _runs_anywhere(built.job.target)
+    targets = (
+        built.job.target
         for built in result.built
         for other in built.job.models
         if other.configured_name == model.configured_name
     )
-
-
-def _runs_anywhere(target: Target) -> bool:
-    """Whether the CPU EP of any machine runs what is compiled for ``target``."""
-    return (
-        target.settings.ep == CPU_EP
-        and not target.platforms
-        # With all optimizations the graph has the memory layout of the processor that made it.
-        and target.settings.optimization != "all"
-    )
+    return ships_source(model, targets)

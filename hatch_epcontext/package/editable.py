@@ -86,37 +86,41 @@ def write(result: Result, folder: Path, modules: Mapping[str, Path]) -> None:
     """Write the package of ``result`` into ``folder``: ``modules``, artifacts and manifest.
 
     Source models are not copied: the manifest has their paths, so that the app sees an edited model. Only
-    cut ones are, which are nowhere else.
+    cut ones are, which are nowhere else, and those from elsewhere, which nobody edits.
     """
     remove(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Every editable install writes these files again: a repository does not need them.
     (folder / ".gitignore").write_text("*\n", encoding="utf-8", newline="\n")
-    cut = {
+    copied = {
         f"{manifest.source_folder(source.model)}/{name}": source.model.path.parent / name
         for source in result.sources
-        if source.model.cut
+        if _is_copied(source.model)
         for name in source.records
     }
     files = {
         ".gitignore": record_file(folder / ".gitignore"),
         **{name: record_file(path) for name, path in modules.items()},
         **manifest.artifact_files(result),
-        **{name: record_file(path) for name, path in cut.items()},
+        **{name: record_file(path) for name, path in copied.items()},
     }
     sources = {source.model.name: _place(source.model, folder) for source in result.sources}
     # Before the files below: an interrupted install must not leave files that no manifest lists.
     manifest.save(manifest.make(result, sources, files, "installed"), folder)
     for built in result.built:
         shutil.copytree(built.artifact.folder, folder / built.job.folder, dirs_exist_ok=True)
-    for name, path in {**modules, **cut}.items():
+    for name, path in {**modules, **copied}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
 
 
+def _is_copied(model: Model) -> bool:
+    return bool(model.cut) or model.download is not None
+
+
 def _place(model: Model, folder: Path) -> str:
     """The path of the source of ``model`` from ``folder``."""
-    if model.cut:
+    if _is_copied(model):
         return f"{manifest.source_folder(model)}/{model.path.name}"
     return Path(os.path.relpath(model.path, folder)).as_posix()
 

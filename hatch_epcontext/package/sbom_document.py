@@ -5,12 +5,20 @@ It has no times, and its serial number comes from its content: equal builds writ
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from cyclonedx.exception import MissingOptionalDependencyException
-from cyclonedx.model import HashAlgorithm, HashType, Property
+from cyclonedx.model import (
+    ExternalReference,
+    ExternalReferenceType,
+    HashAlgorithm,
+    HashType,
+    Property,
+    XsUri,
+)
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentScope, ComponentType
 from cyclonedx.model.license import DisjunctiveLicense, License, LicenseExpression
@@ -23,6 +31,7 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 from packaging.utils import canonicalize_name
 
 import hatch_epcontext
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, MissingError, Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import GENERATOR, Source
@@ -146,7 +155,9 @@ class _Document:
             description="The source model.",
             scope=ComponentScope.REQUIRED if shipped else ComponentScope.EXCLUDED,
             hashes=[_sha256(source.records[source.model.path.name])],
-            licenses=_licenses(source.license),
+            purl=_hub_purl(source.model),
+            external_references=_references(source.model),
+            licenses=_licenses_of(source),
             components=[
                 self._file(path if path in shipped else file, source.records[file], f"model:{name}")
                 for file, path in paths.items()
@@ -156,7 +167,7 @@ class _Document:
     def _artifact(self, folder: str, target: str, contexts: _Contexts) -> Component:
         reference = f"artifact:{folder}"
         _, variant, about = contexts[0]
-        licenses = {self._sources[name].license for name, _, _ in contexts}
+        licenses = {_licenses_of(self._sources[name]) for name, _, _ in contexts}
         return Component(
             type=ComponentType.MACHINE_LEARNING_MODEL,
             name=f"{PurePosixPath(folder).parent} for {target}",
@@ -165,7 +176,7 @@ class _Document:
             if about.product == "context"
             else f"The optimized graph of the source model for {variant.ep}.",
             scope=ComponentScope.REQUIRED,
-            licenses=_licenses(licenses.pop()) if len(licenses) == 1 else (),
+            licenses=licenses.pop() if len(licenses) == 1 else (),
             properties=list(_properties(target, contexts)),
             components=[
                 self._file(path, recorded, reference)
@@ -209,14 +220,45 @@ def _purl(name: str, version: str) -> PackageURL:
     return PackageURL("pypi", name=canonicalize_name(name), version=version)
 
 
+def _hub_purl(model: Model) -> PackageURL | None:
+    """The package URL of a model on a hub: https://github.com/package-url/purl-spec, ``huggingface``."""
+    hub = model.download.hub if model.download else None
+    if hub is None:
+        return None
+    owner, name = hub.repo.split("/")
+    return PackageURL("huggingface", owner, name, hub.revision, subpath=hub.path)
+
+
+def _card(model: Model) -> XsUri | None:
+    """The card of a model on a hub, with its license."""
+    hub = model.download.hub if model.download else None
+    # Where its mirrors are is the business of the machine that builds.
+    page = f"https://huggingface.co/{hub.repo}/blob/{hub.revision}/README.md" if hub else None
+    return XsUri(page) if page else None
+
+
+def _references(model: Model) -> Iterator[ExternalReference]:
+    if (card := _card(model)) is not None:
+        yield ExternalReference(type=ExternalReferenceType.MODEL_CARD, url=card)
+    elif model.download is not None and model.download.public:
+        url = XsUri(model.download.url)
+        yield ExternalReference(type=ExternalReferenceType.DISTRIBUTION, url=url)
+
+
 def _sha256(recorded: FileRecord) -> HashType:
     return HashType(alg=HashAlgorithm.SHA_256, content=recorded.sha256)
 
 
-def _licenses(text: str | None) -> tuple[License, ...]:
-    """An SPDX id, an SPDX expression or a name, whichever ``text`` is."""
+def _licenses_of(source: Source) -> tuple[License, ...]:
+    return _licenses(source.license, _card(source.model))
+
+
+def _licenses(text: str | None, page: XsUri | None = None) -> tuple[License, ...]:
+    """An SPDX id, an SPDX expression or a name, whichever ``text`` is; ``page`` has other terms."""
     if not text:
         return ()
+    if page is not None and re.fullmatch(r"LicenseRef-[A-Za-z0-9.-]+", text):
+        return (DisjunctiveLicense(name=text, url=page),)
     try:
         expression = canonicalize_license_expression(text)
     except InvalidLicenseExpression:

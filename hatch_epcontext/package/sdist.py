@@ -63,6 +63,31 @@ class Sdist:
     wheel_hooks: BuildHooks
 
     @property
+    def downloaded(self) -> tuple[Model, ...]:
+        """The models from elsewhere that the sdist contains; the shapes of one are one model."""
+        return tuple(each for each in self._elsewhere if each.download and each.download.sdist)
+
+    @property
+    def _elsewhere(self) -> tuple[Model, ...]:
+        found = {each.path: each for each in self.config.models if each.download is not None}
+        return tuple(found.values())
+
+    def not_contained(self) -> str | None:
+        """A line about the models from elsewhere that the sdist does not contain, if there are any."""
+        names = [
+            each.configured_name
+            for each in self._elsewhere
+            if each.download and not each.download.sdist
+        ]
+        if not names:
+            return None
+        what = "models" if len(names) > 1 else "model"
+        return (
+            f"not in the sdist: the {what} {listing(names)}. A build from it needs the network, or epcontext "
+            "fetch before it."
+        )
+
+    @property
     def makers(self) -> tuple[str, ...]:
         """The hooks that may make a file when the wheel is built from the sdist."""
         return self.wheel_hooks.before
@@ -90,8 +115,19 @@ class Sdist:
                     problems += [] if self.makers else [self._kept_out(each, reason)]
                 elif set(self.makers) <= set(self.hooks.before):
                     yield Addition(each.path, file, reason.value)
+        for path, file, _ in self._copies():
+            if path not in packed:
+                yield Addition(path, file, "it comes from elsewhere, and sdist is true")
         if invalid or problems:
             raise SdistError(*invalid, *problems)
+
+    def _copies(self) -> Iterator[tuple[str, Path, Key]]:
+        """The files of models from elsewhere that the sdist contains: their paths there, and their places."""
+        for model in self.downloaded:
+            assert model.download is not None, "only such models are downloaded"
+            for name in model.download.files:
+                path = f"{model.download.place_in_sdist}/{name}"
+                yield path, model.path.parent / name, model.key
 
     def check(self, archive: Path) -> list[str]:
         """The needed files that are not in the finished sdist ``archive``, because a hook may make them.
@@ -101,6 +137,7 @@ class Sdist:
         needed, invalid = collect(self._needed())
         with tarfile.open(archive) as tar:
             files = _files(tar)
+        needed += [Needed(path, key) for path, _, key in self._copies()]
         missing = [each for each in needed if each.path not in files]
         if self.makers and not invalid:
             return [each.path for each in missing]
@@ -136,8 +173,8 @@ class Sdist:
         return list(found.values())
 
     def _of_model(self, model: Model) -> Diagnosed[list[Needed]]:
-        files = [Needed(self._relative(model.path), model.key)]
-        if model.path.is_file():
+        files = [] if model.download else [Needed(self._relative(model.path), model.key)]
+        if model.download is None and model.path.is_file():
             data = yield from _data_of(model)
             folder = model.path.parent
             files += [Needed(self._relative(folder / name), model.key) for name in data]

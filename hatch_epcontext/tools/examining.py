@@ -9,10 +9,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from hatch_epcontext.config.load import load
+from hatch_epcontext.config.paths import NO_HOME
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, EpcontextError, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.jobs.cache.cache import NO_HOME
 from hatch_epcontext.jobs.cache.cleaning import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers

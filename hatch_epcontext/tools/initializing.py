@@ -19,6 +19,7 @@ from tomlkit.items import AoT, Array
 
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
 from hatch_epcontext.config.load import load
+from hatch_epcontext.config.location import check_url, file_of
 from hatch_epcontext.config.pyproject import parse, try_parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import is_inside, temp_dir
@@ -32,6 +33,7 @@ from hatch_epcontext.package.wheel import (
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
+from hatch_epcontext.tools.pinning import Pinned, table_of
 from hatch_epcontext.tools.project import HATCHLING, Project
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
 
@@ -43,17 +45,26 @@ _WHEEL = "tool.hatch.build.targets.wheel"
 @dataclass(frozen=True)
 class NewModel:
     """A model to add: its path in the project, with forward slashes, the facts of its file, and suggestions.
-    ``inputs``: the path in the project of inputs that fit it, if there are any.
+    ``inputs``: the path in the project of inputs that fit it, if there are any. ``pinned``: where a model
+    comes from that is not in the project; ``path`` is then its location.
     """
 
     path: str
     facts: InspectReply
     suggested: SuggestReply = SuggestReply()
     inputs: str | None = None
+    pinned: Pinned | None = None
+
+    @property
+    def file_path(self) -> PurePosixPath:
+        """Its path, or that of a location without the host."""
+        return PurePosixPath(file_of(self.path) if self.pinned else self.path)
 
     @property
     def files(self) -> list[str]:
         """The model's file and those of its external data, as paths in the project."""
+        if self.pinned:
+            return []
         folder = PurePosixPath(self.path).parent
         return [self.path, *(str(folder / name) for name in self.facts.external_data)]
 
@@ -118,6 +129,7 @@ def add_models(
         appended += _build_system(document, before)
         # A project that has just moved to hatchling already lists its models.
         packed = new if _has_hook(project) or _keeps_plain_files(table) else models
+        packed = [each for each in packed if not each.pinned]
         wheel, output = _in_the_wheel(project, packed, table)
         # Before the hook's table, which is inside it.
         appended += _extend_wheel(document, project, wheel)
@@ -294,6 +306,9 @@ def _listed(root: Path, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         path, name = model, None
         if isinstance(model, dict):
             path, name = model.get("path"), model.get("name")
+            if isinstance(url := model.get("url"), str) and check_url(url) is None:
+                given = PurePosixPath(file_of(url)).stem
+                yield url, name if isinstance(name, str) else given
         if isinstance(path, str):
             is_glob = any(each in path for each in "*?[") and is_inside(path)
             found = root.glob(path) if is_glob else ()
@@ -329,7 +344,7 @@ def _named(
     """Each model with the name that it needs, or None if its file's name is valid and not in ``names``."""
     taken = {name.casefold() for name in names}
     for model in models:
-        stem = PurePosixPath(model.path).stem
+        stem = model.file_path.stem
         name = plain = file_name(stem, "-")
         number = 1
         while name.casefold() in taken:
@@ -345,7 +360,7 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
         lines += [f"# {heading}: {_comment(tensor)}" for tensor in tensors]
     if name is not None:
         lines.append(f"name = {to_toml(name)}")
-    lines.append(f"path = {tomlkit.item(model.path).as_string()}")
+    lines += _place(model)
     lines += _sizes(model, static=static)
     lines += _constants(model, static=static)
     if model.inputs is not None:
@@ -353,6 +368,14 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
             f"validate = {to_toml({'inputs': model.inputs})}  # samples that fit the model"
         )
     return "\n".join(lines) + "\n"
+
+
+def _place(model: NewModel) -> Iterator[str]:
+    if model.pinned is None:
+        yield f"path = {tomlkit.item(model.path).as_string()}"
+        return
+    for key, value in table_of(model.pinned).items():
+        yield f"{key} = {to_toml(value)}"
 
 
 _Place = tuple[str, int]
@@ -461,7 +484,7 @@ def _one_line(text: str) -> str:
 def _append(existing: Array, table: str) -> None:
     """Add a model's table to a list."""
     values = parse(table)["tool"]["epcontext"]["models"][0]
-    item: Any = values["path"]
+    item: Any = values.get("path")
     if values.keys() != {"path"}:
         item = tomlkit.inline_table()
         item.update(values)

@@ -17,7 +17,7 @@ from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.preparation import Prepared, prepare
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.run import job_runner
+from hatch_epcontext.jobs.run import download_sources, job_runner
 from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.providers import Product
 from hatch_epcontext.worker.requests import TimeOpeningReply, TimeOpeningRequest
@@ -125,6 +125,7 @@ def bench(
     for embedded, plan in plans.items():
         folder = staging / str(embedded)
         cache = Cache(None, log)
+        download_sources(plan.config, cache, workers)
         cut = cut_plan(plan, cache.index(), workers, folder)
         runner = job_runner(cut, folder, cache, workers)
         for job in cut.jobs:

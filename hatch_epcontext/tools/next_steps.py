@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
 from hatch_epcontext.package.wheel import FOLDER, output_folder
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import listing, to_toml
-from hatch_epcontext.tools.project import HATCHLING, ImportPackage, Project
+from hatch_epcontext.tools.project import HATCHLING, ImportPackage, Project, find_hub_files
 
 _MAX_NAMED = 3
 """The most files that a note names."""
@@ -57,7 +57,7 @@ def next_steps(root: Path, text: str) -> NextSteps:
         module, notes = _with_hatchling(project, config)
     else:
         module, notes = _with_export(project, config)
-    notes += tuple(_python(project))
+    notes += (*_python(project), *_downloaded_by_code(root, config))
     exported = project.backend != HATCHLING
     dependencies = tuple(_dependencies(values, config))
     return NextSteps(module, exported, names, dependencies, notes)
@@ -198,7 +198,8 @@ _PACKING: Mapping[str, _Packing] = {
 
 def _paths(config: Config) -> list[PurePosixPath]:
     root = config.root
-    paths = (PurePosixPath(each.path.relative_to(root).as_posix()) for each in config.models)
+    own = (each.path for each in config.models if each.download is None)
+    paths = (PurePosixPath(path.relative_to(root).as_posix()) for path in own)
     return list(dict.fromkeys(paths))
 
 
@@ -212,6 +213,15 @@ def _matches(path: PurePosixPath, patterns: Iterable[str]) -> bool:
 
 def _is_in(path: PurePosixPath, included: Mapping[str, str]) -> bool:
     return any(path.is_relative_to(source.strip("/")) for source in included)
+
+
+def _downloaded_by_code(root: Path, config: Config) -> Iterator[str]:
+    """A note for each model that the app downloads itself, and that the wheel could contain compiled."""
+    hubs = (each.download.hub for each in config.models if each.download)
+    listed = {(hub.repo, hub.path) for hub in hubs if hub}
+    for each in find_hub_files(root):
+        if (each.repo, each.path) not in listed:
+            yield f"the code downloads {each}; this puts it into the wheel, compiled: epcontext add {each}"
 
 
 def _package(project: Project, config: Config) -> ImportPackage | None:

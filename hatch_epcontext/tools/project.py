@@ -12,8 +12,11 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from hatch_epcontext.config.location import HubFile
 from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.files import known_text
 from hatch_epcontext.package.reader import own_files
+from hatch_epcontext.text import HUB_REPO
 
 HATCHLING = "hatchling"
 
@@ -184,6 +187,32 @@ def find_samples(root: Path) -> list[Path]:
         if any(name.startswith("input_") and name.endswith(".pb") for name in files):
             found.append(folder)
     return found
+
+
+_HUB_CALL = re.compile(
+    rf"""
+    hf_hub_download \( \s* (?:repo_id \s* = \s*)? ["'](?P<repo>{HUB_REPO})["'] \s* , \s*
+    (?:filename \s* = \s*)? ["'](?P<path>[^"'\n]+\.onnx)["']
+    | from_pretrained \( \s* ["'](?P<repo2>{HUB_REPO})["'] \s* , \s*
+    file_name \s* = \s* ["'](?P<path2>[^"'\n]+\.onnx)["']
+    """,
+    re.VERBOSE,
+)
+"""The calls of an app that downloads a model from a hub."""
+
+_MAX_CODE = 1 << 20
+
+
+def find_hub_files(root: Path) -> list[HubFile]:
+    """The models that the code of the project in ``root`` downloads from a hub, as far as its calls show."""
+    found = []
+    for folder, files in _walk(root, _NOT_THE_APP):
+        for path in (folder / name for name in files if name.endswith(".py")):
+            if path.stat().st_size <= _MAX_CODE and "_" in (text := known_text(path) or ""):
+                for call in _HUB_CALL.finditer(text):
+                    repo, file = call["repo"] or call["repo2"], call["path"] or call["path2"]
+                    found.append(HubFile(repo, None, file))
+    return list(dict.fromkeys(found))
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[str]]]:

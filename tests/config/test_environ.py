@@ -47,6 +47,7 @@ def test_all_variables(tmp_path: Path) -> None:
         CACHE_DIR=str(tmp_path),
         REPORT=str(tmp_path / "r.html"),
         NO_CACHE="1",
+        OFFLINE="1",
         CACHE="s3://bucket/team",
         CACHE_KEYS=f"{PUBLIC},{PUBLIC}",
         CACHE_TRUST="all",
@@ -74,6 +75,7 @@ def test_all_variables(tmp_path: Path) -> None:
     assert settings.cache_dir == tmp_path
     assert settings.report == tmp_path / "r.html"
     assert settings.no_cache
+    assert settings.offline
     assert settings.build == {
         "jobs": 3,
         "timeout": 2.5,

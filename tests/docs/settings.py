@@ -199,5 +199,6 @@ OTHER_OUTPUT: dict[str, str] = {}
 NOT_RUN: dict[str, str] = {
     "epcontext bench MODEL...": "takes long, and docs/performance.md has it with all arguments",
     "epcontext doctor --library PATH": "names the command in a sentence",
+    "epcontext add hf://org/repo/onnx/model.onnx": "needs a network: tests/cli/test_downloads.py has it",
 }
 """The commands that are a part of a sentence, each with the reason."""

@@ -9,6 +9,7 @@ from typing import Any
 from hatch_epcontext.config.checks.common import check_name
 from hatch_epcontext.config.checks.options import is_known_session_option
 from hatch_epcontext.config.checks.target import check_narrowable
+from hatch_epcontext.config.location import check_url, file_of, hub_file
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.shapes import check_shapes, places
 from hatch_epcontext.config.tables import (
@@ -21,6 +22,9 @@ from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, Setting
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.text import show, suggestion
+
+PIN = "Run: epcontext pin"
+"""The remedy for a location without a commit or a hash."""
 
 
 def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
@@ -42,6 +46,31 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
             )
     if table.cut is not None:
         yield from _check_cut(key / "cut", table.cut)
+
+
+def check_location(key: Key, table: ModelTable) -> Iterator[Problem]:
+    """``url`` with its keys, or none of them. The path is checked when it is read."""
+    if table.url is None:
+        for name in ("sha256", "data", "sdist", "public"):
+            if getattr(table, name):
+                message = "is for models with a url."
+                yield Problem.at(key / name, Kind.NOT_APPLICABLE, message)
+        return
+    if table.path:
+        message = "is set together with path, and a model has one place."
+        yield Problem.at(key / "url", Kind.CONFLICTING_KEYS, message, "Keep one of them.")
+    elif check_url(table.url) is not None:
+        # That is a problem of the value.
+        return
+    elif (hub := hub_file(table.url)) is not None and not hub.is_pinned:
+        message = f"names no whole commit, and its contents may change: {show(table.url)}."
+        yield Problem.at(key / "url", Kind.NOT_PINNED, message, PIN)
+    elif table.sha256 is None:
+        message = "has no sha256, and its contents may change."
+        yield Problem.at(key / "url", Kind.NOT_PINNED, message, PIN)
+    elif file_of(table.url) in table.data:
+        message = f"{show(file_of(table.url))} is the model itself."
+        yield Problem.at(key / "data", Kind.INVALID_VALUE, message, "Its hash belongs in sha256.")
 
 
 def _check_cut(key: Key, cut: CutTable) -> Iterator[Problem]:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-import platformdirs
-
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import Output, is_sha256, known_text, link_or_copy, write_atomically
 from hatch_epcontext.jobs.artifact import Artifact, Record, ValidationRun
@@ -32,19 +30,6 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.5
 """Seconds after which a build that waits for another one checks again whether it must end."""
-
-NO_HOME = "this user has no home folder, and so no cache folder"
-"""Why there is no default folder, as in a container that runs as any user."""
-
-
-def default_root() -> Path | None:
-    """The user's cache folder for this package; None if the user has no home folder."""
-    try:
-        root = Path(platformdirs.user_cache_dir("hatch-epcontext", appauthor=False))
-    except RuntimeError:
-        return None
-    # Older versions of platformdirs leave the `~` as it is.
-    return root if root.is_absolute() else None
 
 
 class Cache:

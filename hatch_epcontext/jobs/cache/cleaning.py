@@ -8,18 +8,20 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from hatch_epcontext.files import Output, is_sha256, patiently, sweep
+from hatch_epcontext.config.location import DOWNLOADS
+from hatch_epcontext.files import Output, file_sha256, is_sha256, patiently, remove, sweep
 from hatch_epcontext.jobs.artifact import Record
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
 from hatch_epcontext.jobs.cache.folder import STAGING, checked_record, discard, stored_record
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cut_models import FOLDER as CUT_MODELS
+from hatch_epcontext.jobs.downloads import locked, record_file, recorded_files
 
 _LEFTOVER_AGE = datetime.timedelta(days=1)
 """After this time a build that has not finished a file no longer runs."""
@@ -32,13 +34,16 @@ _SMALL_FILES = ("latest", "locks", "index")
 class Entry:
     """One artifact in a cache: its size in bytes, and the time of its last use.
 
-    ``record`` is None if it cannot be read.
+    ``record`` is None if it cannot be read. ``files``: of a model from elsewhere, which has no record, their
+    hex sha256s by name; None if they are unknown.
     """
 
     folder: Path
     record: Record | None
     size: int
     used: datetime.datetime
+    is_model: bool = False
+    files: Mapping[str, str] | None = None
 
     @property
     def key(self) -> str:
@@ -56,18 +61,32 @@ class Store:
         found = filter(None, map(_entry, self._entry_folders()))
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
+    def models(self) -> list[Entry]:
+        """All models from elsewhere, the most recently used first."""
+        found = [
+            replace(entry, is_model=True, files=recorded_files(entry.folder))
+            for folder in _inside(self.root / DOWNLOADS)
+            if is_sha256(folder.name) and (entry := _entry(folder)) is not None
+        ]
+        return sorted(found, key=lambda entry: entry.used, reverse=True)
+
     def damaged(self) -> list[Entry]:
-        """The artifacts with a missing or changed file; every file is read."""
-        return [entry for entry in self.entries() if not _is_intact(entry.folder)]
+        """The artifacts and models with a missing or changed file; every file is read."""
+        return [
+            *(entry for entry in self.entries() if not _is_intact(entry.folder)),
+            *(entry for entry in self.models() if not _is_whole(entry)),
+        ]
 
     def prune(self, older_than: datetime.timedelta | None, max_size: int | None) -> list[Entry]:
-        """Remove artifacts unused for ``older_than``, and the least recently used beyond ``max_size`` bytes.
+        """Remove what is unused for ``older_than``, and the least recently used beyond ``max_size`` bytes.
 
-        Also removes what killed builds left in the folder more than a day ago.
+        That is artifacts and models from elsewhere. Also removes what killed builds left in the folder more
+        than a day ago.
         """
         oldest = datetime.datetime.now(datetime.timezone.utc) - older_than if older_than else None
         kept, removed = 0, []
-        for entry in self.entries():
+        both = [*self.entries(), *self.models()]
+        for entry in sorted(both, key=lambda entry: entry.used, reverse=True):
             fits = max_size is None or kept + entry.size <= max_size
             if fits and (oldest is None or entry.used >= oldest):
                 kept += entry.size
@@ -81,15 +100,15 @@ class Store:
             self._remove_cut_models(oldest)
             self._remove_leftovers(datetime.datetime.now(datetime.timezone.utc) - _LEFTOVER_AGE)
             for entry in removed:
-                remove(partial(discard, entry.folder))
+                remove(partial(_discard, entry))
         return removed
 
     def clear(self) -> list[Entry]:
-        """Remove all artifacts, and everything else that builds wrote into the folder."""
-        removed = self.entries()
+        """Remove all artifacts and models, and everything else that builds wrote into the folder."""
+        removed = [*self.entries(), *self.models()]
         with _removals() as remove:
             for entry in removed:
-                remove(partial(discard, entry.folder))
+                remove(partial(_discard, entry))
             self._remove_cut_models(datetime.datetime.max.replace(tzinfo=datetime.timezone.utc))
             self._remove_leftovers()
             for file in self._small_files(*_SMALL_FILES):
@@ -130,6 +149,12 @@ class Store:
 
     def _leftovers(self) -> Iterator[Path]:
         layout = self.root / LAYOUT
+        for path in _inside(self.root / DOWNLOADS):
+            inside = _inside(path) if path.is_dir() else [path]
+            yield from (each for each in inside if re.fullmatch(r"\.[0-9a-f]+\.part", each.name))
+            # Beside a model that was removed.
+            if path.suffix in (".json", ".lock") and not path.with_suffix("").exists():
+                yield path
         small = (*(layout / name for name in _SMALL_FILES), self.root / "reports")
         for folder in (*small, *self._entry_folders()):
             yield from filter(_is_temporary, _inside(folder))
@@ -160,6 +185,27 @@ def _is_intact(folder: Path) -> bool:
     except (OSError, DamagedError):
         return False
     return True
+
+
+def _is_whole(model: Entry) -> bool:
+    """Whether the files of a model from elsewhere are unchanged; some may not be downloaded yet."""
+    if model.files is None:
+        return False
+    there = {model.folder / name: digest for name, digest in model.files.items()}
+    try:
+        return all(file_sha256(path) == there[path] for path in there if os.path.lexists(path))
+    except OSError:
+        return False
+
+
+def _discard(entry: Entry) -> None:
+    if not entry.is_model:
+        discard(entry.folder)
+        return
+    with locked(entry.folder, lambda _: None):
+        shutil.rmtree(entry.folder)
+    remove(record_file(entry.folder))
+    remove(entry.folder.with_name(f"{entry.folder.name}.lock"))
 
 
 def _is_temporary(file: Path) -> bool:

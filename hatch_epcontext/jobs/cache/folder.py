@@ -3,8 +3,8 @@
 Below its root: ``v5/<first two digits>/<key>/`` with ``files/``, ``record.json`` and a
 ``validation-<key>.json`` for each way in which the artifact was validated; ``v5/latest/<key>`` with the key
 of an artifact; ``v5/locks/``; ``v5/cut/`` (see `cut_models`); ``v5/index/`` (see `index`); ``v5/staging/``
-with artifacts that are not yet published, or being removed; and ``reports/`` with the report of each
-project's last build.
+with artifacts that are not yet published, or being removed; ``models/`` (see `downloads`); and ``reports/``
+with the report of each project's last build.
 
 Only a folder that no other user can write to is used (`untrusted`), so its contents come from this user's
 builds. A file that has changed is compared with its record.

@@ -121,13 +121,29 @@ class Index:
     shared: SharedCache | None = None
     read_all: bool = False
     _states: dict[Path, FileState] = field(default_factory=dict)
+    _absent: dict[Path, FileRecord] = field(default_factory=dict)
     _mounts: Mounts = field(default_factory=Mounts)
+
+    def assume(self, path: Path, record: FileRecord) -> None:
+        """Take ``record`` for the file ``path``, which is not there and which the build does not read."""
+        self._absent[path] = record
+
+    def has(self, path: Path) -> bool:
+        """Whether the file ``path`` is known although it is not there."""
+        return path in self._absent
+
+    def record(self, path: Path) -> FileRecord:
+        """The size and the hex sha256 of the file ``path``; raises as `sha256` does."""
+        absent = self._absent.get(path)
+        return absent or FileRecord(path.stat().st_size, self.sha256(path))
 
     def sha256(self, path: Path) -> str:
         """The hex sha256 of the file ``path``, from the index if its status is known there.
 
         Raises ModelError if the file has changed since it was first read.
         """
+        if (absent := self._absent.get(path)) is not None:
+            return absent.sha256
         first = self._states.get(path)
         if first is None:
             return self._first_state(path).sha256

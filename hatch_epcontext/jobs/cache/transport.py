@@ -110,14 +110,14 @@ def _http_options(url: str) -> Mapping[str, Any]:
     host = parts.hostname or ""
     # Not aiohttp's own lookup, which sends the default entry of .netrc to any host that it is redirected to.
     # A redirect to another host drops this header.
-    headers = _netrc_headers(host)
+    headers = netrc_headers(host)
     proxy = (
         None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(parts.scheme)
     )
     return {"client_kwargs": {"timeout": timeout, "headers": headers}, "proxy": proxy}
 
 
-def _netrc_headers(host: str) -> Mapping[str, str]:
+def netrc_headers(host: str) -> Mapping[str, str]:
     """The header with the user and the password that .netrc has for ``host``."""
     file = os.environ.get("NETRC") or Path("~", "_netrc" if sys.platform == "win32" else ".netrc")
     try:
@@ -215,7 +215,7 @@ class _FullError(OSError):
 
 
 class Transport:
-    """The files below ``url``, a valid URL of `check_cache_url`, for all threads of one build.
+    """The files below ``folder`` at ``url``, a valid URL of `check_cache_url`, for all threads of one build.
 
     ``timeout``: seconds that the build waits without receiving a byte: in all, or without ``in_all`` each
     time. All methods raise TransportError. ``signs``: whether the build also needs the package for
@@ -223,9 +223,16 @@ class Transport:
     """
 
     def __init__(
-        self, url: str, timeout: float, *, in_all: bool = True, signs: bool = False
+        self,
+        url: str,
+        timeout: float,
+        *,
+        in_all: bool = True,
+        signs: bool = False,
+        folder: str = LAYOUT,
     ) -> None:
         self.url = url.rstrip("/")
+        self._folder = folder
         self._scheme = url.partition("://")[0]
         self._backend = _BACKENDS[self._scheme]
         self._signs = signs
@@ -295,9 +302,15 @@ class Transport:
         """End all requests of an interrupted build, and start no more."""
         self._stopped = True
 
-    def _download(self, blob: FileRecord, target: Path) -> None:
+    def fetch(
+        self, name: str, target: Path, limit: int, arrived: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Download the file ``name`` to ``target``, which must not exist; ``arrived`` gets the bytes so far.
+
+        Raises DamagedError for more than ``limit`` bytes, and OSError if this machine has no room for it.
+        """
         target.touch(exist_ok=False)
-        progress, options = self._progress(blob.size), self._backend.download
+        progress, options = self._progress(limit, arrived), self._backend.download
 
         def get(files: Any, path: str) -> None:
             try:
@@ -307,8 +320,11 @@ class Transport:
                     raise _FullError(error.errno, error.strerror, str(target)) from None
                 raise
 
+        self._ask(get, name)
+
+    def _download(self, blob: FileRecord, target: Path) -> None:
         try:
-            self._ask(get, _path(blob))
+            self.fetch(_path(blob), target, blob.size)
         except TransportError as error:
             if error.failure is FailureReason.MISSING:
                 raise DamagedError(f"{self._place(blob)} is missing") from None
@@ -317,9 +333,9 @@ class Transport:
             raise DamagedError(f"{self._place(blob)} has other content")
 
     def _place(self, blob: FileRecord) -> str:
-        return f"{self.url}/{LAYOUT}/{_path(blob)}"
+        return f"{self.url}/{self._folder}/{_path(blob)}"
 
-    def _progress(self, size: int) -> Any:
+    def _progress(self, size: int, arrived: Callable[[int], None] = lambda _: None) -> Any:
         """A callback of fsspec that counts the bytes of a file, and ends a transfer of more than ``size``."""
         from fsspec.callbacks import Callback
 
@@ -331,6 +347,7 @@ class Transport:
                 self.value += inc
                 if self.value > size:
                     raise DamagedError("its file is larger than its record")
+                arrived(self.value)
 
         return Progress()
 
@@ -354,7 +371,8 @@ class Transport:
         def run() -> None:
             try:
                 files, root = self._files()
-                outcome.set_result(request(files, f"{root}/{LAYOUT}/{name}"))
+                place = "/".join(filter(None, (root, self._folder, name)))
+                outcome.set_result(request(files, place))
             except BaseException as error:
                 outcome.set_exception(error)
 

@@ -13,6 +13,7 @@ import platformdirs
 import pytest
 
 from hatch_epcontext.config.load import load
+from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import FileRecord, record_file, record_files
 from hatch_epcontext.jobs.artifact import (
@@ -23,7 +24,7 @@ from hatch_epcontext.jobs.artifact import (
 )
 from hatch_epcontext.jobs.cache import folder as folder_module
 from hatch_epcontext.jobs.cache import index as index_module
-from hatch_epcontext.jobs.cache.cache import Cache, default_root
+from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.folder import staging
 from hatch_epcontext.jobs.run import open_cache
 from hatch_epcontext.worker.results import Agreement

@@ -1,0 +1,67 @@
+"""``epcontext add``: adds a model from elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from hatch_epcontext.cli._common import cache_option, is_offline, open_store, warn
+from hatch_epcontext.cli._output import echo
+from hatch_epcontext.cli.init import add_tables, chosen_providers, provider_option
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.jobs.downloads import FailedError
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.tools.initializing import new_model
+from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
+from hatch_epcontext.tools.pinning import complete, pin_location
+from hatch_epcontext.tools.project import find_samples
+
+
+@click.command()
+@click.argument("urls", metavar="URL...", nargs=-1, required=True)
+@provider_option
+@click.option(
+    "--project",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(),
+    help="The folder with the pyproject.toml. The default is the current folder.",
+)
+@cache_option
+@click.option("--dry-run", is_flag=True, help="Show the changes, and write nothing.")
+def add(
+    urls: tuple[str, ...],
+    providers: tuple[str, ...],
+    project: Path,
+    cache_dir: Path | None,
+    dry_run: bool,
+) -> None:
+    """Add models from elsewhere to pyproject.toml.
+
+    Each URL is pinned, downloaded into the user's cache, and gets a table as from epcontext init. It is a
+    location such as hf://org/repo/onnx/model.onnx, a link that you copy from a page of the model hub, or
+    https://, s3://, gs:// or az://.
+    """
+    root, store, found = project.resolve(), open_store(cache_dir), []
+    with Workers(TIMEOUT) as workers:
+        for url in urls:
+            try:
+                pinned = pin_location(url, store.root, _log, offline=is_offline())
+                complete(pinned, root, _log)
+            except FailedError as error:
+                raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
+            for warning in pinned.warnings:
+                warn(warning)
+            facts = inspect_model(pinned.path, workers)
+            if facts.contexts:
+                message = "is a context model already."
+                hint = "Name its source model."
+                raise BuildError(Problem(Kind.COMPILED_MODEL, url, message, hint))
+            model = new_model(root, str(pinned.path), facts, find_samples(root), workers)
+            found.append(replace(model, path=pinned.download.url, pinned=pinned))
+    add_tables(root, found, chosen_providers(root, providers), dry_run=dry_run)
+
+
+def _log(line: str) -> None:
+    echo(line, err=True)

@@ -1,0 +1,46 @@
+"""``epcontext pin``: commits, hashes and licenses of models from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hatch_epcontext.cli._common import cache_option, is_offline, open_store, warn
+from hatch_epcontext.cli._flag_errors import use_lines
+from hatch_epcontext.cli._output import echo
+from hatch_epcontext.config.pyproject import FILE
+from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.files import write_atomically
+from hatch_epcontext.tools.pinning import pin
+
+
+@click.command("pin")
+@click.argument(
+    "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
+)
+@cache_option
+def pin_(project: Path, cache_dir: Path | None) -> None:
+    """Pin the models from elsewhere.
+
+    Fills in the commit, sha256, data and license of each model in PROJECT that has a url without them. A
+    url may be a link from a page of the model hub. Everything else in pyproject.toml stays as it is.
+    """
+    file = project.absolute() / FILE
+    if not file.is_file():
+        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), "is missing."))
+    use_lines(project)
+    with file.open(encoding="utf-8", newline="") as opened:
+        before = opened.read()
+    root = open_store(cache_dir).root
+    text, done = pin(before, root, lambda line: echo(line, err=True), offline=is_offline())
+    for pinned in done:
+        for warning in pinned.warnings:
+            warn(warning)
+        echo(f"pinned {pinned.download.url}")
+    if text != before:
+        # A link stays a link.
+        write_atomically(file.resolve(), text)
+        echo(f"wrote {file}")
+    else:
+        echo("all models from elsewhere are pinned")

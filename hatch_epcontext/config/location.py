@@ -1,0 +1,154 @@
+"""Where models come from that are not in the project: locations in ``url``, and the hashes of files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+import re
+from collections.abc import Mapping
+from dataclasses import field
+from urllib.parse import SplitResult, quote, unquote, urlsplit
+
+from hatch_epcontext.files import is_portable
+from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.text import HUB_REPO
+
+DOWNLOADS = "models"
+"""The folder with models from elsewhere in the user's cache: each has a folder that is named by its key."""
+
+BUCKETS = ("s3", "gs", "az")
+"""The schemes of buckets, which are read as shared caches are."""
+
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+_HUB = re.compile(rf"hf://(?P<repo>{HUB_REPO})(?:@(?P<revision>[^/\s?#]+))?/(?P<path>[^?#]+)")
+
+_PAGE = re.compile(
+    rf"(?P<origin>https?://[^/]+)/(?P<repo>{HUB_REPO})/(?:blob|resolve|raw)/(?P<revision>[^/?#]+)"
+    r"/(?P<path>[^?#]+)(?:[?#].*)?"
+)
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file in a repository of a model hub: ``path`` in ``repo``, such as ``org/name``.
+
+    ``revision``: a commit, a branch or a tag; None for the default branch. As text it is a location in the
+    hub's own grammar, ``hf://org/name@revision/path``.
+    """
+
+    repo: str
+    revision: str | None
+    path: str
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a whole commit, which never changes."""
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+    def __str__(self) -> str:
+        revision = "" if self.revision is None else f"@{self.revision}"
+        return f"hf://{self.repo}{revision}/{self.path}"
+
+
+@dataclass(frozen=True)
+class Download:
+    """A model from elsewhere: its location, and the hex sha256 of its file and of its external data's files.
+
+    ``data``: by their names in the model's folder. ``sdist``: whether sdists contain it; ``public``: whether
+    an SBOM may name the location.
+    """
+
+    url: str
+    sha256: str
+    data: Mapping[str, str] = field(default_factory=dict)
+    sdist: bool = False
+    public: bool = False
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The hex sha256 of each file, by its name in the model's folder; the model's own is the first."""
+        return {file_of(self.url): self.sha256, **self.data}
+
+    @property
+    def key(self) -> str:
+        """A hex sha256 that identifies the contents of all files, and their names."""
+        return files_key(self.files)
+
+    @property
+    def place_in_sdist(self) -> str:
+        """The folder of the files in an sdist that contains them."""
+        return f"epcontext-models/{self.key[:16]}"
+
+    @property
+    def hub(self) -> HubFile | None:
+        """The file on a hub; None for other locations."""
+        return hub_file(self.url)
+
+    def url_of(self, name: str) -> str:
+        """The location of the file ``name``: data is beside the model."""
+        return beside(self.url, name)
+
+
+def files_key(files: Mapping[str, str]) -> str:
+    """A hex sha256 that identifies ``files``, hex sha256s by name."""
+    return hashlib.sha256(json.dumps(dict(files), sort_keys=True).encode()).hexdigest()
+
+
+def beside(url: str, name: str) -> str:
+    """The location of the file ``name``, in the folder of the one at ``url``."""
+    folder = url[: url.rindex("/") + 1]
+    return folder + (quote(name) if url.startswith("http") else name)
+
+
+def hub_file(url: str) -> HubFile | None:
+    """The file that a location of a hub names; None for others."""
+    found = _HUB.fullmatch(url)
+    return HubFile(**found.groupdict()) if found and ".." not in found["path"].split("/") else None
+
+
+def hub_page(url: str, endpoint: str) -> HubFile | None:
+    """The file of a link that people copy from the pages of the hub at ``endpoint``; None for others."""
+    found = _PAGE.fullmatch(url)
+    if found is None or found["origin"] not in (endpoint, "https://huggingface.co"):
+        return None
+    return HubFile(found["repo"], unquote(found["revision"]), unquote(found["path"]))
+
+
+def file_of(url: str) -> str:
+    """The name of the file at a valid location."""
+    path = url if hub_file(url) else urlsplit(url).path
+    name = posixpath.basename(path)
+    return unquote(name) if url.startswith("http") else name
+
+
+def check_url(url: str) -> str | None:
+    """A description of a valid location of a model; None if ``url`` is one."""
+    if url.startswith("hf://"):
+        valid = hub_file(url) is not None and is_portable(file_of(url))
+        return None if valid else 'a location such as "hf://org/repo@commit/model.onnx"'
+    schemes = "a URL with hf://, https://, s3://, gs:// or az://"
+    try:
+        parts = urlsplit(url)
+        has_name = is_portable(file_of(url)) and ".." not in unquote(parts.path).split("/")
+        rules = {
+            schemes: parts.scheme in ("http", "https", *BUCKETS) and "::" not in url,
+            "a URL with https://: http is for this machine only": parts.scheme != "http"
+            or is_safe(parts),
+            "a URL without a user, a password, a query and a fragment: the project publishes it": not (
+                "@" in parts.netloc or "?" in url or "#" in url
+            ),
+            "a URL that ends with the name of a file": bool(parts.hostname) and has_name,
+            "a URL with a port that is a number": parts.port != 0,
+        }
+    except ValueError:
+        return schemes
+    return next((rule for rule, is_kept in rules.items() if not is_kept), None)
+
+
+def is_safe(parts: SplitResult) -> bool:
+    """Whether nobody else can read what is sent to this address: it is encrypted, or on this machine."""
+    return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOOPBACK)

@@ -1,0 +1,295 @@
+"""Locations in ``pyproject.toml`` -> their commits, hashes, external data and licenses.
+
+What is downloaded for that stays in the user's cache, where builds find it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import tomlkit
+from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+from tomlkit.items import InlineTable
+
+from hatch_epcontext.config.location import (
+    DOWNLOADS,
+    Download,
+    HubFile,
+    beside,
+    check_url,
+    file_of,
+    hub_file,
+    hub_page,
+)
+from hatch_epcontext.config.pyproject import Lines
+from hatch_epcontext.errors import BuildError, ConfigError, Key, Kind, Problem
+from hatch_epcontext.files import MAX_BYTES, file_sha256, is_portable, is_sha256
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.jobs import web
+from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.downloads import (
+    Downloading,
+    FailedError,
+    Log,
+    advice,
+    check_allowed,
+    check_root,
+    described,
+    failure,
+    fetch,
+    keep,
+    locked,
+    record_file,
+)
+from hatch_epcontext.jobs.processes.process import Heartbeat
+from hatch_epcontext.package.external_data import external_data
+from hatch_epcontext.system import writing
+from hatch_epcontext.text import show, suggestion, to_toml
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A pinned location: what belongs in the model's table. ``path``: the model's file in the user's cache.
+
+    ``license``: an SPDX expression, if the hub knows one. ``warnings``: sentences about its terms.
+    """
+
+    download: Download
+    path: Path
+    license: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def pin(text: str, root: Path, log: Log, *, offline: bool) -> tuple[str, list[Pinned]]:
+    """``text``, a ``pyproject.toml``, with all its locations pinned; comments and other keys stay.
+
+    ``root``: the folder of the user's cache; ``offline``: whether the user forbids downloads. Raises
+    ConfigError if it is not TOML, and BuildError with the problems of all locations that cannot be pinned.
+    """
+    try:
+        document = tomlkit.parse(text)
+    except ValueError as error:
+        message = f"is not TOML: {error}."
+        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, "pyproject.toml", message)) from error
+    problems: list[Problem] = []
+    done = []
+    added = {}
+    for key, table in _tables(document):
+        if _is_pinned(table):
+            continue
+        try:
+            pinned = pin_location(str(table["url"]), root, log, offline=offline)
+        except FailedError as error:
+            problems.append(Problem.at(key / "url", error.kind, str(error), error.hint))
+            continue
+        added[key / "url"] = _write(table, pinned)
+        done.append(pinned)
+    if problems:
+        raise BuildError(*problems)
+    return _with_lines(tomlkit.dumps(document), added), done
+
+
+def _tables(document: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
+    """The tables of models with locations."""
+    models = document.get("tool", {}).get("epcontext", {}).get("models", ())
+    for index, table in enumerate(models):
+        if isinstance(table, dict) and isinstance(table.get("url"), str):
+            yield Key(("models", index), str(table["url"]), table.get("name")), table
+
+
+def _is_pinned(table: Mapping[str, Any]) -> bool:
+    hub = hub_file(str(table["url"]))
+    return is_sha256(str(table.get("sha256", ""))) and (hub is None or hub.is_pinned)
+
+
+def table_of(pinned: Pinned) -> dict[str, Any]:
+    """What belongs in the table of a model: its keys with their values."""
+    download = pinned.download
+    found = {
+        "url": download.url,
+        "sha256": download.sha256,
+        "data": dict(download.data),
+        "license": pinned.license,
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _write(table: Any, pinned: Pinned) -> list[str]:
+    """Write what is pinned into the keys of ``table``; returns the lines of those that it lacks."""
+    lines = []
+    for key, value in table_of(pinned).items():
+        if key in table:
+            # A license that somebody chose stays.
+            table[key] = table[key] if key == "license" else value
+        elif isinstance(table, InlineTable):
+            table[key] = value
+        else:
+            lines.append(f"{key} = {to_toml(value)}")
+    if "data" in table and not pinned.download.data:
+        del table["data"]
+    return lines
+
+
+def _with_lines(text: str, added: Mapping[Key, Sequence[str]]) -> str:
+    """``text`` with the lines of ``added``, each after that of its key."""
+    lines = text.split("\n")
+    end = "\r" if "\r\n" in text else ""
+    places = {Lines(text).of(key) or len(lines): each for key, each in added.items()}
+    for number, each in sorted(places.items(), reverse=True):
+        lines[number:number] = [f"{line}{end}" for line in each]
+    return "\n".join(lines)
+
+
+def pin_location(url: str, root: Path, log: Log, *, offline: bool) -> Pinned:
+    """Pin the location ``url``, also a link that people copy from a hub's pages; raises FailedError.
+
+    The model itself is downloaded; of its external data what the hub has no hash of.
+    """
+    hub = hub_page(url, web.hub_endpoint()) or hub_file(url)
+    if hub is None and (allowed := check_url(url)):
+        raise FailedError(f"must be {allowed}.", "Correct it.", Kind.INVALID_VALUE)
+    check_allowed(url if hub is None else str(hub), offline)
+    known: Mapping[str, str | None] = {}
+    terms: str | None = None
+    warnings: tuple[str, ...] = ()
+    if hub is not None:
+        hub, known, terms, warnings = _ask_hub(hub)
+        url = str(hub)
+    try:
+        with writing("a downloaded model", root):
+            check_root(root)
+            pinning = _Pinning(url, root / DOWNLOADS, known, log, Heartbeat())
+            with locked(root / DOWNLOADS / "pin", log):
+                download, path = pinning.run()
+    except BuildError as error:
+        problem = error.problems[0]
+        raise FailedError(problem.message, problem.hint or "", problem.kind) from error
+    return Pinned(download, path, terms, warnings)
+
+
+def complete(pinned: Pinned, project: Path, log: Log) -> None:
+    """Download what `pin_location` did not; raises FailedError and OSError."""
+    folder = pinned.path.parent
+    Downloading(pinned.download, folder, project, False, log, Heartbeat()).run(Index())
+
+
+def _ask_hub(hub: HubFile) -> tuple[HubFile, Mapping[str, str | None], str | None, tuple[str, ...]]:
+    """The file at its commit, the hashes of the repository's large files, the license, and warnings."""
+    revision = hub.revision or "main"
+    address = (
+        f"{web.hub_endpoint()}/api/models/{hub.repo}/revision/{web.quoted(revision)}?blobs=true"
+    )
+    try:
+        answer = json.loads(web.read(address))
+        files = {str(each["rfilename"]): each.get("lfs") for each in answer["siblings"]}
+        known = {name: lfs["sha256"] if lfs else None for name, lfs in files.items()}
+        pinned = HubFile(hub.repo, str(answer["sha"]), hub.path)
+    except web.WebError as error:
+        message = f"{hub} cannot be found: {failure(error)}."
+        raise FailedError(message, advice(error, is_hub=True)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"{web.hub_endpoint()} does not answer as a model hub does."
+        raise FailedError(message, "Check HF_ENDPOINT.") from error
+    if hub.path not in known:
+        models = [name for name in known if name.endswith(".onnx")]
+        message = f"{hub.repo} has no file {show(hub.path)} at {revision}."
+        raise FailedError(message, suggestion(hub.path, models) or "Choose one of its files.")
+    license_, warnings = _license(answer.get("cardData"), pinned)
+    return pinned, known, license_, warnings
+
+
+def _license(card: Any, hub: HubFile) -> tuple[str | None, tuple[str, ...]]:
+    """The license in a model card as an SPDX expression, and warnings about it."""
+    given = card if isinstance(card, dict) else {}
+    name = given.get("license")
+    page = f"{web.hub_endpoint()}/{hub.repo}"
+    if not isinstance(name, str) or not name:
+        return None, (f"{hub.repo} names no license: see {page}, and set license.",)
+    if name == "other" and isinstance(given.get("license_name"), str):
+        name = given["license_name"]
+    try:
+        return str(canonicalize_license_expression(name)), ()
+    except InvalidLicenseExpression:
+        reference = f"LicenseRef-{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}"
+        warning = (
+            f"{hub.repo} has the license {name}, which is no SPDX license. The wheel redistributes the "
+            f"model, or what is compiled from it: read its terms on {page}"
+        )
+        return reference, (warning,)
+
+
+@dataclass(frozen=True)
+class _Pinning:
+    """Pins one location. ``known``: the hashes that its hub knows, by the path in the repository."""
+
+    url: str
+    store: Path
+    known: Mapping[str, str | None]
+    log: Log
+    beat: Heartbeat
+
+    def run(self) -> tuple[Download, Path]:
+        """The location with its hashes, and the model's file in the user's cache."""
+        name = file_of(self.url)
+        part = self._fetch(self.url, PROTOBUF_LIMIT)
+        try:
+            names = external_data(part)
+        except ValueError as error:
+            what = described(part)
+            part.unlink()
+            message = f"{self.url} is no ONNX model: {error}.{what}"
+            raise FailedError(message, "Choose another file.", Kind.INVALID_MODEL) from error
+        parts = {name: part}
+        data = {}
+        for each in names:
+            if not is_portable(each) or each == name:
+                message = f"the external data {each!r} of {self.url} is outside the model's folder."
+                raise FailedError(message, "Choose another file.", Kind.EXTERNAL_DATA)
+            data[each] = self._known(beside(self.url, each))
+            if data[each] is None:
+                parts[each] = self._fetch(beside(self.url, each), MAX_BYTES)
+                data[each] = file_sha256(parts[each])
+        hashes = {name: digest for name, digest in data.items() if digest is not None}
+        download = Download(self.url, file_sha256(part), hashes)
+        self._keep(download, parts)
+        return download, self.store / download.key / name
+
+    def _known(self, url: str) -> str | None:
+        hub = hub_file(url)
+        if hub is None:
+            return None
+        path = posixpath.normpath(hub.path)
+        if path not in self.known:
+            message = f"{hub.repo} has no file {show(path)}, which has weights of the model."
+            raise FailedError(message, "Choose another file.", Kind.EXTERNAL_DATA)
+        return self.known[path]
+
+    def _fetch(self, url: str, limit: int) -> Path:
+        self.store.mkdir(parents=True, exist_ok=True)
+        part = self.store / f".{hashlib.sha256(url.encode()).hexdigest()[:32]}.part"
+        if hub_file(url) is None:
+            # The file may be another one by now.
+            part.unlink(missing_ok=True)
+        fetch(url, part, limit, self.beat, self.log)
+        digest = self._known(url)
+        if digest is not None and file_sha256(part) != digest:
+            part.unlink()
+            message = f"{url} has another sha256 than the hub says."
+            raise FailedError(message, "Try again.", Kind.OTHER_CONTENT)
+        return part
+
+    def _keep(self, download: Download, parts: Mapping[str, Path]) -> None:
+        folder = self.store / download.key
+        folder.mkdir(exist_ok=True)
+        record_file(folder).write_text(json.dumps(dict(download.files)), encoding="utf-8")
+        for name, part in parts.items():
+            place = folder / PurePosixPath(name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            keep(part, place)

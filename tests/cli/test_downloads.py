@@ -1,0 +1,249 @@
+"""``epcontext pin``, ``add`` and ``fetch`` with a hub on this machine; what ``cache`` and ``init`` know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.config.pyproject import parse
+from tests.cli.conftest import Cli, problems
+from tests.hub import COMMIT, Hub, model_hub, sha256
+from tests.models import network, save, save_with_data
+from tests.projects import HEAD
+
+TOML = f"""{HEAD}
+[tool.epcontext]
+provider = "cpu"  # for all
+
+# The first one.
+[[tool.epcontext.models]]
+url = "hf://org/repo/onnx/a.onnx"  # from the hub
+dims = {{ batch = 1 }}
+
+# The second one.
+[[tool.epcontext.models]]
+name = "b"
+url = "WEB"
+license = "MIT"
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    save(network(), tmp_path / "files" / "a.onnx")
+    save_with_data(network(1), tmp_path / "files" / "b.onnx")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "files").iterdir()}
+    with model_hub({f"onnx/{name}": data for name, data in files.items()} | files) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield running
+
+
+@pytest.fixture
+def app(project: Path, hub: Hub) -> Path:
+    """A project with two models that are not pinned."""
+    for path in (project / "models").iterdir():
+        path.unlink()
+    text = TOML.replace("WEB", hub.web("b.onnx"))
+    (project / "pyproject.toml").write_text(text, encoding="utf-8", newline="")
+    return project
+
+
+def models(project: Path) -> list[dict[str, object]]:
+    values = parse((project / "pyproject.toml").read_text(encoding="utf-8"))
+    result: list[dict[str, object]] = values["tool"]["epcontext"]["models"]
+    return result
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_all_locations_are_pinned_in_place(cli: Cli, app: Path, hub: Hub, ends: str) -> None:
+    file = app / "pyproject.toml"
+    before = file.read_text(encoding="utf-8").replace("\n", ends)
+    file.write_text(before, encoding="utf-8", newline="")
+    cli("pin", app)
+    first, second = models(app)
+    assert first == {
+        "url": f"hf://org/repo@{COMMIT}/onnx/a.onnx",
+        "sha256": sha256(hub.files["a.onnx"]),
+        "license": "Apache-2.0",
+        "dims": {"batch": 1},
+    }
+    assert second == {
+        "name": "b",
+        "url": hub.web("b.onnx"),
+        "sha256": sha256(hub.files["b.onnx"]),
+        "data": {"network.data": sha256(hub.files["network.data"])},
+        "license": "MIT",
+    }
+    after = file.read_bytes().decode()
+    added = ("sha256", "data", 'license = "Apache')
+    kept = [line for line in after.split(ends) if not line.startswith(added)]
+    assert ends.join(kept) == before.replace("repo/onnx", f"repo@{COMMIT}/onnx")
+    requests = len(hub.requests)
+    assert cli("pin", app).stdout == "all models from elsewhere are pinned\n"
+    assert len(hub.requests) == requests
+    # What was downloaded is where builds find it.
+    assert cli("build", app, "--dry-run").exit_code == 0
+    assert sorted(hub.downloads) == ["a.onnx", "b.onnx", "network.data"]
+
+
+def test_models_in_a_list_are_pinned(cli: Cli, app: Path, hub: Hub) -> None:
+    text = f"""{HEAD}
+[tool.epcontext]
+provider = "cpu"
+models = [
+    {{ url = "{hub.url}/org/repo/blob/main/onnx/b.onnx", license = "MIT" }},  # one
+]
+"""
+    (app / "pyproject.toml").write_text(text, encoding="utf-8")
+    cli("pin", app)
+    (model,) = models(app)
+    assert model["url"] == f"hf://org/repo@{COMMIT}/onnx/b.onnx"
+    assert model["license"] == "MIT"
+    # The hub has no hash of a small file.
+    assert model["data"] == {"network.data": sha256(hub.files["network.data"])}
+    assert "},  # one" in (app / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_nothing_is_written_if_a_location_cannot_be_pinned(cli: Cli, app: Path, hub: Hub) -> None:
+    hub.faults = {"b.onnx": 404}
+    before = (app / "pyproject.toml").read_bytes()
+    result = cli("pin", app, code=1)
+    assert [each.split()[-1] for each in problems(result)] == ["EPC220"]
+    assert "models[1].url" in result.stderr
+    assert (app / "pyproject.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("url", "id_"),
+    [
+        ("hf://org/other/a.onnx", "EPC220"),
+        ("hf://org/repo@v9/onnx/a.onnx", "EPC220"),
+        ("hf://org/repo/onnx/c.onnx", "EPC220"),
+        ("hf://org/repo/onnx/network.data", "EPC201"),
+        ("https://user:secret@host/a.onnx", "EPC005"),
+        ("a.onnx", "EPC005"),
+    ],
+)
+def test_what_cannot_be_pinned_says_why(cli: Cli, app: Path, url: str, id_: str) -> None:
+    (app / "pyproject.toml").write_text(
+        f'{HEAD}\n[tool.epcontext]\nprovider = "cpu"\n[[tool.epcontext.models]]\nurl = "{url}"\n',
+        encoding="utf-8",
+    )
+    result = cli("pin", app, code=1)
+    assert [each.split()[-1] for each in problems(result)] == [id_]
+    assert "secret" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("card", "license_"),
+    [
+        ({"license": "mit"}, "MIT"),
+        ({"license": "cc-by-nc-4.0"}, "CC-BY-NC-4.0"),
+        ({"license": "gemma"}, "LicenseRef-gemma"),
+        ({"license": "other", "license_name": "my license/1"}, "LicenseRef-my-license-1"),
+        ({}, None),
+        ({"license": ["mit"]}, None),
+    ],
+)
+def test_the_license_is_that_of_the_card(
+    cli: Cli, app: Path, hub: Hub, card: dict[str, str], license_: str | None
+) -> None:
+    hub.card = card
+    printed = cli("pin", app)
+    assert models(app)[0].get("license") == license_
+    is_free = license_ is not None and not license_.startswith("LicenseRef")
+    assert ("org/repo" in printed.stderr.replace("hf://org/repo", "")) == (not is_free)
+    cli("build", app, "--dry-run")
+
+
+def test_a_model_is_added_with_its_sizes(cli: Cli, app: Path, hub: Hub) -> None:
+    (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
+    link = f"{hub.url}/org/repo/blob/main/onnx/a.onnx"
+    printed = cli("add", link, "--project", app, "-p", "cpu")
+    (model,) = models(app)
+    assert model["url"] == f"hf://org/repo@{COMMIT}/onnx/a.onnx"
+    assert 'load("a")' in printed.stdout
+    text = (app / "pyproject.toml").read_text(encoding="utf-8")
+    assert "# in: x: float32" in text
+    assert 'requires = ["hatchling", "hatch-epcontext"]' in text
+    cli("build", app, "--dry-run")
+    assert "all models already" in cli("add", link, "--project", app).stdout
+    cli("add", hub.web("b.onnx"), "--project", app)
+    assert [each.get("url") for each in models(app)] == [model["url"], hub.web("b.onnx")]
+
+
+def test_nothing_is_added_that_is_no_model(cli: Cli, app: Path, hub: Hub) -> None:
+    before = (app / "pyproject.toml").read_bytes()
+    hub.faults = {"b.onnx": "html"}
+    result = cli("add", hub.web("b.onnx"), "--project", app, code=1)
+    assert "web page" in result.stderr
+    assert (app / "pyproject.toml").read_bytes() == before
+
+
+def test_builds_without_a_network_find_what_was_fetched(
+    cli: Cli, app: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("pin", app)
+    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(tmp_path / "other"))
+    monkeypatch.setenv("HATCH_EPCONTEXT_OFFLINE", "1")
+    result = cli("build", app, "--dry-run", code=1)
+    assert [each.split()[-1] for each in problems(result)] == ["EPC220", "EPC220"]
+    assert "epcontext fetch" in result.stderr
+    monkeypatch.delenv("HATCH_EPCONTEXT_OFFLINE")
+    assert cli("fetch", app).stdout.startswith("2 models")
+    monkeypatch.setenv("HATCH_EPCONTEXT_OFFLINE", "1")
+    cli("build", app, "--dry-run")
+    cli("fetch", app)
+
+
+def test_nothing_is_pinned_offline(
+    cli: Cli, app: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HATCH_EPCONTEXT_OFFLINE", "1")
+    assert len(problems(cli("pin", app, code=1))) == 2
+    cli("add", "hf://org/repo/onnx/a.onnx", "--project", app, code=1)
+    assert not hub.requests
+
+
+def test_the_cache_lists_verifies_and_removes_models(
+    cli: Cli, app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("pin", app)
+    cache = tmp_path / "cache"
+    listed = cli("cache", "info").stdout
+    assert "0 artifacts, 2 models from elsewhere" in listed
+    assert "b.onnx" in listed
+    assert cli("cache", "verify").stdout == "2 intact, 0 damaged\n"
+    (data,) = cache.rglob("network.data")
+    data.write_bytes(bytes(data.stat().st_size))
+    assert str(data.parent) in cli("cache", "verify", code=1).stdout
+    assert "1 model from elsewhere" in cli("cache", "prune", "--max-size", "15KB").stdout
+    assert "1 model from elsewhere" in cli("cache", "clear").stdout
+    assert list((cache / "models").glob("*/*")) == []
+    assert list((cache / "models").glob("*.json")) == []
+
+
+def test_init_names_the_models_that_the_code_downloads(cli: Cli, app: Path) -> None:
+    (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
+    (app / "my_app" / "speech.py").write_text(
+        "from huggingface_hub import hf_hub_download\n"
+        'path = hf_hub_download(\n    repo_id="org/repo",\n    filename="onnx/a.onnx",\n)\n'
+        'other = hf_hub_download("org/repo", "config.json")\n'
+        'more = ORTModel.from_pretrained("org/more", file_name="b.onnx")\n',
+        encoding="utf-8",
+    )
+    (app / "tests").mkdir()
+    (app / "tests" / "test.py").write_text('hf_hub_download("org/x", "x.onnx")', encoding="utf-8")
+    refused = cli("init", "--project", app, code=2).stderr
+    assert "epcontext add hf://org/repo/onnx/a.onnx" in refused
+    assert "epcontext add hf://org/more/b.onnx" in refused
+    assert "org/x" not in refused
+    printed = cli("add", "hf://org/repo/onnx/a.onnx", "--project", app, "-p", "cpu").stdout
+    assert "epcontext add hf://org/more/b.onnx" in printed
+    assert "epcontext add hf://org/repo" not in printed

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.config.location import (
+    Download,
+    HubFile,
+    beside,
+    check_url,
+    file_of,
+    hub_file,
+    hub_page,
+)
+from hatch_epcontext.errors import Kind
+from hatch_epcontext.text import hide_credentials, hide_url_credentials, show
+from tests.config.examples import problems, read
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SHA = "ab" * 32
+HUB = f"hf://org/repo@{COMMIT}/onnx/model.onnx"
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        (HUB, "model.onnx"),
+        ("hf://org/repo/a b.onnx", "a b.onnx"),
+        ("https://host/dir/a%20b.onnx", "a b.onnx"),
+        ("https://host:8443/model.onnx", "model.onnx"),
+        ("http://127.0.0.1:8000/model.onnx", "model.onnx"),
+        ("s3://bucket/dir/model.onnx", "model.onnx"),
+        ("gs://bucket/model.onnx", "model.onnx"),
+        ("az://container/model.onnx", "model.onnx"),
+    ],
+)
+def test_a_location_has_the_name_of_its_file(url: str, name: str) -> None:
+    assert check_url(url) is None
+    assert file_of(url) == name
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "model.onnx",
+        "hf://org/model.onnx",
+        "hf://org/repo@main",
+        "hf://org/repo/../x/model.onnx",
+        "hf://user:password@org/repo/model.onnx",
+        f"{HUB}?download=true",
+        "http://host/model.onnx",
+        "ftp://host/model.onnx",
+        "file:///model.onnx",
+        "https://user@host/model.onnx",
+        "https://host/model.onnx?token=1",
+        "https://host/model.onnx#part",
+        "https://host/",
+        "https:///model.onnx",
+        "https://host/%2e%2e/model.onnx",
+        "https://host/a%3Ab.onnx",
+        "https://host:port/model.onnx",
+        "https://[host/model.onnx",
+        "simplecache::s3://bucket/model.onnx",
+        "s3:///model.onnx",
+    ],
+)
+def test_other_locations_are_refused(url: str) -> None:
+    assert check_url(url)
+
+
+def test_a_revision_is_pinned_only_by_a_whole_commit() -> None:
+    assert hub_file(HUB) == HubFile("org/repo", COMMIT, "onnx/model.onnx")
+    for revision, pinned in ((COMMIT, True), (COMMIT[:8], False), ("main", False), (None, False)):
+        assert HubFile("org/repo", revision, "a.onnx").is_pinned == pinned
+        assert hub_file(str(HubFile("org/repo", revision, "a.onnx"))) is not None
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        f"https://huggingface.co/org/repo/blob/{COMMIT}/onnx/model.onnx",
+        f"https://huggingface.co/org/repo/resolve/{COMMIT}/onnx/model.onnx?download=true",
+        f"https://mirror/org/repo/raw/{COMMIT}/onnx/model.onnx",
+    ],
+)
+def test_links_of_pages_are_files_of_the_hub(link: str) -> None:
+    assert str(hub_page(link, "https://mirror")) == HUB
+
+
+def test_other_links_are_no_files_of_the_hub() -> None:
+    assert hub_page(f"https://other/org/repo/blob/{COMMIT}/model.onnx", "https://mirror") is None
+    assert hub_page("https://huggingface.co/org/repo/tree/main", "https://mirror") is None
+
+
+def test_data_is_beside_the_model() -> None:
+    assert beside(HUB, "a b.data") == f"hf://org/repo@{COMMIT}/onnx/a b.data"
+    assert beside("https://host/x/m.onnx", "a b.data") == "https://host/x/a%20b.data"
+    assert beside("s3://bucket/x/m.onnx", "d/a.data") == "s3://bucket/x/d/a.data"
+
+
+def test_a_key_identifies_names_and_contents() -> None:
+    one = Download(HUB, SHA, {"a": SHA, "b": SHA})
+    same = Download("https://host/model.onnx", SHA, {"b": SHA, "a": SHA}, sdist=True)
+    assert one.key == same.key
+    others = (
+        Download(HUB, SHA, {"a": SHA}),
+        Download("https://host/other.onnx", SHA, {"a": SHA, "b": SHA}),
+        Download(HUB, "cd" * 32, {"a": SHA, "b": SHA}),
+    )
+    assert len({one.key, *(each.key for each in others)}) == 4
+
+
+def test_a_revision_is_no_password() -> None:
+    for text in (hide_credentials(HUB), hide_url_credentials(HUB), show(HUB).strip('"')):
+        assert text.startswith("hf://org/repo@0123")
+    for secret in ("hf://user:pw@org/repo/m.onnx", "https://user:pw@host/m.onnx"):
+        assert "pw" not in hide_credentials(secret) + hide_url_credentials(secret)
+
+
+TABLE = 'provider = "cpu"\n[[models]]\n'
+
+
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        (f'url = "{HUB}"', {"models[0].url": Kind.NOT_PINNED}),
+        (
+            f'url = "hf://org/repo@main/m.onnx"\nsha256 = "{SHA}"',
+            {"models[0].url": Kind.NOT_PINNED},
+        ),
+        ('url = "https://host/m.onnx"', {"models[0].url": Kind.NOT_PINNED}),
+        (f'url = "{HUB}"\nsha256 = "AB"', {"models[0].sha256": Kind.INVALID_VALUE}),
+        (
+            f'url = "{HUB}"\nsha256 = "{SHA}"\ndata = {{ "../x" = "{SHA}" }}',
+            {"models[0].data": Kind.INVALID_VALUE},
+        ),
+        (
+            f'url = "{HUB}"\nsha256 = "{SHA}"\ndata = {{ "model.onnx" = "{SHA}" }}',
+            {"models[0].data": Kind.INVALID_VALUE},
+        ),
+        (
+            f'url = "{HUB}"\nsha256 = "{SHA}"\npath = "m.onnx"',
+            {"models[0].url": Kind.CONFLICTING_KEYS},
+        ),
+        ('url = "https://u:secret@host/m.onnx"', {"models[0].url": Kind.INVALID_VALUE}),
+        ('path = "models/a.onnx"\nsdist = true', {"models[0].sdist": Kind.NOT_APPLICABLE}),
+        (f'path = "models/a.onnx"\nsha256 = "{SHA}"', {"models[0].sha256": Kind.NOT_APPLICABLE}),
+    ],
+)
+def test_what_is_wrong_with_a_location_is_reported_with_its_key(
+    project: Path, toml: str, expected: dict[str, Kind]
+) -> None:
+    found = problems(project, TABLE + toml)
+    assert {place: each.kind for place, each in found.items()} == expected
+    text = "".join(map(str, found.values()))
+    assert "secret" not in text
+    assert ("epcontext pin" in text) == (Kind.NOT_PINNED in expected.values())
+
+
+def test_a_model_lies_in_the_users_cache(project: Path, tmp_path: Path) -> None:
+    toml = f'{TABLE}url = "{HUB}"\nsha256 = "{SHA}"\nsdist = true'
+    (model,) = read(project, toml, CACHE_DIR=str(tmp_path)).models
+    assert model.download == Download(HUB, SHA, {}, sdist=True)
+    assert model.path == tmp_path / "models" / model.download.key / "model.onnx"
+    assert model.name == "model"

@@ -1,0 +1,249 @@
+"""Wheels and sdists of projects whose models are on a hub, which runs on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+from hatchling.plugin.manager import PluginManager
+
+from hatch_epcontext.config.location import Download
+from hatch_epcontext.jobs.processes.running import worker_environment
+from hatch_epcontext.plugin import EpcontextBuildHook
+from tests.hub import COMMIT, TOKEN, Hub, model_hub, sha256
+from tests.integration.conftest import run, tool
+from tests.models import network, save_with_data
+from tests.projects import HEAD
+
+CONFIGURATION = """
+[tool.epcontext]
+provider = "cpu"
+fallback = "source"
+wheel = { sbom = true }
+
+[[tool.epcontext.models]]
+name = "encoder"
+license = "Apache-2.0"
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    folder = tmp_path / "files"
+    save_with_data(network(1), folder / "m.onnx")
+    files = {f"onnx/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    with model_hub(files) as running:
+        for name in [each for each in os.environ if each.startswith(("HF_", "HATCH_"))]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        running.private = True
+        yield running
+
+
+def download(hub: Hub) -> Download:
+    data = {"network.data": sha256(hub.files["onnx/network.data"])}
+    return Download(hub.location("onnx/m.onnx"), sha256(hub.files["onnx/m.onnx"]), data)
+
+
+def make_project(folder: Path, model: str) -> Path:
+    (folder / "my_app").mkdir(parents=True)
+    (folder / "my_app" / "__init__.py").touch()
+    (folder / "pyproject.toml").write_text(HEAD + CONFIGURATION + model, encoding="utf-8")
+    return folder
+
+
+def remote(folder: Path, hub: Hub, more: str = "") -> Path:
+    """A project whose model is on the hub."""
+    made = download(hub)
+    data = ", ".join(f'"{name}" = "{digest}"' for name, digest in made.data.items())
+    return make_project(
+        folder,
+        f'url = "{made.url}"\nsha256 = "{made.sha256}"\ndata = {{ {data} }}\n{more}',
+    )
+
+
+def local(folder: Path, files: Path) -> Path:
+    """The same project with the model itself."""
+    shutil.copytree(files, make_project(folder, 'path = "models/m.onnx"\n') / "models")
+    return folder
+
+
+def build(project: Path, cache: Path, *arguments: str, fails: bool = False, **more: str) -> str:
+    """Build with the front end ``build``; what it prints."""
+    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(cache)}
+    env |= {f"HATCH_EPCONTEXT_{name}": value for name, value in more.items()}
+    output = project / "dist"
+    return run(
+        sys.executable, "-m", "build", "-n", *arguments, "-o", output, project,
+        cwd=project, env=env, fails=fails,
+    )  # fmt: skip
+
+
+def wheel(project: Path) -> bytes:
+    (path,) = (project / "dist").glob("*.whl")
+    content = path.read_bytes()
+    path.unlink()
+    return content
+
+
+def names(project: Path) -> list[str]:
+    (archive,) = (project / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        return [each.partition("/")[2] for each in tar.getnames()]
+
+
+def unpacked(project: Path, folder: Path) -> Path:
+    (archive,) = (project / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    (inside,) = folder.iterdir()
+    return inside
+
+
+def sbom_model(content: bytes, folder: Path) -> dict[str, Any]:
+    """The source model in the SBOM of a wheel."""
+    (folder / "a.whl").write_bytes(content)
+    with zipfile.ZipFile(folder / "a.whl") as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".cdx.json"))
+        components = json.loads(archive.read(name))["components"]
+    (model,) = (each for each in components if each["bom-ref"] == "model:encoder")
+    result: dict[str, Any] = model
+    return result
+
+
+def without_sbom(content: bytes, folder: Path) -> dict[str, bytes]:
+    """The files of a wheel but its SBOM, which names the location, and its RECORD."""
+    (folder / "b.whl").write_bytes(content)
+    with zipfile.ZipFile(folder / "b.whl") as archive:
+        names = [each for each in archive.namelist() if not each.endswith((".cdx.json", "RECORD"))]
+        return {name: archive.read(name) for name in names}
+
+
+def test_the_wheel_is_that_of_a_local_model_also_from_an_sdist(hub: Hub, tmp_path: Path) -> None:
+    ours, cache = local(tmp_path / "local", tmp_path / "files"), tmp_path / "cache"
+    build(ours, cache, "-w")
+    theirs = remote(tmp_path / "remote", hub)
+    printed = build(theirs, cache)
+    assert "not in the sdist: the model encoder" in printed
+    assert not any("onnx" in name or "data" in name for name in names(theirs))
+    first = wheel(theirs)
+    assert without_sbom(first, tmp_path) == without_sbom(wheel(ours), tmp_path)
+    assert sorted(hub.downloads) == ["m.onnx"]
+    model = sbom_model(first, tmp_path)
+    assert model["purl"] == f"pkg:huggingface/org/repo@{COMMIT}#onnx/m.onnx"
+    assert model["hashes"] == [{"alg": "SHA-256", "content": download(hub).sha256}]
+    (card,) = model["externalReferences"]
+    assert card["type"] == "model-card"
+    assert card["url"].endswith(f"org/repo/blob/{COMMIT}/README.md")
+    # An unpacked sdist on a machine without a network.
+    again, other = unpacked(theirs, tmp_path / "unpacked"), tmp_path / "other"
+    refused = build(again, other, "-w", fails=True, OFFLINE="1")
+    assert "EPC220" in refused
+    assert "epcontext fetch" in refused
+    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(other)}
+    run(tool("epcontext"), "fetch", cwd=again, env=env)
+    build(again, other, "-w", OFFLINE="1")
+    assert wheel(again) == first
+
+
+def test_an_sdist_may_contain_the_model(hub: Hub, tmp_path: Path) -> None:
+    project = remote(tmp_path / "remote", hub, "sdist = true\n")
+    assert "added to the sdist" in build(project, tmp_path / "cache")
+    place = download(hub).place_in_sdist
+    assert {f"{place}/m.onnx", f"{place}/network.data"} <= set(names(project))
+    first = wheel(project)
+    requests = len(hub.requests)
+    again = unpacked(project, tmp_path / "unpacked")
+    assert (again / place / "m.onnx").read_bytes() == hub.files["onnx/m.onnx"]
+    build(again, tmp_path / "other", "-w", OFFLINE="1")
+    assert wheel(again) == first
+    assert len(hub.requests) == requests
+    # A changed file is not taken.
+    (again / place / "m.onnx").write_bytes(b"other")
+    build(again, tmp_path / "third", "-w")
+    assert wheel(again) == first
+
+
+def test_a_build_from_the_cache_needs_no_model_unless_it_ships_it(hub: Hub, tmp_path: Path) -> None:
+    project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
+    build(project, cache, "-w")
+    with_source = wheel(project)
+    shutil.rmtree(cache / "models")
+    assert "EPC220" in build(project, cache, "-w", fails=True, FROM_CACHE="all", OFFLINE="1")
+    build(project, cache, "-w", FROM_CACHE="all")
+    assert wheel(project) == with_source
+    file = project / "pyproject.toml"
+    text = file.read_text(encoding="utf-8").replace('fallback = "source"\n', "")
+    file.write_text(text, encoding="utf-8")
+    build(project, cache, "-w")
+    without_source = wheel(project)
+    shutil.rmtree(cache / "models")
+    hub.requests.clear()
+    build(project, cache, "-w", FROM_CACHE="all", OFFLINE="1")
+    assert wheel(project) == without_source
+    assert not hub.requests
+    unknown = build(project, tmp_path / "none", "-w", fails=True, FROM_CACHE="all", OFFLINE="1")
+    assert "EPC311" in unknown
+
+
+def test_an_editable_install_has_a_copy(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
+    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(cache))
+    builder = WheelBuilder(str(project), plugin_manager=PluginManager())
+    list(builder.build(directory=str(project / "dist"), versions=["editable"]))
+    shutil.rmtree(cache)
+    copy = project / "my_app" / "epcontext" / "encoder" / "source" / "m.onnx"
+    assert copy.read_bytes() == hub.files["onnx/m.onnx"]
+    code = "from my_app.epcontext import load; print(load('encoder').get_inputs()[0].name)"
+    assert run(sys.executable, "-c", code, cwd=project, env=os.environ) == "x\n"
+
+
+def test_the_front_end_is_asked_without_any_download(hub: Hub, tmp_path: Path) -> None:
+    project = remote(tmp_path / "remote", hub, "sdist = true\n")
+    for target in ("wheel", "sdist"):
+        assert not any("s3fs" in each for each in hook(project, target).dependencies())
+    file = project / "pyproject.toml"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace(f"hf://org/repo@{COMMIT}", "s3://bucket"), encoding="utf-8")
+    for target in ("wheel", "sdist"):
+        assert any("s3fs" in each for each in hook(project, target).dependencies())
+    assert not hub.requests
+
+
+def hook(root: Path, target: str) -> EpcontextBuildHook:
+    builder = WheelBuilder(str(root), plugin_manager=PluginManager())
+    return EpcontextBuildHook(str(root), {}, builder.config, builder.metadata, "", target)
+
+
+def test_workers_do_not_get_the_token(hub: Hub) -> None:
+    assert os.environ["HF_TOKEN"] == TOKEN
+    assert TOKEN not in worker_environment().values()
+
+
+def test_a_location_on_the_web_is_in_the_sbom_only_if_it_is_public(
+    hub: Hub, tmp_path: Path
+) -> None:
+    project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
+    file = project / "pyproject.toml"
+    text = file.read_text(encoding="utf-8")
+    text = text.replace(hub.location("onnx/m.onnx"), hub.web("onnx/m.onnx"))
+    for public in (False, True):
+        file.write_text(f"{text}public = {str(public).lower()}\n", encoding="utf-8")
+        build(project, cache, "-w")
+        model = sbom_model(wheel(project), tmp_path)
+        assert "purl" not in model
+        assert (hub.url in json.dumps(model)) == public

@@ -1,0 +1,357 @@
+"""Downloads from a real server with faults, and from a real S3 server."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.config.location import Download
+from hatch_epcontext.errors import Kind
+from hatch_epcontext.files import file_sha256
+from hatch_epcontext.jobs import web
+from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.downloads import Downloading, FailedError, recorded_files
+from hatch_epcontext.jobs.processes.process import Heartbeat
+from tests import remotes
+from tests.hub import SIGNED, TOKEN, Hub, model_hub, sha256
+
+MODEL = os.urandom(300_000)
+DATA = os.urandom(200_000)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with model_hub({"onnx/m.onnx": MODEL, "onnx/m.onnx_data": DATA, "m.onnx": MODEL}) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        monkeypatch.setattr(web, "_PAUSE", 0.01)
+        for name in ("HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        yield running
+
+
+def with_data(hub: Hub) -> Download:
+    files = {"m.onnx_data": sha256(DATA)}
+    return Download(hub.location("onnx/m.onnx"), sha256(MODEL), files)
+
+
+def run(
+    download: Download, root: Path, project: Path | None = None, *, offline: bool = False
+) -> tuple[Path, list[str]]:
+    """Download into the cache at ``root``; the folder with the files, and the lines of its log."""
+    folder, log = root / "models" / download.key, list[str]()
+    project = project or root / "project"
+    Downloading(download, folder, project, offline, log.append, Heartbeat()).run(Index())
+    return folder, log
+
+
+def failure(download: Download, root: Path, *, offline: bool = False) -> FailedError:
+    with pytest.raises(FailedError) as raised:
+        run(download, root, offline=offline)
+    for name in download.files:
+        assert not (root / "models" / download.key / name).exists()
+    return raised.value
+
+
+def test_a_model_is_downloaded_once_with_its_data(hub: Hub, tmp_path: Path) -> None:
+    folder, log = run(with_data(hub), tmp_path)
+    assert (folder / "m.onnx").read_bytes() == MODEL
+    assert (folder / "m.onnx_data").read_bytes() == DATA
+    assert recorded_files(folder) == with_data(hub).files
+    assert len(log) == 2
+    before = len(hub.requests)
+    # Another project names the same contents elsewhere.
+    same = Download(hub.web("m.onnx"), sha256(MODEL), with_data(hub).data)
+    assert run(same, tmp_path) == (folder, [])
+    assert len(hub.requests) == before
+    assert all(each.stat().st_nlink == 1 for each in folder.iterdir())
+    assert not any(each.is_symlink() for each in folder.iterdir())
+
+
+def test_a_long_download_is_reported(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Heartbeat, "due", lambda self: True)
+    _, log = run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    first, *_, last = log
+    assert first == f"downloading {hub.web('m.onnx')}: 0 bytes of 300.0 kB"
+    assert last.startswith("downloaded ")
+
+
+def test_a_cut_download_continues(hub: Hub, tmp_path: Path) -> None:
+    hub.faults = {"onnx/m.onnx": "cut-once"}
+    folder, _ = run(with_data(hub), tmp_path)
+    assert file_sha256(folder / "m.onnx") == sha256(MODEL)
+    ranges = [
+        headers.get("Range") for _, path, headers in hub.requests if "/large/onnx/m.onnx?" in path
+    ]
+    assert ranges[0] is None
+    assert ranges[1] is not None
+    assert 0 < int(ranges[1].removeprefix("bytes=").removesuffix("-")) < len(MODEL)
+
+
+def test_what_a_failed_build_got_is_continued_by_the_next_one(hub: Hub, tmp_path: Path) -> None:
+    download = Download(hub.web("m.onnx"), sha256(MODEL))
+    hub.faults = {"m.onnx": "cut"}
+    # Each attempt gets half of the rest.
+    error = failure(download, tmp_path)
+    assert error.kind is Kind.NOT_DOWNLOADED
+    assert "kept" in str(error)
+    hub.faults = {}
+    hub.requests.clear()
+    run(download, tmp_path)
+    ((_, _, headers),) = hub.requests
+    assert int(headers["Range"][6:-1]) > len(MODEL) // 2
+
+
+def test_a_complete_part_is_not_downloaded_again(hub: Hub, tmp_path: Path) -> None:
+    download = Download(hub.web("m.onnx"), sha256(MODEL))
+    folder = tmp_path / "models" / download.key
+    folder.mkdir(parents=True)
+    part = folder / f".{sha256(MODEL)[:16]}.part"
+    part.write_bytes(MODEL)
+    run(download, tmp_path)
+    assert [headers.get("Range") for *_, headers in hub.requests] == [f"bytes={len(MODEL)}-"]
+    (folder / "m.onnx").unlink()
+    part.write_bytes(MODEL + b"more")
+    run(download, tmp_path)
+    assert (folder / "m.onnx").read_bytes() == MODEL
+
+
+def test_a_part_of_another_file_is_replaced(hub: Hub, tmp_path: Path) -> None:
+    download = Download(hub.web("m.onnx"), sha256(MODEL))
+    folder = tmp_path / "models" / download.key
+    folder.mkdir(parents=True)
+    (folder / f".{sha256(MODEL)[:16]}.part").write_bytes(b"something else")
+    run(download, tmp_path)
+    assert (folder / "m.onnx").read_bytes() == MODEL
+
+
+@pytest.mark.parametrize("fault", ["no-range", "no-length", 429, 500, 503])
+def test_servers_that_fail_or_cannot_continue(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str | int
+) -> None:
+    hub.faults = {"m.onnx": fault}
+    download = Download(hub.web("m.onnx"), sha256(MODEL))
+    if isinstance(fault, str):
+        folder = tmp_path / "models" / download.key
+        folder.mkdir(parents=True)
+        (folder / f".{sha256(MODEL)[:16]}.part").write_bytes(MODEL[:1000])
+        run(download, tmp_path)
+        return
+    waits = list[float]()
+    hub.retry_after = "2"
+    monkeypatch.setattr("time.sleep", waits.append)
+    error = failure(download, tmp_path)
+    assert str(fault) in str(error)
+    assert len(hub.downloads) == 5
+    assert (waits == [2.0] * 4) == (fault == 429)
+
+
+@pytest.mark.parametrize("fault", ["wrong", "html"])
+def test_other_bytes_are_never_used(hub: Hub, tmp_path: Path, fault: str) -> None:
+    for name, download in (
+        ("m.onnx", Download(hub.web("m.onnx"), sha256(MODEL))),
+        ("onnx/m.onnx", with_data(hub)),
+    ):
+        hub.faults = {name: fault}
+        error = failure(download, tmp_path)
+        assert error.kind is Kind.OTHER_CONTENT
+        assert ("web page" in str(error)) == (fault == "html")
+    hub.faults = {"onnx/m.onnx_data": "wrong"}
+    with pytest.raises(FailedError) as raised:
+        run(with_data(hub), tmp_path)
+    assert raised.value.in_data
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_refusal_is_final(hub: Hub, tmp_path: Path, status: int) -> None:
+    hub.faults = {"m.onnx": status}
+    error = failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    assert str(status) in str(error)
+    assert (".netrc" in error.hint) == (status != 404)
+    assert len(hub.downloads) == 1
+
+
+@pytest.mark.parametrize(
+    "place", ["file:///etc/hostname", "http://192.0.2.1/m.onnx", "ftp://localhost/m.onnx"]
+)
+def test_redirects_that_are_not_encrypted_are_refused(hub: Hub, tmp_path: Path, place: str) -> None:
+    hub.faults = {"m.onnx": place}
+    error = failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    assert error.kind is Kind.NOT_DOWNLOADED
+    assert len(hub.requests) == 1
+
+
+def test_a_redirect_in_a_circle_ends(hub: Hub, tmp_path: Path) -> None:
+    hub.faults = {"m.onnx": hub.web("m.onnx")}
+    assert failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    assert len(hub.requests) < 20
+
+
+def test_the_token_goes_to_the_hub_alone(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.private = True
+    error = failure(with_data(hub), tmp_path)
+    assert "GatedRepo" in str(error)
+    assert "HF_TOKEN" in error.hint
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "token").write_text("hf_another\n", encoding="utf-8")
+    assert "terms" in failure(with_data(hub), tmp_path).hint
+    monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
+    hub.requests.clear()
+    _, log = run(with_data(hub), tmp_path)
+    sent = {path: headers.get("Authorization") for _, path, headers in hub.requests}
+    assert {path.split("/")[1] for path in sent} == {"org", "large"}
+    for path, authorization in sent.items():
+        assert authorization == (f"Bearer {TOKEN}" if path.startswith("/org/") else None)
+    # A web server is another place, also on the same host.
+    monkeypatch.setenv("HF_ENDPOINT", hub.storage)
+    hub.requests.clear()
+    run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path / "other")
+    assert [headers.get("Authorization") for *_, headers in hub.requests] == [None]
+    files = [each for each in tmp_path.rglob("*") if each.is_file() and "hf" not in each.parts]
+    for text in (*log, *(each.read_bytes().decode("latin-1") for each in files)):
+        assert TOKEN not in text
+        assert SIGNED not in text
+
+
+def test_netrc_has_the_password_of_its_host(hub: Hub, tmp_path: Path) -> None:
+    netrc = "machine 127.0.0.1 login me password pw\ndefault login all password all-pw\n"
+    (tmp_path / "netrc").write_text(netrc, encoding="utf-8")
+    (tmp_path / "netrc").chmod(0o600)
+    hub.faults = {"m.onnx": f"{hub.storage}/large/onnx/m.onnx"}
+    url = hub.web("m.onnx")
+    with_endpoint = os.environ.pop("HF_ENDPOINT")
+    try:
+        run(Download(url, sha256(MODEL)), tmp_path)
+    finally:
+        os.environ["HF_ENDPOINT"] = with_endpoint
+    authorizations = [headers.get("Authorization") for *_, headers in hub.requests]
+    assert authorizations == ["Basic bWU6cHc=", None]
+
+
+def test_a_file_beyond_the_limit_is_refused(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hatch_epcontext.jobs.downloads.PROTOBUF_LIMIT", 1000)
+    for fault in (None, "no-length"):
+        hub.faults = {"m.onnx": fault}
+        error = failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+        assert "1000" in str(error)
+
+
+def test_nothing_is_downloaded_offline(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = failure(with_data(hub), tmp_path, offline=True)
+    assert "epcontext fetch" in error.hint
+    assert not hub.requests
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE" in str(failure(with_data(hub), tmp_path))
+    run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    folder, _ = run(with_data(hub), tmp_path)
+    assert run(with_data(hub), tmp_path, offline=True) == (folder, [])
+
+
+def test_files_of_this_machine_are_taken_if_their_hash_is_right(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download = with_data(hub)
+    assert download.hub is not None
+    near = (
+        tmp_path / "hub" / "models--org--repo" / "snapshots" / str(download.hub.revision) / "onnx"
+    )
+    near.mkdir(parents=True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    # As the hub's library keeps them.
+    (tmp_path / "blob").write_bytes(MODEL)
+    (near / "m.onnx").symlink_to(tmp_path / "blob")
+    (near / "m.onnx_data").write_bytes(bytes(len(DATA)))
+    project = tmp_path / "project"
+    shipped = project / download.place_in_sdist / "m.onnx_data"
+    shipped.parent.mkdir(parents=True)
+    shipped.write_bytes(DATA)
+    folder, log = run(download, tmp_path / "cache", project, offline=True)
+    assert (log, hub.requests) == ([], [])
+    assert (folder / "m.onnx").read_bytes() == MODEL
+    assert (folder / "m.onnx_data").read_bytes() == DATA
+    shipped.write_bytes(b"changed")
+    (folder / "m.onnx_data").unlink()
+    run(download, tmp_path / "cache", project)
+    assert (folder / "m.onnx_data").read_bytes() == DATA
+
+
+def test_builds_at_the_same_time_download_once(hub: Hub, tmp_path: Path) -> None:
+    errors = list[BaseException]()
+
+    def build() -> None:
+        try:
+            run(with_data(hub), tmp_path)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert errors == []
+    assert sorted(hub.downloads) == ["m.onnx", "m.onnx_data"]
+
+
+def test_a_damaged_file_is_downloaded_again(hub: Hub, tmp_path: Path) -> None:
+    folder, _ = run(with_data(hub), tmp_path)
+    (folder / "m.onnx").write_bytes(bytes(len(MODEL)))
+    hub.requests.clear()
+    run(with_data(hub), tmp_path)
+    assert (folder / "m.onnx").read_bytes() == MODEL
+    assert hub.downloads == ["m.onnx"]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no such modes")
+def test_a_folder_that_others_can_write_to_is_not_used(hub: Hub, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert "chmod" in str(failure(with_data(hub), shared))
+    assert not hub.requests
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with remotes.s3_server() as server:
+        yield server
+
+
+def test_a_bucket(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs  # type: ignore[import-untyped]
+
+    remotes.use_s3(s3, monkeypatch)
+    bucket = remotes.make_bucket(s3)
+    files = s3fs.S3FileSystem(skip_instance_cache=True)
+    files.pipe_file(f"{bucket}/dir/m.onnx", MODEL)
+    files.pipe_file(f"{bucket}/dir/m.onnx_data", DATA)
+    url = f"s3://{bucket}/dir/m.onnx"
+    folder, log = run(Download(url, sha256(MODEL), {"m.onnx_data": sha256(DATA)}), tmp_path)
+    assert (folder / "m.onnx_data").read_bytes() == DATA
+    assert len(log) == 2
+    assert failure(Download(url, sha256(b"x")), tmp_path).kind is Kind.OTHER_CONTENT
+    missing = failure(Download(f"s3://{bucket}/no.onnx", sha256(MODEL)), tmp_path)
+    assert missing.kind is Kind.NOT_DOWNLOADED
+    monkeypatch.setattr("hatch_epcontext.jobs.downloads.PROTOBUF_LIMIT", 1000)
+    assert failure(Download(url, sha256(MODEL)), tmp_path)
+
+
+def test_a_bucket_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    error = failure(Download("gs://bucket/m.onnx", sha256(MODEL)), tmp_path)
+    assert "gcsfs" in str(error)
