@@ -310,9 +310,10 @@ class Transport:
         Raises DamagedError for more than ``limit`` bytes, and OSError if this machine has no room for it.
         """
         target.touch(exist_ok=False)
-        progress, options = self._progress(limit, arrived), self._backend.download
+        options = self._backend.download
 
         def get(files: Any, path: str) -> None:
+            progress = self._progress(limit, arrived)
             try:
                 files.get_file(path, str(target), callback=progress, **options)
             except OSError as error:
