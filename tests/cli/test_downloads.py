@@ -202,6 +202,20 @@ def test_builds_without_a_network_find_what_was_fetched(
     cli("fetch", app)
 
 
+def test_data_that_is_not_pinned_is_an_error_with_the_remedy(
+    cli: Cli, app: Path, hub: Hub
+) -> None:
+    digest = sha256(hub.files["b.onnx"])
+    (app / "pyproject.toml").write_text(
+        f'{HEAD}\n[tool.epcontext]\nprovider = "cpu"\nmodels = [\n'
+        f'    {{ url = "{hub.web("b.onnx")}", sha256 = "{digest}" }},\n]\n',
+        encoding="utf-8",
+    )
+    result = cli("build", app, "--dry-run", code=1)
+    assert [each.split()[-1] for each in problems(result)] == ["EPC203"]
+    assert "epcontext pin" in result.stderr
+
+
 def test_nothing_is_pinned_offline(
     cli: Cli, app: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
