@@ -133,6 +133,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._warning(sdist.warning(left_out))
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
+        from hatch_epcontext.config.location import is_in_sdist_folder
         from hatch_epcontext.jobs.requirements import SBOM, check_app, check_environment
         from hatch_epcontext.package.bundle import bundle, shipped_sources
         from hatch_epcontext.package.modules import modules
@@ -145,7 +146,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         check_app(config.targets, [*core.dependencies, *(each for some in extras for each in some)])
         if config.wheel.sbom:
             check_environment((), SBOM)
-        files = packed_files(self.build_config, build_data)
+        packed = packed_files(self.build_config, build_data)
+        # An sdist may contain models from elsewhere, which are no files of the app.
+        of_sdist = {path for path in packed if is_in_sdist_folder(path)}
+        self.build_config.build_reserved_paths.update(str(Path(path)) for path in of_sdist)
+        files = {path: file for path, file in packed.items() if path not in of_sdist}
         selected = selected_files(self.build_config)
         output = self._output_folder(config, selected, files)
         staging = self._make_staging()
@@ -203,15 +208,17 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         folder = editable.project_folder(output, files)
         editable.check(folder)
         staging = self._make_staging()
+        cache = open_cache(config, self._warning)
+        with contextlib.closing(_Progress(self._info)) as progress:
+            workers = self._workers(config, progress)
+            download_sources(config, cache, workers, ships_all=True)
         if config.editable == "compile":
             result = self._build(config, staging)
         else:
             check_environment((), () if config.only_from_cache else INSPECTION)
-            cache = open_cache(config, self._warning)
             index = cache.index()
             with contextlib.closing(_Progress(self._info)) as progress:
                 workers = self._workers(config, progress)
-                download_sources(config, cache, workers)
                 config = cut_models(config, index, workers, staging)
                 result = Result(read_sources(config, index, workers, staging / "check"), ())
         self._editable = result, folder, modules(self._hooked_name(output), config.models)

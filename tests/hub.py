@@ -30,18 +30,20 @@ class Hub:
 
     The hub's large files, all but text, are at a server of their own, as those of the real one. ``faults``
     of paths below ``/web/``, or of the hub's large files by their names: a status code, ``"cut"``,
-    ``"cut-once"``, ``"wrong"`` (other bytes of the same size), ``"html"``, ``"no-range"``, ``"no-length"``,
-    or a URL to redirect to. With ``private`` the hub wants the token. ``requests``: the method, path and
-    headers of each.
+    ``"cut-once"``, ``"pieces"``, ``"wrong"`` (other bytes of the same size), ``"html"``, ``"no-range"``,
+    ``"no-length"``, or a URL to redirect to. With ``private`` the hub wants the token. ``answer``: that to
+    questions about the repository. ``requests``: the method, path and headers of each.
     """
 
     files: dict[str, bytes]
     card: dict[str, Any] = field(default_factory=lambda: {"license": "apache-2.0"})
     faults: dict[str, Any] = field(default_factory=dict)
     private: bool = False
+    answer: bytes | None = None
     retry_after: str | None = None
     url: str = ""
     storage: str = ""
+    site: str = ""
     requests: list[tuple[str, str, Mapping[str, str]]] = field(default_factory=list)
 
     def location(self, name: str, revision: str | None = COMMIT) -> str:
@@ -50,7 +52,7 @@ class Hub:
 
     def web(self, name: str) -> str:
         """The location of a file on the web server."""
-        return f"{self.url}/web/{name}"
+        return f"{self.site}/web/{name}"
 
     @property
     def downloads(self) -> list[str]:
@@ -74,11 +76,11 @@ def model_hub(files: Mapping[str, bytes]) -> Iterator[Hub]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(3)]
     # Another host name: what is sent to the hub must not be sent there.
-    hub.url, hub.storage = (
+    hub.url, hub.storage, hub.site = (
         f"http://{host}:{server.server_address[1]}"
-        for host, server in zip(("127.0.0.1", "localhost"), servers, strict=True)
+        for host, server in zip(("127.0.0.1", "localhost", "127.0.0.1"), servers, strict=True)
     )
     for server in servers:
         server.daemon_threads = True
@@ -112,7 +114,8 @@ def _answer(handler: http.server.BaseHTTPRequestHandler, hub: Hub) -> None:
             for name, data in hub.files.items()
         ]
         answer = {"sha": COMMIT, "cardData": hub.card, "siblings": siblings}
-        _send(handler, 200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
+        text = hub.answer or json.dumps(answer).encode()
+        _send(handler, 200, {"Content-Type": "application/json"}, text)
     elif file and file[3] not in hub.files:
         _send(handler, 404, {"X-Error-Code": "EntryNotFound"})
     elif file and _is_small(file[3]):
@@ -140,20 +143,30 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
         data = b"<!DOCTYPE html><title>Log in</title>"
     start, status, headers = 0, 200, {}
     asked = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-    if asked and fault not in ("no-range", "no-length"):
+    same = handler.headers.get("If-Range") in (None, f'"{sha256(data)}"')
+    if asked and same and fault not in ("no-range", "no-length"):
         start, status = int(asked[1]), 206
         if start >= len(data):
             _send(handler, 416, {"Content-Range": f"bytes */{len(data)}"})
             return
         headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+    headers["ETag"] = f'"{sha256(data)}"'
     sent = data[start:]
     if fault != "no-length":
         headers["Content-Length"] = str(len(sent))
+    if fault == "pieces":
+        sent = sent[:30_000]
     if fault in ("cut", "cut-once"):
         sent = sent[: len(sent) // 2]
         if fault == "cut-once":
             del hub.faults[name]
-    _send(handler, status, headers, sent, whole=fault not in ("cut", "cut-once", "no-length"))
+    _send(
+        handler,
+        status,
+        headers,
+        sent,
+        whole=fault not in ("cut", "cut-once", "pieces", "no-length"),
+    )
 
 
 def _send(

@@ -8,8 +8,12 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import cache_option, is_offline, open_store, warn
+from hatch_epcontext.cli._flag_errors import use_lines
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.cli.init import add_tables, chosen_providers, provider_option
+from hatch_epcontext.config.build_hooks import hooks_of_project
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import FILE, tool_table
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.downloads import FailedError
 from hatch_epcontext.jobs.processes.process import Workers
@@ -44,8 +48,9 @@ def add(
     https://, s3://, gs:// or az://.
     """
     root, store, found = project.resolve(), open_store(cache_dir), []
+    _check(root)
     with Workers(TIMEOUT) as workers:
-        for url in urls:
+        for url in dict.fromkeys(urls):
             try:
                 pinned = pin_location(url, store.root, _log, offline=is_offline())
                 complete(pinned, root, _log)
@@ -61,6 +66,13 @@ def add(
             model = new_model(root, str(pinned.path), facts, find_samples(root), workers)
             found.append(replace(model, path=pinned.download.url, pinned=pinned))
     add_tables(root, found, chosen_providers(root, providers), dry_run=dry_run)
+
+
+def _check(root: Path) -> None:
+    """Raise the errors of the project's configuration, if it has one, before anything is downloaded."""
+    if (root / FILE).is_file() and (table := tool_table(root)) is not None:
+        use_lines(root)
+        load(root, table, {}, pending=bool(hooks_of_project(root)))
 
 
 def _log(line: str) -> None:

@@ -30,8 +30,7 @@ def pin_(project: Path, cache_dir: Path | None) -> None:
     if not file.is_file():
         raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), "is missing."))
     use_lines(project)
-    with file.open(encoding="utf-8", newline="") as opened:
-        before = opened.read()
+    before = _text(file)
     root = open_store(cache_dir).root
     text, done = pin(before, root, lambda line: echo(line, err=True), offline=is_offline())
     for pinned in done:
@@ -39,8 +38,20 @@ def pin_(project: Path, cache_dir: Path | None) -> None:
             warn(warning)
         echo(f"pinned {pinned.download.url}")
     if text != before:
+        if _text(file) != before:
+            message = "was changed meanwhile, and nothing is written."
+            hint = "Run epcontext pin again: what was downloaded is kept."
+            raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), message, hint))
         # A link stays a link.
         write_atomically(file.resolve(), text)
         echo(f"wrote {file}")
     else:
         echo("all models from elsewhere are pinned")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        message = f"is not UTF-8: {error.reason} at byte {error.start}."
+        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), message)) from error

@@ -24,7 +24,14 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 
-_HUB = re.compile(rf"hf://(?P<repo>{HUB_REPO})(?:@(?P<revision>[^/\s?#]+))?/(?P<path>[^?#]+)")
+SDIST_FOLDER = "epcontext-models"
+"""The folder with models from elsewhere in an sdist that contains them."""
+
+_REVISION = r"refs/(?:pr|convert)/[\w.-]+|[^/\s?#@]+"
+
+_HUB = re.compile(
+    rf"hf://(?!(?:datasets|spaces|models)/)(?P<repo>{HUB_REPO})(?:@(?P<revision>{_REVISION}))?/(?P<path>[^?#@]+)"
+)
 
 _PAGE = re.compile(
     rf"(?P<origin>https?://[^/]+)/(?P<repo>{HUB_REPO})/(?:blob|resolve|raw)/(?P<revision>[^/?#]+)"
@@ -50,7 +57,7 @@ class HubFile:
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
     def __str__(self) -> str:
-        revision = "" if self.revision is None else f"@{self.revision}"
+        revision = "" if self.revision is None else f"@{quote(self.revision, safe='')}"
         return f"hf://{self.repo}{revision}/{self.path}"
 
 
@@ -81,7 +88,7 @@ class Download:
     @property
     def place_in_sdist(self) -> str:
         """The folder of the files in an sdist that contains them."""
-        return f"epcontext-models/{self.key[:16]}"
+        return f"{SDIST_FOLDER}/{self.key[:16]}"
 
     @property
     def hub(self) -> HubFile | None:
@@ -107,15 +114,26 @@ def beside(url: str, name: str) -> str:
 def hub_file(url: str) -> HubFile | None:
     """The file that a location of a hub names; None for others."""
     found = _HUB.fullmatch(url)
-    return HubFile(**found.groupdict()) if found and ".." not in found["path"].split("/") else None
+    if found is None or not is_portable(found["path"]):
+        return None
+    return HubFile(found["repo"], found["revision"] and unquote(found["revision"]), found["path"])
+
+
+def is_of_hub(url: str, endpoint: str) -> bool:
+    """Whether ``url`` is the address of something on the hub at ``endpoint``, and no location of it."""
+    own = (
+        endpoint,
+        *(f"https://{host}" for host in ("huggingface.co", "www.huggingface.co", "hf.co")),
+    )
+    return any(url.startswith(f"{each}/") for each in own)
 
 
 def hub_page(url: str, endpoint: str) -> HubFile | None:
     """The file of a link that people copy from the pages of the hub at ``endpoint``; None for others."""
-    found = _PAGE.fullmatch(url)
-    if found is None or found["origin"] not in (endpoint, "https://huggingface.co"):
+    found = _PAGE.fullmatch(url) if is_of_hub(url, endpoint) else None
+    if found is None:
         return None
-    return HubFile(found["repo"], unquote(found["revision"]), unquote(found["path"]))
+    return hub_file(f"hf://{found['repo']}@{found['revision']}/{unquote(found['path'])}")
 
 
 def file_of(url: str) -> str:
@@ -135,7 +153,12 @@ def check_url(url: str) -> str | None:
         parts = urlsplit(url)
         has_name = is_portable(file_of(url)) and ".." not in unquote(parts.path).split("/")
         rules = {
-            schemes: parts.scheme in ("http", "https", *BUCKETS) and "::" not in url,
+            schemes: parts.scheme in ("http", "https", *BUCKETS)
+            and url.startswith(f"{parts.scheme}://")
+            and "::" not in url,
+            "a URL without spaces (%20) and control characters": re.search(r"[\x00-\x20\x7f]", url)
+            is None
+            or parts.scheme in BUCKETS,
             "a URL with https://: http is for this machine only": parts.scheme != "http"
             or is_safe(parts),
             "a URL without a user, a password, a query and a fragment: the project publishes it": not (
@@ -147,6 +170,11 @@ def check_url(url: str) -> str | None:
     except ValueError:
         return schemes
     return next((rule for rule, is_kept in rules.items() if not is_kept), None)
+
+
+def is_in_sdist_folder(path: str) -> bool:
+    """Whether a path in a project is that of a model from elsewhere that an sdist contains."""
+    return path.startswith(f"{SDIST_FOLDER}/")
 
 
 def is_safe(parts: SplitResult) -> bool:

@@ -110,6 +110,11 @@ class Finder:
                 key, Kind.MISSING_KEY, "is required: a path inside the project, or a url."
             )
             return False
+        if "://" in path:
+            message = f"{show(path)} is a location, and not a path."
+            hint = "Write it as the url of a model's table, as epcontext add does."
+            yield Problem.at(key, Kind.INVALID_VALUE, message, hint)
+            return False
         if not self.confined:
             return True
         if is_inside(path) and path[0] != "~":

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from hatch_epcontext.config.environ import PREFIX
@@ -36,6 +37,14 @@ from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.processes.process import Heartbeat
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import show_size
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+    from hatch_epcontext.jobs.web import WebError
+
+PINNING = "pinning"
+"""The name that is locked in the folder of models while a location is pinned, and its key is unknown."""
 
 _POLL_SECONDS = 0.5
 
@@ -80,11 +89,13 @@ class FailedError(Exception):
     ``in_data``: whether it is one of the external data.
     """
 
-    def __init__(self, reason: str, hint: str, kind: Kind = Kind.NOT_DOWNLOADED) -> None:
+    def __init__(
+        self, reason: str, hint: str, kind: Kind = Kind.NOT_DOWNLOADED, *, in_data: bool = False
+    ) -> None:
         super().__init__(reason)
         self.hint = hint
         self.kind = kind
-        self.in_data = False
+        self.in_data = in_data
 
 
 @dataclass(frozen=True)
@@ -101,72 +112,71 @@ class Downloading:
     def run(self, index: Index) -> None:
         """Put its files into the folder, unless they are there; raises FailedError, and OSError."""
         check_root(self.folder.parents[1])
-        if self._is_there(index):
+        if self._is_there(index) and record_file(self.folder).is_file():
             # `prune` removes models by the time of their last use.
             with contextlib.suppress(OSError):
                 os.utime(self.folder)
             return
         with locked(self.folder, self.log):
-            # Another build may have been faster.
-            if self._is_there(Index()):
-                return
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(record_file(self.folder), json.dumps(dict(self.download.files)))
-            for name, digest in self.download.files.items():
-                try:
+            # Another build may have been faster.
+            if not self._is_there(Index()):
+                for name, digest in self.download.files.items():
                     self._get(name, digest)
-                except FailedError as error:
-                    error.in_data = name in self.download.data
-                    raise
 
     def _is_there(self, index: Index) -> bool:
         return all(
-            is_regular(self.folder / name) and index.sha256(self.folder / name) == digest
+            is_regular(path := self.folder / name)
+            and not path.is_symlink()
+            and index.sha256(path) == digest
             for name, digest in self.download.files.items()
         )
 
     def _get(self, name: str, digest: str) -> None:
-        place = self.folder / PurePosixPath(name)
-        if is_regular(place) and file_sha256(place) == digest:
+        place, in_data = self.folder / PurePosixPath(name), name in self.download.data
+        if is_regular(place) and not place.is_symlink() and file_sha256(place) == digest:
             return
         place.parent.mkdir(parents=True, exist_ok=True)
         part = place.with_name(f".{digest[:16]}.part")
-        if not any(_copied(near, part, digest) for near in self._nearby(name)):
-            self._fetch(name, part, digest)
-            self.log(f"downloaded {self.download.url_of(name)} ({show_size(part.stat().st_size)})")
+        url = self.download.url_of(name)
+        shipped = self.project / self.download.place_in_sdist / PurePosixPath(name)
+        if not any(copied(near, part, digest) for near in (shipped, *near_files(url))):
+            check_allowed(url, self.offline)
+            limit = MAX_BYTES if in_data else PROTOBUF_LIMIT
+            try:
+                fetch_pinned(url, part, digest, limit, self.beat, self.log)
+            except FailedError as error:
+                raise FailedError(str(error), error.hint, error.kind, in_data=in_data) from error
         keep(part, place)
 
-    def _nearby(self, name: str) -> Iterator[Path]:
-        """Where this machine may have the file: in the sdist, or in the cache of the hub's own library."""
-        from hatch_epcontext.jobs import web
 
-        yield self.project / self.download.place_in_sdist / PurePosixPath(name)
-        if hub := self.download.hub:
-            repository = web.hub_cache() / f"models--{hub.repo.replace('/', '--')}"
-            yield (
-                repository / "snapshots" / str(hub.revision) / PurePosixPath(hub.path).parent / name
-            )
+def near_files(url: str) -> Iterator[Path]:
+    """Where other programs on this machine may have the file at ``url``."""
+    from hatch_epcontext.jobs import web
 
-    def _fetch(self, name: str, part: Path, digest: str) -> None:
-        url = self.download.url_of(name)
-        check_allowed(url, self.offline)
-        limit = MAX_BYTES if name in self.download.data else PROTOBUF_LIMIT
-        continued = part.exists()
-        fetch(url, part, limit, self.beat, self.log)
+    if hub := hub_file(url):
+        yield web.hub_cached(hub)
+
+
+def fetch_pinned(url: str, part: Path, digest: str, limit: int, beat: Heartbeat, log: Log) -> None:
+    """Download ``url`` to ``part``, and compare it with its hex sha256; raises FailedError."""
+    continued = part.exists()
+    fetch(url, part, limit, beat, log, pinned=True)
+    found = file_sha256(part)
+    if found != digest and continued:
+        # What had arrived before may be of something else.
+        remove(part)
+        fetch(url, part, limit, beat, log, pinned=True)
         found = file_sha256(part)
-        if found != digest and continued:
-            # What had arrived before may be of something else.
-            remove(part)
-            fetch(url, part, limit, self.beat, self.log)
-            found = file_sha256(part)
-        if found != digest:
-            what = described(part)
-            remove(part)
-            raise FailedError(
-                f"{url} has the sha256 {found}, and not {digest}.{what}",
-                "Find out why. If the new file is wanted: remove sha256, and run epcontext pin.",
-                Kind.OTHER_CONTENT,
-            )
+    if found != digest:
+        what = described(part)
+        remove(part)
+        raise FailedError(
+            f"{url} has the sha256 {found}, and not {digest}.{what}",
+            "Find out why. If the new file is wanted: remove sha256, and run epcontext pin.",
+            Kind.OTHER_CONTENT,
+        )
 
 
 def check_root(root: Path) -> None:
@@ -182,12 +192,12 @@ def keep(part: Path, place: Path) -> None:
     patiently(lambda: part.replace(place))
 
 
-def _copied(source: Path, target: Path, digest: str) -> bool:
+def copied(source: Path, target: Path, digest: str) -> bool:
     """Whether ``target`` is now a copy of the file ``source`` with this hex sha256."""
-    # The hash of a file of another program is that of the copy: the file may change.
     if not is_regular(source) or file_sha256(source) != digest:
         return False
     shutil.copyfile(source, target)
+    # The file of another program may change meanwhile.
     same = file_sha256(target) == digest
     if not same:
         remove(target)
@@ -208,29 +218,49 @@ def recorded_files(folder: Path) -> Mapping[str, str] | None:
     return files if isinstance(files, dict) and files_key(files) == folder.name else None
 
 
-@contextlib.contextmanager
-def locked(folder: Path, log: Log) -> Iterator[None]:
-    """Hold the right to download into ``folder``, in this process and all others; raises OSError."""
+def try_lock(folder: Path) -> Callable[[], None] | None:
+    """Take the right to download into ``folder``, without waiting; returns what gives it back, or None."""
     # Imported here because it imports asyncio.
     import filelock
 
+    lock = _lock(folder)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        return None
+    return lock.release
+
+
+def _lock(folder: Path) -> BaseFileLock:
+    import filelock
+
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder.with_name(f"{folder.name}.lock"), thread_local=False)
-    beat = Heartbeat()
+    return filelock.FileLock(folder.with_name(f"{folder.name}.lock"), thread_local=False)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, log: Log) -> Iterator[None]:
+    """Hold the right to download into ``folder``, in this process and all others; raises OSError."""
+    import filelock
+
+    lock, beat = _lock(folder), Heartbeat()
     while not lock.is_locked:
         try:
             lock.acquire(timeout=_POLL_SECONDS)
         except filelock.Timeout:
             if beat.due():
-                log("waiting for another build, which downloads the same model")
+                log("waiting for another process, which downloads")
     try:
         yield
     finally:
         lock.release()
 
 
-def fetch(url: str, part: Path, limit: int, beat: Heartbeat, log: Log) -> None:
-    """Download ``url``, a valid location, to ``part``, and continue what is there; raises FailedError."""
+def fetch(url: str, part: Path, limit: int, beat: Heartbeat, log: Log, *, pinned: bool) -> None:
+    """Download ``url``, a valid location, to ``part``, and continue what is there; raises FailedError.
+
+    ``pinned``: whether its hash is known.
+    """
 
     def progress(arrived: int, total: int | None = None) -> None:
         if beat.due():
@@ -239,32 +269,39 @@ def fetch(url: str, part: Path, limit: int, beat: Heartbeat, log: Log) -> None:
 
     if urlsplit(url).scheme in BUCKETS:
         _fetch_from_bucket(url, part, limit, progress)
-        return
+    else:
+        _fetch_from_web(url, part, limit, progress, pinned=pinned)
+    log(f"downloaded {url} ({show_size(part.stat().st_size)})")
+
+
+def _fetch_from_web(
+    url: str,
+    part: Path,
+    limit: int,
+    progress: Callable[[int, int | None], None],
+    *,
+    pinned: bool,
+) -> None:
     from hatch_epcontext.jobs import web
 
     hub = hub_file(url)
     try:
-        web.download(web.hub_url(hub) if hub else url, part, limit, progress)
+        address = web.hub_url(hub) if hub else url
+        web.download(address, part, limit, progress, pinned=pinned)
     except web.WebError as error:
         kept = part.stat().st_size if part.exists() else 0
         more = f" {show_size(kept)} are kept for the next attempt." if kept else ""
-        raise FailedError(
-            f"{url} cannot be downloaded: {failure(error)}.{more}", advice(error, hub is not None)
-        ) from error
+        message = f"{url} cannot be downloaded: {error}.{more}"
+        raise FailedError(message, advice(error, is_hub=hub is not None)) from error
 
 
-def failure(error: Exception) -> str:
-    """What a server answered, in words."""
-    code = getattr(error, "code", "")
-    return f"{error} ({code})" if code else str(error)
-
-
-def advice(error: Exception, is_hub: bool) -> str:
+def advice(error: WebError, *, is_hub: bool) -> str:
     """What to do after the answer of a server."""
     from hatch_epcontext.jobs import web
 
-    status = getattr(error, "status", None)
-    if status in (401, 403):
+    if error.hint:
+        return error.hint
+    if error.status in (401, 403):
         if not is_hub:
             return (
                 "Put a user and a password for this host into .netrc, or choose a public location."
@@ -272,7 +309,7 @@ def advice(error: Exception, is_hub: bool) -> str:
         if web.hub_token() is None:
             return "If it exists, it is not public: set HF_TOKEN to a token that may read it."
         return "Accept the model's terms on its page, or set HF_TOKEN to a token that may read it."
-    if status == 404:
+    if error.status is not None and error.status < 500:
         return "Check the location: is the file still there?"
     return "Try again. If the network needs a proxy, set https_proxy."
 
@@ -309,7 +346,7 @@ def described(file: Path) -> str:
     return ""
 
 
-def check_allowed(url: str, offline: bool) -> None:
+def check_allowed(url: str, offline: bool, hint: str = "") -> None:
     """Raise FailedError if a variable forbids to download ``url``; ``offline``: whether our own does."""
     given = os.environ.get("HF_HUB_OFFLINE", "").lower()
     of_hub = hub_file(url) is not None and given in ("1", "on", "yes", "true")
@@ -317,5 +354,5 @@ def check_allowed(url: str, offline: bool) -> None:
         variable = f"{PREFIX}OFFLINE" if offline else "HF_HUB_OFFLINE"
         raise FailedError(
             f"{url} is not in the cache, and {variable} forbids downloads.",
-            "Run this where there is a network: epcontext fetch",
+            hint or "Run this where there is a network: epcontext fetch",
         )

@@ -107,12 +107,17 @@ def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
         return tuple(DryRun(job, *runner.dry_run(job)) for job in plan.jobs)
 
 
-def download_sources(config: Config, cache: Cache, workers: Workers) -> None:
-    """Download the models from elsewhere; for a build entirely from the cache only those that it ships."""
+def download_sources(
+    config: Config, cache: Cache, workers: Workers, *, ships_all: bool = False
+) -> None:
+    """Download the models from elsewhere; for a build entirely from the cache only those that it ships.
+
+    With ``ships_all`` these are all, as in an editable install.
+    """
     models = [
         each
         for each in config.models
-        if not config.only_from_cache or ships_source(each, _targets_of(each, config))
+        if ships_all or not config.only_from_cache or ships_source(each, _targets_of(each, config))
     ]
     # With an index of its own: the next one sees the new files.
     download_models(models, config, cache.index(), workers.progress or _ignore, workers.pulse)

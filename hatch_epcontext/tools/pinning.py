@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,26 +26,31 @@ from hatch_epcontext.config.location import (
     file_of,
     hub_file,
     hub_page,
+    is_of_hub,
 )
-from hatch_epcontext.config.pyproject import Lines
+from hatch_epcontext.config.pyproject import Lines, parse
 from hatch_epcontext.errors import BuildError, ConfigError, Key, Kind, Problem
-from hatch_epcontext.files import MAX_BYTES, file_sha256, is_portable, is_sha256
+from hatch_epcontext.files import MAX_BYTES, file_sha256, is_portable, is_sha256, write_atomically
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs import web
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.downloads import (
+    PINNING,
     Downloading,
     FailedError,
     Log,
     advice,
     check_allowed,
     check_root,
+    copied,
     described,
-    failure,
     fetch,
+    fetch_pinned,
     keep,
     locked,
+    near_files,
     record_file,
+    recorded_files,
 )
 from hatch_epcontext.jobs.processes.process import Heartbeat
 from hatch_epcontext.package.external_data import external_data
@@ -82,7 +86,7 @@ def pin(text: str, root: Path, log: Log, *, offline: bool) -> tuple[str, list[Pi
     done = []
     added = {}
     for key, table in _tables(document):
-        if _is_pinned(table):
+        if _is_pinned(table, root):
             continue
         try:
             pinned = pin_location(str(table["url"]), root, log, offline=offline)
@@ -98,15 +102,29 @@ def pin(text: str, root: Path, log: Log, *, offline: bool) -> tuple[str, list[Pi
 
 def _tables(document: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
     """The tables of models with locations."""
-    models = document.get("tool", {}).get("epcontext", {}).get("models", ())
+    tool = document.get("tool")
+    own = tool.get("epcontext") if isinstance(tool, dict) else None
+    models = own.get("models", []) if isinstance(own, dict) else []
+    if not isinstance(models, list):
+        raise ConfigError(Problem.at(Key() / "models", Kind.WRONG_TYPE, "must be a list."))
     for index, table in enumerate(models):
         if isinstance(table, dict) and isinstance(table.get("url"), str):
             yield Key(("models", index), str(table["url"]), table.get("name")), table
 
 
-def _is_pinned(table: Mapping[str, Any]) -> bool:
-    hub = hub_file(str(table["url"]))
-    return is_sha256(str(table.get("sha256", ""))) and (hub is None or hub.is_pinned)
+def _is_pinned(table: Mapping[str, Any], root: Path) -> bool:
+    """Whether nothing is missing in the table of a model, as far as the cache at ``root`` shows."""
+    url, digest = str(table["url"]), str(table.get("sha256", ""))
+    hub = hub_file(url)
+    if not is_sha256(digest) or (hub is not None and not (hub.is_pinned and "license" in table)):
+        return False
+    if "data" in table or check_url(url) is not None:
+        return True
+    path = root / DOWNLOADS / Download(url, digest).key / file_of(url)
+    try:
+        return not external_data(path)
+    except (OSError, ValueError):
+        return False
 
 
 def table_of(pinned: Pinned) -> dict[str, Any]:
@@ -125,15 +143,22 @@ def _write(table: Any, pinned: Pinned) -> list[str]:
     """Write what is pinned into the keys of ``table``; returns the lines of those that it lacks."""
     lines = []
     for key, value in table_of(pinned).items():
-        if key in table:
-            # A license that somebody chose stays.
-            table[key] = table[key] if key == "license" else value
-        elif isinstance(table, InlineTable):
-            table[key] = value
-        else:
+        if key not in table:
             lines.append(f"{key} = {to_toml(value)}")
+        elif key == "data" and isinstance(table[key], dict):
+            # In place, because of its comments.
+            for name in [each for each in table[key] if each not in value]:
+                del table[key][name]
+            for name in (each for each in value if table[key].get(each) != value[each]):
+                table[key][name] = value[name]
+        elif key != "license" and table[key] != value:
+            # A license that somebody chose stays.
+            table[key] = value
     if "data" in table and not pinned.download.data:
         del table["data"]
+    if isinstance(table, InlineTable):
+        table.update(parse("\n".join(lines)))
+        return []
     return lines
 
 
@@ -152,10 +177,19 @@ def pin_location(url: str, root: Path, log: Log, *, offline: bool) -> Pinned:
 
     The model itself is downloaded; of its external data what the hub has no hash of.
     """
-    hub = hub_page(url, web.hub_endpoint()) or hub_file(url)
+    try:
+        endpoint = web.hub_endpoint()
+    except web.WebError as error:
+        raise FailedError(f"{error}.", error.hint) from error
+    hub = hub_page(url, endpoint) or hub_file(url)
+    if hub is None and is_of_hub(url, endpoint):
+        message = f"{show(url)} names no file of a model on the hub."
+        hint = "Write it like hf://org/repo/model.onnx, or copy the link of the file's page."
+        raise FailedError(message, hint, Kind.INVALID_VALUE)
     if hub is None and (allowed := check_url(url)):
         raise FailedError(f"must be {allowed}.", "Correct it.", Kind.INVALID_VALUE)
-    check_allowed(url if hub is None else str(hub), offline)
+    hint = "Unset it: to pin a location it must be read."
+    check_allowed(url if hub is None else str(hub), offline, hint)
     known: Mapping[str, str | None] = {}
     terms: str | None = None
     warnings: tuple[str, ...] = ()
@@ -166,7 +200,7 @@ def pin_location(url: str, root: Path, log: Log, *, offline: bool) -> Pinned:
         with writing("a downloaded model", root):
             check_root(root)
             pinning = _Pinning(url, root / DOWNLOADS, known, log, Heartbeat())
-            with locked(root / DOWNLOADS / "pin", log):
+            with locked(root / DOWNLOADS / PINNING, log):
                 download, path = pinning.run()
     except BuildError as error:
         problem = error.problems[0]
@@ -189,14 +223,19 @@ def _ask_hub(hub: HubFile) -> tuple[HubFile, Mapping[str, str | None], str | Non
     try:
         answer = json.loads(web.read(address))
         files = {str(each["rfilename"]): each.get("lfs") for each in answer["siblings"]}
-        known = {name: lfs["sha256"] if lfs else None for name, lfs in files.items()}
+        known = {name: str(lfs["sha256"]) if lfs else None for name, lfs in files.items()}
         pinned = HubFile(hub.repo, str(answer["sha"]), hub.path)
+        is_valid = pinned.is_pinned and all(
+            each is None or is_sha256(each) for each in known.values()
+        )
     except web.WebError as error:
-        message = f"{hub} cannot be found: {failure(error)}."
+        message = f"{hub} cannot be found: {error}."
         raise FailedError(message, advice(error, is_hub=True)) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        is_valid = False
+    if not is_valid:
         message = f"{web.hub_endpoint()} does not answer as a model hub does."
-        raise FailedError(message, "Check HF_ENDPOINT.") from error
+        raise FailedError(message, "Check HF_ENDPOINT.")
     if hub.path not in known:
         models = [name for name in known if name.endswith(".onnx")]
         message = f"{hub.repo} has no file {show(hub.path)} at {revision}."
@@ -217,7 +256,8 @@ def _license(card: Any, hub: HubFile) -> tuple[str | None, tuple[str, ...]]:
     try:
         return str(canonicalize_license_expression(name)), ()
     except InvalidLicenseExpression:
-        reference = f"LicenseRef-{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}"
+        plain = re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip("-.") or "other"
+        reference = f"LicenseRef-{plain}"
         warning = (
             f"{hub.repo} has the license {name}, which is no SPDX license. The wheel redistributes the "
             f"model, or what is compiled from it: read its terms on {page}"
@@ -252,44 +292,46 @@ class _Pinning:
             if not is_portable(each) or each == name:
                 message = f"the external data {each!r} of {self.url} is outside the model's folder."
                 raise FailedError(message, "Choose another file.", Kind.EXTERNAL_DATA)
-            data[each] = self._known(beside(self.url, each))
-            if data[each] is None:
+            if digest := self._known(beside(self.url, each)):
+                data[each] = digest
+            else:
                 parts[each] = self._fetch(beside(self.url, each), MAX_BYTES)
                 data[each] = file_sha256(parts[each])
-        hashes = {name: digest for name, digest in data.items() if digest is not None}
-        download = Download(self.url, file_sha256(part), hashes)
-        self._keep(download, parts)
-        return download, self.store / download.key / name
+        download = Download(self.url, file_sha256(part), data)
+        folder = self.store / download.key
+        with locked(folder, self.log):
+            folder.mkdir(exist_ok=True)
+            write_atomically(record_file(folder), json.dumps(dict(download.files)))
+            for each, file in parts.items():
+                place = folder / PurePosixPath(each)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                keep(file, place)
+        return download, folder / name
 
     def _known(self, url: str) -> str | None:
+        """The hash that the hub knows of the file at ``url``, if any."""
         hub = hub_file(url)
         if hub is None:
             return None
-        path = posixpath.normpath(hub.path)
-        if path not in self.known:
-            message = f"{hub.repo} has no file {show(path)}, which has weights of the model."
+        if hub.path not in self.known:
+            message = f"{hub.repo} has no file {show(hub.path)}, which has weights of the model."
             raise FailedError(message, "Choose another file.", Kind.EXTERNAL_DATA)
-        return self.known[path]
+        return self.known[hub.path]
 
     def _fetch(self, url: str, limit: int) -> Path:
+        """A file beside the models in the cache: downloaded, or copied from where this machine has it."""
         self.store.mkdir(parents=True, exist_ok=True)
         part = self.store / f".{hashlib.sha256(url.encode()).hexdigest()[:32]}.part"
-        if hub_file(url) is None:
-            # The file may be another one by now.
-            part.unlink(missing_ok=True)
-        fetch(url, part, limit, self.beat, self.log)
         digest = self._known(url)
-        if digest is not None and file_sha256(part) != digest:
-            part.unlink()
-            message = f"{url} has another sha256 than the hub says."
-            raise FailedError(message, "Try again.", Kind.OTHER_CONTENT)
+        if digest is None:
+            fetch(url, part, limit, self.beat, self.log, pinned=False)
+        elif not any(copied(near, part, digest) for near in (*self._own(digest), *near_files(url))):
+            fetch_pinned(url, part, digest, limit, self.beat, self.log)
         return part
 
-    def _keep(self, download: Download, parts: Mapping[str, Path]) -> None:
-        folder = self.store / download.key
-        folder.mkdir(exist_ok=True)
-        record_file(folder).write_text(json.dumps(dict(download.files)), encoding="utf-8")
-        for name, part in parts.items():
-            place = folder / PurePosixPath(name)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            keep(part, place)
+    def _own(self, digest: str) -> Iterator[Path]:
+        """The files with this hex sha256 of models in the cache."""
+        for folder in self.store.iterdir():
+            for name, each in (recorded_files(folder) or {}).items():
+                if each == digest:
+                    yield folder / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,11 +13,10 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from hatch_epcontext.config.location import HubFile
+from hatch_epcontext.config.location import HubFile, hub_file
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import known_text
 from hatch_epcontext.package.reader import own_files
-from hatch_epcontext.text import HUB_REPO
 
 HATCHLING = "hatchling"
 
@@ -189,18 +189,14 @@ def find_samples(root: Path) -> list[Path]:
     return found
 
 
-_HUB_CALL = re.compile(
-    rf"""
-    hf_hub_download \( \s* (?:repo_id \s* = \s*)? ["'](?P<repo>{HUB_REPO})["'] \s* , \s*
-    (?:filename \s* = \s*)? ["'](?P<path>[^"'\n]+\.onnx)["']
-    | from_pretrained \( \s* ["'](?P<repo2>{HUB_REPO})["'] \s* , \s*
-    file_name \s* = \s* ["'](?P<path2>[^"'\n]+\.onnx)["']
-    """,
-    re.VERBOSE,
-)
-"""The calls of an app that downloads a model from a hub."""
-
 _MAX_CODE = 1 << 20
+"""Bytes of a Python file that is searched for models."""
+
+_HUB_CALLS = {
+    "hf_hub_download": ("repo_id", "filename"),
+    "from_pretrained": ("pretrained_model_name_or_path", "file_name"),
+}
+"""The functions that download from a hub, with the names of their arguments for repository and file."""
 
 
 def find_hub_files(root: Path) -> list[HubFile]:
@@ -208,11 +204,49 @@ def find_hub_files(root: Path) -> list[HubFile]:
     found = []
     for folder, files in _walk(root, _NOT_THE_APP):
         for path in (folder / name for name in files if name.endswith(".py")):
-            if path.stat().st_size <= _MAX_CODE and "_" in (text := known_text(path) or ""):
-                for call in _HUB_CALL.finditer(text):
-                    repo, file = call["repo"] or call["repo2"], call["path"] or call["path2"]
-                    found.append(HubFile(repo, None, file))
+            text = known_text(path) if path.stat().st_size <= _MAX_CODE else None
+            if text and any(name in text for name in _HUB_CALLS):
+                found += list(_hub_files(text))
     return list(dict.fromkeys(found))
+
+
+def _hub_files(code: str) -> Iterator[HubFile]:
+    try:
+        nodes = list(ast.walk(ast.parse(code)))
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    # Constants of the module: REPO = "org/name".
+    named = {
+        target.id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            function = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
+            names = _HUB_CALLS.get(str(function))
+            if names and (file := _hub_file(node, names, named)) is not None:
+                yield file
+
+
+def _hub_file(
+    call: ast.Call, names: tuple[str, str], named: Mapping[str, ast.expr]
+) -> HubFile | None:
+    """The model that a ``call`` downloads; ``named``: the values of names."""
+    # Only the first argument of from_pretrained has a place.
+    places = dict(zip(names if "filename" in names else names[:1], call.args, strict=False))
+    places |= {each.arg: each.value for each in call.keywords if each.arg}
+    values = {}
+    for name, given in places.items():
+        value = named.get(given.id, given) if isinstance(given, ast.Name) else given
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            values[name] = value.value
+    repo, file = (values.get(name, "") for name in names)
+    inside = "/".join(filter(None, (values.get("subfolder"), file)))
+    revision = f"@{values['revision']}" if values.get("revision") else ""
+    return hub_file(f"hf://{repo}{revision}/{inside}") if file.endswith(".onnx") else None
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[str]]]:

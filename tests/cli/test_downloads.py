@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.tools.pinning import Pinned, pin_location
 from tests.cli.conftest import Cli, problems
 from tests.hub import COMMIT, Hub, model_hub, sha256
 from tests.models import network, save, save_with_data
@@ -92,6 +93,83 @@ def test_all_locations_are_pinned_in_place(cli: Cli, app: Path, hub: Hub, ends: 
     assert sorted(hub.downloads) == ["a.onnx", "b.onnx", "network.data"]
 
 
+def test_what_is_missing_beside_a_hash_is_pinned(cli: Cli, app: Path, hub: Hub) -> None:
+    cli("pin", app)
+    file = app / "pyproject.toml"
+    whole = file.read_text(encoding="utf-8")
+    kept = [line for line in whole.split("\n") if not line.startswith(("data", 'license = "Apa'))]
+    file.write_text("\n".join(kept), encoding="utf-8")
+    hub.requests.clear()
+    cli("pin", app)
+    assert parse(file.read_text(encoding="utf-8")) == parse(whole)
+    # The hub says the hash of the model, which is here.
+    assert "a.onnx" not in hub.downloads
+
+
+def test_comments_beside_data_stay(cli: Cli, app: Path, hub: Hub) -> None:
+    cli("pin", app)
+    file = app / "pyproject.toml"
+    whole = file.read_text(encoding="utf-8")
+    digest = sha256(hub.files["network.data"])
+    other = whole.replace(f'{{ "network.data" = "{digest}" }}', '{ "gone" = "0" }  # weights')
+    other = other.replace(sha256(hub.files["b.onnx"]), "x")
+    file.write_text(other, encoding="utf-8")
+    cli("pin", app)
+    text = file.read_text(encoding="utf-8")
+    assert "  # weights\n" in text
+    assert parse(text) == parse(whole)
+    assert text.index("# The second one.") < text.index('name = "b"')
+
+
+def test_an_edit_meanwhile_is_not_lost(
+    cli: Cli, app: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = app / "pyproject.toml"
+
+    def edit(*arguments: object, **named: object) -> Pinned:
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write("# mine\n")
+        return pin_location(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("hatch_epcontext.tools.pinning.pin_location", edit)
+    assert [each.split()[-1] for each in problems(cli("pin", app, code=2))] == ["EPC025"]
+    text = file.read_text(encoding="utf-8")
+    assert "# mine" in text
+    assert "sha256" not in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[tool.epcontext]\nmodels = 3\n",
+        b'[tool.epcontext]\nmodels = { url = "x" }\n',
+        b"\xff",
+        b"[",
+    ],
+)
+def test_a_damaged_configuration_is_an_error(cli: Cli, app: Path, text: bytes) -> None:
+    (app / "pyproject.toml").write_bytes(text)
+    cli("pin", app, code=2)
+    assert (app / "pyproject.toml").read_bytes() == text
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<html>",
+        b"[" * 100_000,
+        b"null",
+        b'{"sha": null, "siblings": []}',
+        f'{{"sha": "{COMMIT}", "siblings": [{{"rfilename": "a", "lfs": {{"sha256": "zz"}}}}]}}'.encode(),
+    ],
+)
+def test_a_hub_that_answers_anything(cli: Cli, app: Path, hub: Hub, answer: bytes) -> None:
+    hub.answer = answer
+    before = (app / "pyproject.toml").read_bytes()
+    assert "EPC220" in cli("pin", app, code=1).stderr
+    assert (app / "pyproject.toml").read_bytes() == before
+
+
 def test_models_in_a_list_are_pinned(cli: Cli, app: Path, hub: Hub) -> None:
     text = f"""{HEAD}
 [tool.epcontext]
@@ -128,6 +206,9 @@ def test_nothing_is_written_if_a_location_cannot_be_pinned(cli: Cli, app: Path, 
         ("hf://org/repo/onnx/network.data", "EPC201"),
         ("https://user:secret@host/a.onnx", "EPC005"),
         ("a.onnx", "EPC005"),
+        ("hf://datasets/org/repo/a.onnx", "EPC005"),
+        ("https://huggingface.co/org/repo", "EPC005"),
+        ("https://hf.co/gpt2/resolve/main/a.onnx", "EPC005"),
     ],
 )
 def test_what_cannot_be_pinned_says_why(cli: Cli, app: Path, url: str, id_: str) -> None:
@@ -179,6 +260,9 @@ def test_a_model_is_added_with_its_sizes(cli: Cli, app: Path, hub: Hub) -> None:
 
 
 def test_nothing_is_added_that_is_no_model(cli: Cli, app: Path, hub: Hub) -> None:
+    cli("add", hub.web("a.onnx"), "--project", app, code=2)
+    assert not hub.requests
+    (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
     before = (app / "pyproject.toml").read_bytes()
     hub.faults = {"b.onnx": "html"}
     result = cli("add", hub.web("b.onnx"), "--project", app, code=1)
@@ -202,9 +286,7 @@ def test_builds_without_a_network_find_what_was_fetched(
     cli("fetch", app)
 
 
-def test_data_that_is_not_pinned_is_an_error_with_the_remedy(
-    cli: Cli, app: Path, hub: Hub
-) -> None:
+def test_data_that_is_not_pinned_is_an_error_with_the_remedy(cli: Cli, app: Path, hub: Hub) -> None:
     digest = sha256(hub.files["b.onnx"])
     (app / "pyproject.toml").write_text(
         f'{HEAD}\n[tool.epcontext]\nprovider = "cpu"\nmodels = [\n'
@@ -221,6 +303,7 @@ def test_nothing_is_pinned_offline(
 ) -> None:
     monkeypatch.setenv("HATCH_EPCONTEXT_OFFLINE", "1")
     assert len(problems(cli("pin", app, code=1))) == 2
+    (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
     cli("add", "hf://org/repo/onnx/a.onnx", "--project", app, code=1)
     assert not hub.requests
 
@@ -249,7 +332,10 @@ def test_init_names_the_models_that_the_code_downloads(cli: Cli, app: Path) -> N
         "from huggingface_hub import hf_hub_download\n"
         'path = hf_hub_download(\n    repo_id="org/repo",\n    filename="onnx/a.onnx",\n)\n'
         'other = hf_hub_download("org/repo", "config.json")\n'
-        'more = ORTModel.from_pretrained("org/more", file_name="b.onnx")\n',
+        'more = ORTModel.from_pretrained("org/more", file_name="b.onnx")\n'
+        'REPO = "org/third"\n'
+        'hf_hub_download(filename="c.onnx", subfolder="fp16", repo_id=REPO, revision="v1")\n'
+        '# hf_hub_download("org/comment", "d.onnx")\n',
         encoding="utf-8",
     )
     (app / "tests").mkdir()
@@ -257,7 +343,9 @@ def test_init_names_the_models_that_the_code_downloads(cli: Cli, app: Path) -> N
     refused = cli("init", "--project", app, code=2).stderr
     assert "epcontext add hf://org/repo/onnx/a.onnx" in refused
     assert "epcontext add hf://org/more/b.onnx" in refused
+    assert "epcontext add hf://org/third@v1/fp16/c.onnx" in refused
     assert "org/x" not in refused
+    assert "org/comment" not in refused
     printed = cli("add", "hf://org/repo/onnx/a.onnx", "--project", app, "-p", "cpu").stdout
     assert "epcontext add hf://org/more/b.onnx" in printed
     assert "epcontext add hf://org/repo" not in printed

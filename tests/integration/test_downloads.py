@@ -212,6 +212,32 @@ def test_an_editable_install_has_a_copy(
     assert run(sys.executable, "-c", code, cwd=project, env=os.environ) == "x\n"
 
 
+def test_an_editable_install_from_the_cache_has_a_copy_too(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
+    file = project / "pyproject.toml"
+    text = file.read_text(encoding="utf-8").replace('fallback = "source"\n', "")
+    file.write_text(text, encoding="utf-8")
+    build(project, cache, "-w")
+    shutil.rmtree(cache / "models")
+    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(cache))
+    monkeypatch.setenv("HATCH_EPCONTEXT_FROM_CACHE", "all")
+    builder = WheelBuilder(str(project), plugin_manager=PluginManager())
+    list(builder.build(directory=str(project / "dist"), versions=["editable"]))
+    assert (project / "my_app" / "epcontext" / "encoder" / "source" / "m.onnx").is_file()
+
+
+def test_the_model_of_an_sdist_is_no_file_of_the_app(hub: Hub, tmp_path: Path) -> None:
+    project = remote(tmp_path / "remote", hub, "sdist = true\n")
+    with (project / "pyproject.toml").open("a", encoding="utf-8") as file:
+        file.write('[tool.hatch.build.targets.wheel]\ninclude = ["**/*"]\n')
+        file.write('[tool.hatch.build]\nexclude = ["dist"]\n')
+    build(project, tmp_path / "cache")
+    first = wheel(project)
+    assert not any(name.startswith("epcontext-models") for name in without_sbom(first, tmp_path))
+
+
 def test_the_front_end_is_asked_without_any_download(hub: Hub, tmp_path: Path) -> None:
     project = remote(tmp_path / "remote", hub, "sdist = true\n")
     for target in ("wheel", "sdist"):
@@ -246,4 +272,4 @@ def test_a_location_on_the_web_is_in_the_sbom_only_if_it_is_public(
         build(project, cache, "-w")
         model = sbom_model(wheel(project), tmp_path)
         assert "purl" not in model
-        assert (hub.url in json.dumps(model)) == public
+        assert (hub.site in json.dumps(model)) == public

@@ -111,6 +111,32 @@ def test_what_a_failed_build_got_is_continued_by_the_next_one(hub: Hub, tmp_path
     assert int(headers["Range"][6:-1]) > len(MODEL) // 2
 
 
+def test_a_server_that_cuts_each_answer_is_asked_until_all_is_there(
+    hub: Hub, tmp_path: Path
+) -> None:
+    hub.faults = {"m.onnx": "pieces"}
+    run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    assert len(hub.downloads) > 5
+
+
+def test_a_new_version_is_not_joined_with_the_old_one(hub: Hub, tmp_path: Path) -> None:
+    """For a file whose hash is not known yet."""
+    part = tmp_path / "part"
+    changed = os.urandom(len(MODEL))
+
+    def progress(arrived: int, total: int | None) -> None:
+        if 0 < arrived < len(MODEL):
+            hub.files["m.onnx"] = changed
+
+    hub.faults = {"m.onnx": "cut-once"}
+    web.download(hub.web("m.onnx"), part, len(MODEL), progress, pinned=False)
+    assert part.read_bytes() == changed
+    # What another run has left may be anything.
+    part.write_bytes(MODEL[:1000])
+    web.download(hub.web("m.onnx"), part, len(MODEL), progress, pinned=False)
+    assert part.read_bytes() == changed
+
+
 def test_a_complete_part_is_not_downloaded_again(hub: Hub, tmp_path: Path) -> None:
     download = Download(hub.web("m.onnx"), sha256(MODEL))
     folder = tmp_path / "models" / download.key
@@ -181,7 +207,15 @@ def test_a_refusal_is_final(hub: Hub, tmp_path: Path, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["file:///etc/hostname", "http://192.0.2.1/m.onnx", "ftp://localhost/m.onnx"]
+    "place",
+    [
+        "file:///etc/hostname",
+        "http://192.0.2.1/m.onnx",
+        "ftp://localhost/m.onnx",
+        "http://[::1",
+        "http://localhost:99999/m.onnx",
+        "http://localhost:abc/m.onnx",
+    ],
 )
 def test_redirects_that_are_not_encrypted_are_refused(hub: Hub, tmp_path: Path, place: str) -> None:
     hub.faults = {"m.onnx": place}
@@ -214,7 +248,6 @@ def test_the_token_goes_to_the_hub_alone(
     for path, authorization in sent.items():
         assert authorization == (f"Bearer {TOKEN}" if path.startswith("/org/") else None)
     # A web server is another place, also on the same host.
-    monkeypatch.setenv("HF_ENDPOINT", hub.storage)
     hub.requests.clear()
     run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path / "other")
     assert [headers.get("Authorization") for *_, headers in hub.requests] == [None]
@@ -224,17 +257,40 @@ def test_the_token_goes_to_the_hub_alone(
         assert SIGNED not in text
 
 
+@pytest.mark.parametrize("token", ["hf_a\nb", "hf_\u2019"])
+def test_an_impossible_token_is_not_shown(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    error = failure(with_data(hub), tmp_path)
+    assert "hf_" not in str(error) + error.hint
+    assert "HF_TOKEN" in error.hint
+    for endpoint in ("http://me:s3cret@[x", "https://me:s3cret@host", "localhost:80", "ftp://host"):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        error = failure(with_data(hub), tmp_path)
+        assert "HF_ENDPOINT" in str(error)
+        assert "s3cret" not in str(error) + error.hint
+
+
+def test_nothing_for_this_machine_goes_through_a_proxy(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with model_hub({}) as proxy:
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("http_proxy", proxy.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        run(with_data(hub), tmp_path)
+        assert proxy.requests == []
+
+
 def test_netrc_has_the_password_of_its_host(hub: Hub, tmp_path: Path) -> None:
     netrc = "machine 127.0.0.1 login me password pw\ndefault login all password all-pw\n"
     (tmp_path / "netrc").write_text(netrc, encoding="utf-8")
     (tmp_path / "netrc").chmod(0o600)
     hub.faults = {"m.onnx": f"{hub.storage}/large/onnx/m.onnx"}
     url = hub.web("m.onnx")
-    with_endpoint = os.environ.pop("HF_ENDPOINT")
-    try:
-        run(Download(url, sha256(MODEL)), tmp_path)
-    finally:
-        os.environ["HF_ENDPOINT"] = with_endpoint
+    run(Download(url, sha256(MODEL)), tmp_path)
     authorizations = [headers.get("Authorization") for *_, headers in hub.requests]
     assert authorizations == ["Basic bWU6cHc=", None]
 
@@ -246,7 +302,8 @@ def test_a_file_beyond_the_limit_is_refused(
     for fault in (None, "no-length"):
         hub.faults = {"m.onnx": fault}
         error = failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
-        assert "1000" in str(error)
+        assert "1.0 kB" in str(error)
+        assert not list(tmp_path.rglob("*.part"))
 
 
 def test_nothing_is_downloaded_offline(

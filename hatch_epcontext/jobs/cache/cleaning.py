@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.cache.archive import DamagedError
 from hatch_epcontext.jobs.cache.folder import STAGING, checked_record, discard, stored_record
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cut_models import FOLDER as CUT_MODELS
-from hatch_epcontext.jobs.downloads import locked, record_file, recorded_files
+from hatch_epcontext.jobs.downloads import PINNING, record_file, recorded_files, try_lock
 
 _LEFTOVER_AGE = datetime.timedelta(days=1)
 """After this time a build that has not finished a file no longer runs."""
@@ -149,15 +149,23 @@ class Store:
 
     def _leftovers(self) -> Iterator[Path]:
         layout = self.root / LAYOUT
-        for path in _inside(self.root / DOWNLOADS):
-            inside = _inside(path) if path.is_dir() else [path]
-            yield from (each for each in inside if re.fullmatch(r"\.[0-9a-f]+\.part", each.name))
-            # Beside a model that was removed.
-            if path.suffix in (".json", ".lock") and not path.with_suffix("").exists():
-                yield path
+        yield from self._parts()
         small = (*(layout / name for name in _SMALL_FILES), self.root / "reports")
         for folder in (*small, *self._entry_folders()):
             yield from filter(_is_temporary, _inside(folder))
+
+    def _parts(self) -> Iterator[Path]:
+        """What is left of downloads that nobody continues, and beside models that were removed."""
+        store = self.root / DOWNLOADS
+        if (release := try_lock(store / PINNING) if store.is_dir() else None) is not None:
+            yield from (each for each in _inside(store) if each.name.endswith(".part"))
+            release()
+        for path in _inside(store):
+            if path.suffix in (".json", ".lock") and not path.with_suffix("").exists():
+                yield path
+            elif is_sha256(path.name) and (release := try_lock(path)) is not None:
+                yield from path.rglob(".*.part")
+                release()
 
 
 @contextlib.contextmanager
@@ -202,10 +210,13 @@ def _discard(entry: Entry) -> None:
     if not entry.is_model:
         discard(entry.folder)
         return
-    with locked(entry.folder, lambda _: None):
-        shutil.rmtree(entry.folder)
-    remove(record_file(entry.folder))
-    remove(entry.folder.with_name(f"{entry.folder.name}.lock"))
+    # What somebody is downloading stays.
+    if (release := try_lock(entry.folder)) is not None:
+        try:
+            shutil.rmtree(entry.folder)
+            remove(record_file(entry.folder))
+        finally:
+            release()
 
 
 def _is_temporary(file: Path) -> bool:
