@@ -133,7 +133,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._warning(sdist.warning(left_out))
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
-        from hatch_epcontext.config.location import is_in_sdist_folder
         from hatch_epcontext.jobs.requirements import SBOM, check_app, check_environment
         from hatch_epcontext.package.bundle import bundle, shipped_sources
         from hatch_epcontext.package.modules import modules
@@ -148,8 +147,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             check_environment((), SBOM)
         packed = packed_files(self.build_config, build_data)
         # An sdist may contain models from elsewhere, which are no files of the app.
-        of_sdist = {path for path in packed if is_in_sdist_folder(path)}
-        self.build_config.build_reserved_paths.update(str(Path(path)) for path in of_sdist)
+        places = [
+            config.root / each.download.place_in_sdist for each in config.models if each.download
+        ]
+        of_sdist = {path for path, file in packed.items() if any(map(file.is_relative_to, places))}
+        for path in map(str, map(Path, of_sdist)):
+            # With only-include = ["."] Hatch's own paths begin with that.
+            self.build_config.build_reserved_paths |= {path, f"{os.curdir}{os.sep}{path}"}
         files = {path: file for path, file in packed.items() if path not in of_sdist}
         selected = selected_files(self.build_config)
         output = self._output_folder(config, selected, files)
@@ -208,19 +212,18 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         folder = editable.project_folder(output, files)
         editable.check(folder)
         staging = self._make_staging()
-        cache = open_cache(config, self._warning)
+        cache, compiled = open_cache(config, self._warning), config.editable == "compile"
+        if not compiled:
+            check_environment((), () if config.only_from_cache else INSPECTION)
         with contextlib.closing(_Progress(self._info)) as progress:
             workers = self._workers(config, progress)
             download_sources(config, cache, workers, ships_all=True)
-        if config.editable == "compile":
-            result = self._build(config, staging)
-        else:
-            check_environment((), () if config.only_from_cache else INSPECTION)
-            index = cache.index()
-            with contextlib.closing(_Progress(self._info)) as progress:
-                workers = self._workers(config, progress)
+            if not compiled:
+                index = cache.index()
                 config = cut_models(config, index, workers, staging)
                 result = Result(read_sources(config, index, workers, staging / "check"), ())
+        if compiled:
+            result = self._build(config, staging)
         self._editable = result, folder, modules(self._hooked_name(output), config.models)
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Here Hatch does not call `finalize`.

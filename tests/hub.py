@@ -30,9 +30,10 @@ class Hub:
 
     The hub's large files, all but text, are at a server of their own, as those of the real one. ``faults``
     of paths below ``/web/``, or of the hub's large files by their names: a status code, ``"cut"``,
-    ``"cut-once"``, ``"pieces"``, ``"wrong"`` (other bytes of the same size), ``"html"``, ``"no-range"``,
-    ``"no-length"``, or a URL to redirect to. With ``private`` the hub wants the token. ``answer``: that to
-    questions about the repository. ``requests``: the method, path and headers of each.
+    ``"cut-once"``, ``"pieces"``, ``"pieces-no-range"``, ``"wrong"`` (other bytes of the same size),
+    ``"html"``, ``"no-range"``, ``"no-length"``, or a URL to redirect to. With ``private`` the hub wants the
+    token. ``answer``: that to questions about the repository. ``requests``: the method, path and headers of
+    each.
     """
 
     files: dict[str, bytes]
@@ -144,7 +145,7 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
     start, status, headers = 0, 200, {}
     asked = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
     same = handler.headers.get("If-Range") in (None, f'"{sha256(data)}"')
-    if asked and same and fault not in ("no-range", "no-length"):
+    if asked and same and fault not in ("no-range", "no-length", "pieces-no-range"):
         start, status = int(asked[1]), 206
         if start >= len(data):
             _send(handler, 416, {"Content-Range": f"bytes */{len(data)}"})
@@ -154,8 +155,9 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
     sent = data[start:]
     if fault != "no-length":
         headers["Content-Length"] = str(len(sent))
-    if fault == "pieces":
-        sent = sent[:30_000]
+    if str(fault).startswith("pieces"):
+        # Now more, now less.
+        sent = sent[: 30_000 + 10_000 * (len(hub.requests) % 2)]
     if fault in ("cut", "cut-once"):
         sent = sent[: len(sent) // 2]
         if fault == "cut-once":
@@ -165,8 +167,12 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
         status,
         headers,
         sent,
-        whole=fault not in ("cut", "cut-once", "pieces", "no-length"),
+        whole=fault not in _PARTIAL,
     )
+
+
+_PARTIAL = ("cut", "cut-once", "pieces", "pieces-no-range", "no-length")
+"""The faults of an answer with another length than it has, or without one."""
 
 
 def _send(

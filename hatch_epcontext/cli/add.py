@@ -14,10 +14,10 @@ from hatch_epcontext.cli.init import add_tables, chosen_providers, provider_opti
 from hatch_epcontext.config.build_hooks import hooks_of_project
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, tool_table
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import BuildError, ConfigError, Key, Kind, Problem
 from hatch_epcontext.jobs.downloads import FailedError
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.tools.initializing import new_model
+from hatch_epcontext.tools.initializing import NewModel, new_model
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.tools.pinning import complete, pin_location
 from hatch_epcontext.tools.project import find_samples
@@ -47,10 +47,11 @@ def add(
     location such as hf://org/repo/onnx/model.onnx, a link that you copy from a page of the model hub, or
     https://, s3://, gs:// or az://.
     """
-    root, store, found = project.resolve(), open_store(cache_dir), []
+    root, store = project.resolve(), open_store(cache_dir)
+    found = dict[str, NewModel]()
     _check(root)
     with Workers(TIMEOUT) as workers:
-        for url in dict.fromkeys(urls):
+        for url in urls:
             try:
                 pinned = pin_location(url, store.root, _log, offline=is_offline())
                 complete(pinned, root, _log)
@@ -64,15 +65,20 @@ def add(
                 hint = "Name its source model."
                 raise BuildError(Problem(Kind.COMPILED_MODEL, url, message, hint))
             model = new_model(root, str(pinned.path), facts, find_samples(root), workers)
-            found.append(replace(model, path=pinned.download.url, pinned=pinned))
-    add_tables(root, found, chosen_providers(root, providers), dry_run=dry_run)
+            found[pinned.download.url] = replace(model, path=pinned.download.url, pinned=pinned)
+    add_tables(root, [*found.values()], chosen_providers(root, providers), dry_run=dry_run)
 
 
 def _check(root: Path) -> None:
     """Raise the errors of the project's configuration, if it has one, before anything is downloaded."""
     if (root / FILE).is_file() and (table := tool_table(root)) is not None:
         use_lines(root)
-        load(root, table, {}, pending=bool(hooks_of_project(root)))
+        try:
+            load(root, table, {}, pending=bool(hooks_of_project(root)))
+        except ConfigError as error:
+            # A configuration without models gets the first one.
+            if any(each.key != Key() / "models" for each in error.problems):
+                raise
 
 
 def _log(line: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import open_store, warn
+from hatch_epcontext.cli._common import cache_option, open_store, warn
 from hatch_epcontext.cli._flag_errors import use_lines
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX
@@ -22,12 +22,7 @@ from hatch_epcontext.text import count
 @click.argument(
     "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
 )
-@click.option(
-    "--cache-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    envvar=f"{PREFIX}CACHE_DIR",
-    help="The folder of the cache. The default is the user's cache folder.",
-)
+@cache_option
 def fetch(project: Path, cache_dir: Path | None) -> None:
     """Download the models from elsewhere into the user's cache.
 

@@ -199,9 +199,10 @@ def _section(heading: str, lines: Sequence[str]) -> None:
 def _default(text: str) -> list[Provider]:
     """The providers that are installed and offer a device, if nothing is configured yet."""
     try:
-        if "epcontext" in parse(text).get("tool", {}):
-            return []
+        tool = parse(text).get("tool", {})
     except ValueError:
+        return []
+    if not isinstance(tool, dict) or "epcontext" in tool:
         return []
     states = installed_providers()
     for state in states:

@@ -33,14 +33,14 @@ def pin_(project: Path, cache_dir: Path | None) -> None:
     before = _text(file)
     root = open_store(cache_dir).root
     text, done = pin(before, root, lambda line: echo(line, err=True), offline=is_offline())
-    for pinned in done:
+    for pinned in done if text != before else ():
         for warning in pinned.warnings:
             warn(warning)
         echo(f"pinned {pinned.download.url}")
     if text != before:
         if _text(file) != before:
             message = "was changed meanwhile, and nothing is written."
-            hint = "Run epcontext pin again: what was downloaded is kept."
+            hint = "Run epcontext pin again."
             raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), message, hint))
         # A link stays a link.
         write_atomically(file.resolve(), text)

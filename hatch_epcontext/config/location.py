@@ -22,6 +22,8 @@ BUCKETS = ("s3", "gs", "az")
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
+_HUB_HOSTS = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
+
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 SDIST_FOLDER = "epcontext-models"
@@ -121,11 +123,11 @@ def hub_file(url: str) -> HubFile | None:
 
 def is_of_hub(url: str, endpoint: str) -> bool:
     """Whether ``url`` is the address of something on the hub at ``endpoint``, and no location of it."""
-    own = (
-        endpoint,
-        *(f"https://{host}" for host in ("huggingface.co", "www.huggingface.co", "hf.co")),
-    )
-    return any(url.startswith(f"{each}/") for each in own)
+    try:
+        host = urlsplit(url).hostname if url.startswith("http") else None
+    except ValueError:
+        return False
+    return host in _HUB_HOSTS or url.startswith(f"{endpoint}/")
 
 
 def hub_page(url: str, endpoint: str) -> HubFile | None:
@@ -146,8 +148,7 @@ def file_of(url: str) -> str:
 def check_url(url: str) -> str | None:
     """A description of a valid location of a model; None if ``url`` is one."""
     if url.startswith("hf://"):
-        valid = hub_file(url) is not None and is_portable(file_of(url))
-        return None if valid else 'a location such as "hf://org/repo@commit/model.onnx"'
+        return None if hub_file(url) else 'a location such as "hf://org/repo@commit/model.onnx"'
     schemes = "a URL with hf://, https://, s3://, gs:// or az://"
     try:
         parts = urlsplit(url)
@@ -172,11 +173,11 @@ def check_url(url: str) -> str | None:
     return next((rule for rule, is_kept in rules.items() if not is_kept), None)
 
 
-def is_in_sdist_folder(path: str) -> bool:
-    """Whether a path in a project is that of a model from elsewhere that an sdist contains."""
-    return path.startswith(f"{SDIST_FOLDER}/")
+def is_local(parts: SplitResult) -> bool:
+    """Whether this is an address of this machine."""
+    return parts.hostname in _LOOPBACK
 
 
 def is_safe(parts: SplitResult) -> bool:
     """Whether nobody else can read what is sent to this address: it is encrypted, or on this machine."""
-    return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOOPBACK)
+    return parts.scheme == "https" or (parts.scheme == "http" and is_local(parts))

@@ -89,13 +89,11 @@ class FailedError(Exception):
     ``in_data``: whether it is one of the external data.
     """
 
-    def __init__(
-        self, reason: str, hint: str, kind: Kind = Kind.NOT_DOWNLOADED, *, in_data: bool = False
-    ) -> None:
+    def __init__(self, reason: str, hint: str, kind: Kind = Kind.NOT_DOWNLOADED) -> None:
         super().__init__(reason)
         self.hint = hint
         self.kind = kind
-        self.in_data = in_data
+        self.in_data = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class Downloading:
     def run(self, index: Index) -> None:
         """Put its files into the folder, unless they are there; raises FailedError, and OSError."""
         check_root(self.folder.parents[1])
-        if self._is_there(index) and record_file(self.folder).is_file():
+        if self._is_there(index) and recorded_files(self.folder) is not None:
             # `prune` removes models by the time of their last use.
             with contextlib.suppress(OSError):
                 os.utime(self.folder)
@@ -120,10 +118,8 @@ class Downloading:
         with locked(self.folder, self.log):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(record_file(self.folder), json.dumps(dict(self.download.files)))
-            # Another build may have been faster.
-            if not self._is_there(Index()):
-                for name, digest in self.download.files.items():
-                    self._get(name, digest)
+            for name, digest in self.download.files.items():
+                self._get(name, digest)
 
     def _is_there(self, index: Index) -> bool:
         return all(
@@ -147,7 +143,8 @@ class Downloading:
             try:
                 fetch_pinned(url, part, digest, limit, self.beat, self.log)
             except FailedError as error:
-                raise FailedError(str(error), error.hint, error.kind, in_data=in_data) from error
+                error.in_data = in_data
+                raise
         keep(part, place)
 
 
@@ -218,20 +215,20 @@ def recorded_files(folder: Path) -> Mapping[str, str] | None:
     return files if isinstance(files, dict) and files_key(files) == folder.name else None
 
 
-def try_lock(folder: Path) -> Callable[[], None] | None:
-    """Take the right to download into ``folder``, without waiting; returns what gives it back, or None."""
-    # Imported here because it imports asyncio.
+@contextlib.contextmanager
+def try_lock(folder: Path) -> Iterator[bool]:
+    """Hold the right to download into ``folder``, unless somebody else has it; whether it is held."""
     import filelock
 
-    lock = _lock(folder)
     try:
-        lock.acquire(timeout=0)
+        with _lock(folder).acquire(timeout=0):
+            yield True
     except filelock.Timeout:
-        return None
-    return lock.release
+        yield False
 
 
 def _lock(folder: Path) -> BaseFileLock:
+    # Imported here because it imports asyncio.
     import filelock
 
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hatch_epcontext
-from hatch_epcontext.config.location import HubFile, is_safe
+from hatch_epcontext.config.location import HubFile, is_local, is_safe
 from hatch_epcontext.files import remove
 from hatch_epcontext.jobs.cache.transport import netrc_headers
 from hatch_epcontext.text import show_size
@@ -239,9 +239,9 @@ def _patiently(request: Callable[[], T], arrived: Callable[[], int] = lambda: 0)
 
     Attempts that bring bytes, which ``arrived`` counts, do not count.
     """
-    attempt = 0
+    attempt, most = 0, arrived()
     while True:
-        attempt, before = attempt + 1, arrived()
+        attempt += 1
         wait = _PAUSE * 2.0**attempt
         try:
             return request()
@@ -258,8 +258,8 @@ def _patiently(request: Callable[[], T], arrived: Callable[[], int] = lambda: 0)
             failure = WebError(_reason(error))
             if _is_final(error):
                 raise failure from None
-        if arrived() > before:
-            attempt = 0
+        if (now := arrived()) > most:
+            attempt, most = 0, now
         if attempt == _TRIES:
             raise failure
         time.sleep(wait)
@@ -299,12 +299,9 @@ def _open(url: str, headers: Mapping[str, str] | None = None) -> Any:
     request = urllib.request.Request(url, headers=given)  # noqa: S310, locations have http or https
     for name, value in _private_headers(url).items():
         request.add_unredirected_header(name, value)
-    handlers: list[Any] = [_Redirects]
-    if urllib.parse.urlsplit(url).scheme == "http" and is_safe(urllib.parse.urlsplit(url)):
-        # What is for this machine must not leave it.
-        handlers.append(urllib.request.ProxyHandler({}))
     try:
-        return urllib.request.build_opener(*handlers).open(request, timeout=_TIMEOUT)
+        opener = urllib.request.build_opener(_Redirects, _Proxies)
+        return opener.open(request, timeout=_TIMEOUT)
     except urllib.error.URLError:
         raise
     except OSError as error:
@@ -320,7 +317,7 @@ def _private_headers(url: str) -> Mapping[str, str]:
     parts = urllib.parse.urlsplit(url)
     if not is_safe(parts):
         return {}
-    if _origin(url) != _origin(hub_endpoint()):
+    if not _is_of_hub(url):
         return netrc_headers(parts.hostname or "")
     token = hub_token()
     if token and not (token.isascii() and token.isprintable()):
@@ -334,11 +331,28 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
     return parts.scheme, parts.hostname, parts.port or {"https": 443, "http": 80}.get(parts.scheme)
 
 
+def _is_of_hub(url: str) -> bool:
+    try:
+        return _origin(url) == _origin(hub_endpoint())
+    except WebError:
+        # Other servers need no hub.
+        return False
+
+
+class _Proxies(urllib.request.ProxyHandler):
+    def proxy_open(self, req: Any, proxy: str, type: str) -> Any:  # noqa: A002, the name of the base
+        # What is for this machine must not leave it.
+        if is_local(urllib.parse.urlsplit(req.full_url)):
+            return None
+        return super().proxy_open(req, proxy, type)
+
+
 class _Redirects(urllib.request.HTTPRedirectHandler):
     def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
         try:
             return super().http_error_302(req, fp, code, msg, headers)
         except ValueError:
+            # An invalid address, with which the base leaves the connection open.
             fp.close()
             raise
 
@@ -348,15 +362,15 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> Any:
         old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
-        _origin(newurl)
         # Only a mirror that is not encrypted itself may name others.
-        if not is_safe(new) and (is_safe(old) or new.scheme != "http"):
-            place = f"{new.scheme}://{new.hostname or ''}"
+        if not new.hostname or not (is_safe(new) or (new.scheme == "http" and not is_safe(old))):
             fp.close()
+            place = f"{new.scheme}://{new.hostname or ''}"
             hint = "Check the location."
             raise WebError(f"it redirects to {place}, which is not encrypted", hint=hint)
+        same = _origin(newurl) == _origin(req.full_url)
         made = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if made is not None and _origin(newurl) == _origin(req.full_url):
+        if made is not None and same:
             for name, value in req.unredirected_hdrs.items():
                 made.add_unredirected_header(name, value)
         return made

@@ -5,6 +5,7 @@ What is downloaded for that stays in the user's cache, where builds find it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -28,7 +29,7 @@ from hatch_epcontext.config.location import (
     hub_page,
     is_of_hub,
 )
-from hatch_epcontext.config.pyproject import Lines, parse
+from hatch_epcontext.config.pyproject import FILE, Lines, parse, try_parse
 from hatch_epcontext.errors import BuildError, ConfigError, Key, Kind, Problem
 from hatch_epcontext.files import MAX_BYTES, file_sha256, is_portable, is_sha256, write_atomically
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
@@ -78,26 +79,39 @@ def pin(text: str, root: Path, log: Log, *, offline: bool) -> tuple[str, list[Pi
     ConfigError if it is not TOML, and BuildError with the problems of all locations that cannot be pinned.
     """
     try:
+        # First the strict reader: the other one has errors of its own.
+        parse(text)
         document = tomlkit.parse(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         message = f"is not TOML: {error}."
-        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, "pyproject.toml", message)) from error
+        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, FILE, message)) from error
     problems: list[Problem] = []
-    done = []
-    added = {}
+    done, added = dict[Key, Pinned](), {}
     for key, table in _tables(document):
-        if _is_pinned(table, root):
+        if _is_pinned(table, root, offline=offline):
             continue
         try:
-            pinned = pin_location(str(table["url"]), root, log, offline=offline)
+            pinned = pin_location(str(table["url"]), root, log, _digest(table), offline=offline)
         except FailedError as error:
             problems.append(Problem.at(key / "url", error.kind, str(error), error.hint))
             continue
-        added[key / "url"] = _write(table, pinned)
-        done.append(pinned)
+        done[key], added[key / "url"] = pinned, _write(table, pinned)
     if problems:
         raise BuildError(*problems)
-    return _with_lines(tomlkit.dumps(document), added), done
+    result = _with_lines(tomlkit.dumps(document), added)
+    _check(result, done)
+    return result, [*done.values()]
+
+
+def _check(text: str, done: Mapping[Key, Pinned]) -> None:
+    """Raise ConfigError unless ``text`` has what was pinned: a value of several lines can be in the way."""
+    tables = {key.parts: table for key, table in _tables(try_parse(text) or {})}
+    for key, pinned in done.items():
+        table, download = tables.get(key.parts, {}), pinned.download
+        if (table.get("url"), table.get("sha256")) != (download.url, download.sha256):
+            message = "cannot be completed, and nothing is written."
+            hint = "Write it on one line, as a plain string."
+            raise ConfigError(Problem.at(key / "url", Kind.INVALID_PYPROJECT, message, hint))
 
 
 def _tables(document: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
@@ -112,19 +126,25 @@ def _tables(document: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
             yield Key(("models", index), str(table["url"]), table.get("name")), table
 
 
-def _is_pinned(table: Mapping[str, Any], root: Path) -> bool:
+def _digest(table: Mapping[str, Any]) -> str | None:
+    """The sha256 that is pinned already; None if the location may have other contents by now."""
+    digest, hub = str(table.get("sha256", "")), hub_file(str(table["url"]))
+    return digest if is_sha256(digest) and (hub is None or hub.is_pinned) else None
+
+
+def _is_pinned(table: Mapping[str, Any], root: Path, *, offline: bool) -> bool:
     """Whether nothing is missing in the table of a model, as far as the cache at ``root`` shows."""
-    url, digest = str(table["url"]), str(table.get("sha256", ""))
-    hub = hub_file(url)
-    if not is_sha256(digest) or (hub is not None and not (hub.is_pinned and "license" in table)):
+    url, digest, data = str(table["url"]), _digest(table), table.get("data", {})
+    if digest is None or (hub_file(url) and "license" not in table and not offline):
         return False
-    if "data" in table or check_url(url) is not None:
+    if check_url(url) is not None or not isinstance(data, dict):
         return True
-    path = root / DOWNLOADS / Download(url, digest).key / file_of(url)
+    path = root / DOWNLOADS / Download(url, digest, data).key / file_of(url)
     try:
-        return not external_data(path)
+        return {*external_data(path)} == {*data}
     except (OSError, ValueError):
-        return False
+        # It is not on this machine.
+        return offline or "data" in table
 
 
 def table_of(pinned: Pinned) -> dict[str, Any]:
@@ -154,7 +174,7 @@ def _write(table: Any, pinned: Pinned) -> list[str]:
         elif key != "license" and table[key] != value:
             # A license that somebody chose stays.
             table[key] = value
-    if "data" in table and not pinned.download.data:
+    if table.get("data") and not pinned.download.data:
         del table["data"]
     if isinstance(table, InlineTable):
         table.update(parse("\n".join(lines)))
@@ -166,21 +186,24 @@ def _with_lines(text: str, added: Mapping[Key, Sequence[str]]) -> str:
     """``text`` with the lines of ``added``, each after that of its key."""
     lines = text.split("\n")
     end = "\r" if "\r\n" in text else ""
-    places = {Lines(text).of(key) or len(lines): each for key, each in added.items()}
+    places = {Lines(text).of(key) or 0: each for key, each in added.items()}
     for number, each in sorted(places.items(), reverse=True):
         lines[number:number] = [f"{line}{end}" for line in each]
     return "\n".join(lines)
 
 
-def pin_location(url: str, root: Path, log: Log, *, offline: bool) -> Pinned:
+def pin_location(
+    url: str, root: Path, log: Log, digest: str | None = None, *, offline: bool
+) -> Pinned:
     """Pin the location ``url``, also a link that people copy from a hub's pages; raises FailedError.
+
+    ``digest``: the hex sha256 that its file must have, if that is pinned already.
 
     The model itself is downloaded; of its external data what the hub has no hash of.
     """
-    try:
+    endpoint = web.HUB
+    with contextlib.suppress(web.WebError):
         endpoint = web.hub_endpoint()
-    except web.WebError as error:
-        raise FailedError(f"{error}.", error.hint) from error
     hub = hub_page(url, endpoint) or hub_file(url)
     if hub is None and is_of_hub(url, endpoint):
         message = f"{show(url)} names no file of a model on the hub."
@@ -199,7 +222,7 @@ def pin_location(url: str, root: Path, log: Log, *, offline: bool) -> Pinned:
     try:
         with writing("a downloaded model", root):
             check_root(root)
-            pinning = _Pinning(url, root / DOWNLOADS, known, log, Heartbeat())
+            pinning = _Pinning(url, digest, root / DOWNLOADS, known, log, Heartbeat())
             with locked(root / DOWNLOADS / PINNING, log):
                 download, path = pinning.run()
     except BuildError as error:
@@ -217,11 +240,9 @@ def complete(pinned: Pinned, project: Path, log: Log) -> None:
 def _ask_hub(hub: HubFile) -> tuple[HubFile, Mapping[str, str | None], str | None, tuple[str, ...]]:
     """The file at its commit, the hashes of the repository's large files, the license, and warnings."""
     revision = hub.revision or "main"
-    address = (
-        f"{web.hub_endpoint()}/api/models/{hub.repo}/revision/{web.quoted(revision)}?blobs=true"
-    )
     try:
-        answer = json.loads(web.read(address))
+        api = f"{web.hub_endpoint()}/api/models/{hub.repo}"
+        answer = json.loads(web.read(f"{api}/revision/{web.quoted(revision)}?blobs=true"))
         files = {str(each["rfilename"]): each.get("lfs") for each in answer["siblings"]}
         known = {name: str(lfs["sha256"]) if lfs else None for name, lfs in files.items()}
         pinned = HubFile(hub.repo, str(answer["sha"]), hub.path)
@@ -259,7 +280,7 @@ def _license(card: Any, hub: HubFile) -> tuple[str | None, tuple[str, ...]]:
         plain = re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip("-.") or "other"
         reference = f"LicenseRef-{plain}"
         warning = (
-            f"{hub.repo} has the license {name}, which is no SPDX license. The wheel redistributes the "
+            f"{hub.repo} has the license {show(name)}, which is no SPDX license. The wheel redistributes the "
             f"model, or what is compiled from it: read its terms on {page}"
         )
         return reference, (warning,)
@@ -267,9 +288,13 @@ def _license(card: Any, hub: HubFile) -> tuple[str | None, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class _Pinning:
-    """Pins one location. ``known``: the hashes that its hub knows, by the path in the repository."""
+    """Pins one location. ``digest``: the hex sha256 of its file, if that is pinned already.
+
+    ``known``: the hashes that its hub knows, by the path in the repository.
+    """
 
     url: str
+    digest: str | None
     store: Path
     known: Mapping[str, str | None]
     log: Log
@@ -323,6 +348,8 @@ class _Pinning:
         self.store.mkdir(parents=True, exist_ok=True)
         part = self.store / f".{hashlib.sha256(url.encode()).hexdigest()[:32]}.part"
         digest = self._known(url)
+        if url == self.url and self.digest is not None:
+            digest = self.digest
         if digest is None:
             fetch(url, part, limit, self.beat, self.log, pinned=False)
         elif not any(copied(near, part, digest) for near in (*self._own(digest), *near_files(url))):

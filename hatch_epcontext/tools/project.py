@@ -243,6 +243,8 @@ def _hub_file(
         value = named.get(given.id, given) if isinstance(given, ast.Name) else given
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             values[name] = value.value
+    if values.get("repo_type", "model") != "model":
+        return None
     repo, file = (values.get(name, "") for name in names)
     inside = "/".join(filter(None, (values.get("subfolder"), file)))
     revision = f"@{values['revision']}" if values.get("revision") else ""

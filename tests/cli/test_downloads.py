@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.jobs.downloads import PINNING, locked
 from hatch_epcontext.tools.pinning import Pinned, pin_location
 from tests.cli.conftest import Cli, problems
 from tests.hub import COMMIT, Hub, model_hub, sha256
@@ -121,6 +122,41 @@ def test_comments_beside_data_stay(cli: Cli, app: Path, hub: Hub) -> None:
     assert text.index("# The second one.") < text.index('name = "b"')
 
 
+def test_a_pinned_hash_is_never_replaced(cli: Cli, app: Path, hub: Hub) -> None:
+    cli("pin", app)
+    file = app / "pyproject.toml"
+    lines = file.read_text(encoding="utf-8").split("\n")
+    kept = "\n".join(each for each in lines if not each.startswith(("data", "license")))
+    file.write_text(kept, encoding="utf-8")
+    hub.files["b.onnx"] = hub.files["a.onnx"]
+    cli("cache", "clear")
+    result = cli("pin", app, code=1)
+    assert [each.split()[-1] for each in problems(result)] == ["EPC221"]
+    assert file.read_text(encoding="utf-8") == kept
+
+
+def test_data_that_lacks_a_file_is_completed(cli: Cli, app: Path, hub: Hub) -> None:
+    cli("pin", app)
+    file = app / "pyproject.toml"
+    whole = file.read_text(encoding="utf-8")
+    digest = sha256(hub.files["network.data"])
+    file.write_text(whole.replace(f'{{ "network.data" = "{digest}" }}', "{}"), encoding="utf-8")
+    found = problems(cli("build", app, "--dry-run", code=1))
+    assert [each.split()[-1] for each in found] == ["EPC203"]
+    cli("pin", app)
+    assert parse(file.read_text(encoding="utf-8")) == parse(whole)
+
+
+def test_a_value_of_several_lines_is_not_broken(cli: Cli, app: Path, hub: Hub) -> None:
+    file = app / "pyproject.toml"
+    text = file.read_text(encoding="utf-8")
+    url = hub.web("b.onnx")
+    text = text.replace(f'"{url}"', f'"""\\\n    {url}"""')
+    file.write_text(text, encoding="utf-8")
+    cli("pin", app, code=2)
+    assert file.read_text(encoding="utf-8") == text
+
+
 def test_an_edit_meanwhile_is_not_lost(
     cli: Cli, app: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +179,8 @@ def test_an_edit_meanwhile_is_not_lost(
     [
         b"[tool.epcontext]\nmodels = 3\n",
         b'[tool.epcontext]\nmodels = { url = "x" }\n',
+        b'[[tool.epcontext.models]]\nurl = "a"\nurl = "b"\n',
+        b"a = " + b"[" * 3000,
         b"\xff",
         b"[",
     ],
@@ -254,7 +292,8 @@ def test_a_model_is_added_with_its_sizes(cli: Cli, app: Path, hub: Hub) -> None:
     assert "# in: x: float32" in text
     assert 'requires = ["hatchling", "hatch-epcontext"]' in text
     cli("build", app, "--dry-run")
-    assert "all models already" in cli("add", link, "--project", app).stdout
+    more = (link, "hf://org/repo/onnx/a.onnx", str(model["url"]))
+    assert "all models already" in cli("add", *more, "--project", app).stdout
     cli("add", hub.web("b.onnx"), "--project", app)
     assert [each.get("url") for each in models(app)] == [model["url"], hub.web("b.onnx")]
 
@@ -324,6 +363,27 @@ def test_the_cache_lists_verifies_and_removes_models(
     assert "1 model from elsewhere" in cli("cache", "clear").stdout
     assert list((cache / "models").glob("*/*")) == []
     assert list((cache / "models").glob("*.json")) == []
+
+
+def test_what_somebody_downloads_is_not_removed(cli: Cli, app: Path, tmp_path: Path) -> None:
+    cli("pin", app)
+    store = tmp_path / "cache" / "models"
+    first, second = sorted(each for each in store.iterdir() if each.is_dir())
+    with locked(first, print), locked(store / PINNING, print):
+        parts = [place / ".0123.part" for place in (store, first, second)]
+        for part in parts:
+            part.touch()
+        assert "1 model from elsewhere" in cli("cache", "clear").stdout
+        assert [part.exists() for part in parts] == [True, True, False]
+        assert (store / f"{PINNING}.lock").exists()
+        assert first.is_dir()
+        assert not second.exists()
+    (store / f"{first.name}.json").write_text("[]", encoding="utf-8")
+    assert "damaged" in cli("cache", "verify", code=1).stdout
+    cli("fetch", app)
+    cli("cache", "verify")
+    assert "2 models from elsewhere" in cli("cache", "clear").stdout
+    assert not any(part.exists() for part in parts)
 
 
 def test_init_names_the_models_that_the_code_downloads(cli: Cli, app: Path) -> None:

@@ -228,14 +228,24 @@ def test_an_editable_install_from_the_cache_has_a_copy_too(
     assert (project / "my_app" / "epcontext" / "encoder" / "source" / "m.onnx").is_file()
 
 
-def test_the_model_of_an_sdist_is_no_file_of_the_app(hub: Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "selection",
+    [
+        'include = ["**/*"]',
+        'only-include = ["."]',
+        'include = ["**/*"]\n[tool.hatch.build.targets.wheel.sources]\n"" = "my_app"',
+    ],
+)
+def test_the_model_of_an_sdist_is_no_file_of_the_app(
+    hub: Hub, tmp_path: Path, selection: str
+) -> None:
     project = remote(tmp_path / "remote", hub, "sdist = true\n")
     with (project / "pyproject.toml").open("a", encoding="utf-8") as file:
-        file.write('[tool.hatch.build.targets.wheel]\ninclude = ["**/*"]\n')
+        file.write(f"[tool.hatch.build.targets.wheel]\n{selection}\n")
         file.write('[tool.hatch.build]\nexclude = ["dist"]\n')
     build(project, tmp_path / "cache")
-    first = wheel(project)
-    assert not any(name.startswith("epcontext-models") for name in without_sbom(first, tmp_path))
+    names = without_sbom(wheel(project), tmp_path)
+    assert not any(download(hub).place_in_sdist in name for name in names)
 
 
 def test_the_front_end_is_asked_without_any_download(hub: Hub, tmp_path: Path) -> None:

@@ -119,6 +119,13 @@ def test_a_server_that_cuts_each_answer_is_asked_until_all_is_there(
     assert len(hub.downloads) > 5
 
 
+def test_attempts_that_bring_nothing_new_end(hub: Hub, tmp_path: Path) -> None:
+    hub.faults = {"m.onnx": "pieces-no-range"}
+    with pytest.raises(FailedError):
+        run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    assert len(hub.downloads) < 10
+
+
 def test_a_new_version_is_not_joined_with_the_old_one(hub: Hub, tmp_path: Path) -> None:
     """For a file whose hash is not known yet."""
     part = tmp_path / "part"

@@ -101,7 +101,7 @@ class Store:
             self._remove_leftovers(datetime.datetime.now(datetime.timezone.utc) - _LEFTOVER_AGE)
             for entry in removed:
                 remove(partial(_discard, entry))
-        return removed
+        return _gone(removed)
 
     def clear(self) -> list[Entry]:
         """Remove all artifacts and models, and everything else that builds wrote into the folder."""
@@ -117,7 +117,7 @@ class Store:
                 with contextlib.suppress(FileNotFoundError):
                     if file.suffix == ".json" and Output.REPORT.is_at(file):
                         remove(file.unlink)
-        return removed
+        return _gone(removed)
 
     def _entry_folders(self) -> Iterator[Path]:
         # The user may name any folder: only entries that a build can have stored are touched.
@@ -141,31 +141,30 @@ class Store:
     def _remove_leftovers(self, before: datetime.datetime | None = None) -> None:
         """Remove what killed builds left: unused folders, and files unchanged since ``before``."""
         sweep(self.root / LAYOUT / STAGING)
+        self._remove_parts(before)
         for path in list(self._leftovers()):
-            # It may belong to a running build, which removes it itself.
-            with contextlib.suppress(OSError):
-                if before is None or _changed(path.lstat()) < before:
-                    path.unlink()
+            _remove_old(path, before)
 
     def _leftovers(self) -> Iterator[Path]:
         layout = self.root / LAYOUT
-        yield from self._parts()
         small = (*(layout / name for name in _SMALL_FILES), self.root / "reports")
         for folder in (*small, *self._entry_folders()):
             yield from filter(_is_temporary, _inside(folder))
 
-    def _parts(self) -> Iterator[Path]:
-        """What is left of downloads that nobody continues, and beside models that were removed."""
+    def _remove_parts(self, before: datetime.datetime | None) -> None:
+        """Remove what is left of downloads that nobody continues, and beside models that were removed."""
         store = self.root / DOWNLOADS
-        if (release := try_lock(store / PINNING) if store.is_dir() else None) is not None:
-            yield from (each for each in _inside(store) if each.name.endswith(".part"))
-            release()
+        names = [PINNING, *(each.name for each in _inside(store) if is_sha256(each.name))]
+        for name in names if store.is_dir() else ():
+            with try_lock(store / name) as is_free:
+                parts = (
+                    store.glob(".*.part") if name == PINNING else (store / name).rglob(".*.part")
+                )
+                for part in list(parts) if is_free else ():
+                    _remove_old(part, before)
         for path in _inside(store):
-            if path.suffix in (".json", ".lock") and not path.with_suffix("").exists():
-                yield path
-            elif is_sha256(path.name) and (release := try_lock(path)) is not None:
-                yield from path.rglob(".*.part")
-                release()
+            if is_sha256(path.stem) and path.suffix and not path.with_suffix("").exists():
+                _remove_old(path, before)
 
 
 @contextlib.contextmanager
@@ -187,6 +186,14 @@ def _removals() -> Iterator[Callable[[Callable[[], None]], None]]:
         raise failed[0]
 
 
+def _remove_old(path: Path, before: datetime.datetime | None) -> None:
+    """Remove a file that was not changed since ``before``; with None any."""
+    # It may belong to a running build, which removes it itself.
+    with contextlib.suppress(OSError):
+        if before is None or _changed(path.lstat()) < before:
+            path.unlink()
+
+
 def _is_intact(folder: Path) -> bool:
     try:
         checked_record(folder, Index(read_all=True))
@@ -206,17 +213,20 @@ def _is_whole(model: Entry) -> bool:
         return False
 
 
+def _gone(entries: list[Entry]) -> list[Entry]:
+    """Those of ``entries`` that were removed: models that somebody downloads are kept."""
+    return [each for each in entries if not (each.is_model and each.folder.exists())]
+
+
 def _discard(entry: Entry) -> None:
     if not entry.is_model:
         discard(entry.folder)
         return
     # What somebody is downloading stays.
-    if (release := try_lock(entry.folder)) is not None:
-        try:
+    with try_lock(entry.folder) as is_free:
+        if is_free:
             shutil.rmtree(entry.folder)
             remove(record_file(entry.folder))
-        finally:
-            release()
 
 
 def _is_temporary(file: Path) -> bool:
