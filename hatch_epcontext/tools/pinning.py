@@ -139,7 +139,8 @@ def _is_pinned(table: Mapping[str, Any], root: Path, *, offline: bool) -> bool:
         return False
     if check_url(url) is not None or not isinstance(data, dict):
         return True
-    path = root / DOWNLOADS / Download(url, digest, data).key / file_of(url)
+    files = {str(name): str(each) for name, each in data.items()}
+    path = root / DOWNLOADS / Download(url, digest, files).key / file_of(url)
     try:
         return {*external_data(path)} == {*data}
     except (OSError, ValueError):
@@ -197,8 +198,7 @@ def pin_location(
 ) -> Pinned:
     """Pin the location ``url``, also a link that people copy from a hub's pages; raises FailedError.
 
-    ``digest``: the hex sha256 that its file must have, if that is pinned already.
-
+    ``digest``: the hex sha256 that its file must have, if that is pinned already; ``offline``: as for `pin`.
     The model itself is downloaded; of its external data what the hub has no hash of.
     """
     endpoint = web.HUB
