@@ -38,6 +38,11 @@ def warn(text: str) -> None:
     echo(f"epcontext: {text}", err=True, lines=True)
 
 
+def log(line: str) -> None:
+    """Print a line about a step, beside the command's output."""
+    echo(line, err=True)
+
+
 @dataclass(frozen=True)
 class Verbosity:
     """How much a command prints while it runs.

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import cache_option, is_offline, open_store, warn
+from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store, warn
 from hatch_epcontext.cli._flag_errors import use_lines
-from hatch_epcontext.cli._output import echo
-from hatch_epcontext.cli.init import add_tables, chosen_providers, provider_option
+from hatch_epcontext.cli.init import add_tables, chosen_providers, tables_options
 from hatch_epcontext.config.build_hooks import hooks_of_project
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, tool_table
@@ -25,15 +24,8 @@ from hatch_epcontext.tools.project import find_samples
 
 @click.command()
 @click.argument("urls", metavar="URL...", nargs=-1, required=True)
-@provider_option
-@click.option(
-    "--project",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=Path(),
-    help="The folder with the pyproject.toml. The default is the current folder.",
-)
+@tables_options
 @cache_option
-@click.option("--dry-run", is_flag=True, help="Show the changes, and write nothing.")
 def add(
     urls: tuple[str, ...],
     providers: tuple[str, ...],
@@ -53,8 +45,8 @@ def add(
     with Workers(TIMEOUT) as workers:
         for url in urls:
             try:
-                pinned = pin_location(url, store.root, _log, offline=is_offline())
-                complete(pinned, root, _log)
+                pinned = pin_location(url, store.root, log, offline=is_offline())
+                complete(pinned, root, log)
             except FailedError as error:
                 raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
             for warning in pinned.warnings:
@@ -79,7 +71,3 @@ def _check(root: Path) -> None:
             # A configuration without models gets the first one.
             if any(each.key != Key() / "models" for each in error.problems):
                 raise
-
-
-def _log(line: str) -> None:
-    echo(line, err=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import cache_option, open_store, warn
+from hatch_epcontext.cli._common import cache_option, log, open_store, warn
 from hatch_epcontext.cli._flag_errors import use_lines
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX
@@ -35,6 +35,6 @@ def fetch(project: Path, cache_dir: Path | None) -> None:
     # Other files may be missing: hooks may make them.
     config = load(root, tool_table(root), {}, environ, pending=True)
     index = open_cache(config, warn).index()
-    download_models(config.models, config, index, lambda line: echo(line, err=True))
+    download_models(config.models, config, index, log)
     paths = {each.path for each in config.models if each.download}
     echo(f"{count(len(paths), 'model')} from elsewhere in {store.root}")

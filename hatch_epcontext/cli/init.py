@@ -11,7 +11,7 @@ from textwrap import indent
 
 import click
 
-from hatch_epcontext.cli._common import warn
+from hatch_epcontext.cli._common import Command, warn
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
@@ -33,27 +33,30 @@ from hatch_epcontext.tools.project import find_hub_files, find_models, find_samp
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
 
 
-provider_option = click.option(
-    "-p",
-    "--provider",
-    "providers",
-    multiple=True,
-    type=click.Choice(_WRITABLE, case_sensitive=False),
-    help="A provider to compile for; repeatable. The default is all that are installed and offer a device, "
-    "or else cpu.",
-)
+def tables_options(command: Command) -> Command:
+    """``--provider``, ``--project`` and ``--dry-run``."""
+    dry_run = click.option("--dry-run", is_flag=True, help="Show the changes, and write nothing.")
+    project = click.option(
+        "--project",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        default=Path(),
+        help="The folder with the pyproject.toml. The default is the current folder.",
+    )
+    provider = click.option(
+        "-p",
+        "--provider",
+        "providers",
+        multiple=True,
+        type=click.Choice(_WRITABLE, case_sensitive=False),
+        help="A provider to compile for; repeatable. The default is all that are installed and offer a "
+        "device, or else cpu.",
+    )
+    return provider(project(dry_run(command)))
 
 
 @click.command()
 @click.argument("models", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@provider_option
-@click.option(
-    "--project",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=Path(),
-    help="The folder with the pyproject.toml. The default is the current folder.",
-)
-@click.option("--dry-run", is_flag=True, help="Show the changes, and write nothing.")
+@tables_options
 def init(
     models: tuple[Path, ...], providers: tuple[str, ...], project: Path, dry_run: bool
 ) -> None:

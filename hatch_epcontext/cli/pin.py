@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import cache_option, is_offline, open_store, warn
+from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store, warn
 from hatch_epcontext.cli._flag_errors import use_lines
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.pyproject import FILE
@@ -32,7 +32,7 @@ def pin_(project: Path, cache_dir: Path | None) -> None:
     use_lines(project)
     before = _text(file)
     root = open_store(cache_dir).root
-    text, done = pin(before, root, lambda line: echo(line, err=True), offline=is_offline())
+    text, done = pin(before, root, log, offline=is_offline())
     for pinned in done if text != before else ():
         for warning in pinned.warnings:
             warn(warning)

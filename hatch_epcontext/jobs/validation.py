@@ -17,11 +17,11 @@ from hatch_epcontext.config.settings import (
 )
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
-from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, ValidationStatus
+from hatch_epcontext.jobs.artifact import Record, Validation, ValidationStatus
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Job
-from hatch_epcontext.providers import QUANTIZED, Provider
+from hatch_epcontext.providers import QUANTIZED, Product, Provider
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import NOTHING, Emulation, worst_agreements
 
@@ -200,21 +200,15 @@ def reason_not_to_run_here(provider: Provider, settings: CompileSettings) -> str
     return f"{provider.ep} cannot run its contexts on this machine {machine}"
 
 
-def validation_from_reply(
-    artifact: Artifact, reply: ValidateReply, inputs: str, provider: Provider
+def validation_of(
+    product: Product, reply: ValidateReply, inputs: str, provider: Provider
 ) -> Validation:
-    """The validation of ``artifact`` by a worker; ``inputs`` are those of `ValidateTable`."""
+    """The validation with the results in a worker's ``reply``; ``inputs`` are those of `ValidateTable`."""
     status = ValidationStatus.RAN
     if reply.unavailable is not None:
-        optimized = artifact.record.product == "optimized"
+        # An optimized graph is plain ONNX, which the CPU EP ran instead.
+        optimized = product == "optimized"
         status = ValidationStatus.RAN_ON_CPU if optimized else ValidationStatus.STRUCTURE
-    return validation_of(status, reply, inputs, provider)
-
-
-def validation_of(
-    status: ValidationStatus, reply: ValidateReply, inputs: str, provider: Provider
-) -> Validation:
-    """The validation with the results in a worker's ``reply``."""
     return Validation(
         status,
         reply.agreements,

@@ -200,15 +200,13 @@ class _Transfer:
         etag = reply.headers.get("ETag", "")
         self.validator = etag if etag and not etag.startswith("W/") else None
         with self.part.open("ab" if continues else "wb") as file:
-            while True:
-                if max(arrived, total or 0) > self.limit:
-                    break
+            while not (is_too_long := max(arrived, total or 0) > self.limit):
                 self.progress(arrived, total)
                 if not (chunk := _piece(reply)):
                     break
                 file.write(chunk)
                 arrived += len(chunk)
-        if max(arrived, total or 0) > self.limit:
+        if is_too_long:
             remove(self.part)
             hint = "Choose another file."
             raise WebError(f"it has more than {show_size(self.limit)}", hint=hint)
@@ -317,7 +315,7 @@ def _private_headers(url: str) -> Mapping[str, str]:
     parts = urllib.parse.urlsplit(url)
     if not is_safe(parts):
         return {}
-    if not _is_of_hub(url):
+    if not _has_origin_of_hub(url):
         return netrc_headers(parts.hostname or "")
     token = hub_token()
     if token and not (token.isascii() and token.isprintable()):
@@ -331,7 +329,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
     return parts.scheme, parts.hostname, parts.port or {"https": 443, "http": 80}.get(parts.scheme)
 
 
-def _is_of_hub(url: str) -> bool:
+def _has_origin_of_hub(url: str) -> bool:
     try:
         return _origin(url) == _origin(hub_endpoint())
     except WebError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
@@ -21,7 +21,13 @@ from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
 from hatch_epcontext.package.wheel import FOLDER, output_folder
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import listing, to_toml
-from hatch_epcontext.tools.project import HATCHLING, ImportPackage, Project, find_hub_files
+from hatch_epcontext.tools.project import (
+    HATCHLING,
+    ImportPackage,
+    Project,
+    find_hub_files,
+    requirements,
+)
 
 _MAX_NAMED = 3
 """The most files that a note names."""
@@ -237,11 +243,14 @@ def _import_name(project: Project) -> str:
 def _dependencies(values: Mapping[str, Any], config: Config) -> Iterator[str]:
     """The missing dependencies of the app."""
     project = values.get("project", {})
-    given = dict(_parsed(project.get("dependencies", ())))
-    extras = {
-        name: extra
+    given: dict[str, SpecifierSet] = {
+        canonicalize_name(each.name): each.specifier
+        for each in requirements(project.get("dependencies"))
+    }
+    extras: dict[str, str] = {
+        canonicalize_name(each.name): extra
         for extra, listed in project.get("optional-dependencies", {}).items()
-        for name, _ in _parsed(listed)
+        for each in requirements(listed)
     }
     providers = {each.provider.name: each.provider for each in config.targets}
     wanted = next((name for name in DISTRIBUTIONS if name in given), None)
@@ -262,15 +271,6 @@ def _dependencies(values: Mapping[str, Any], config: Config) -> Iterator[str]:
             if name not in given and name not in extras:
                 text = to_toml(f"{requirement}{_marker(provider)}")
                 yield f"{text}  (for {provider.name}; or in an extra)"
-
-
-def _parsed(requirements: Iterable[str]) -> Iterator[tuple[str, SpecifierSet]]:
-    for each in requirements:
-        try:
-            requirement = Requirement(each)
-        except InvalidRequirement:
-            continue
-        yield canonicalize_name(requirement.name), requirement.specifier
 
 
 def _distribution(providers: Iterable[Provider]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,13 +48,6 @@ _DEPTH = 4
 """The most names in an import package: ``livekit.plugins.silero`` has three."""
 
 
-def _is_requirement(text: Any) -> bool:
-    try:
-        return bool(Requirement(text))
-    except (InvalidRequirement, TypeError):
-        return False
-
-
 @dataclass(frozen=True)
 class ImportPackage:
     """An import package: ``name`` is its installed path, ``folder`` that in the project."""
@@ -74,8 +68,7 @@ class Project:
         """The valid requirements of the app and of its extras."""
         table = _table(self.values, "project")
         listed = table.get("dependencies"), *_table(table, "optional-dependencies").values()
-        lists = (each for each in listed if isinstance(each, list))
-        return [each for some in lists for each in some if _is_requirement(each)]
+        return [str(each) for some in listed for each in requirements(some)]
 
     @property
     def name(self) -> str:
@@ -249,6 +242,13 @@ def _hub_file(
     inside = "/".join(filter(None, (values.get("subfolder"), file)))
     revision = f"@{values['revision']}" if values.get("revision") else ""
     return hub_file(f"hf://{repo}{revision}/{inside}") if file.endswith(".onnx") else None
+
+
+def requirements(listed: Any) -> Iterator[Requirement]:
+    """The valid requirements in a list of ``pyproject.toml``."""
+    for each in listed if isinstance(listed, list) else ():
+        with contextlib.suppress(InvalidRequirement, TypeError):
+            yield Requirement(each)
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[str]]]:

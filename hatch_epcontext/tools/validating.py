@@ -289,7 +289,7 @@ def _run(
             )
         )
     inputs, provider = job.models[0].validate.inputs, job.target.provider
-    validation = validation_of(ValidationStatus.RAN, reply, inputs, provider)
+    validation = validation_of(request.product, reply, inputs, provider)
     return validation if has_source else replace(validation, reason="no source is given")
 
 

@@ -355,13 +355,9 @@ class _Validator:
                 has_source=reference is not None,
             )
             reply = self.workers.call(request, staging / "validate", location=location)
-        ran = reply.unavailable is None
-        status = (
-            ValidationStatus.RAN_ON_CPU if opened.contexts == () else ValidationStatus.STRUCTURE
-        )
-        status = ValidationStatus.RAN if ran else status
-        validation = validation_of(status, reply, model.validate.inputs, target.provider)
-        if reference is not None or not ran:
+        inputs, provider = model.validate.inputs, target.provider
+        validation = validation_of(request.product, reply, inputs, provider)
+        if reference is not None or reply.unavailable is not None:
             return validation
         is_reference = found.ep in (None, CPU_EP)
         reason = "it is the reference" if is_reference else "the package has no reference for it"

@@ -18,8 +18,8 @@ from hatch_epcontext.jobs.validation import (
     not_run_error,
     reason_not_to_open,
     reason_not_to_run,
-    validation_from_reply,
     validation_key,
+    validation_of,
     validation_of_alone,
     validation_warnings,
     validation_without_run,
@@ -197,15 +197,13 @@ def test_the_hint_keeps_the_other_settings_of_validate(
     assert [str(each) for each in problem.settings] == [setting]
 
 
-def test_the_status_follows_the_reply_and_the_product(artifact: Artifact) -> None:
-    ran = validation_from_reply(artifact, ValidateReply(AGREEMENTS), "random", PROVIDERS["cpu"])
+def test_the_status_follows_the_reply_and_the_product() -> None:
+    ran = validation_of("context", ValidateReply(AGREEMENTS), "random", PROVIDERS["cpu"])
     assert ran == Validation(ValidationStatus.RAN, AGREEMENTS)
     reply = ValidateReply(AGREEMENTS, "no GPU")
-    found = validation_from_reply(artifact, reply, "random", PROVIDERS["cpu"])
+    found = validation_of("context", reply, "random", PROVIDERS["cpu"])
     assert found.status is ValidationStatus.STRUCTURE
-    record = dataclasses.replace(artifact.record, product="optimized")
-    optimized = dataclasses.replace(artifact, record=record)
-    assert validation_from_reply(optimized, reply, "random", PROVIDERS["cpu"]) == Validation(
+    assert validation_of("optimized", reply, "random", PROVIDERS["cpu"]) == Validation(
         ValidationStatus.RAN_ON_CPU, AGREEMENTS, "no GPU"
     )
 

@@ -31,7 +31,7 @@ from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.preparation import Preparations, Prepared
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.requirements import versions_of
-from hatch_epcontext.jobs.validation import reason_not_to_run, validation_from_reply
+from hatch_epcontext.jobs.validation import reason_not_to_run, validation_of
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import Context
 
@@ -236,7 +236,7 @@ class LocalExecutor:
             reply = self.workers.call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
         inputs, provider = model.validate.inputs, job.target.provider
-        found = validation_from_reply(artifact, reply, inputs, provider)
+        found = validation_of(artifact.record.product, reply, inputs, provider)
         day = datetime.now(timezone.utc).date().isoformat()
         return ValidationRun(found, reply.load, day)
 

@@ -240,17 +240,16 @@ def _unavailable(request: ValidateRequest) -> str | None:
     The graph is plain ONNX, so the CPU EP can run it instead. A context always needs its EP, which has
     compiled it here, unless that was done by the vendor's library.
     """
-    if request.product != "optimized" and not request.target.provider.by_library:
+    provider = request.target.provider
+    if request.product != "optimized" and not provider.by_library:
         return None
     try:
         _options(request)
     except UnavailableError as error:
         reason = error.problems[0].message.splitlines()[0].rstrip(".")
-        provider = request.target.provider
         return f"that needs {provider.needs}: {reason}" if provider.by_library else reason
-    if not request.target.provider.by_library:
-        return None
-    return incompatible(request.target, request.context.compatibility)
+    compatibility = request.context.compatibility
+    return incompatible(request.target, compatibility) if provider.by_library else None
 
 
 def _options(request: ValidateRequest) -> ort.SessionOptions:
