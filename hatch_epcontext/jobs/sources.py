@@ -36,10 +36,8 @@ def read_sources(
 
     Raises BuildError with all problems of all models.
     """
-    if config.only_from_cache:
-        _assume(config.models, index)
-        if absent := [each for each in config.models if _is_absent(each, index)]:
-            raise BuildError(*(_not_known(model, _trouble(index)) for model in absent))
+    if config.only_from_cache and (absent := _assume(config.models, index)):
+        raise BuildError(*(_not_known(model, _trouble(index)) for model in absent))
     if problems := list(_too_large(each for each in config.models if not index.has(each.path))):
         # Not even hashed.
         raise ModelError(*problems)
@@ -49,7 +47,7 @@ def read_sources(
     known: dict[str, ModelFacts] = {}
     found = _for_each(index, lambda name: index.facts(name, ModelFacts), keys.values())
     for model, facts in zip(config.models, found, strict=True):
-        if facts is not None and (index.has(model.path) or _is_whole(model, facts)):
+        if facts is not None and _is_whole(model, facts, index):
             known[model.name] = facts
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
@@ -74,26 +72,23 @@ def read_sources(
     return tuple(_source(model, known[model.name], index) for model in config.models)
 
 
-def _assume(models: Iterable[Model], index: Index) -> None:
-    """Let pinned hashes stand for models from elsewhere that are not on this machine, if they are known."""
+def _assume(models: Iterable[Model], index: Index) -> list[Model]:
+    """Let pinned hashes stand for known files of models from elsewhere that are not on this machine; returns
+    the models whose own file is not known.
+    """
+    absent = []
     for model in models:
-        if model.download is None:
+        files = model.download.files if model.download is not None else {}
+        folder = model.path.parent
+        if all(is_regular(folder / name) for name in files):
             continue
-        files = {model.path.parent / name: digest for name, digest in model.download.files.items()}
-        if all(map(is_regular, files)):
-            continue
-        known = {path: index.facts(_size_key(each), FileRecord) for path, each in files.items()}
-        for path, record in known.items():
-            if record is not None and record.sha256 == files[path]:
-                index.assume(path, record)
-
-
-def _is_absent(model: Model, index: Index) -> bool:
-    return (
-        model.download is not None
-        and not index.has(model.path)
-        and not all(is_regular(model.path.parent / name) for name in model.download.files)
-    )
+        for name, digest in files.items():
+            record = index.facts(_size_key(digest), FileRecord)
+            if record is not None and record.sha256 == digest:
+                index.assume(folder / name, record)
+        if not index.has(model.path):
+            absent.append(model)
+    return absent
 
 
 def _trouble(index: Index) -> str | None:
@@ -156,13 +151,15 @@ def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
     return Source(model, facts, sha256, records)
 
 
-def _is_whole(model: Model, facts: ModelFacts) -> bool:
-    """Whether the external data of ``model`` is there; if not, a worker reports what is missing.
+def _is_whole(model: Model, facts: ModelFacts, index: Index) -> bool:
+    """Whether the external data of ``model`` is there or known; if not, a worker reports what is missing.
 
     Facts from a shared cache must name no files elsewhere: the wheel would contain them.
     """
+    folder = model.path.parent
     return all(
-        is_portable(name) and _can_be_read(model.path.parent / name) for name in facts.external_data
+        is_portable(name) and (index.has(folder / name) or _can_be_read(folder / name))
+        for name in facts.external_data
     )
 
 
