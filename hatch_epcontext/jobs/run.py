@@ -110,14 +110,15 @@ def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
 def download_sources(
     config: Config, cache: Cache, workers: Workers, *, ships_all: bool = False
 ) -> None:
-    """Download the models from elsewhere; for a build entirely from the cache only those that it ships.
+    """Download the models from elsewhere; for a build entirely from the cache only what it ships or cuts.
 
     With ``ships_all`` these are all, as in an editable install.
     """
+    needs_all = ships_all or not config.only_from_cache
     models = [
         each
         for each in config.models
-        if ships_all or not config.only_from_cache or ships_source(each, _targets_of(each, config))
+        if needs_all or each.cut or ships_source(each, _targets_of(each, config))
     ]
     # With an index of its own: the next one sees the new files.
     download_models(models, config, cache.index(), workers.progress or _ignore, workers.pulse)

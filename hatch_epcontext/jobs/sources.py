@@ -78,7 +78,8 @@ def _assume(models: Iterable[Model], index: Index) -> list[Model]:
     """
     absent = []
     for model in models:
-        files = model.download.files if model.download is not None else {}
+        # What was cut from a model is on this machine.
+        files = model.download.files if model.download and not model.cut else {}
         folder = model.path.parent
         if all(is_regular(folder / name) for name in files):
             continue

@@ -198,6 +198,25 @@ def test_a_build_from_the_cache_needs_no_model_unless_it_ships_it(hub: Hub, tmp_
     assert "EPC311" in unknown
 
 
+def test_a_cut_model_is_taken_from_the_cache_of_this_machine(hub: Hub, tmp_path: Path) -> None:
+    project, cache = (
+        remote(tmp_path / "remote", hub, 'cut = { outputs = ["r"] }\n'),
+        tmp_path / "cache",
+    )
+    file = project / "pyproject.toml"
+    text = file.read_text(encoding="utf-8").replace('fallback = "source"\n', "")
+    file.write_text(text, encoding="utf-8")
+    build(project, cache, "-w")
+    first = wheel(project)
+    build(project, cache, "-w", FROM_CACHE="all", OFFLINE="1")
+    assert wheel(project) == first
+    # What is cut is compared with what was cut before.
+    shutil.rmtree(cache / "models")
+    assert "EPC220" in build(project, cache, "-w", fails=True, FROM_CACHE="all", OFFLINE="1")
+    build(project, cache, "-w", FROM_CACHE="all")
+    assert wheel(project) == first
+
+
 def test_an_editable_install_has_a_copy(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
