@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from hatch_epcontext.config.settings import Config, WheelSettings
     from hatch_epcontext.jobs.artifact import Result, Source
     from hatch_epcontext.jobs.cache.cache import Cache
-    from hatch_epcontext.jobs.processes.process import Workers
+    from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
     from hatch_epcontext.package.bundle import Bundle
     from hatch_epcontext.package.sdist import Sdist
 
@@ -98,8 +96,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         sdist = self._sdist()
         if models := sdist.downloaded:
             index = open_cache(sdist.config, self._warning).index()
-            with contextlib.closing(_Progress(self._info)) as progress:
-                download_models(models, sdist.config, index, progress.running, progress.pulse)
+            download_models(models, sdist.config, index, self._info)
         added = list(sdist.additions(self.build_config, build_data))
         for each in added:
             self._info(f"added to the sdist: {each}")
@@ -215,15 +212,14 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         cache, compiled = open_cache(config, self._warning), config.editable == "compile"
         if not compiled:
             check_environment((), () if config.only_from_cache else INSPECTION)
-        with contextlib.closing(_Progress(self._info)) as progress:
-            workers = self._workers(config, progress)
-            download_sources(config, cache, workers, ships_all=True)
-            if not compiled:
-                index = cache.index()
-                config = cut_models(config, index, workers, staging)
-                result = Result(read_sources(config, index, workers, staging / "check"), ())
+        workers, _ = self._workers(config)
+        download_sources(config, cache, workers, ships_all=True)
         if compiled:
             result = self._build(config, staging)
+        else:
+            index = cache.index()
+            config = cut_models(config, index, workers, staging)
+            result = Result(read_sources(config, index, workers, staging / "check"), ())
         self._editable = result, folder, modules(self._hooked_name(output), config.models)
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Here Hatch does not call `finalize`.
@@ -253,28 +249,32 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if config.report is not None:
             check_file(config.report, Output.PAGE)
         cache = open_cache(config, self._warning)
+        workers, pulse = self._workers(config)
+
+        def print_finished(line: str) -> None:
+            self._info(line)
+            pulse.mark_reported()
+
         try:
-            with contextlib.closing(_Progress(self._info)) as progress:
-                workers = self._workers(config, progress)
-                result = build(
-                    plan(config), staging, cache, progress.finished, workers, self._warning
-                )
+            result = build(plan(config), staging, cache, print_finished, workers, self._warning)
         except IncompleteError as error:
             self._report(error.result, config, cache)
             raise
         self._report(result, config, cache)
         return result
 
-    def _workers(self, config: Config, progress: _Progress) -> Workers:
-        from hatch_epcontext.jobs.processes.process import Workers
+    def _workers(self, config: Config) -> tuple[Workers, Heartbeat]:
+        """Workers that print what takes long, and when they print next."""
+        from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 
         # `hatch -v build` shows the workers' requests and logs, and `-vv` ONNX Runtime's verbose log.
         verbosity, settings = self.app.verbosity, config.build
-        log = progress.finished if verbosity > 0 else None
-        workers = Workers(settings.timeout, log, verbosity > 1, settings.memory_limit)
-        if not config.progress:
-            return workers
-        return dataclasses.replace(workers, progress=progress.running, pulse=progress.pulse)
+        log = self._info if verbosity > 0 else None
+        pulse = Heartbeat()
+        workers = Workers(
+            settings.timeout, log, verbosity > 1, settings.memory_limit, self._info, pulse
+        )
+        return workers, pulse
 
     def _report(self, result: Result, config: Config, cache: Cache) -> None:
         from hatch_epcontext.jobs.report import make_report
@@ -487,35 +487,3 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.text import printable
 
         self.app.display_warning(f"epcontext: {printable(message, lines=True)}")
-
-
-class _Progress:
-    """The lines of a build while it runs; ``info`` prints one where the front end may show it."""
-
-    def __init__(self, info: Callable[[str], None]) -> None:
-        from hatch_epcontext.jobs.processes.process import Heartbeat
-        from hatch_epcontext.terminal import find_terminal
-
-        self._info = info
-        self._start = time.monotonic()
-        self._terminal = find_terminal(os.environ)
-        self.pulse = Heartbeat()
-
-    def running(self, line: str) -> None:
-        """Show the running step on the terminal, because the front end may not show it."""
-        from hatch_epcontext.text import printable
-
-        seconds = time.monotonic() - self._start
-        shown = f"epcontext ({seconds:.0f} s): {printable(line)}"
-        if self._terminal is None or not self._terminal.show(shown):
-            self._info(line)
-
-    def finished(self, line: str) -> None:
-        """Print a finished step in the output of the build."""
-        self._info(line)
-        if self._terminal is None:
-            self.pulse.mark_reported()
-
-    def close(self) -> None:
-        if self._terminal is not None:
-            self._terminal.close()

@@ -29,7 +29,6 @@ LAYERS = [
         "loader",
         "serialize",
         "system",
-        "terminal",
         "text",
     },
     {"graph"},

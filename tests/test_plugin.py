@@ -120,17 +120,6 @@ def test_a_verbose_hatch_shows_what_workers_do(
     assert "epcontext: a -> cpu: compile ..." in capsys.readouterr().err
 
 
-def test_lines_about_long_steps_can_be_switched_off(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("hatch_epcontext.jobs.processes.process._FIRST_BEAT", 0)
-    monkeypatch.setenv("HATCH_EPCONTEXT_PROGRESS", "0")
-    make(root)
-    printed = capsys.readouterr().err
-    assert "a -> cpu (cpu): optimized graph" in printed
-    assert "has run for" not in printed
-
-
 def hook(root: Path, target: str = "wheel") -> EpcontextBuildHook:
     builder = WheelBuilder(str(root), plugin_manager=PluginManager())
     return EpcontextBuildHook(str(root), {}, builder.config, builder.metadata, "", target)

@@ -43,7 +43,6 @@ class Environment:
     editable: Editable | None = None
     validate: ValidationMode | None = None
     report: Path | None = None
-    progress: bool = True
     offline: bool = False
     build: Mapping[str, Any] = field(default_factory=dict)
     wheel: Mapping[str, Any] = field(default_factory=dict)
@@ -207,12 +206,6 @@ VARIABLES: Mapping[str, Variable] = {
         "/DIR/F.html",
         "Writes an HTML report of the build, also when jobs fail. Only a report is overwritten.",
         _absolute_path,
-    ),
-    "PROGRESS": Variable(
-        "0",
-        "The build hook prints no lines about steps that take long: see "
-        "[while it builds](builds.md#while-it-builds).",
-        _switch,
     ),
     "OFFLINE": Variable(
         "1",

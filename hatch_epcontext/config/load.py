@@ -208,7 +208,6 @@ def _config(
             }
         ),
         wheel=WheelSettings(**{**vars(wheel), "max_size": _size(wheel.max_size)}),
-        progress=environment.progress,
         offline=environment.offline,
         cache_dir=environment.cache_dir,
         use_cache=not environment.no_cache,

@@ -303,7 +303,6 @@ class Config:
 
     ``output`` is None for ``<import package>/epcontext``. With ``only_from_cache`` the build compiles nothing
     and needs no packages; with ``offline`` it downloads no model. ``report`` is the path of the HTML report.
-    ``progress``: whether the hook prints lines about steps that take long.
     ``overrides`` are the environment variables that won over TOML.
     """
 
@@ -318,7 +317,6 @@ class Config:
     only_from_cache: bool
     report: Path | None
     overrides: tuple[str, ...]
-    progress: bool = True
     offline: bool = False
 
     @property

@@ -66,10 +66,8 @@ def test_all_variables(tmp_path: Path) -> None:
         MAX_SIZE="250 MB",
         EDITABLE="compile",
         VALIDATE="require",
-        PROGRESS="0",
     )
     assert settings.skip
-    assert not settings.progress
     assert settings.targets == ("a", "b")
     assert settings.from_cache == ("c",)
     assert settings.cache_dir == tmp_path

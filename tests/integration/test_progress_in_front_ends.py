@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-if sys.platform == "win32":
-    pytest.skip("Windows has no pseudo-terminals for Python", allow_module_level=True)
-
-from tests import test_terminal
 from tests.conftest import REPOSITORY
 from tests.integration.conftest import run
 from tests.models import network
@@ -63,16 +59,16 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("front_end", "line"),
+    "front_end",
     [
-        (("pip", "wheel", "--no-cache-dir", "--no-deps", "."), rb"epcontext \(\d+ s\): "),
-        (("build", "-w"), rb"epcontext: "),
-        (("uv", "build", "--wheel"), rb"epcontext \(\d+ s\): "),
+        ("pip", "wheel", "-v", "--no-cache-dir", "--no-deps", "."),
+        ("build", "-w"),
+        ("uv", "build", "--wheel"),
     ],
-    ids=lambda each: each[0] if isinstance(each, tuple) else "",
+    ids=lambda command: command[0],
 )
 def test_a_step_of_more_than_ten_seconds_is_seen(
-    wheels: Path, tmp_path: Path, front_end: tuple[str, ...], line: bytes
+    wheels: Path, tmp_path: Path, front_end: tuple[str, ...]
 ) -> None:
     toml = 'provider = "cpu"\nmodels = ["models/*.onnx"]\n'
     project = make_project(tmp_path / "project", toml, network(1))
@@ -86,11 +82,6 @@ def test_a_step_of_more_than_ten_seconds_is_seen(
         "UV_FIND_LINKS": str(wheels),
         "UV_NO_CACHE": "1",
     }
-    environ.pop("CI", None)
-    command = [sys.executable, "-m", *front_end]
-    shown = b"".join(test_terminal.run(command, project, environ))
-    found = re.findall(line + rb"a -> cpu: preparation: prepare has run for \d+ s", shown)
-    assert found, shown[-3000:]
-    # Nothing is said twice.
-    assert len(found) == len(re.findall(rb"prepare has run for", shown))
+    shown = run(sys.executable, "-m", *front_end, cwd=project, env=environ)
+    assert re.search(r"epcontext: a -> cpu: preparation: prepare has run for \d+ s", shown), shown
     assert list(project.rglob("my_app-*.whl"))
