@@ -20,14 +20,14 @@ def _run() -> None:
 
     try:
         from hatch_epcontext.cli.app import app
+
+        tolerate_closed_pipes()
+        app()
     except ModuleNotFoundError as error:
         if error.name not in ("click", "rich", "tomlkit"):
             raise
         print(f'epcontext: {error}. Run: pip install "hatch-epcontext[cli]"', file=sys.stderr)  # noqa: T201
         sys.exit(2)
-    tolerate_closed_pipes()
-    try:
-        app()
     finally:
         if reason := lost_output():
             print(f"epcontext: some output was lost: {reason}.", file=sys.stderr)  # noqa: T201

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
-from rich.console import Console
-from rich.table import Table
 
 from hatch_epcontext.text import printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _WIDTH = 240
 """The number of columns if the output is not a terminal: enough to break no name."""
@@ -19,6 +22,8 @@ def echo(text: str, *, err: bool = False, lines: bool = False) -> None:
 
 def table(*columns: str) -> Table:
     """A table with these columns; sizes and counts are aligned to the right."""
+    from rich.table import Table
+
     result = Table()
     for column in columns:
         numbers = column in ("size", "files")
@@ -33,6 +38,8 @@ def add_row(rows: Table, *cells: str) -> None:
 
 def show(rows: Table) -> None:
     """Print a table."""
+    from rich.console import Console
+
     # Without Rich's markup, because some names look like it.
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:

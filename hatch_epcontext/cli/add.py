@@ -22,11 +22,11 @@ from hatch_epcontext.tools.pinning import complete, pin_location
 from hatch_epcontext.tools.project import find_samples
 
 
-@click.command()
+@click.command("add")
 @click.argument("urls", metavar="URL...", nargs=-1, required=True)
 @tables_options
 @cache_option
-def add(
+def command(
     urls: tuple[str, ...],
     providers: tuple[str, ...],
     project: Path,

@@ -2,79 +2,91 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
 
 import hatch_epcontext
-from hatch_epcontext.cli._flag_errors import error_text
-from hatch_epcontext.cli._output import echo
-from hatch_epcontext.cli.add import add
-from hatch_epcontext.cli.bench import bench_
-from hatch_epcontext.cli.build import build
-from hatch_epcontext.cli.cache import cache
-from hatch_epcontext.cli.compile import compile_
-from hatch_epcontext.cli.doctor import doctor
-from hatch_epcontext.cli.export import export_
-from hatch_epcontext.cli.fetch import fetch
-from hatch_epcontext.cli.init import init
-from hatch_epcontext.cli.inspect import inspect
-from hatch_epcontext.cli.pin import pin_
-from hatch_epcontext.cli.record import record
-from hatch_epcontext.cli.schema import schema
-from hatch_epcontext.cli.validate import validate
 from hatch_epcontext.errors import ConfigError, EpcontextError
 from hatch_epcontext.jobs.termination import terminated_as_error
 from hatch_epcontext.system import os_error_text
+from hatch_epcontext.text import printable
+
+SUMMARIES: Mapping[str, str] = {
+    "add": "Add models from elsewhere to pyproject.toml.",
+    "bench": "Measure how much faster compiled models open.",
+    "build": "Compile and validate a project's models, without a wheel.",
+    "cache": "Show and clean the cache of artifacts.",
+    "compile": "Compile any models, and validate the results.",
+    "doctor": "Show what this environment can compile for.",
+    "export": "Write the model package of a project.",
+    "fetch": "Download the models from elsewhere into the user's cache.",
+    "init": "Write the tables for models into pyproject.toml.",
+    "inspect": "Show the facts of a model, a wheel or a model package.",
+    "pin": "Pin the models from elsewhere.",
+    "record": "Run the app, and keep some inputs of its models.",
+    "schema": "Print the JSON schema of [tool.epcontext].",
+    "validate": "Validate a context model or a model package of any tool.",
+}
+"""What each command does. The command itself is ``command`` in the module with its name, which the help of
+the group does not import.
+"""
 
 
 class _Failure(click.ClickException):
     """An expected error: a message without a traceback."""
 
     def show(self, file: Any = None) -> None:
-        echo(f"epcontext: {self.message}", err=True, lines=True)
+        click.echo(printable(f"epcontext: {self.message}", lines=True), err=True)
 
 
 class _InvalidConfiguration(_Failure):
     exit_code = 2
 
 
+class _Commands(Mapping[str, click.Command]):
+    """The commands by name; each is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in SUMMARIES:
+            raise KeyError(name)
+        module = importlib.import_module(f"hatch_epcontext.cli.{name}")
+        command: click.Command = module.command
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SUMMARIES)
+
+    def __len__(self) -> int:
+        return len(SUMMARIES)
+
+
 class _Group(click.Group):
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUMMARIES.items()))
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with terminated_as_error():
                 return super().invoke(ctx)
-        except ConfigError as error:
-            raise _InvalidConfiguration(error_text(error, ctx)) from error
         except EpcontextError as error:
-            raise _Failure(error_text(error, ctx)) from error
+            from hatch_epcontext.cli._flag_errors import error_text
+
+            kind = _InvalidConfiguration if isinstance(error, ConfigError) else _Failure
+            raise kind(error_text(error, ctx)) from error
         except OSError as error:
             raise _Failure(os_error_text(error)) from error
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Group, commands=_Commands(), context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(hatch_epcontext.__version__, prog_name="epcontext")
 def app() -> None:
     """Compile ONNX models into ONNX Runtime EP-context artifacts.
 
     Exit codes: 0 success, 1 failure, 2 wrong usage or invalid configuration.
     """
-
-
-for _command in (
-    add,
-    bench_,
-    build,
-    cache,
-    compile_,
-    doctor,
-    export_,
-    fetch,
-    init,
-    inspect,
-    pin_,
-    record,
-    schema,
-    validate,
-):
-    app.add_command(_command)

@@ -66,7 +66,7 @@ Examples:
 )
 @verbosity_options
 @click.pass_context
-def bench_(
+def command(
     ctx: click.Context,
     models: tuple[Path, ...],
     provider: str | None,

@@ -42,12 +42,12 @@ class _PlannedBuild:
     requirements: tuple[str, ...]
 
 
-@click.command()
+@click.command("build")
 @project_options
 @click.option("--dry-run", "only_plan", is_flag=True, help="Show the jobs, and compile nothing.")
 @report_options
 @verbosity_options
-def build(
+def command(
     project: Path,
     targets: tuple[str, ...],
     models: tuple[str, ...],

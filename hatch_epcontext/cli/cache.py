@@ -42,15 +42,15 @@ def _age(
     return age
 
 
-@click.group()
+@click.group("cache")
 @cache_option
 @click.pass_context
-def cache(ctx: click.Context, cache_dir: Path | None) -> None:
+def command(ctx: click.Context, cache_dir: Path | None) -> None:
     """Show and clean the cache of artifacts."""
     ctx.obj = open_store(cache_dir)
 
 
-@cache.command()
+@command.command()
 @click.pass_obj
 def info(store: Store) -> None:
     """Show the cache's folder, its artifacts, and its models from elsewhere."""
@@ -70,7 +70,7 @@ def info(store: Store) -> None:
     show(made)
 
 
-@cache.command()
+@command.command()
 @click.option(
     "--older-than",
     callback=_age,
@@ -91,14 +91,14 @@ def prune(store: Store, older_than: datetime.timedelta | None, max_size: int | N
     echo(f"removed {_summarize(store.prune(older_than, max_size))}")
 
 
-@cache.command()
+@command.command()
 @click.pass_obj
 def clear(store: Store) -> None:
     """Remove all artifacts, reports, and models from elsewhere."""
     echo(f"removed {_summarize(store.clear())}")
 
 
-@cache.command()
+@command.command()
 def new_key() -> None:
     """Make a pair of keys for a shared cache.
 
@@ -118,7 +118,7 @@ def new_key() -> None:
     click.echo(f"[{ROOT}.build]\ncache-keys = {to_toml([public])}")
 
 
-@cache.command()
+@command.command()
 @click.pass_context
 def verify(ctx: click.Context) -> None:
     """Read all artifacts and models from elsewhere, and list those that are damaged."""

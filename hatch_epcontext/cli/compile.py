@@ -76,7 +76,7 @@ Examples:
 )
 @report_options
 @verbosity_options
-def compile_(
+def command(
     models: tuple[Path, ...],
     output: Path | None,
     package: Path | None,

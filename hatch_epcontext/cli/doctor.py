@@ -30,7 +30,7 @@ Examples:
 """
 
 
-@click.command(epilog=_EXAMPLES)
+@click.command("doctor", epilog=_EXAMPLES)
 @click.argument(
     "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
 )
@@ -52,7 +52,7 @@ Examples:
 @library_flags
 @verbose_option
 @click.pass_context
-def doctor(
+def command(
     ctx: click.Context,
     project: Path,
     cache_dir: Path | None,

@@ -44,7 +44,7 @@ Examples:
 )
 @report_options
 @verbosity_options
-def export_(
+def command(
     project: Path,
     targets: tuple[str, ...],
     models: tuple[str, ...],

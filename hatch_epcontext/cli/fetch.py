@@ -18,12 +18,12 @@ from hatch_epcontext.jobs.run import open_cache
 from hatch_epcontext.text import count
 
 
-@click.command()
+@click.command("fetch")
 @click.argument(
     "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
 )
 @cache_option
-def fetch(project: Path, cache_dir: Path | None) -> None:
+def command(project: Path, cache_dir: Path | None) -> None:
     """Download the models from elsewhere into the user's cache.
 
     Builds of PROJECT, also of an unpacked sdist, then need no network.

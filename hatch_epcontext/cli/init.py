@@ -54,10 +54,10 @@ def tables_options(command: Command) -> Command:
     return provider(project(dry_run(command)))
 
 
-@click.command()
+@click.command("init")
 @click.argument("models", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @tables_options
-def init(
+def command(
     models: tuple[Path, ...], providers: tuple[str, ...], project: Path, dry_run: bool
 ) -> None:
     """Write the tables for models into pyproject.toml.

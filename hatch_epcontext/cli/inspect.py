@@ -30,7 +30,7 @@ _MAX_NAMED = 3
 """The most files that a line names."""
 
 
-@click.command()
+@click.command("inspect")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
@@ -39,7 +39,7 @@ _MAX_NAMED = 3
     help="Check that all files exist, as the manifest and the wheel's RECORD have them.",
 )
 @preview_flags
-def inspect(
+def command(
     path: Path, as_json: bool, verify: bool, provider: str | None, job: JobSettings
 ) -> None:
     """Show the facts of a model, a wheel or a model package.

@@ -20,7 +20,7 @@ from hatch_epcontext.tools.pinning import pin
     "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
 )
 @cache_option
-def pin_(project: Path, cache_dir: Path | None) -> None:
+def command(project: Path, cache_dir: Path | None) -> None:
     """Pin the models from elsewhere.
 
     Fills in the commit, sha256, data and license of each model in PROJECT that has a url without them. A

@@ -17,7 +17,7 @@ from hatch_epcontext.tools import recording as tool
 from hatch_epcontext.tools.recording import Recording
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command("record", context_settings={"allow_interspersed_args": False})
 @click.option(
     "--project",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -32,7 +32,7 @@ from hatch_epcontext.tools.recording import Recording
     help=f"Where each model gets a folder. The default is {tool.FOLDER} in the project.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def record(
+def command(
     project: Path, models: tuple[str, ...], output: Path | None, command: tuple[str, ...]
 ) -> None:
     """Run the app, and keep some inputs of its models.

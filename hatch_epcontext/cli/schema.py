@@ -7,7 +7,7 @@ import click
 from hatch_epcontext.config.json_schema import FILE
 
 
-@click.command()
-def schema() -> None:
+@click.command("schema")
+def command() -> None:
     """Print the JSON schema of [tool.epcontext]."""
     click.echo(FILE.read_text(encoding="utf-8"), nl=False)

@@ -67,7 +67,7 @@ Examples:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @verbosity_options
-def validate(
+def command(
     path: Path,
     source: Path | None,
     provider: str | None,

@@ -16,7 +16,7 @@ from onnx import helper
 
 import hatch_epcontext
 from hatch_epcontext import cli as package
-from hatch_epcontext.cli.app import app
+from hatch_epcontext.cli.app import SUMMARIES, app
 from hatch_epcontext.config import json_schema
 from tests.cli.conftest import Cli
 from tests.models import model, save, value
@@ -76,11 +76,19 @@ def test_shells_complete_commands_and_values_of_flags(
     assert [item.value for item in shell.get_completions(arguments, incomplete)] == completed
 
 
-def test_every_command_has_a_summary_of_one_line() -> None:
-    for command in app.commands.values():
-        # Click cuts a longer line, and writes dots for the rest.
-        assert command.get_short_help_str(60).endswith(".")
-        assert "..." not in command.get_short_help_str(60)
+def test_the_summary_of_every_command_is_the_first_line_of_its_help() -> None:
+    assert {name: each.get_short_help_str(60) for name, each in app.commands.items()} == SUMMARIES
+
+
+def test_the_help_of_the_group_imports_no_command() -> None:
+    code = (
+        "import sys; from hatch_epcontext.cli import main; sys.argv = ['epcontext', '-h']\n"
+        "try: main()\n"
+        "except SystemExit: print(*(name for name in sys.modules if name.startswith('hatch_epcontext.cli.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = done.stdout.splitlines()[-1].split()
+    assert imported == ["hatch_epcontext.cli._streams", "hatch_epcontext.cli.app"]
 
 
 def test_examples_stand_on_lines_of_their_own(cli: Cli) -> None:
