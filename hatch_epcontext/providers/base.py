@@ -320,6 +320,9 @@ class Provider:
     open_shapes_on: tuple[Device, ...] = ()
     """The kinds of devices for which shapes stay open by default."""
 
+    context_sources: frozenset[str] = frozenset()
+    """What else than `ep` it accepts as the ``source`` of an EPContext node: in lower case, and in any."""
+
     several_chips: str | None = None
     """The attribute of EPContext nodes that is 1 where the context is for several chips. Such contexts
     cannot be opened on the machine that compiled them."""
@@ -415,6 +418,10 @@ class Provider:
         if self.systems and system not in self.systems:
             return f"has no packages for this system, {system}"
         return None
+
+    def reads(self, source: str) -> bool:
+        """Whether the EP opens EPContext nodes with this ``source``."""
+        return source == self.ep or source.lower() in self.context_sources
 
     def has_name(self, name: str) -> bool:
         """Whether ``name`` is one of its names, in any case and with or without "ExecutionProvider"."""

@@ -442,6 +442,8 @@ PROVIDER = Provider(
         ),
         {"offload_graph_io_quantization": "0"},
     ),
+    # Other tools write "Qnn" and "QNN".
+    context_sources=frozenset({"qnn", "qnnexecutionprovider"}),
     several_chips="is_multi_soc_ep_context",
     implied=_implied,
     missing_chip=_missing_chip,

@@ -185,7 +185,7 @@ def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider
                 "Name the provider to load them with: plugin, with its library.",
             )
         )
-    if sources != [known.ep]:
+    if not all(map(known.reads, sources)):
         raise InspectionError(
             Problem(
                 Kind.WRONG_PROVIDER,

@@ -27,7 +27,7 @@ from hatch_epcontext.jobs.validation import reason_not_to_run_here, validation_o
 from hatch_epcontext.loader import CPU_EP
 from hatch_epcontext.package.manifest import FILE, ModelPackage, OrtInfo, Variant
 from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
-from hatch_epcontext.providers import PROVIDERS, Device, find, secrets_in
+from hatch_epcontext.providers import PROVIDERS, Device, Provider, find, secrets_in
 from hatch_epcontext.text import count, listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect, inspect_model, verify_model
@@ -406,7 +406,6 @@ def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Targe
     of its EP, or when it needs a secret or names files elsewhere.
     """
     ep, about = found.ep or CPU_EP, found.about
-    _check_contexts(found, ep, file, model)
     provider = PROVIDERS.get(about.settings.provider) if about else find(ep)
     if provider is None:
         raise _not_run(f"{ep} is not a known execution provider")
@@ -426,6 +425,7 @@ def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Targe
         )
         load_options = provider.complete(options.provider_options)
     target = Target(name, settings, plugin, load_options)
+    _check_contexts(found, target.provider, file, model)
     secrets = (*(about.secrets if about else ()), *secrets_in(load_options))
     if reason := next(_reasons_not_to_open(target, options, secrets), None):
         raise _not_run(reason)
@@ -452,11 +452,13 @@ def _reasons_not_to_open(target: Target, options: OrtInfo, secrets: Sequence[str
             yield f"its option {name} names a file elsewhere: {value!r}"
 
 
-def _check_contexts(found: Variant, ep: str, file: Path, model: InspectReply) -> None:
+def _check_contexts(found: Variant, provider: Provider, file: Path, model: InspectReply) -> None:
     """Raise InspectionError if the model's contexts are not those that the manifest names."""
-    message = ""
+    message, ep = "", found.ep or CPU_EP
     written, named = model.compatibility.get(ep), found.compatibility_string
-    if others := dict.fromkeys(each.source for each in model.contexts if each.source != ep):
+    sources = dict.fromkeys(context.source for context in model.contexts)
+    # The manifest may name another EP than the settings in it.
+    if others := [each for each in sources if ep != provider.ep or not provider.reads(each)]:
         message = f"has contexts of {listing(map(repr, others))}, and the manifest says {ep}."
     elif written and named and written != named:
         message = (

@@ -118,7 +118,7 @@ def _wrong_contexts(
             Kind.NOTHING_COMPILED, "", f"{provider.ep} wrote a model without an EPContext node."
         )
     for node in contexts:
-        if (source := graph.text(node, "source")) != provider.ep:
+        if not provider.reads(source := graph.text(node, "source")):
             yield Problem(
                 Kind.WRONG_RESULT,
                 "",

@@ -56,6 +56,24 @@ def test_a_context_runs_and_agrees_with_its_source(cli: Cli, context: Path, sour
 
 
 @needs_qnn
+@pytest.mark.parametrize(("name", "code"), [("Qnn", 0), ("QNN", 0), ("Hexagon", 1)])
+def test_a_context_names_its_ep_as_the_ep_reads_it(
+    cli: Cli, context: Path, source: Path, name: str, code: int
+) -> None:
+    written = onnx.load(context)
+    (node,) = written.graph.node
+    next(each for each in node.attribute if each.name == "source").s = name.encode()
+    # Other tools write no compatibility string.
+    del written.metadata_props[:]
+    onnx.save(written, context)
+    result = cli("validate", context, "--source", source, code=code)
+    if code:
+        assert problems(result) == [f"{context}: EPC507"]
+    else:
+        assert "agrees with the CPU" in result.stdout
+
+
+@needs_qnn
 def test_limits_of_an_output_that_is_not_there_are_an_error(
     cli: Cli, context: Path, source: Path
 ) -> None:
