@@ -37,10 +37,7 @@ from benchmarks.project import PACKAGE, TARGETS
 
 T = TypeVar("T")
 
-_CLEANING = {
-    "prune": ("prune", "--max-size", "1B"),
-    "clear": ("clear",),
-}
+_CLEANING = {"all": ("prune", "--all")}
 
 _CLI = "from hatch_epcontext.cli import main; main()"
 

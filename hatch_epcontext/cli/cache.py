@@ -15,17 +15,10 @@ from hatch_epcontext.config.shared_cache import SIGNATURES
 from hatch_epcontext.errors import ROOT
 from hatch_epcontext.jobs.cache.cleaning import Entry, Store
 from hatch_epcontext.jobs.requirements import pip_install
-from hatch_epcontext.text import count, parse_size, show_size, to_toml
+from hatch_epcontext.text import count, show_size, to_toml
 
 _LONGEST = datetime.timedelta(days=36500)
 _UNITS = {"d": "days", "h": "hours", "w": "weeks"}
-
-
-def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    try:
-        return None if value is None else parse_size(value)
-    except ValueError as allowed:
-        raise click.BadParameter(f"{value!r} is not {allowed}.") from allowed
 
 
 def _age(
@@ -75,27 +68,15 @@ def info(store: Store) -> None:
     "--older-than",
     callback=_age,
     metavar="AGE",
-    help="Remove artifacts that were not used for this time: 30d, 12h, 4w.",
+    help="Remove what was not used for this time: 30d, 12h, 4w.",
 )
-@click.option(
-    "--max-size",
-    callback=_size,
-    metavar="SIZE",
-    help="Remove the least recently used artifacts until the others fit: 5GB.",
-)
+@click.option("--all", "everything", is_flag=True, help="Remove everything that builds wrote.")
 @click.pass_obj
-def prune(store: Store, older_than: datetime.timedelta | None, max_size: int | None) -> None:
-    """Remove artifacts and models from elsewhere that are old, or exceed a size."""
-    if older_than is None and max_size is None:
-        raise click.UsageError("Choose what to remove with --older-than or --max-size.")
-    echo(f"removed {_summarize(store.prune(older_than, max_size))}")
-
-
-@command.command()
-@click.pass_obj
-def clear(store: Store) -> None:
-    """Remove all artifacts, reports, and models from elsewhere."""
-    echo(f"removed {_summarize(store.clear())}")
+def prune(store: Store, older_than: datetime.timedelta | None, everything: bool) -> None:
+    """Remove artifacts and models from elsewhere."""
+    if everything == (older_than is not None):
+        raise click.UsageError("Choose what to remove: either --older-than or --all.")
+    echo(f"removed {_summarize(store.prune(older_than))}")
 
 
 @command.command()
@@ -116,19 +97,6 @@ def new_key() -> None:
     click.echo(f"{PREFIX}CACHE_KEY={private}")
     click.echo("\nThis belongs in pyproject.toml:")
     click.echo(f"[{ROOT}.build]\ncache-keys = {to_toml([public])}")
-
-
-@command.command()
-@click.pass_context
-def verify(ctx: click.Context) -> None:
-    """Read all artifacts and models from elsewhere, and list those that are damaged."""
-    store: Store = ctx.obj
-    damaged = store.damaged()
-    for entry in damaged:
-        echo(f"damaged: {entry.folder}")
-    number = len(store.entries()) + len(store.models())
-    echo(f"{number - len(damaged)} intact, {len(damaged)} damaged")
-    ctx.exit(1 if damaged else 0)
 
 
 def _summarize(entries: list[Entry]) -> str:

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_builds_at_once_get_the_same_models_while_the_cache_is_cleared(tmp_path: Path) -> None:
-    made = builds_at_once(2, ("clear",), "clear", tmp_path)
+    made = builds_at_once(2, ("prune", "--all"), "all", tmp_path)
     assert not made.wrong
     assert made.compiled >= 3
 

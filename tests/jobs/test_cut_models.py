@@ -81,7 +81,7 @@ def test_a_build_without_changes_cuts_nothing(
     data.write_bytes(bytes(data.stat().st_size))
     assert run().sources[0].sha256 != first.sources[0].sha256
     assert list((tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx"))
-    Store(tmp_path / "cache").clear()
+    Store(tmp_path / "cache").prune(None)
     assert not list((tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx"))
     with pytest.raises(BuildError, match="does not have the cut model"):
         run({"HATCH_EPCONTEXT_FROM_CACHE": "all"})

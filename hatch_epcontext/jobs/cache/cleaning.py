@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from hatch_epcontext.config.location import DOWNLOADS
-from hatch_epcontext.files import Output, file_sha256, is_sha256, patiently, remove, sweep
+from hatch_epcontext.files import Output, is_sha256, patiently, remove, sweep
 from hatch_epcontext.jobs.artifact import Record
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
-from hatch_epcontext.jobs.cache.folder import STAGING, checked_record, discard, stored_record
-from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.cache.folder import STAGING, discard, stored_record
 from hatch_epcontext.jobs.cut_models import FOLDER as CUT_MODELS
 from hatch_epcontext.jobs.downloads import PINNING, record_file, recorded_files, try_lock
 
@@ -70,50 +69,29 @@ class Store:
         ]
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
-    def damaged(self) -> list[Entry]:
-        """The artifacts and models with a missing or changed file; every file is read."""
-        return [
-            *(entry for entry in self.entries() if not _is_intact(entry.folder)),
-            *(entry for entry in self.models() if not _is_whole(entry)),
-        ]
+    def prune(self, older_than: datetime.timedelta | None) -> list[Entry]:
+        """Remove the artifacts and the models from elsewhere that are unused for ``older_than``.
 
-    def prune(self, older_than: datetime.timedelta | None, max_size: int | None) -> list[Entry]:
-        """Remove what is unused for ``older_than``, and the least recently used beyond ``max_size`` bytes.
-
-        That is artifacts and models from elsewhere. Also removes what killed builds left in the folder more
-        than a day ago.
+        Also removes what killed builds left in the folder more than a day ago. With None it removes all
+        that builds wrote into the folder.
         """
-        oldest = datetime.datetime.now(datetime.timezone.utc) - older_than if older_than else None
-        kept, removed = 0, []
-        both = [*self.entries(), *self.models()]
-        for entry in sorted(both, key=lambda entry: entry.used, reverse=True):
-            fits = max_size is None or kept + entry.size <= max_size
-            if fits and (oldest is None or entry.used >= oldest):
-                kept += entry.size
-            else:
-                removed.append(entry)
+        now = datetime.datetime.now(datetime.timezone.utc)
+        oldest = now - older_than if older_than else None
+        removed = [
+            entry
+            for entry in (*self.entries(), *self.models())
+            if oldest is None or entry.used < oldest
+        ]
         with _removals() as remove:
-            for file in self._small_files("locks", "index"):
-                with contextlib.suppress(FileNotFoundError):
-                    if oldest is not None and _changed(file.lstat()) < oldest:
-                        remove(file.unlink)
+            for entry in removed:
+                remove(partial(_discard, entry))
             self._remove_cut_models(oldest)
-            self._remove_leftovers(datetime.datetime.now(datetime.timezone.utc) - _LEFTOVER_AGE)
-            for entry in removed:
-                remove(partial(_discard, entry))
-        return _gone(removed)
-
-    def clear(self) -> list[Entry]:
-        """Remove all artifacts and models, and everything else that builds wrote into the folder."""
-        removed = [*self.entries(), *self.models()]
-        with _removals() as remove:
-            for entry in removed:
-                remove(partial(_discard, entry))
-            self._remove_cut_models(datetime.datetime.max.replace(tzinfo=datetime.timezone.utc))
-            self._remove_leftovers()
-            for file in self._small_files(*_SMALL_FILES):
-                remove(file.unlink)
-            for file in _inside(self.root / "reports"):
+            self._remove_leftovers(now - _LEFTOVER_AGE if older_than else None)
+            for file in self._small_files(*_SMALL_FILES if oldest is None else ("locks", "index")):
+                with contextlib.suppress(FileNotFoundError):
+                    if oldest is None or _changed(file.lstat()) < oldest:
+                        remove(file.unlink)
+            for file in _inside(self.root / "reports") if oldest is None else ():
                 with contextlib.suppress(FileNotFoundError):
                     if file.suffix == ".json" and Output.REPORT.is_at(file):
                         remove(file.unlink)
@@ -132,10 +110,10 @@ class Store:
             yield from (file for file in found if is_sha256(file.name))
 
     def _remove_cut_models(self, oldest: datetime.datetime | None) -> None:
-        """Remove the cut models from before ``oldest``: a build makes them again."""
+        """Remove the cut models from before ``oldest``, or all: a build makes them again."""
         for folder in _inside(self.root / LAYOUT / CUT_MODELS):
             with contextlib.suppress(OSError):
-                if is_sha256(folder.name) and oldest and _changed(folder.lstat()) < oldest:
+                if is_sha256(folder.name) and (oldest is None or _changed(folder.lstat()) < oldest):
                     shutil.rmtree(folder)
 
     def _remove_leftovers(self, before: datetime.datetime | None = None) -> None:
@@ -192,25 +170,6 @@ def _remove_old(path: Path, before: datetime.datetime | None) -> None:
     with contextlib.suppress(OSError):
         if before is None or _changed(path.lstat()) < before:
             path.unlink()
-
-
-def _is_intact(folder: Path) -> bool:
-    try:
-        checked_record(folder, Index(read_all=True))
-    except (OSError, DamagedError):
-        return False
-    return True
-
-
-def _is_whole(model: Entry) -> bool:
-    """Whether the files of a model from elsewhere are unchanged; some may not be downloaded yet."""
-    if model.files is None:
-        return False
-    there = {model.folder / name: digest for name, digest in model.files.items()}
-    try:
-        return all(file_sha256(path) == there[path] for path in there if os.path.lexists(path))
-    except OSError:
-        return False
 
 
 def _gone(entries: list[Entry]) -> list[Entry]:
