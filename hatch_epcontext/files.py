@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, BinaryIO, TypeVar
 
@@ -424,23 +424,22 @@ _MAX_OF_OUTPUT = 100 * 10**6
 """The most bytes of a report, measurements or a chart."""
 
 
-class Output(Enum):
-    """Files that this package writes at a user's path: their first bytes, and the name of this package."""
+_GENERATED = re.compile(rb'(?:name="generator" content="|Software\0|<title>)hatch-epcontext \d')
+"""What marks the pages and the charts that this package writes, near the start."""
 
-    PAGE = rb'<!DOCTYPE html>\n<html lang="en"><head>.{,99}name="generator" content="hatch-epcontext [0-9]'
-    REPORT = rb'\{\n  "failures": .*\n  "generator": "hatch-epcontext [0-9]'
-    MEASUREMENTS = rb'\{\n  "compiled": .*\n  "generator": "hatch-epcontext [0-9]'
-    CHART = (
-        rb"\x89PNG\r.{,99}Software\0hatch-epcontext [0-9]"
-        rb"|%PDF-.*/Creator \(hatch-epcontext [0-9]"
-        rb"|<\?xml .{,999}title>hatch-epcontext [0-9]"
-    )
 
-    def is_at(self, path: Path) -> bool:
-        """Whether this package wrote such a file at ``path``; raises OSError."""
-        if not is_regular(path) or path.stat().st_size > _MAX_OF_OUTPUT:
-            return False
-        return re.match(self.value, path.read_bytes(), re.DOTALL) is not None
+def is_generated(path: Path) -> bool:
+    """Whether this package wrote the report, the measurements or the chart at ``path``; raises OSError."""
+    if not is_regular(path) or path.stat().st_size > _MAX_OF_OUTPUT:
+        return False
+    content = path.read_bytes()
+    if not content.startswith(b"{"):
+        return _GENERATED.search(content[:4096]) is not None
+    try:
+        table = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return str(table.get("generator", "")).startswith("hatch-epcontext ")
 
 
 def file_sha256(path: Path) -> str:

@@ -241,13 +241,12 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
         A failed job ends no other one, unless ``fail-fast`` is set; at the end all problems are raised.
         """
-        from hatch_epcontext.files import Output
         from hatch_epcontext.jobs.plan import plan
         from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
         from hatch_epcontext.system import check_file
 
         if config.report is not None:
-            check_file(config.report, Output.PAGE)
+            check_file(config.report)
         cache = open_cache(config, self._warning)
         workers, pulse = self._workers(config)
 

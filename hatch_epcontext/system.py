@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Kind, OutputError, Problem
-from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, Output, is_in_use, remove
+from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, is_generated, is_in_use, remove
 from hatch_epcontext.text import show_size
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
@@ -41,14 +41,6 @@ def check_apart(report: Path | None, place: Path) -> None:
     if report is not None and report.resolve().is_relative_to(place.resolve()):
         message = f"is the place of the result itself: {place}."
         raise OutputError(Problem(Kind.FILE_EXISTS, str(report), message, "Choose another place."))
-
-
-_WORDS = {
-    Output.PAGE: "HTML report",
-    Output.REPORT: "report",
-    Output.MEASUREMENTS: "measurements",
-    Output.CHART: "chart",
-}
 
 
 @contextlib.contextmanager
@@ -79,8 +71,8 @@ def check_folder(folder: Path) -> None:
             raise OSError(error.errno, error.strerror, str(existing)) from error
 
 
-def check_file(path: Path, kind: Output) -> None:
-    """Raise OutputError unless ``path`` is a new file, or one of this ``kind``."""
+def check_file(path: Path) -> None:
+    """Raise OutputError unless ``path`` is a new file, or one that this package wrote."""
     with writing("a report", path.parent, str(path), OutputError):
         try:
             # Not `exists`, which is also false for a name that the file system does not allow.
@@ -93,8 +85,8 @@ def check_file(path: Path, kind: Output) -> None:
                 other.touch(exist_ok=False)
                 remove(other)
             return
-        if not kind.is_at(path):
-            message = f"exists already, and is no {_WORDS[kind]} that epcontext wrote."
+        if not is_generated(path):
+            message = "exists already, and epcontext did not write it."
             hint = "Choose another name, or move it away: it is never overwritten."
             raise OutputError(Problem(Kind.FILE_EXISTS, str(path), message, hint))
 

@@ -70,7 +70,7 @@ def failure(root: Path, capsys: pytest.CaptureFixture[str], version: str = "stan
     return captured.err
 
 
-def test_the_environment_sets_the_path_of_the_html_report(
+def test_the_environment_sets_the_path_of_the_report(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "report.html"
@@ -81,8 +81,9 @@ def test_the_environment_sets_the_path_of_the_html_report(
     save(unknown_operator(), root / "models" / "b.onnx")
     failure(root, capsys)
     assert "cannot be run on the CPU" in page.read_text(encoding="utf-8")
-    source = root / "models" / "b.onnx"
-    before = source.read_bytes()
+    source = root / "models" / "b.html"
+    before = b"<html></html>"
+    source.write_bytes(before)
     monkeypatch.setenv("HATCH_EPCONTEXT_REPORT", str(source))
     assert f"{source}: EPC501" in failure(root, capsys)
     assert source.read_bytes() == before

@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.config.environ import PREFIX, read_environment
+from hatch_epcontext.config.environ import PREFIX, REPORT_SUFFIXES, read_environment
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.errors import ConfigError, Kind, Problem, collect
-from hatch_epcontext.files import Output
 from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.cleaning import Store
@@ -142,14 +141,21 @@ def verbosity_options(command: Command) -> Command:
     return verbose_option(quiet(command))
 
 
+def _report_path(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in REPORT_SUFFIXES:
+        raise click.BadParameter(f"{path.name} must end in {' or '.join(REPORT_SUFFIXES)}.")
+    return path
+
+
 def report_options(command: Command) -> Command:
     """``--json`` and ``--report``."""
     as_json = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
     report = click.option(
         "--report",
         type=click.Path(dir_okay=False, path_type=Path),
+        callback=_report_path,
         metavar="F.html",
-        help="Write an HTML report: sizes, coverage, validation, times, failures. Overwrites only a report.",
+        help="Write a report, as .html or .json. Overwrites only a report.",
     )
     return report(as_json(command))
 
@@ -168,12 +174,12 @@ def run_plan(
 ) -> Result:
     """Run all jobs, and report on them; raises as `build` does.
 
-    With ``as_json`` the report is printed. The HTML report is written if the plan's configuration has a
+    With ``as_json`` the report is printed. It is written if the plan's configuration has a
     path for it.
     """
     config = planned.config
     if config.report is not None:
-        check_file(config.report, Output.PAGE)
+        check_file(config.report)
     cache = open_cache(config, warn)
     workers = verbosity.workers(config.build.timeout, config.build.memory_limit)
     try:

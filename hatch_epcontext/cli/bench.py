@@ -15,7 +15,7 @@ from hatch_epcontext.cli._flags import job_flags, models_argument
 from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.cli._project import project_config
 from hatch_epcontext.errors import BuildError
-from hatch_epcontext.files import Output, temp_dir, write_atomically
+from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
@@ -146,18 +146,18 @@ def _plan_of_project(target: str | None) -> dict[bool | None, Plan]:
 
 def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
     """Check before the measurements, which take long, that the files can be written."""
-    for path, kind in ((json_path, Output.MEASUREMENTS), (plot_path, Output.CHART)):
+    for path in (json_path, plot_path):
         if path is None:
             continue
         if not path.absolute().parent.is_dir():
             raise click.UsageError(f"There is no folder {path.absolute().parent}.")
-        check_file(path, kind)
+        check_file(path)
     if plot_path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError('--plot needs matplotlib. Run: pip install "hatch-epcontext[plot]"')
-    if plot_path.suffix not in (".png", ".svg", ".pdf"):
-        raise click.UsageError(f"--plot writes .png, .svg or .pdf, and not {plot_path.name}.")
+    if plot_path.suffix not in (".png", ".svg"):
+        raise click.UsageError(f"--plot writes .png or .svg, and not {plot_path.name}.")
 
 
 def _steps(plans: dict[bool | None, Plan]) -> int:

@@ -22,6 +22,8 @@ PREFIX = "HATCH_EPCONTEXT_"
 ALL = "all"
 """All targets, in ``HATCH_EPCONTEXT_FROM_CACHE``; no target can have this name."""
 
+REPORT_SUFFIXES = (".html", ".json")
+
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -125,10 +127,11 @@ def _path(text: str) -> Path:
     return _expand(text).absolute()
 
 
-def _absolute_path(text: str) -> Path:
+def _report(text: str) -> Path:
     # A front end may build in a temporary folder.
-    if not _expand(text).is_absolute():
-        raise ValueError("an absolute path")
+    path = _expand(text)
+    if not path.is_absolute() or path.suffix not in REPORT_SUFFIXES:
+        raise ValueError(f"an absolute path that ends in {' or '.join(REPORT_SUFFIXES)}")
     return _path(text)
 
 
@@ -204,8 +207,9 @@ VARIABLES: Mapping[str, Variable] = {
     "VALIDATE": Variable("require", "Wins over the `validate` mode of all models.", _validate),
     "REPORT": Variable(
         "/DIR/F.html",
-        "Writes an HTML report of the build, also when jobs fail. Only a report is overwritten.",
-        _absolute_path,
+        "Writes a report of the build as `.html` or `.json`, also when jobs fail. Only a report is "
+        "overwritten.",
+        _report,
     ),
     "OFFLINE": Variable(
         "1",

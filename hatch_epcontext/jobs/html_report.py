@@ -1,4 +1,4 @@
-"""A build's report as one self-contained HTML page, without scripts."""
+"""A build's report as a file: JSON, or one self-contained HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from hatch_epcontext.errors import OutputError, Problem
-from hatch_epcontext.files import Output, write_atomically
+from hatch_epcontext.files import write_atomically
 from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report
 from hatch_epcontext.jobs.validation import describe_emulation, validation_warnings
+from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file, writing
 from hatch_epcontext.text import count, pairs, printable, show_size
 from hatch_epcontext.worker.results import CoverageStatus
@@ -29,14 +30,15 @@ _RATINGS = {
 
 
 def write(report: Report, title: str, path: Path) -> None:
-    """Write the page for ``report`` to ``path``, whose folder is made if needed.
+    """Write ``report`` to ``path``, as JSON or as a page by its suffix; its folder is made if needed.
 
     Raises OutputError if that is a file, and not a report.
     """
-    check_file(path, Output.PAGE)
+    check_file(path)
+    text = to_json(report) if path.suffix == ".json" else render(report, title)
     with writing("the report", path.parent, str(path), OutputError):
         # Keeps a link.
-        write_atomically(path.resolve(), render(report, title))
+        write_atomically(path.resolve(), text)
 
 
 def render(report: Report, title: str) -> str:

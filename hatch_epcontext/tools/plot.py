@@ -70,7 +70,7 @@ def draw(bench: Bench, path: Path) -> None:
     title = f"{bench.provider}: {versions}; median of {bench.runs} runs"
     figure.suptitle(_label(title), fontsize=10)
     # Marks the chart, so that the next one may replace it; in SVG by the title.
-    key = {".png": "Software", ".svg": "Title"}.get(path.suffix, "Creator")
+    key = "Software" if path.suffix == ".png" else "Title"
     figure.savefig(path, metadata={key: bench.generator})
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.report import Report
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.tools.measuring import Bench
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import network, save, transformer, unknown_operator
@@ -68,6 +66,13 @@ def test_an_html_report_is_written(cli: Cli, app_project: Path, tmp_path: Path) 
     assert "<h1>my-app</h1>" in page.read_text(encoding="utf-8")
 
 
+def test_a_report_can_be_json(cli: Cli, app_project: Path, tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    for _ in range(2):
+        printed = cli("build", app_project, "-t", "one", "--json", "--report", file).stdout
+        assert file.read_text(encoding="utf-8") == printed
+
+
 def test_a_report_replaces_nothing_but_a_report(
     cli: Cli, app_project: Path, tmp_path: Path
 ) -> None:
@@ -75,32 +80,27 @@ def test_a_report_replaces_nothing_but_a_report(
     mine.write_text("<html>mine: hatch-epcontext 1</html>", encoding="utf-8")
     page = tmp_path / "page.html"
     html_report.write(Report("hatch-epcontext 1", ()), "app", page)
-    archive = tmp_path / "backup.tar"
-    with tarfile.open(archive, "w") as opened:
-        opened.add(page)
-    notes = tmp_path / "notes.md"
-    notes.write_text(f"# Notes\n{page.read_text('utf-8')}", encoding="utf-8")
-    measured = tmp_path / "bench.json"
-    measured.write_text(
-        to_json(Bench("hatch-epcontext 1", "Linux", "cpu", {}, 1, (), ())), encoding="utf-8"
-    )
     manifest = tmp_path / "manifest.json"
     manifest.write_text(to_json({"a": {"generator": "hatch-epcontext 0.1.0"}}), encoding="utf-8")
-    places = [app_project / "models" / "a.onnx", app_project / "pyproject.toml", mine, manifest]
-    places += [archive, notes, measured]
+    places = [mine, manifest]
     if sys.platform != "win32":
-        os.mkfifo(tmp_path / "pipe")
-        (tmp_path / "dangling").symlink_to("nowhere")
-        places += [tmp_path / "pipe", tmp_path / "dangling"]
+        os.mkfifo(tmp_path / "pipe.html")
+        (tmp_path / "dangling.json").symlink_to("nowhere")
+        places += [tmp_path / "pipe.html", tmp_path / "dangling.json"]
     before = {place: place.read_bytes() for place in places if place.is_file()}
     for place in places:
         result = cli("build", app_project, "-t", "one", "--report", place, code=1)
         assert "EPC501" in result.stderr
     result = cli("build", app_project, "-t", "one", "--report", mine / "r.html", code=1)
     assert "EPC501" in result.stderr
-    result = cli("build", app_project, "-t", "one", "--report", tmp_path / ("r" * 300), code=1)
+    result = cli(
+        "build", app_project, "-t", "one", "--report", tmp_path / ("r" * 300 + ".html"), code=1
+    )
     assert "EPC316" in result.stderr
     assert {place: place.read_bytes() for place in before} == before
+    model = app_project / "models" / "a.onnx"
+    result = cli("build", app_project, "-t", "one", "--report", model, code=2)
+    assert "a.onnx must end in .html or .json." in result.stderr
     # Nothing was compiled.
     assert not list((tmp_path / "user-cache").rglob("record.json"))
 

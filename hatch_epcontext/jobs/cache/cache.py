@@ -10,7 +10,13 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.files import Output, is_sha256, known_text, link_or_copy, write_atomically
+from hatch_epcontext.files import (
+    is_generated,
+    is_sha256,
+    known_text,
+    link_or_copy,
+    write_atomically,
+)
 from hatch_epcontext.jobs.artifact import Artifact, Record, ValidationRun
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
@@ -195,7 +201,7 @@ class Cache:
             return None
         file = self._root / "reports" / f"{name}.json"
         with contextlib.suppress(OSError):
-            if file.exists() and not Output.REPORT.is_at(file):
+            if file.exists() and not is_generated(file):
                 return None
             # Builds without changes have equal reports, and replacing a file may wait for the disk.
             if file.is_file() and file.read_text(encoding="utf-8", errors="replace") == text:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from hatch_epcontext.config.location import DOWNLOADS
-from hatch_epcontext.files import Output, is_sha256, patiently, remove, sweep
+from hatch_epcontext.files import is_generated, is_sha256, patiently, remove, sweep
 from hatch_epcontext.jobs.artifact import Record
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
@@ -93,7 +93,7 @@ class Store:
                         remove(file.unlink)
             for file in _inside(self.root / "reports") if oldest is None else ():
                 with contextlib.suppress(FileNotFoundError):
-                    if file.suffix == ".json" and Output.REPORT.is_at(file):
+                    if file.suffix == ".json" and is_generated(file):
                         remove(file.unlink)
         return _gone(removed)
 
