@@ -39,8 +39,8 @@ from hatch_epcontext.config.tables import (
 from hatch_epcontext.config.targets import NamedTarget, compile_with, named_target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.graph.facts import Cut
-from hatch_epcontext.providers import Profile, Provider
-from hatch_epcontext.text import show, suggestion
+from hatch_epcontext.providers import Device, Profile, Provider
+from hatch_epcontext.text import show, suggestion, toml_key
 
 _OPTIONS = ("provider_options", "session_options", "load_options")
 """The keys of a target that are merged with a model's; a model replaces all others."""
@@ -206,10 +206,17 @@ class Resolver:
         options = render_options(merged.provider_options, provider, unchecked=unchecked)
         if provider.profiles and profiles:
             options.update(provider.profiles.render(profiles))
-        options = provider.complete(options)
+        device = _device(merged, provider)
+        options = provider.complete(device, options)
+        load_options = {
+            **provider.loading(options),
+            **render_options(merged.load_options, provider, unchecked=unchecked),
+        }
         if not unchecked:
-            key = (model_key if model.provider_options else named.key) / "provider-options"
-            for option, message in provider.contradictions(options).items():
+            found = provider.contradictions(device, {**options, **load_options})
+            for option, message in found.items():
+                name = "load_options" if option in merged.load_options else "provider_options"
+                key = (model_key if getattr(model, name) else named.key) / toml_key(name)
                 yield Problem.at(key / option, Kind.CONFLICTING_OPTIONS, f"{message}.")
         calibration = yield from self._calibration(model_key, model, named.key, merged)
         cached = self._environment.from_cache
@@ -219,10 +226,7 @@ class Resolver:
             key=model_key if model.profiles else named.key,
             settings=_compile_settings(merged, named, options),
             plugin=provider.plugin,
-            load_options={
-                **provider.loading(options),
-                **render_options(merged.load_options, provider, unchecked=unchecked),
-            },
+            load_options=load_options,
             profiles=profiles,
             platforms=merged.platforms,
             requirements=merged.requirements,
@@ -286,6 +290,10 @@ def _merge(target: TargetTable, model: NarrowableTable) -> TargetTable:
     return dataclasses.replace(target, **merged)
 
 
+def _device(table: TargetTable, provider: Provider) -> Device:
+    return table.device or ("npu" if table.virtual_devices else provider.devices[0])
+
+
 def _compile_settings(
     table: TargetTable, named: NamedTarget, options: Mapping[str, str]
 ) -> CompileSettings:
@@ -295,7 +303,7 @@ def _compile_settings(
     names = {field.name for field in dataclasses.fields(CompileSettings)}
     copied = {name: getattr(table, name) for name in names & keys}
     plugin = provider.plugin
-    device = table.device or ("npu" if table.virtual_devices else provider.devices[0])
+    device = _device(table, provider)
     static_shapes = table.static_shapes
     if static_shapes is None:
         # With a policy ONNX Runtime chooses any of the EP's devices.

@@ -95,11 +95,11 @@ class ProfileOptions:
         return {**rendered, self.several: "1"} if self.several and len(profiles) > 1 else rendered
 
 
-def _no_contradictions(options: Mapping[str, str]) -> dict[str, str]:
+def _no_contradictions(device: Device, options: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def _nothing_implied(options: Mapping[str, str]) -> dict[str, str]:
+def _nothing_implied(device: Device, options: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
@@ -250,8 +250,9 @@ class Provider:
     virtual_devices: bool = False
     """Whether the EP offers virtual devices, to compile for hardware that the machine does not have."""
 
-    cross_compiles: bool = False
-    """Whether it can compile for the device that its options name on any device that it offers."""
+    cross_compiles: tuple[Device, ...] = ()
+    """The kinds of devices for which it compiles on any device that it offers, because its options name the
+    chip."""
 
     options: Mapping[str, Option] = field(default_factory=dict)
     any_options: bool = False
@@ -282,9 +283,6 @@ class Provider:
 
     error_in_words: Callable[[str], str | None] = _no_words
     """(a compiler's error) -> a sentence about what it means for the model; None for an unknown error."""
-
-    defaults: Mapping[str, str] = field(default_factory=dict)
-    """Provider options that are set by default, unless the user sets an option that excludes them."""
 
     exclusive: tuple[frozenset[str], ...] = ()
     """Sets of options that exclude each other."""
@@ -331,14 +329,14 @@ class Provider:
     """(path of the context model, embed) -> provider options with which a plain session writes it.
     For EPs that write context models themselves, and that ModelCompiler does not support."""
 
-    implied: Callable[[Mapping[str, str]], dict[str, str]] = _nothing_implied
-    """(options) -> the options that follow from them, which the EP gets unless they are set."""
+    implied: Callable[[Device, Mapping[str, str]], dict[str, str]] = _nothing_implied
+    """(device, options) -> the options that follow from them, which the EP gets unless they are set."""
 
     missing_chip: Callable[[Mapping[str, str]], str | None] = _needs_no_chip
     """(options) -> a warning if they name no chip, and the EP compiles for one."""
 
-    contradictions: Callable[[Mapping[str, str]], dict[str, str]] = _no_contradictions
-    """(options) -> a message for each option that contradicts another one."""
+    contradictions: Callable[[Device, Mapping[str, str]], dict[str, str]] = _no_contradictions
+    """(device, options) -> a message for each option that contradicts another one, or the device."""
 
     blob_size: Callable[[str], int | None] = _unknown_size
     """(compatibility string) -> the bytes of what was compiled; None if the string does not say."""
@@ -361,16 +359,9 @@ class Provider:
             return set(self.devices) <= set(self.open_shapes_on)
         return device in self.open_shapes_on
 
-    def complete(self, options: Mapping[str, str]) -> dict[str, str]:
-        """``options`` with defaults, and with the options that follow from them."""
-        excluded = {
-            name
-            for group in self.exclusive
-            if not group.isdisjoint(options)
-            for name in group - options.keys()
-        }
-        defaults = {k: v for k, v in self.defaults.items() if k not in excluded}
-        return {**defaults, **self.implied(options), **options}
+    def complete(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
+        """``options`` with those that follow from the ``device`` and from them."""
+        return {**self.implied(device, options), **options}
 
     def chips(self, options: Mapping[str, str]) -> tuple[dict[str, str], ...]:
         """The options that name a chip, for each of the chips that ``options`` name: at least one."""

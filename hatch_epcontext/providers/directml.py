@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, number, switch
 
@@ -23,6 +24,20 @@ _OPTIONS: Mapping[str, Option] = {
     "disable_metacommands": switch("Disable the driver's metacommands", "false", "load", _BOOLEANS),
 }
 
+
+def _implied(device: Device, options: Mapping[str, str]) -> dict[str, str]:
+    # By default it takes a GPU, whatever the target is for.
+    is_named = device == "gpu" or not options.keys().isdisjoint({"device_filter", "device_id"})
+    return {} if is_named else {"device_filter": device}
+
+
+def _contradictions(device: Device, options: Mapping[str, str]) -> dict[str, str]:
+    kind = options.get("device_filter", device)
+    if device in ("any", kind):
+        return {}
+    return {"device_filter": f"is {kind}, and the target's device is {device}"}
+
+
 PROVIDER = Provider(
     name="directml",
     ep="DmlExecutionProvider",
@@ -37,6 +52,8 @@ PROVIDER = Provider(
     aliases=("dml", "directml"),
     systems=("win32",),
     options=_OPTIONS,
+    implied=_implied,
+    contradictions=_contradictions,
     sources=('onnxruntime.ai, "DirectML Execution Provider"',),
     notes=("`optimization` above `basic` needs the EP at build time, and so Windows.",),
 )

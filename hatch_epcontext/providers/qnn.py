@@ -38,15 +38,9 @@ _ARCH_OF_SOC = {"43": "73", "57": "75", "60": "73", "69": "79"}
 _BOTH: Scope = "both"
 
 _OPTIONS: Mapping[str, Option] = {
+    # The EP writes contexts with no other backend: not with cpu, ir and saver.
     "backend_type": choice(
-        "Qualcomm's backend",
-        "htp",
-        "gpu",
-        "cpu",
-        "ir",
-        "saver",
-        default="htp (filled in)",
-        scope=_BOTH,
+        "Qualcomm's backend; it follows from `device`", "htp", "gpu", scope=_BOTH
     ),
     "backend_path": text(
         "The backend's library, instead of `backend_type`: a file name",
@@ -122,9 +116,22 @@ _OPTIONS: Mapping[str, Option] = {
 _PER_CHIP = tuple(name for name, option in _OPTIONS.items() if option.several)
 
 
+_BACKENDS: Mapping[Device, str] = {"npu": "htp", "any": "htp", "gpu": "gpu"}
+"""The backend that compiles for a kind of device, whatever device the EP gets."""
+
+_HTP = "6"
+"""The number of the HTP backend in a compatibility string."""
+
+
+def _backend(options: Mapping[str, str]) -> str | None:
+    """The backend that ``options`` name, also by its library; None if that is unknown."""
+    library = re.search(r"Qnn(\w+)\.(?:so|dll)$", options.get("backend_path", ""))
+    return library[1].lower() if library else options.get("backend_type")
+
+
 def _missing_chip(options: Mapping[str, str]) -> str | None:
     is_named = any(_is_set(options.get(name, "0")) for name in ("soc_model", "htp_arch"))
-    if is_named or options.get("backend_type") != "htp":
+    if is_named or _backend(options) != "htp":
         return None
     return (
         "no soc_model is set, so the context is for no particular chip; set it in the provider options, "
@@ -132,14 +139,27 @@ def _missing_chip(options: Mapping[str, str]) -> str | None:
     )
 
 
-def _implied(options: Mapping[str, str]) -> dict[str, str]:
+def _implied(device: Device, options: Mapping[str, str]) -> dict[str, str]:
+    # Without a backend the EP cannot be created, and its error message does not name the cause.
+    backend = {} if "backend_path" in options else {"backend_type": _BACKENDS.get(device, "htp")}
+    return {**backend, **_implied_arch(options)}
+
+
+def _implied_arch(options: Mapping[str, str]) -> dict[str, str]:
     # The EP also finds an architecture itself, but then its compatibility string does not name it.
     socs = options.get("soc_model", "").split(",")
     archs = [_ARCH_OF_SOC[soc] for soc in socs if soc in _ARCH_OF_SOC]
     return {"htp_arch": ",".join(archs)} if len(archs) == len(socs) else {}
 
 
-def _contradictions(options: Mapping[str, str]) -> dict[str, str]:
+def _contradictions(device: Device, options: Mapping[str, str]) -> dict[str, str]:
+    backend = _backend(options)
+    if device != "any" and backend not in (None, _BACKENDS.get(device, backend)):
+        option = "backend_path" if "backend_path" in options else "backend_type"
+        return {
+            option: f"names the backend {backend}, and the device is {device}: "
+            "set the device alone, and the backend follows"
+        }
     chips = PROVIDER.chips(options)
     found = _contradictions_of_lists(options) if len(chips) > 1 else {}
     for chip in chips if not found else ():
@@ -203,8 +223,14 @@ def _is_set(value: str) -> bool:
 def _disagreement(
     compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
 ) -> str | None:
+    backend, number = _backend(options), f"{compatibility}::".split(":")[1]
+    if backend and _chip(compatibility) and (backend == "htp") != (number == _HTP):
+        compiled = "htp" if number == _HTP else f"number {number}"
+        return (
+            f"the backend {backend} was requested, but the EP compiled with the backend {compiled}"
+        )
     # The EP does not write architectures that it found itself.
-    implied = _implied(options).items()
+    implied = _implied_arch(options).items()
     differences = [
         f"{name} = {options[name]} was requested, but the EP compiled for {value}"
         for name, value in _chip(compatibility).items()
@@ -377,7 +403,7 @@ _FLOAT16 = dataclasses.replace(
 
 
 def _number_format(device: Device, options: Mapping[str, str]) -> NumberFormat | None:
-    if device not in ("npu", "any") or options.get("backend_type", "htp") != "htp":
+    if device not in ("npu", "any") or _backend(options) not in (None, "htp"):
         return None
     if options.get("htp_bf16_enable") == "1":
         return BFLOAT16
@@ -403,17 +429,17 @@ Without ConvInteger, MatMulInteger and DynamicQuantizeLinear, which it refuses a
 PROVIDER = Provider(
     name="qnn",
     ep="QNNExecutionProvider",
-    title="Qualcomm's NPU (HTP)",
+    title="Qualcomm's NPU (HTP) and GPU",
     product="context",
     limits=dataclasses.replace(FIXED_SHAPES, known=frozenset({"ai.onnx.ml.ArrayFeatureExtractor"})),
     distributions=("onnxruntime", "onnxruntime-gpu"),
-    devices=("npu", "gpu", "cpu"),
+    devices=("npu", "gpu"),
     requirements=("onnxruntime-qnn>=2.7",),
     python=(3, 11),
     systems=("linux", "win32"),
     # The EP is named after its registration: another name would be another EP.
     plugin=Plugin("onnxruntime_qnn", "onnxruntime-qnn", "QNNExecutionProvider"),
-    cross_compiles=True,
+    cross_compiles=("npu",),
     # But the simulator refuses contexts that share weights, with QNN_COMMON_ERROR_NOT_SUPPORTED.
     shares_weights=True,
     simulates=True,
@@ -421,8 +447,6 @@ PROVIDER = Provider(
     needs_code_page=True,
     simulator=("libQnnSystem.so", "libQnnHtp.so"),
     options=_OPTIONS,
-    # Without a backend the EP cannot be created, and its error message does not name the cause.
-    defaults={"backend_type": "htp"},
     exclusive=(frozenset({"backend_type", "backend_path"}),),
     static_shapes=True,
     example="provider-options = { soc_model = 60, htp_arch = 73 }  # the chip: a Snapdragon X Elite",
@@ -485,5 +509,9 @@ PROVIDER = Provider(
             "open such a context."
         ),
         "The EP ignores an `htp_arch` that does not fit `soc_model`. The build refuses such a pair.",
+        (
+            '`device = "gpu"` compiles for the Adreno GPU of the build machine, and needs one. (Not verified '
+            "on hardware.)"
+        ),
     ),
 )

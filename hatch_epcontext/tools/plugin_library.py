@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.targets import is_path
@@ -32,7 +32,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment, installed, owners
 from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.jobs.validation import reason_not_to_run
-from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Device, Provider
 from hatch_epcontext.text import file_name, listing, quoted_key, show_size, to_toml
 from hatch_epcontext.tools.configure import SETTABLE, JobSettings, configure
 from hatch_epcontext.worker.requests import (
@@ -376,11 +376,14 @@ def _with_library(
         settings["virtual-devices"] = True
     # An EP that compiles for any chip does not depend on this machine's devices.
     anywhere = known is not None and known.cross_compiles and not offer.request.virtual
+    kind = job_settings.device or (None if anywhere else device.kind)
     given = job_settings.provider_options or _example(known)
+    if known:
+        given = known.complete(cast("Device", kind or known.devices[0]), given)
     return dataclasses.replace(
         job_settings,
-        provider_options=known.complete(given) if known else given,
-        device=job_settings.device or (None if anywhere else device.kind),
+        provider_options=given,
+        device=kind,
         settings=settings,
     )
 

@@ -423,7 +423,7 @@ def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Targe
             provider_options=options.provider_options,
             session_options=options.session_options,
         )
-        load_options = provider.complete(options.provider_options)
+        load_options = provider.complete(settings.device, options.provider_options)
     target = Target(name, settings, plugin, load_options)
     _check_contexts(found, target.provider, file, model)
     secrets = (*(about.secrets if about else ()), *secrets_in(load_options))

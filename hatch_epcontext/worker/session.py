@@ -15,6 +15,7 @@ from hatch_epcontext.config.settings import CompileSettings, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.loader import USER_CACHE
 from hatch_epcontext.providers import Product, Provider, variable_of
+from hatch_epcontext.text import show
 from hatch_epcontext.worker.libraries import UnavailableError, register, unloadable
 
 LEVELS = {
@@ -186,7 +187,7 @@ def add_built_in(
 
 
 def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
-    """Return the EP's devices that fit the settings; any of its devices if an EP cross-compiles.
+    """Return the EP's devices that fit the settings; any of its devices if it cross-compiles for that kind.
 
     Only devices of exactly this EP: those of two EPs cannot be mixed, and several EPs can share a name.
     """
@@ -194,7 +195,7 @@ def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
     kinds = offered
     if settings.device != "any":
         kinds = [each for each in offered if each.device.type.name.lower() == settings.device]
-        if provider.cross_compiles:
+        if settings.device in provider.cross_compiles:
             kinds = kinds or offered
     chosen = [each for each in kinds if _matches(each, settings.device_filter)]
     if chosen:
@@ -216,7 +217,9 @@ def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
                     *(f"  {line}" for line in incompatibilities(provider.ep)),
                 ]
             ),
-            "Choose one with device and device-filter."
+            f"Without one it compiles for device = {' or '.join(map(show, provider.cross_compiles))}."
+            if offered and provider.cross_compiles and not settings.device_filter
+            else "Choose one with device and device-filter."
             if offered
             else "Build on a machine that has one, or leave the target out.",
         )

@@ -170,9 +170,20 @@ def test_a_provider_without_packages_for_this_system_is_an_error(
     assert problems(result) == ["target directml: EPC103"]
 
 
-@needs("onnxruntime_ep_openvino")
-def test_a_missing_device_is_an_error(cli: Cli, source: Path, out: Path) -> None:
-    result = cli("compile", source, "-o", out, "-p", "openvino", "-d", "npu", code=1)
+@pytest.mark.parametrize(
+    ("provider", "device"),
+    [
+        pytest.param("openvino", "npu", marks=needs("onnxruntime_ep_openvino")),
+        # Its simulator is one of an NPU only.
+        pytest.param("qnn", "gpu", marks=needs_qnn),
+    ],
+)
+def test_a_missing_device_is_an_error(
+    cli: Cli, source: Path, out: Path, provider: str, device: str
+) -> None:
+    result = cli(
+        "compile", source, "-o", out, "-p", provider, "-d", device, "--dim", "batch=1", code=1
+    )
     assert [each.rpartition(" ")[2] for each in problems(result)] == ["EPC106"]
     assert "HATCH_EPCONTEXT" not in result.stderr
     assert not out.exists()

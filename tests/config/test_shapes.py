@@ -186,7 +186,7 @@ def test_a_name_that_becomes_too_long_is_an_error(project: Path) -> None:
     ("toml", "static"),
     [
         ('provider = "qnn"', True),
-        ('provider = "qnn"\ndevice = "cpu"', True),
+        ('provider = "qnn"\ndevice = "gpu"', True),
         ('provider = "vitisai"', True),
         ('provider = "tensorrt"', True),
         ('provider = "tensorrt-rtx"', True),

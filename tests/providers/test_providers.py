@@ -14,6 +14,7 @@ from hatch_epcontext import providers
 from hatch_epcontext.providers import (
     DISTRIBUTIONS,
     PROVIDERS,
+    Device,
     Option,
     Provider,
     find,
@@ -51,10 +52,12 @@ def test_the_facts_of_each_provider_are_complete_and_consistent(provider: Provid
     assert provider.title
     assert provider.verified
     assert provider.sources or not provider.options
-    assert provider.defaults.keys() <= provider.options.keys()
     assert all(group <= provider.options.keys() for group in provider.exclusive)
-    for name, value in provider.defaults.items():
-        assert provider.options[name].render(value) == value
+    for device in provider.devices:
+        implied = provider.complete(device, {})
+        assert not provider.contradictions(device, implied)
+        for name, value in implied.items():
+            assert provider.options[name].render(value) == value
     # No option is in two tables.
     assert not provider.options.keys() & provider.deprecated.keys()
     assert not provider.options.keys() & provider.reserved.keys()
@@ -209,10 +212,37 @@ def test_values_are_rendered_as_strings() -> None:
     ]
 
 
-def test_defaults_are_added_unless_they_are_excluded() -> None:
-    assert QNN.complete({"soc_model": "88"}) == {"backend_type": "htp", "soc_model": "88"}
-    assert QNN.complete({"backend_type": "gpu"}) == {"backend_type": "gpu"}
-    assert QNN.complete({"backend_path": "/lib/x.so"}) == {"backend_path": "/lib/x.so"}
+def test_the_backend_follows_from_the_device_unless_a_library_is_named() -> None:
+    assert QNN.complete("npu", {"soc_model": "88"}) == {"backend_type": "htp", "soc_model": "88"}
+    assert QNN.complete("gpu", {}) == {"backend_type": "gpu"}
+    assert QNN.complete("npu", {"backend_path": "/lib/x.so"}) == {"backend_path": "/lib/x.so"}
+
+
+def test_directml_takes_an_adapter_of_the_targets_kind() -> None:
+    directml = PROVIDERS["directml"]
+    assert directml.complete("gpu", {}) == {}
+    assert directml.complete("npu", {}) == {"device_filter": "npu"}
+    assert directml.complete("npu", {"device_id": "1"}) == {"device_id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("provider", "device", "options", "contradicting"),
+    [
+        ("qnn", "gpu", {"backend_type": "gpu"}, []),
+        ("qnn", "any", {"backend_type": "gpu"}, []),
+        ("qnn", "gpu", {"backend_path": "/lib/x.so"}, []),
+        ("qnn", "gpu", {"backend_type": "htp"}, ["backend_type"]),
+        ("qnn", "npu", {"backend_type": "gpu"}, ["backend_type"]),
+        ("qnn", "gpu", {"backend_path": "libQnnHtp.so"}, ["backend_path"]),
+        ("qnn", "npu", {"backend_path": r"C:\QnnGpu.dll"}, ["backend_path"]),
+        ("directml", "npu", {"device_filter": "gpu"}, ["device_filter"]),
+        ("directml", "any", {"device_filter": "gpu"}, []),
+    ],
+)
+def test_options_for_another_device_contradict_it(
+    provider: str, device: Device, options: dict[str, str], contradicting: list[str]
+) -> None:
+    assert list(PROVIDERS[provider].contradictions(device, options)) == contradicting
 
 
 def test_compile_options_are_not_for_loading() -> None:
@@ -228,6 +258,10 @@ def test_compile_options_are_not_for_loading() -> None:
         ({}, None),
         ({"htp_arch": "75"}, "htp_arch = 75 was requested, but the EP compiled for 73"),
         ({"soc_model": "43"}, "soc_model = 43 was requested, but the EP compiled for 60"),
+        (
+            {"backend_type": "gpu"},
+            "the backend gpu was requested, but the EP compiled with the backend htp",
+        ),
     ],
 )
 def test_qnns_compatibility_string_is_compared_with_the_options(
@@ -242,9 +276,9 @@ def test_a_compatibility_string_in_an_unknown_format_is_not_compared() -> None:
 
 
 def test_an_htp_arch_that_does_not_fit_the_soc_is_a_contradiction() -> None:
-    assert QNN.contradictions({"soc_model": "60", "htp_arch": "73"}) == {}
-    assert QNN.contradictions({"soc_model": "12345", "htp_arch": "75"}) == {}
-    (message,) = QNN.contradictions({"soc_model": "60", "htp_arch": "75"}).values()
+    assert QNN.contradictions("npu", {"soc_model": "60", "htp_arch": "73"}) == {}
+    assert QNN.contradictions("npu", {"soc_model": "12345", "htp_arch": "75"}) == {}
+    (message,) = QNN.contradictions("npu", {"soc_model": "60", "htp_arch": "75"}).values()
     assert "soc_model 60 has the HTP architecture 73" in message
 
 
@@ -459,20 +493,21 @@ def test_only_qnn_takes_several_chips() -> None:
         ({"htp_arch": "73"}, False),
         ({"backend_type": "gpu"}, False),
         ({"backend_path": "/lib/x.so"}, False),
+        ({"backend_path": "libQnnHtp.so"}, True),
     ],
 )
 def test_a_missing_chip_is_a_warning(options: dict[str, str], is_missing: bool) -> None:
-    warning = QNN.missing_chip(QNN.complete(options))
+    warning = QNN.missing_chip(QNN.complete("npu", options))
     assert (warning is not None and "soc_model" in warning) == is_missing
 
 
 def test_the_architectures_of_chips_follow_unless_they_are_set() -> None:
-    assert QNN.complete({"soc_model": "60"})["htp_arch"] == "73"
-    assert QNN.complete({"soc_model": "60", "htp_arch": "0"})["htp_arch"] == "0"
-    assert QNN.complete({"soc_model": "57,60"})["htp_arch"] == "75,73"
-    assert QNN.complete({"soc_model": "57,88", "htp_arch": "75,81"})["htp_arch"] == "75,81"
+    assert QNN.complete("npu", {"soc_model": "60"})["htp_arch"] == "73"
+    assert QNN.complete("npu", {"soc_model": "60", "htp_arch": "0"})["htp_arch"] == "0"
+    assert QNN.complete("npu", {"soc_model": "57,60"})["htp_arch"] == "75,73"
+    assert QNN.complete("npu", {"soc_model": "57,88", "htp_arch": "75,81"})["htp_arch"] == "75,81"
     for socs in ("88", "60,88", "0", "0,0"):
-        assert "htp_arch" not in QNN.complete({"soc_model": socs})
+        assert "htp_arch" not in QNN.complete("npu", {"soc_model": socs})
 
 
 SEVERAL = "v2:6:2.51.0:5.51.0:73,75:60,57:0,0:0"

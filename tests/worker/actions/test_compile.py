@@ -49,12 +49,13 @@ def target(
 ) -> Target:
     """A target with the provider's defaults, and with ``settings`` instead of those."""
     known = PROVIDERS[provider]
-    complete = known.complete(options or {})
+    device = settings.get("device", known.devices[0])
+    complete = known.complete(device, options or {})
     defaults: dict[str, Any] = {
         "provider": provider,
         "ep": known.ep,
         "provider_options": complete,
-        "device": known.devices[0],
+        "device": device,
     }
     return Target(
         name=provider,
