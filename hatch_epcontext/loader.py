@@ -48,6 +48,8 @@ _MANIFEST = "manifest.json"
 _UNUSED = 30 * 24 * 60 * 60.0  # The seconds until a copy from an archive is removed.
 _CHANGED = "was changed: its sha256 differs from the recorded one"
 
+_LOCK = "_epcontext_lock"  # The attribute of onnxruntime with the lock of this process.
+
 _used_options: weakref.WeakSet[Any] = weakref.WeakSet()
 _groups: dict[tuple[str, str, str], weakref.WeakSet[Any]] = {}
 
@@ -212,12 +214,17 @@ class Package:
 
         self.root, self.models = root, dict[str, list[Variant]]()
         try:
+            if not (root / _MANIFEST).is_file():
+                # Reading a pipe would never end.
+                raise ValueError("it is missing, or no regular file")  # noqa: TRY301
             self._text: bytes = (root / _MANIFEST).read_bytes()
             manifest = json.loads(self._text)
             version = get(manifest, "schema_version", str)
             if not version.startswith("1."):
                 raise ValueError(f"it has the schema {version}, and this loader reads 1.x")  # noqa: TRY301
-            self._is_portable = get(manifest, "layout", str, "") != "installed"
+            is_installed = get(manifest, "layout", str, "") == "installed"
+            # What is in an archive, which is no path, is copied into the user's cache.
+            self._is_portable = not is_installed or not isinstance(root, os.PathLike)
             about = _ours(manifest)
             self.files: dict[str, dict[str, Any]] = get(about, "files", dict, {})
             for name, recorded in self.files.items():
@@ -235,12 +242,7 @@ class Package:
 
     def inside(self, name: str) -> str:
         """``name``, which must not leave a package that can be moved, whatever the system."""
-        from pathlib import PureWindowsPath
-
-        path = PureWindowsPath(name)
-        # On Windows ".. " is the parent folder too.
-        leaves = path.anchor or not all(part.strip(". ") for part in path.parts) or ":" in name
-        if not name or (leaves and self._is_portable):
+        if not name or (self._is_portable and not is_plain(name)):
             raise ValueError(f"{name!r} is outside of the package")
         return name
 
@@ -281,11 +283,12 @@ class Package:
 
     def unpacked(self, *, verify: bool) -> Path:
         """The folder, in the user's cache, with a copy of this package, which is inside an archive."""
+        import hashlib
         import shutil
         import tempfile
 
         parent = user_folder() / "unpacked"
-        folder = parent / (self._checksum or "package")[:32]
+        folder = parent / hashlib.sha256(self._text).hexdigest()[:32]
         manifest = folder / _MANIFEST
         is_copy = manifest.is_file() and manifest.read_bytes() == self._text
         if not is_copy or damage(folder, self.files, verify=verify):
@@ -362,6 +365,12 @@ def _ours(body: Any) -> dict[str, Any]:
     return get(get(body, "additional_metadata", dict, {}), METADATA, dict, {})
 
 
+def is_plain(name: str) -> bool:
+    """Whether ``name`` is a path below its folder on any system, in its only spelling."""
+    # On Windows ".. " is the parent folder too.
+    return not {"\\", ":"} & {*name} and all(part.strip(". ") for part in name.split("/"))
+
+
 def join(folder: str, name: str) -> str:
     # Only an editable install has absolute names, and on Windows they begin with a drive.
     return name if ntpath.isabs(name) else posixpath.normpath(posixpath.join(folder, name))
@@ -374,6 +383,8 @@ def damage(root: Path, files: Mapping[str, Mapping[str, Any]], *, verify: bool) 
             # An EP may crash on a truncated file.
             if (size := (root / name).stat().st_size) != recorded["size"]:
                 return f"{name} has {size} bytes, and {recorded['size']} were recorded"
+            if not (root / name).is_file():
+                return f"{name} is no regular file"
             if verify and sha256(root / name) != recorded["sha256"]:
                 return f"{name} {_CHANGED}"
         except (OSError, ValueError) as error:
@@ -476,7 +487,7 @@ class Opener:
         self.variant, self.request = variant, request
         self.ort: Any = importlib.import_module("onnxruntime")
         # For registering plugin EPs and opening on them: some crash in two threads. One in the process.
-        self.lock = vars(self.ort).setdefault("_epcontext_lock", threading.Lock())
+        self.lock = vars(self.ort).setdefault(_LOCK, threading.Lock())
         # The kind of device to open on.
         self.kind = request.device or variant.device
 
@@ -565,8 +576,12 @@ class Opener:
         for name, value in texts(self.variant.about, "load_options").items():
             result[name] = value
             if USER_CACHE in value:
-                result[name] = value.replace(USER_CACHE, str(user_folder()))
-                os.makedirs(result[name], exist_ok=True)  # noqa: PTH103
+                first, _, below = value.partition("/")
+                if first != USER_CACHE or not is_plain(value):
+                    raise ValueError(f"{name} must be a folder in {USER_CACHE}, not {value!r}")
+                folder = user_folder() / below
+                folder.mkdir(parents=True, exist_ok=True)
+                result[name] = str(folder)
         if self.variant.target != SOURCE:
             for name, more in self.request.provider_options.items():
                 result[name] = str(int(more) if isinstance(more, bool) else more)
@@ -686,7 +701,7 @@ def _register_ready() -> None:
     """Register, once in a process, the EPs that Windows ML's catalogue has on this machine."""
     try:
         ort, catalogue = map(importlib.import_module, ("onnxruntime", "windowsml"))
-        with vars(ort).setdefault("_epcontext_lock", threading.Lock()):
+        with vars(ort).setdefault(_LOCK, threading.Lock()):
             # Kept: with some drivers it crashes when it is closed.
             if "_epcontext_catalog" not in vars(ort):
                 vars(ort)["_epcontext_catalog"] = found = catalogue.EpCatalog()
@@ -698,3 +713,13 @@ def _register_ready() -> None:
                             ort.register_execution_provider_library(each.name, each.library_path)
     except Exception as error:
         log("info", f"the catalogue of Windows ML cannot be used ({error})")
+
+
+def _forget_lock() -> None:
+    if ort := sys.modules.get("onnxruntime"):
+        vars(ort).pop(_LOCK, None)
+
+
+# In a child the thread that holds the lock does not exist. Windows has no fork.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)

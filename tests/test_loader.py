@@ -1342,6 +1342,31 @@ print(json.dumps([target_of(sessions[0]), len(list(Path(sys.argv[1]).glob("epcon
 """
 
 
+def test_a_manifest_in_a_zip_archive_names_nothing_outside_of_the_cache(
+    ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_text("theirs", encoding="utf-8")
+    before = {path: path.stat().st_mtime_ns for path in (theirs, theirs / "file")}
+    outside = {"files": {"../../../x": {"size": 6, "sha256": "0" * 64}}}
+    for layout, about in (
+        ("portable", {"manifest_sha256": str(theirs)}),
+        ("portable", {"manifest_sha256": f"../../../{theirs.name}"}),
+        ("installed", outside),
+    ):
+        ship(cpu=CPU)
+        manifest = json.loads((ship.folder / "manifest.json").read_text("utf-8"))
+        manifest["additional_metadata"][METADATA].update(about)
+        ship.manifest(json.dumps({**manifest, "layout": layout}))
+        app = from_zip()
+        refused = pytest.raises(app.LoadError, match=OUTSIDE)
+        with refused if about is outside else contextlib.nullcontext():
+            app.load("a")
+        assert before == {path: path.stat().st_mtime_ns for path in before}
+        importlib.invalidate_caches()
+
+
 def test_a_damaged_zip_archive_is_a_load_error(
     ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -1443,6 +1468,22 @@ def test_a_folder_without_a_manifest_is_a_load_error(tmp_path: Path) -> None:
         loader.models()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_in_the_place_of_a_file_is_not_read(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
+    manifest = json.loads((ship.folder / "manifest.json").read_text("utf-8"))
+    name = "a/cpu/a_optimized.onnx"
+    manifest["additional_metadata"][METADATA]["files"][name]["size"] = 0
+    ship.manifest(manifest)
+    for file in (name, "manifest.json"):
+        (ship.folder / file).unlink()
+        os.mkfifo(ship.folder / file)
+        if file == name:
+            assert app.explain("a", verify=True)[0].reason == f"{name} is no regular file"
+    with pytest.raises(app.LoadError, match=r"manifest\.json cannot be read"):
+        app.models()
+
+
 def plugin_of(module: str) -> Table:
     return {"module": module, "package": "x", "registration_name": "x"}
 
@@ -1463,6 +1504,8 @@ BAD_VALUES: list[tuple[tuple[str, ...], Any, str]] = [
         ((*V, "variant_directory"), outside, OUTSIDE)
         for outside in ("", "..", "a/../../b", "/tmp", "C:\\x", "..\\x", "\\\\server\\share")
     ),
+    # Other spellings of names that `verify` compares.
+    *(((*V, "variant_directory"), each, OUTSIDE) for each in (".", "a/cpu/", "a//cpu", "a\\cpu")),
     *(((*V, "variant_directory"), each, OUTSIDE) for each in ("./C:/x", "a/.. /x", "a\\...\\x")),
     ((*V, "ep"), 5, "ep must be"),
     ((*V, "device"), ["npu"], "device must be"),
@@ -1522,6 +1565,10 @@ def test_bad_options_in_the_manifest_are_a_failure_of_their_target(ship: Shipper
         ((*ORT, "session_options"), {"x": 1}, "x must be"),
         ((*ORT, "provider_options"), {"x": None}, "x must be"),
         ((*V, *OURS, "load_options"), {"x": 1}, "x must be"),
+        *(
+            ((*V, *OURS, "load_options"), {"x": each}, "x must be a folder in {user-cache}")
+            for each in ("{user-cache}/../x", "/tmp{user-cache}", "{user-cache}/a/../../../x")
+        ),
     ):
         ship.manifest(replaced(manifest, where, value_))
         app._read.cache_clear()
@@ -1844,6 +1891,39 @@ os.waitpid(child, 0)
 print(json.dumps(folder.is_dir()))
 """
     assert ship.script(script) is True
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_that_is_forked_during_a_load_can_load(ship: Shipper) -> None:
+    ship(npu=changed(NPU, plugin=plugin_of("slow_ep")), other=NPU)
+    (ship.root / "slow_ep.py").write_text(SLOW_EP, encoding="utf-8")
+    script = """
+import json, os, signal, threading, warnings
+import shipped, slow_ep
+warnings.simplefilter("ignore", DeprecationWarning)
+thread = threading.Thread(target=shipped.load, args=["a"])
+thread.start()
+slow_ep.entered.wait()
+if (child := os.fork()) == 0:
+    signal.alarm(30)
+    shipped.explain("a", target="other")
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+slow_ep.leave.set()
+thread.join()
+print(json.dumps(status))
+"""
+    assert ship.script(script) == 0
+
+
+SLOW_EP = """
+import threading
+entered, leave = threading.Event(), threading.Event()
+def get_library_path():
+    entered.set()
+    leave.wait()
+    return "none"
+"""
 
 
 def test_explain_takes_the_arguments_of_load(ship: Shipper) -> None:

@@ -72,7 +72,7 @@ class FolderFiles:
 
     def read(self, name: str) -> bytes:
         """The contents of a file; raises OSError if there is none, or ValueError for an invalid name."""
-        return (self.folder / name).read_bytes()
+        return read_regular(self.folder / name)
 
     def is_folder(self, name: str) -> bool:
         """Whether there is a folder of that name."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -461,6 +462,13 @@ def test_a_folder_without_a_manifest_is_one_problem(tmp_path: Path) -> None:
     package, (problem,) = reading(tmp_path)
     assert package is None
     assert problem.message == "manifest.json cannot be read: No such file or directory."
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_in_the_place_of_a_manifest_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "manifest.json")
+    _, (problem,) = reading(tmp_path)
+    assert "it is not a regular file" in problem.message
 
 
 def the_variant(folder: Path) -> Variant:

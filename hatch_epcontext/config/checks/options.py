@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
+from hatch_epcontext.files import is_portable
+from hatch_epcontext.loader import USER_CACHE
 from hatch_epcontext.providers import OptionValue, Provider, render, variable_of
 from hatch_epcontext.text import listing, near_name, show, suggestion
 
@@ -74,6 +76,14 @@ def check_options(
     provider = target.provider
     yield from _check_secrets(key / "provider-options", options, provider)
     yield from _check_secrets(key / "load-options", load_options, provider)
+    for name, value in load_options.items():
+        if isinstance(value, str) and USER_CACHE in value:
+            first, _, below = value.partition("/")
+            if first != USER_CACHE or (below and not is_portable(below)):
+                place = key / "load-options" / name
+                message = f"must be a folder in {USER_CACHE}, not {show(value)}."
+                example = Setting(place, f"{USER_CACHE}/{name}")
+                yield Problem.at(place, Kind.INVALID_OPTION, message, "For example:", example)
     if target.unchecked or provider.any_options:
         return
     allowed = Setting(target.key / "allow-unknown-options", True)

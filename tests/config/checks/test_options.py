@@ -39,6 +39,10 @@ def test_options_of_the_provider_pass() -> None:
         ({}, {"soc_model": 60}, "t.load-options.soc_model", "counts only when the model is compiled"),
         ({}, {"nope": 1}, "t.load-options.nope", "is not an option"),
         ({"backend_type": "htp", "backend_path": "x"}, {}, "t.provider-options", "exclude each other"),
+        *(
+            ({}, {"profiling_file_path": path}, "t.load-options.profiling_file_path", "a folder in")
+            for path in ("{user-cache}/../x", "x/{user-cache}", "{user-cache}x")
+        ),
     ],
 )  # fmt: skip
 def test_invalid_options_are_reported_with_their_key(
