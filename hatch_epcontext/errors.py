@@ -294,8 +294,8 @@ class Kind(Enum):
     UNSUPPORTED_INPUT = (
         "EPC207",
         "Unsupported input",
-        "An input is not a tensor: it is a sequence, a map or an optional value.",
-        "Change the model so that it takes tensors.",
+        "An input is a sequence, a map or an optional value, or its type is one that ONNX Runtime lacks.",
+        "Change the model so that it takes tensors of other types.",
     )
     INVALID_INPUTS = (
         "EPC208",
@@ -342,7 +342,7 @@ class Kind(Enum):
     UNSUPPORTED_OUTPUT = (
         "EPC219",
         "Unsupported output",
-        "An output is not a tensor: it is a sequence, a map or an optional value, such as that of `ZipMap`.",
+        "An output is a sequence, a map or an optional value, or its type is one that ONNX Runtime lacks.",
         "Keep the tensor that it is made of: the message names it.",
     )
     NOT_COMPILABLE = (

@@ -28,7 +28,12 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     return dtype
 
 
+def is_extended(dtype: np.dtype[np.generic]) -> bool:
+    """Whether ``dtype`` is one of those that NumPy lacks, and ml_dtypes adds."""
+    return dtype.isbuiltin == 2
+
+
 def is_float(dtype: np.dtype[np.generic]) -> bool:
     """Whether ``dtype`` is a floating-point type, ml_dtypes' included."""
-    # In ml_dtypes, integers of four bits and fewer have the kind "V" too.
-    return dtype.kind == "f" or (dtype.kind == "V" and "int" not in dtype.name)
+    # Those of ml_dtypes have any kind.
+    return "float" in dtype.name if is_extended(dtype) else dtype.kind == "f"

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import is_float
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.scope import Scope
@@ -334,9 +336,9 @@ def _bounds(scope: Scope, scale: str, zero: str) -> tuple[float, float] | None:
     low, high, middle = 0.0, 255.0, 0.0
     if zero:
         dtype = scope.dtype(zero)
-        if offset is None or offset.size != 1 or dtype is None or dtype.kind == "f":
+        if offset is None or offset.size != 1 or dtype is None or is_float(dtype):
             return None
-        info = np.iinfo(dtype)
+        info = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
         low, high, middle = info.min, info.max, offset.item()
     return (low - middle) * factor.item(), (high - middle) * factor.item()
 

@@ -291,7 +291,7 @@ def facts(value: onnx.ValueInfoProto) -> TensorFacts:
         return TensorFacts(value.name, kind or "unknown", ())
     tensor = value.type.tensor_type
     return TensorFacts(
-        value.name, _dtype_name(tensor.elem_type), tuple(size(dim) for dim in tensor.shape.dim)
+        value.name, dtype_name(tensor.elem_type), tuple(size(dim) for dim in tensor.shape.dim)
     )
 
 
@@ -311,7 +311,7 @@ def size(dim: onnx.TensorShapeProto.Dimension) -> Size:
     return dim.dim_param if dim.dim_param not in ("", "?") else None
 
 
-def _dtype_name(elem_type: int) -> str:
+def dtype_name(elem_type: int) -> str:
     """Return NumPy's name of an ONNX element type, such as ``"float32"``; ``"string"`` for strings.
 
     ``"undefined"`` for an invalid element type, which a damaged file can have.

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib
 import itertools
 import json
+import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,6 +152,8 @@ def _features(arrays: Arrays) -> list[float]:
             texts = [str(each) for each in array.ravel()]
             found += [len(set(texts)), float(np.mean([len(each) for each in texts] or [0]))]
             continue
+        if array.dtype.kind == "V":
+            array = array.view(f"u{array.dtype.itemsize}")  # noqa: PLW2901
         values = np.nan_to_num(array.astype(np.float64).ravel(), posinf=1e39, neginf=-1e39)
         if not values.size:
             found += [0.0] * 5
@@ -372,11 +377,33 @@ def _array(value: Any, type_: str) -> Any:
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "numpy"):
-        return value.numpy()
+        bits = _bits_without_numpy(type_)
+        return value.numpy() if bits is None else _raw(value, bits)
     name = type_.removeprefix("tensor(").removesuffix(")")
     return np.asarray(
         value, {"float": "float32", "double": "float64", "string": "O"}.get(name, name)
     )
+
+
+def _bits_without_numpy(type_: str) -> int | None:
+    """The bits of a value of the tensor ``type_`` if NumPy lacks it; None if it does not."""
+    found = re.fullmatch(r"tensor\((?:(bfloat16)|float([48])\w+|u?int([24]))\)", type_)
+    return found and int(next(filter(None, found.groups())).removeprefix("bfloat"))
+
+
+def _raw(value: Any, bits: int) -> Any:
+    """The values of a tensor on the CPU as bytes, which ml_dtypes reads: small ones get one each."""
+    import numpy as np
+
+    if value.device_name() != "cpu":
+        raise TypeError(f"an input is on {value.device_name()}")
+    shape, count = value.shape(), math.prod(value.shape())
+    # The first of the values in a byte is in its lowest bits.
+    data = np.frombuffer(ctypes.string_at(value.data_ptr(), (count * bits + 7) // 8), np.uint8)
+    if bits < 8:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        data = (data[:, None] >> shifts & 2**bits - 1).ravel()[:count]
+    return data.view(f"V{max(1, bits // 8)}").reshape(shape)
 
 
 class _ImportHook:

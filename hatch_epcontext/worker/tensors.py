@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.graph.arrays import Array, Arrays, is_float
+from hatch_epcontext.graph.arrays import STRING, Array, Arrays, is_extended, is_float, numpy_dtype
 
 
 class TooSlowError(Exception):
@@ -31,12 +31,15 @@ def run(
     Raises TooSlowError when it takes longer than ``seconds``.
     """
     names = [output.name for output in session.get_outputs()]
-    natural = all(array.dtype.kind != "V" for array in feeds.values())
+    lacking = any(_numpy_lacks(output.type) for output in session.get_outputs())
+    mixed = {
+        name: _to_value(array) if lacking or is_extended(array.dtype) else array
+        for name, array in feeds.items()
+    }
     with _limited(seconds) as options:
-        if natural and not any(_is_exotic(output.type) for output in session.get_outputs()):
-            return dict(zip(names, session.run(names, dict(feeds), options), strict=True))
-        values = {name: _to_value(array) for name, array in feeds.items()}
-        outputs = session.run_with_ort_values(names, values, options)
+        if not lacking:
+            return dict(zip(names, session.run(names, mixed, options), strict=True))
+        outputs = session.run_with_ort_values(names, mixed, options)
         return {name: _to_array(value) for name, value in zip(names, outputs, strict=True)}
 
 
@@ -119,29 +122,66 @@ def _limited(seconds: float | None) -> Iterator[ort.RunOptions]:
         _watches[0].begin(None)
 
 
-def _is_exotic(type_: str) -> bool:
+@functools.cache
+def elem_type(type_: str) -> int | None:
+    """ONNX's number for ONNX Runtime's name of a type ("tensor(int4)"); None if that is no dense tensor."""
+    name = type_.removeprefix("tensor(").removesuffix(")").upper()
+    known: dict[str, int] = dict(onnx.TensorProto.DataType.items())
+    return known.get(name)
+
+
+def can_run(dtype: str) -> bool:
+    """Whether ONNX Runtime has tensors of a `TensorFacts` dtype."""
+    if dtype == "string":
+        return True
+    number = onnx.helper.np_dtype_to_tensor_dtype(numpy_dtype(dtype))
+    try:
+        ort.OrtValue.ortvalue_from_shape_and_type([0], number)
+    except RuntimeError:
+        return False
+    return True
+
+
+@functools.cache
+def _numpy_lacks(type_: str) -> bool:
     """Whether ONNX Runtime cannot return a tensor of ``type_`` as a NumPy array ("tensor(bfloat16)")."""
-    return "bfloat16" in type_ or "float8" in type_ or "int4" in type_
+    number = elem_type(type_)
+    return number is not None and is_extended(onnx.helper.tensor_dtype_to_np_dtype(number))
 
 
 def _to_value(array: Array) -> ort.OrtValue:
-    if array.dtype.kind != "V":
-        return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
-    raw = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-    elem_type = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, elem_type)
+    if array.dtype == STRING:
+        return _string_value(array)
+    if not is_extended(array.dtype):
+        return ort.OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"))
+    # As in a file: integers and floats of four bits and fewer share bytes.
+    tensor = onnx.numpy_helper.from_array(array)
+    value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), tensor.data_type)
+    ctypes.memmove(value.data_ptr(), tensor.raw_data, len(tensor.raw_data))
+    return value
+
+
+def _string_value(array: Array) -> ort.OrtValue:
+    # ONNX Runtime makes values of arrays of numbers only, but its outputs can be strings.
+    tensor = onnx.numpy_helper.from_array(array, "strings")
+    output = onnx.helper.make_tensor_value_info("strings", tensor.data_type, array.shape)
+    graph = onnx.helper.make_graph([], "strings", [], [output], [tensor])
+    opset = onnx.helper.make_opsetid("", 17)
+    model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    value: ort.OrtValue = session.run_with_ort_values(["strings"], {})[0]
+    return value
 
 
 def _to_array(value: ort.OrtValue) -> Array:
-    if not _is_exotic(value.data_type()):
+    if not _numpy_lacks(value.data_type()):
         array: Array = value.numpy()
         return array
-    name = value.data_type().removeprefix("tensor(").removesuffix(")")
-    dtype = np.dtype(getattr(ml_dtypes, name.replace("float8", "float8_")))
-    count = int(np.prod(value.shape()))
-    raw = ctypes.string_at(value.data_ptr(), count * dtype.itemsize)
-    result: Array = np.frombuffer(raw, dtype).reshape(value.shape())
-    return result
+    raw = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
+    tensor = onnx.TensorProto(
+        data_type=elem_type(value.data_type()), dims=value.shape(), raw_data=raw
+    )
+    return onnx.numpy_helper.to_array(tensor)
 
 
 def refuse_not_finite(outputs: Arrays, reference: Arrays) -> None:

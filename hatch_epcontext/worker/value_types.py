@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
@@ -10,15 +10,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, set_model_path
-
-_ELEM_TYPES: Mapping[str, int] = {
-    f"tensor({name})": int(onnx.TensorProto.DataType.Value(name.upper()))
-    for name in (
-        *("float", "double", "float16", "bfloat16", "bool", "string"),
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-    )
-}
-"""ONNX's number for each of ONNX Runtime's names of types."""
+from hatch_epcontext.worker.tensors import elem_type
 
 
 def value_types(model: onnx.ModelProto, path: Path) -> dict[str, onnx.TypeProto]:
@@ -61,7 +53,8 @@ def types_of_runtime(
     outputs = {each.name: each for each in session.get_outputs()}
     found = (outputs[name] for name in wanted if name in outputs)
     return {
-        each.name: onnx.helper.make_tensor_type_proto(_ELEM_TYPES[each.type], each.shape)
+        # It reports no dimensions for an unknown rank too.
+        each.name: onnx.helper.make_tensor_type_proto(number, each.shape or None)
         for each in found
-        if each.type in _ELEM_TYPES
+        if (number := elem_type(each.type)) is not None
     }

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
+from onnx import TensorProto, helper
 
-from hatch_epcontext.worker.recorder import SAMPLES, _Kept
+from hatch_epcontext.errors import Key
+from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.worker.dummy.given import given_samples
+from hatch_epcontext.worker.recorder import SAMPLES, _array, _Kept
 
 Array = np.ndarray[Any, Any]
 
@@ -57,6 +63,31 @@ def test_values_of_all_types_are_told_apart_and_read_back(
     found = keep(tmp_path, one, other)
     assert len(found) == 2
     assert found[0].tolist() == one.tolist() or np.isnan(found[0]).any()
+
+
+@pytest.mark.parametrize(
+    ("type_", "packed", "numbers"),
+    [
+        # The first value is in the lowest bits of a byte.
+        ("INT4", [0x81, 0x0F], [1, -8, -1]),
+        ("UINT4", [0x81, 0x0F], [1, 8, 15]),
+        ("INT2", [0b01_11_10_00, 0b01], [0, -2, -1, 1, 1]),
+        ("FLOAT4E2M1", [0x71, 0x0A], [0.5, 6, -1]),
+        ("FLOAT8E5M2", [0x3E, 0xC0], [1.5, -2]),
+        ("BFLOAT16", [0xC0, 0x3F, 0x00, 0xC0], [1.5, -2]),
+    ],
+)
+def test_types_that_numpy_lacks_are_kept_by_value(
+    tmp_path: Path, type_: str, packed: list[int], numbers: list[float]
+) -> None:
+    number = TensorProto.DataType.Value(type_)
+    shape = (len(numbers), 1)
+    tensor = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, number)
+    ctypes.memmove(tensor.data_ptr(), bytes(packed), len(packed))
+    keep(tmp_path, _array(tensor, tensor.data_type()))
+    dtype = helper.tensor_dtype_to_np_dtype(number).name
+    ((_, sample),) = given_samples(tmp_path / "a", [TensorFacts("x", dtype, shape)], Key())
+    assert sample["x"].astype(float).ravel().tolist() == numbers
 
 
 def test_steps_of_a_sample_that_is_no_longer_kept_are_removed(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from hatch_epcontext.worker.dummy.inputs import sized
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
+from hatch_epcontext.worker.tensors import can_run
 
 
 def handle(request: CheckRequest) -> CheckReply:
@@ -57,7 +58,10 @@ def _check_model(model: Model) -> ModelFacts:
     if model.static_shapes:
         fix_shapes(onnx_model, model)
     inputs = _inputs(onnx_model)
-    outputs_problems = list(_check_outputs(onnx_model.graph, model))
+    outputs_problems = [
+        *_check_outputs(onnx_model.graph, model),
+        *_check_dtypes(map(graph.facts, onnx_model.graph.output), "output", model),
+    ]
     # The EPs for fixed shapes, by whether their targets fix them.
     eps = {
         target.settings.static_shapes: target.settings.ep
@@ -124,12 +128,31 @@ def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
 
 def _check_types(inputs: tuple[TensorFacts, ...], model: Model) -> Iterator[Problem]:
     for each in inputs:
-        if each.dtype.endswith("_type") or each.dtype in ("unknown", "undefined"):
+        if _is_no_tensor(each):
             yield Problem.at(
                 model.key,
                 Kind.UNSUPPORTED_INPUT,
                 f"the input {each.name!r} is not a tensor: {each.dtype}.",
             )
+    yield from _check_dtypes(inputs, "input", model)
+
+
+def _check_dtypes(tensors: Iterable[TensorFacts], noun: str, model: Model) -> Iterator[Problem]:
+    kind = Kind.UNSUPPORTED_INPUT if noun == "input" else Kind.UNSUPPORTED_OUTPUT
+    for each in tensors:
+        if not _is_no_tensor(each) and not can_run(each.dtype):
+            yield Problem.at(
+                model.key,
+                kind,
+                f"the {noun} {each.name!r} is {each.dtype}, and ONNX Runtime runs no tensors of this type.",
+                "Change its type in the model: complex numbers can be floats with a last dimension of 2."
+                if each.dtype.startswith("complex")
+                else "Change its type in the model, such as to float16.",
+            )
+
+
+def _is_no_tensor(facts: TensorFacts) -> bool:
+    return facts.dtype.endswith("_type") or facts.dtype in ("unknown", "undefined")
 
 
 def _check_outputs(main: onnx.GraphProto, model: Model) -> Iterator[Problem]:

@@ -21,6 +21,8 @@ from hatch_epcontext.worker.dummy.inputs import sized
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 
+_NO_KERNEL = re.compile(r"find an implementation for (\w+)\(\d+\) node with name '([^']*)'")
+
 _NOT_LOADED = " failed:"
 """What ONNX Runtime writes after "Load model from" and the file; the reason follows it."""
 
@@ -55,6 +57,15 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
             f"{reason}",
             "Correct the model: no EP gets a model that ONNX Runtime cannot load.",
         )
+    if kernel := _NO_KERNEL.search(text):
+        return Problem.at(
+            model.key,
+            Kind.SOURCE_FAILED,
+            "the source model itself cannot be run on the CPU: ONNX Runtime's CPU EP has no "
+            f"{_operation(fixed, *kernel.groups())}.",
+            f"Use other types or another operator, or {_UNCOMPARED}.",
+            Setting(model.key / "validate" / "tolerance", False),
+        )
     message = f"the source model itself cannot be run on the CPU: {text}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     scope = Scope(fixed.graph, nested=True)
@@ -88,6 +99,20 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
         *_settings(named, model),
         Setting(model.key / "validate" / "tolerance", False),
     )
+
+
+def _operation(fixed: onnx.ModelProto, operator: str, name: str) -> str:
+    """The ``operator`` with the types of its node ``name``, or of all such nodes if that is empty."""
+    scope = Scope.of(fixed)
+    types = dict.fromkeys(
+        graph.dtype_name(elem_type)
+        for node in scope.nodes
+        if node.op_type == operator and name in ("", node.name)
+        for value in (*node.input, *node.output)
+        if (elem_type := scope.elem_type(value)) is not None
+    )
+    node = f" (node {name!r})" if name else ""
+    return f"{operator}{node} of opset {graph.opset(fixed)} for its types ({', '.join(types)})"
 
 
 def _without_size(model: Model, message: str, inputs: Sequence[TensorFacts]) -> Problem:

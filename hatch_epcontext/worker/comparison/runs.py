@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
-from hatch_epcontext.graph.arrays import Array, Arrays, is_float
+from hatch_epcontext.graph.arrays import STRING, Array, Arrays, is_float, numpy_dtype
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.comparison.measures import Elsewhere, Nature
 from hatch_epcontext.worker.comparison.selections import Selections
@@ -209,16 +209,22 @@ _FLAGS = ("nature", "usual", "on_target")
 """The fields of a `ReferenceRun` that a file contains unchanged."""
 
 
-def write_reference(found: Reference, path: Path) -> str | None:
-    """Write ``found`` to ``path``; returns the path, or None for Python objects.
+def write_reference(found: Reference, path: Path) -> str:
+    """Write ``found`` to ``path``, and return that.
 
-    A line of JSON names the arrays, and their bytes follow: NumPy's format takes longer than a small model.
+    A line of JSON names the arrays, and has their strings. The bytes of all others follow: NumPy's format
+    takes longer than a small model, and lacks types.
     """
     arrays: list[Array] = []
 
     def listed(tensors: Arrays) -> dict[str, Any]:
-        arrays.extend(tensors.values())
-        return {name: [array.dtype.str, array.shape] for name, array in tensors.items()}
+        return {name: described(array) for name, array in tensors.items()}
+
+    def described(array: Array) -> list[Any]:
+        if array.dtype == STRING:
+            return ["string", array.shape, array.ravel().tolist()]
+        arrays.append(array)
+        return [array.dtype.name, array.shape]
 
     runs = [
         {
@@ -230,8 +236,6 @@ def write_reference(found: Reference, path: Path) -> str | None:
         }
         for each in found.runs
     ]
-    if not all(array.dtype.isbuiltin == 1 and array.dtype.kind != "O" for array in arrays):
-        return None
     text = json.dumps({"runs": runs, "facts": to_plain(found.facts)})
     with path.open("wb") as file:
         file.write(text.encode() + b"\n")
@@ -260,8 +264,12 @@ def read_reference(path: str) -> Reference:
     return Reference(runs, from_plain(plain["facts"], Facts))
 
 
-def _read_array(file: IO[bytes], dtype: str, shape: Sequence[int]) -> Array:
-    type_ = np.dtype(dtype)
+def _read_array(
+    file: IO[bytes], dtype: str, shape: Sequence[int], strings: Sequence[str] = ()
+) -> Array:
+    type_ = numpy_dtype(dtype)
+    if type_ == STRING:
+        return np.array(strings, type_).reshape(shape)
     data = bytearray(file.read(math.prod(shape) * type_.itemsize))
     array: Array = np.frombuffer(data, type_).reshape(shape)
     return array

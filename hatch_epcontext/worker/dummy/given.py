@@ -14,7 +14,7 @@ import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.files import is_regular, unreadable
-from hatch_epcontext.graph.arrays import Array, numpy_dtype
+from hatch_epcontext.graph.arrays import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import TensorFacts
 
 
@@ -81,7 +81,10 @@ def _parts(
 ) -> Sequence[Array]:
     """The samples of one input in an archive."""
     array = array_for(found, tensor, file, key)
-    fits = array.dtype == numpy_dtype(tensor.dtype)
+    dtype = numpy_dtype(tensor.dtype)
+    if _is_raw(array.dtype, dtype):
+        array = array.view(dtype)
+    fits = array.dtype == dtype
     if fits and tensor.takes(array.shape):
         return [array]
     if fits and array.size:
@@ -94,6 +97,11 @@ def _parts(
                 return parts
     hint = "Save arrays in the shapes of the model's inputs, or several of them along a first axis."
     raise misfit(array, tensor, file, key, hint)
+
+
+def _is_raw(found: np.dtype[Any], dtype: np.dtype[np.generic]) -> bool:
+    """Whether ``found`` is what NumPy keeps in an archive of a ``dtype`` that it lacks: bytes."""
+    return is_extended(dtype) and found == np.dtype(f"V{dtype.itemsize}")
 
 
 _UNREADABLE = (
@@ -209,7 +217,7 @@ def shapes_in(path: Path, inputs: Sequence[TensorFacts]) -> dict[str, tuple[int,
         dtype, shape = found[each.name]
         wanted = numpy_dtype(each.dtype)
         is_text = wanted.kind == "O" and dtype.kind == "U"
-        if not (dtype == wanted or is_text) or not each.takes(shape):
+        if not (dtype == wanted or is_text or _is_raw(dtype, wanted)) or not each.takes(shape):
             return {}
     return {name: shape for name, (_, shape) in found.items()}
 

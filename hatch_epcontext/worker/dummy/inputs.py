@@ -11,7 +11,7 @@ import numpy as np
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
-from hatch_epcontext.graph.arrays import Array, numpy_dtype
+from hatch_epcontext.graph.arrays import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
 from hatch_epcontext.worker.dummy.given import given_samples, read_test_data
 from hatch_epcontext.worker.dummy.synthetic import RANDOM, ZEROS, Pattern, assumed_range, values
@@ -96,7 +96,11 @@ def constant(model: Model, facts: TensorFacts) -> Array:
 
     Raises TypeError, ValueError or OverflowError when it does not fit the dtype.
     """
-    array: Array = np.asarray(model.constants[facts.name], dtype=numpy_dtype(facts.dtype))
+    dtype = numpy_dtype(facts.dtype)
+    if is_extended(dtype):
+        # The app's loader feeds it, with NumPy alone; and ml_dtypes turns 8 into -8 for int4.
+        raise TypeError("NumPy lacks this type; store the value inside the model instead")
+    array: Array = np.asarray(model.constants[facts.name], dtype=dtype)
     if len(facts.shape) != array.ndim and array.size == 1:
         array = array.reshape([1] * len(facts.shape))
     return array

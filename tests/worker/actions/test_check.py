@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from hatch_epcontext.config.settings import Listed, Model, Target
 from hatch_epcontext.config.tables import ValidateTable
@@ -39,6 +39,24 @@ def test_open_dimensions_are_allowed_for_eps_that_take_them(tmp_path: Path) -> N
     path = save(network(), tmp_path / "a.onnx")
     (facts,) = handle(request_for(path)).models
     assert facts.inputs[0].shape == ("batch", 1, 8, 8)
+
+
+@pytest.mark.parametrize("type_", ["COMPLEX64", "FLOAT6E3M2"])
+def test_a_type_that_onnx_runtime_lacks_is_named(tmp_path: Path, type_: str) -> None:
+    number = TensorProto.DataType.Value(type_)
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        "g",
+        [value("x", [2], number)],
+        [value("y", [2], number)],
+    )
+    path = save(helper.make_model(graph), tmp_path / "a.onnx")
+    with pytest.raises(ModelError) as raised:
+        handle(request_for(path))
+    kinds = [problem.kind for problem in raised.value.problems]
+    assert kinds == [Kind.UNSUPPORTED_INPUT, Kind.UNSUPPORTED_OUTPUT]
+    name = helper.tensor_dtype_to_np_dtype(number).name
+    assert f"the input 'x' is {name}, and ONNX Runtime" in raised.value.problems[0].message
 
 
 @pytest.mark.parametrize(

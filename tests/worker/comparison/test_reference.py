@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -11,11 +12,14 @@ from onnx import TensorProto, helper, numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, ModelError
+from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import ComparisonResult, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
+    Facts,
     Reference,
+    ReferenceRun,
     read_reference,
     write_reference,
 )
@@ -306,7 +310,6 @@ def test_a_reference_is_kept_in_a_file(tmp_path: Path, name: str) -> None:
     made.graph.node[-1].output[0] = made.graph.output[0].name = name * 20_000
     _, expected = referred(made, tmp_path)
     path = write_reference(expected, tmp_path / "reference.bin")
-    assert path is not None
     found = read_reference(path)
     assert found.facts == expected.facts
     for one, other in zip(found.runs, expected.runs, strict=True):
@@ -314,6 +317,28 @@ def test_a_reference_is_kept_in_a_file(tmp_path: Path, name: str) -> None:
         for a, b in zip((*one.feeds, *one.outputs), (*other.feeds, *other.outputs), strict=True):
             assert a.keys() == b.keys()
             assert all(np.array_equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([["é", ""], ["a", "b"]], object),
+        np.array([1, -2], ml_dtypes.bfloat16),
+        np.array([0.5, -4], ml_dtypes.float8_e5m2),
+        np.array([7, -8, -1], ml_dtypes.int4),
+        np.array(True),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_a_file_keeps_the_values_of_every_type(tmp_path: Path, array: Array) -> None:
+    numbers = np.array([1, 2], np.float32)
+    tensors = {"before": numbers, "x": array, "after": numbers}
+    run = ReferenceRun("a", (tensors,), (tensors,), "any", usual=True, on_target=True)
+    written = write_reference(Reference((run,), Facts()), tmp_path / "reference.bin")
+    found = read_reference(written).runs[0].outputs[0]
+    assert {name: (each.dtype, each.tolist()) for name, each in found.items()} == {
+        name: (each.dtype, each.tolist()) for name, each in tensors.items()
+    }
 
 
 BROKEN = [

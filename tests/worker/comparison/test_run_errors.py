@@ -50,6 +50,22 @@ def test_the_node_its_input_and_what_to_set_are_named() -> None:
     ]
 
 
+def test_a_type_that_no_node_of_the_cpu_takes_is_named() -> None:
+    four_bits = TensorProto.FLOAT4E2M1
+    graph = helper.make_graph(
+        [helper.make_node("Cast", ["x"], ["y"], "widen", to=TensorProto.FLOAT)],
+        "g",
+        [value("x", [2], four_bits)],
+        [value("y", [2])],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    with pytest.raises(Exception, match="NOT_IMPLEMENTED") as raised:
+        ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    found = source_failed(Model("a", Path("a.onnx"), Key()), made, raised.value)
+    types = "its types (float4_e2m1fn, float32)"
+    assert f"has no Cast (node 'widen') of opset 23 for {types}." in found.message
+
+
 def test_the_node_inside_a_branch_is_named() -> None:
     choose = helper.make_node("Gather", ["table", "i"], ["t"], "inner")
     then = helper.make_graph([choose], "then", [], [value("t", [2, 3])])

@@ -281,7 +281,6 @@ def test_the_message_names_the_worst_row(tmp_path: Path) -> None:
 def test_the_reference_of_a_file_has_the_selections(tmp_path: Path) -> None:
     expected = Head(tmp_path, "several outputs").expected
     written = write_reference(expected, tmp_path / "reference")
-    assert written is not None
     read = read_reference(written)
     assert read.facts == expected.facts
     (selection,) = read.facts.selections.rows
@@ -618,7 +617,6 @@ def test_the_reference_of_a_file_has_what_is_behind_a_suppression(
     suppressing: Suppressing, tmp_path: Path
 ) -> None:
     written = write_reference(suppressing.expected, tmp_path / "reference")
-    assert written is not None
     read = read_reference(written).facts
     assert read == suppressing.expected.facts
     assert read.selections.reads == ("boxes", "by class")

@@ -8,6 +8,7 @@ import onnx
 import pytest
 
 from hatch_epcontext.errors import Key, ModelError
+from hatch_epcontext.graph.arrays import numpy_dtype
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.worker.dummy.given import given_samples
 
@@ -37,6 +38,16 @@ def test_each_archive_and_each_folder_of_test_data_is_a_sample(tmp_path: Path) -
     (tmp_path / "notes.txt").touch()
     assert found(tmp_path) == [((1, 3), ())] * 3
     assert found(tmp_path / "more" / "set_0") == [((1, 3), ())]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"])
+def test_arrays_of_types_that_numpy_lacks_keep_their_values(tmp_path: Path, dtype: str) -> None:
+    array = np.array([[1, -2, 3]], numpy_dtype(dtype))
+    raw = np.concatenate([array, array]).view(f"V{array.itemsize}")
+    np.savez(tmp_path / "all.npz", x=raw)
+    tensor = TensorFacts("x", dtype, (1, 3))
+    samples = [sample["x"] for _, sample in given_samples(tmp_path, [tensor], KEY)]
+    assert [sample.tolist() for sample in samples] == [array.tolist()] * 2
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,10 @@ I = TensorFacts("i", "int64", (3,))  # noqa: E741
 
 @pytest.mark.parametrize(
     "dtype",
-    "float64 float32 float16 bfloat16 float8_e4m3fn int8 uint64 int4 bool".split(),  # noqa: SIM905
+    [
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("float4_e2m1fn", "int8", "uint64", "int4", "uint2", "bool"),
+    ],
 )
 def test_synthetic_inputs_have_the_shape_and_dtype(dtype: str) -> None:
     tensor = TensorFacts("x", dtype, (2, 3))
@@ -40,6 +43,13 @@ def test_synthetic_inputs_have_the_shape_and_dtype(dtype: str) -> None:
         assert (array.shape, array.dtype.name) == ((2, 3), dtype)
     assert (dummy_inputs([tensor], spec("ones"))["x"] == 1).all()
     assert (dummy_inputs([tensor], spec("zeros"))["x"] == 0).all()
+
+
+def test_synthetic_floats_are_numbers_of_their_dtype() -> None:
+    # It has neither zero nor negative values.
+    array = dummy_inputs([TensorFacts("x", "float8_e8m0fnu", (100,))], spec("random"))["x"]
+    assert np.isfinite(array.astype(float)).all()
+    assert len(set(array.tolist())) > 4
 
 
 def test_random_inputs_are_the_same_in_every_run_and_differ_by_input() -> None:
