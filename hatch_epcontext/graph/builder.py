@@ -20,6 +20,9 @@ _AXES_OF_MEAN_AS_INPUTS = 18
 BOUNDS_AS_INPUTS = 11
 """The opsets from which these are inputs instead of attributes."""
 
+_INLINED = "_inlfunc_"
+"""The prefix of values inside the body of a function that ONNX Runtime put in the place of a node."""
+
 _CONCAT_AT_A_TIME = 128
 """The most values that one Concat joins: QNN's simulator, for example, refuses many more."""
 
@@ -96,7 +99,7 @@ class Builder:
                 names[value] = output
             elif output:
                 self.copy_to(names.get(value, value), output)
-        _rename(new, names)
+        rename(new, names)
         return True
 
     def write(self) -> None:
@@ -371,6 +374,41 @@ def renamed(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
     return model
 
 
+def restore_inlined(source: onnx.GraphProto, model: onnx.ModelProto) -> onnx.ModelProto:
+    """``model``, changed in place: nodes of ``source`` that ONNX Runtime replaced by their function's body.
+
+    It does so where the CPU has no kernel, as for Softmax in float16, although EPs have one. A node whose
+    inputs or body are no longer known stays replaced.
+    """
+    main = model.graph
+    makers = {name: node for node in main.node for name in node.output}
+    stored = {tensor.name for tensor in main.initializer}
+    known = {*makers, *stored, *(value.name for value in main.input)}
+    restored: dict[str, onnx.NodeProto] = {}
+    for node in source.node:
+        outputs = [name for name in node.output if name]
+        if len(outputs) != 1 or outputs[0] not in makers:
+            continue
+        prefix = f"{_INLINED}{node.op_type}_"
+        body, read = [makers[outputs[0]]], set[str]()
+        for inner in body:
+            names = set(graph.read_by(inner))
+            read |= {name for name in names if not name.startswith(prefix)}
+            body += [makers[name] for name in names - read if name in makers]
+        missing = [name for name in node.input if name and name not in known]
+        others = read - stored - set(node.input)
+        if len(body) < 2 or len(missing) > 1 or (missing and len(others) != 1):
+            continue
+        copy = copy_of(node)
+        copy.input[:] = [max(others) if name in missing else name for name in node.input]
+        restored[outputs[0]] = copy
+    if restored:
+        nodes = (restored.get(next(iter(node.output), ""), copy_of(node)) for node in main.node)
+        set_nodes(main, [*nodes])
+        remove_unused(main, lambda node: node.output[0].startswith(_INLINED))
+    return model
+
+
 def remove_unused(
     part: onnx.GraphProto, is_removable: Callable[[onnx.NodeProto], bool] = lambda node: True
 ) -> None:
@@ -392,12 +430,12 @@ def _keep(named: Any, used: set[str]) -> None:
     named.extend(kept)
 
 
-def _rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
+def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
     """Give the values of ``nodes`` their new ``names``, which no graph inside them has, in place."""
     for node in nodes:
         for list_ in (node.input, node.output):
             list_[:] = [names.get(name, name) for name in list_]
         for inner in graph.inner_graphs(node):
-            _rename(inner.node, names)
+            rename(inner.node, names)
             for value in inner.output:
                 value.name = names.get(value.name, value.name)

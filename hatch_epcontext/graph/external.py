@@ -79,6 +79,27 @@ def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> 
     return tuple(PurePosixPath(name).as_posix() for name in sorted(ends))
 
 
+def load_whole(path: Path) -> onnx.ModelProto:
+    """Read the model at ``path`` with its external data, whose files `external_data` has accepted.
+
+    onnx itself refuses files with several hard links, as caches and workers make them instead of copies.
+    """
+    model = onnx.load(path, load_external_data=False)
+    read_data(model, path.parent)
+    return model
+
+
+def read_data(model: onnx.ModelProto, folder: Path) -> None:
+    """Put the external data of ``model``, which is in ``folder``, into it. Files are as for `load_whole`."""
+    for tensor in _external_tensors(model):
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        with (folder / entries["location"]).open("rb") as file:
+            file.seek(_bytes(tensor, "offset", entries))
+            tensor.raw_data = file.read(byte_size(tensor))
+        tensor.data_location = onnx.TensorProto.DEFAULT
+        del tensor.external_data[:]
+
+
 def stays_inside(folder: Path, location: str) -> bool:
     """Whether a file that a model names is in the model's folder: on any system, links resolved."""
     return _ModelFolder(folder).has(location)

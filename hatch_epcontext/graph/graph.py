@@ -40,6 +40,9 @@ _RANDOM = frozenset(
 RESHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Operators whose result has all values of their first input, in the same order."""
 
+TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
+"""The attributes of standard operators that name the type of a result."""
+
 _MAX_VALUES = 2**16
 """The most values of a stored tensor that can decide shapes: weights are larger."""
 
@@ -244,6 +247,25 @@ def attribute_tensors(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorPro
         yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
     for sparse in attribute.sparse_tensors:
         yield from (sparse.values, sparse.indices)
+
+
+def has_float16(model: onnx.ModelProto) -> bool:
+    """Whether ``model`` has values of float16: inputs, stored tensors, or results of a conversion."""
+    half = onnx.TensorProto.FLOAT16
+    return (
+        any(value.type.tensor_type.elem_type == half for value in model.graph.input)
+        or any(tensor.data_type == half for part in _parts(model) for tensor in tensors(part))
+        or any(
+            attribute.i == half and attribute.name in TYPE_ATTRIBUTES
+            for part in _parts(model)
+            for node in nodes(part)
+            for attribute in node.attribute
+        )
+    )
+
+
+def _parts(model: onnx.ModelProto) -> tuple[Part, ...]:
+    return (model.graph, *model.functions)
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:

@@ -6,15 +6,15 @@ Sums inside Conv, MatMul and reductions stay exact, as NPUs compute them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Container, Iterator, Mapping, Set
 
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, copy_of
+from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, copy_of, rename
 from hatch_epcontext.graph.number_format import FUSING, Fault, NumberFormat
 from hatch_epcontext.graph.scope import Scope, Types
 
@@ -39,6 +39,46 @@ _FEW_VALUES = 1e-3
 """The width of a range of values so small that a model seldom has them."""
 
 _TYPES: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+
+
+def widen(model: onnx.ModelProto) -> None:
+    """Let ``model`` compute in float32 what it computes in float16, in place; the types of its inputs and
+    outputs stay. The CPU does the same, but takes operators apart for which it has no kernel.
+    """
+    main, half = model.graph, TensorProto.FLOAT16
+    outside = [*graph.inputs(main), *main.output]
+    names = [each.name for each in outside if each.type.tensor_type.elem_type == half]
+    for part in graph.graphs(main):
+        _widen_types(part, names)
+    builder = Builder(model)
+    wide = {name: builder.fresh(f"{name}/float32") for name in names}
+    inside = [copy_of(node) for node in main.node]
+    rename(inside, wide)
+    made = {name for node in inside for name in node.output}
+    for name, inner in wide.items():
+        if inner not in made:
+            builder.append(helper.make_node("Cast", [name], [inner], to=TensorProto.FLOAT))
+    for node in inside:
+        builder.append(node)
+    for name, inner in wide.items():
+        if inner in made:
+            builder.append(helper.make_node("Cast", [inner], [name], to=half))
+    builder.write()
+
+
+def _widen_types(part: onnx.GraphProto, kept: Container[str]) -> None:
+    """Make float32 of float16 in ``part``, without the graphs inside it and the values ``kept``."""
+    # Those of the graphs inside it are the same, whichever graph changes them.
+    for tensor in graph.tensors(part):
+        if tensor.data_type == TensorProto.FLOAT16:
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for value in (*part.value_info, *part.input, *part.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT16 and value.name not in kept:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    for attribute in (each for node in part.node for each in node.attribute):
+        if attribute.name in graph.TYPE_ATTRIBUTES and attribute.i == TensorProto.FLOAT16:
+            attribute.i = TensorProto.FLOAT
 
 
 def emulate(
@@ -150,11 +190,11 @@ class _EmulatedGraph:
         inside = self._limited(value, largest)
         short = builder.add("Cast", inside, to=_TYPES[self._format.name])
         if not wide or self._format.largest_of_sums == largest:
-            builder.append(onnx.helper.make_node("Cast", [short], [name], to=TensorProto.FLOAT))
+            builder.append(helper.make_node("Cast", [short], [name], to=TensorProto.FLOAT))
             return
         back = builder.add("Cast", short, to=TensorProto.FLOAT)
         more = builder.add("Sub", self._limited(value, self._format.largest_of_sums), inside)
-        builder.append(onnx.helper.make_node("Add", [back, more], [name]))
+        builder.append(helper.make_node("Add", [back, more], [name]))
 
     def _limited(self, value: str, largest: float) -> str:
         low, high = self._constant(-largest), self._constant(largest)
@@ -229,5 +269,5 @@ def expose(model: onnx.ModelProto, types: Types) -> None:
         for name in node.output:
             if name and name not in known and scope.elem_type(name) == TensorProto.FLOAT:
                 model.graph.output.append(
-                    onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+                    helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
                 )

@@ -204,6 +204,9 @@ class Provider:
     """(device, options) -> the format to which it rounds floats; None if it computes in float32, or if that
     is unknown."""
 
+    computes_float16: bool = True
+    """Whether it has kernels for float16; ONNX Runtime inserts casts to float32 for an EP without them."""
+
     needs: str | None = None
     """The hardware and the driver that it needs to offer a device."""
 

@@ -9,6 +9,7 @@ PROVIDER = Provider(
     ep="CPUExecutionProvider",
     title="ONNX Runtime's own CPU kernels",
     product="optimized",
+    computes_float16=False,
     distributions=(
         "onnxruntime",
         "onnxruntime-gpu",

@@ -8,7 +8,8 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import Target
-from hatch_epcontext.graph.builder import renamed
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import renamed, restore_inlined
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.worker.session import LEVELS, cpu_options, near, open_session, options
 
@@ -19,6 +20,9 @@ _INSERTED = "InsertedPrecisionFreeCast_"
 """The prefix of the float32 form of a float16 value. ONNX Runtime uses it in each graph and optimization, and
 refuses its own result if two names are equal."""
 
+_MIN_EXTERNAL = 1024
+"""The bytes from which a session, too, writes tensors into the file for external data."""
+
 
 def optimize(
     source: Path,
@@ -27,32 +31,70 @@ def optimize(
     target: Target | None = None,
     *,
     fuse: bool = True,
+    keep_float16: bool = True,
 ) -> ort.InferenceSession:
     """Write ``source`` to ``result`` as ONNX Runtime optimizes it for the EP of ``target``.
 
-    Returns the session that wrote it and runs the same graph. Without ``target`` it is optimized for the CPU
-    EP. ``level``: ``"none"`` or ``"basic"``, which are the same for all EPs and need only the CPU's;
-    ``"extended"`` or ``"all"``, which insert operators that only that EP can run. External data stays
-    external. Without ``fuse`` nothing is folded into the weights of convolutions. Raises UnavailableError
-    when the EP is needed and unavailable.
+    Returns a session that runs the same graph. Without ``target`` it is optimized for no EP. ``level``:
+    ``"none"`` or ``"basic"``, which are the same for all EPs and need only the CPU's; ``"extended"`` or
+    ``"all"``, which insert operators that only that EP can run. External data stays external. Without
+    ``fuse`` nothing is folded into the weights of convolutions. Without ``keep_float16``, and for EPs that
+    do not compute float16, values of float16 become float32 between casts. Raises UnavailableError when the
+    EP is needed and unavailable.
     """
-    if target is None or level in ("none", "basic"):
+    portable = target is None or level in ("none", "basic")
+    if target is None or portable:
         session_options = cpu_options()
     else:
         session_options = options(target, target.settings.provider_options)
     session_options.graph_optimization_level = LEVELS[level]
-    session_options.optimized_model_filepath = near(result)
+    if not fuse:
+        session_options.add_session_config_entry(
+            "optimization.disable_specified_optimizers", ";".join(_FUSIONS)
+        )
     model = onnx.load(source, load_external_data=False)
     threshold = target.settings.external_initializers if target else None
+    data = None
     if threshold is not None or external_data(model, source.parent, source.name):
+        data = f"{result.stem}.data"
+    keep_float16 = keep_float16 and (target is None or target.provider.computes_float16)
+    if portable and keep_float16 and graph.has_float16(model):
+        _optimize_for_no_ep(source, result, level, session_options, data, threshold)
+        restored = restore_inlined(model.graph, onnx.load(result, load_external_data=False))
+        onnx.save(restored, result)
+        return open_session(result, session_options)
+    session_options.optimized_model_filepath = near(result)
+    if data is not None:
         session_options.add_session_config_entry(
-            "session.optimized_model_external_initializers_file_name", f"{result.stem}.data"
+            "session.optimized_model_external_initializers_file_name", data
         )
     if threshold is not None:
         session_options.add_session_config_entry(
             "session.optimized_model_external_initializers_min_size_in_bytes", str(threshold)
         )
-    session = open_session(source, session_options, without=() if fuse else _FUSIONS)
+    session = open_session(source, session_options)
     if _INSERTED.encode() in result.read_bytes():
         onnx.save(renamed(onnx.load(result, load_external_data=False), _INSERTED), result)
     return session
+
+
+def _optimize_for_no_ep(
+    source: Path,
+    result: Path,
+    level: str,
+    session_options: ort.SessionOptions,
+    data: str | None,
+    threshold: int | None,
+) -> None:
+    """Write ``source`` to ``result`` before ONNX Runtime inserts the casts that the CPU's kernels need.
+
+    A session writes the graph after that; for an EP that compiles nothing its compiler writes it before.
+    """
+    compiler = ort.ModelCompiler(
+        session_options,
+        near(source),
+        external_initializers_file_path=data,
+        external_initializers_size_threshold=_MIN_EXTERNAL if threshold is None else threshold,
+        graph_optimization_level=LEVELS[level],
+    )
+    compiler.compile_to_file(near(result))

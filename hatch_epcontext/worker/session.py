@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ def _session_options() -> ort.SessionOptions:
     result = ort.SessionOptions()
     # Spinning threads would take cores from other jobs, and from the EP's own threads.
     result.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # By default the CPU computes int4 weights with activations of int8: 46 dB, and less in deep models.
+    result.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     return result
 
 
@@ -111,18 +113,12 @@ def _with_own_cache(value: str) -> str:
     return path
 
 
-def open_session(
-    model: Path | bytes, session_options: ort.SessionOptions, *, without: Iterable[str] = ()
-) -> ort.InferenceSession:
-    """Open a session without fallback: by default the CPU EP replaces an EP that fails.
-
-    ``without``: the names of ONNX Runtime's optimizers that are switched off.
-    """
+def open_session(model: Path | bytes, session_options: ort.SessionOptions) -> ort.InferenceSession:
+    """Open a session without fallback: by default the CPU EP replaces an EP that fails."""
     return ort.InferenceSession(
         model if isinstance(model, bytes) else near(model),
         session_options,
         enable_fallback=0,
-        disabled_optimizers=[*without],
     )
 
 

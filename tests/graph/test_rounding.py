@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat
-from hatch_epcontext.graph.rounding import emulate, expose
+from hatch_epcontext.graph.rounding import emulate, expose, widen
 from tests.models import model, value
 
 WIDE = replace(FLOAT16, largest_of_sums=131008.0, sums=frozenset({"Add", "Mul"}))
@@ -170,3 +170,29 @@ def test_all_floats_can_be_outputs() -> None:
     made = model(nodes, [value("x", [2])], [value("y", [2])])
     expose(made, {})
     assert [each.name for each in made.graph.output] == ["y", "square"]
+
+
+def test_a_widened_model_keeps_its_interface_and_its_operators() -> None:
+    half = TensorProto.FLOAT16
+    inner = helper.make_graph(
+        [helper.make_node("Mul", ["s", "k"], ["r"])], "g", [], [value("r", [2], half)]
+    )
+    nodes = [
+        helper.make_node("Softmax", ["x"], ["s"]),
+        helper.make_node("Cast", ["c"], ["h"], to=half),
+        helper.make_node("If", ["b"], ["i"], then_branch=inner, else_branch=inner),
+        helper.make_node("Add", ["i", "h"], ["y"]),
+    ]
+    inputs = [value("x", [2], half), value("c", [2]), value("b", [], TensorProto.BOOL)]
+    stored = [numpy_helper.from_array(np.float16(0.1), "k")]
+    made = model(nodes, inputs, [value("y", [2], half)], stored)
+    widen(made)
+    onnx.checker.check_model(made, full_check=True)
+    fed = {"x": np.float16([1, 2]), "c": np.float32([1, 1 / 3]), "b": np.array(True)}
+    (found,) = ReferenceEvaluator(made).run(None, fed)
+    share = np.exp([1.0, 2.0]) / np.exp([1.0, 2.0]).sum()
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found, share * 0.1 + [1, 1 / 3], rtol=1e-3)
+    assert [node.op_type for node in made.graph.node] == [
+        *("Cast", "Softmax", "Cast", "If", "Add", "Cast"),
+    ]

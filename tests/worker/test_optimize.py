@@ -13,7 +13,8 @@ from hatch_epcontext.graph.rewrites.branches import BRANCHES
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
-from tests.models import model, save, value
+from tests.models import model, save, save_with_data, value
+from tests.worker.actions.test_compile import target
 
 HALF = TensorProto.FLOAT16
 
@@ -65,3 +66,51 @@ def test_an_optimized_float16_model_can_be_optimized_again(tmp_path: Path, scale
         np.testing.assert_allclose(each, wanted, rtol=2e-3)
     names = [name for node in graph.nodes(onnx.load(second).graph) for name in node.output]
     assert len(set(names)) == len(names)
+
+
+def half_network() -> onnx.ModelProto:
+    """Float16 with operators for which the CPU has no kernel, but that have a function's body."""
+    rng = np.random.default_rng(0)
+    weights = numpy_helper.from_array(rng.normal(size=(8, 8)).astype(np.float16), "w")
+    scale = numpy_helper.from_array(np.ones(8, np.float16), "scale")
+    operators = ("Identity", "Softmax", "HardSwish", "LogSoftmax")
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["product"], "product"),
+        helper.make_node("Identity", ["product"], ["same"], "same"),
+        helper.make_node("LayerNormalization", ["same", "scale"], ["v0"], "norm", axis=-1),
+        *(
+            helper.make_node(op, [f"v{index}"], [f"v{index + 1}"], f"{op}{index}")
+            for index, op in enumerate(operators)
+        ),
+        helper.make_node("Add", [f"v{len(operators)}", "product"], ["y"], "add"),
+    ]
+    shape = [2, 8]
+    return model(nodes, [value("x", shape, HALF)], [value("y", shape, HALF)], [weights, scale])
+
+
+@pytest.mark.parametrize("with_data", [False, True])
+def test_float16_stays_float16_in_whole_operators(tmp_path: Path, with_data: bool) -> None:
+    source, result = tmp_path / "source.onnx", tmp_path / "simplified" / "result.onnx"
+    result.parent.mkdir()
+    made = half_network()
+    save_with_data(made, source) if with_data else save(made, source)
+    session = optimize(source, result, "basic")
+    found = onnx.load(result)
+    assert [node.op_type for node in found.graph.node] == [
+        node.op_type for node in half_network().graph.node if node.op_type != "Identity"
+    ]
+    assert {tensor.data_type for tensor in found.graph.initializer} == {HALF}
+    x = np.linspace(-1, 1, 16, dtype=np.float16).reshape(2, 8)
+    wanted = open_session(source, cpu_options()).run(None, {"x": x})[0]
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("provider", "casts"), [("cpu", True), ("directml", False)])
+def test_an_optimized_graph_has_casts_only_for_an_ep_without_float16(
+    tmp_path: Path, provider: str, casts: bool
+) -> None:
+    source = save(half_network(), tmp_path / "source.onnx")
+    optimize(source, tmp_path / "result.onnx", "basic", target(provider))
+    operators = [node.op_type for node in onnx.load(tmp_path / "result.onnx").graph.node]
+    assert ("Cast" in operators) is casts
+    assert ("Softmax" in operators) is not casts

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem
@@ -21,7 +22,7 @@ from hatch_epcontext.providers import Plugin
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
-from hatch_epcontext.worker.session import _matches, options
+from hatch_epcontext.worker.session import _matches, cpu_options, open_session, options
 from tests.conftest import needs, needs_qnn, newer_runtime
 from tests.models import model, network, save, value, weights
 from tests.worker.actions.test_compile import MODEL, X_ELITE, target
@@ -261,3 +262,22 @@ def test_a_session_writes_the_context_model_of_an_ep_without_model_compiler(
     assert context.coverage is not None
     assert context.coverage.share == 1
     assert len(list(tmp_path.glob("a_ctx*"))) == (1 if embed else 2)
+
+
+def test_int4_weights_are_computed_with_floats(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(-8, 8, size=(128, 128))
+    scale = rng.uniform(0.01, 0.02, size=(4, 128)).astype(np.float32)
+    weights = helper.make_tensor("w", TensorProto.INT4, [128, 128], numbers.ravel().tolist())
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "scale"], ["floats"], axis=0, block_size=32),
+        helper.make_node("MatMul", ["x", "floats"], ["y"]),
+    ]
+    stored = [weights, numpy_helper.from_array(scale, "scale")]
+    graph = helper.make_graph(nodes, "int4", [value("x", [4, 128])], [value("y", [4, 128])], stored)
+    opsets = [helper.make_opsetid("", 21)]
+    path = save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "a.onnx")
+    x = rng.normal(size=(4, 128)).astype(np.float32)
+    found = open_session(path, cpu_options()).run(None, {"x": x})[0]
+    # With activations of int8, the default, errors reach 0.02.
+    np.testing.assert_allclose(found, x @ (numbers * scale.repeat(32, 0)), atol=1e-4)

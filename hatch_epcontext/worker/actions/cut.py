@@ -114,7 +114,7 @@ def _sizes(tensor: TensorFacts) -> tuple[int, ...]:
 def _save(model: onnx.ModelProto, source: Path, folder: Path) -> tuple[str, ...]:
     """Write the cut ``model``; with external data if the source has some, or if it is too large."""
     outside = any(graph.is_external(tensor) for tensor in graph.tensors(model.graph))
-    onnx.external_data_helper.load_external_data_for_model(model, str(source.parent))
+    external.read_data(model, source.parent)
     path = folder / source.name
     if not outside and model.ByteSize() <= PROTOBUF_LIMIT:
         onnx.save(model, path)

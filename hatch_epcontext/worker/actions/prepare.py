@@ -10,7 +10,6 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.dequantize import is_noisy
@@ -35,7 +34,6 @@ from hatch_epcontext.worker.configured import fix_inputs, ranges_for
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
-from hatch_epcontext.worker.results import Simplifier
 from hatch_epcontext.worker.session import cpu_options, open_session
 
 
@@ -47,7 +45,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     """
     model, folder = request.model, Path(request.folder)
     step("reading the model")
-    fixed = _write_fixed(model, folder, request.simplifier)
+    fixed = _write_fixed(request, folder)
     onnx_model = onnx.load(fixed, load_external_data=False)
     nodes_before = len(graph.compute_nodes(onnx_model.graph))
     ranges = ranges_for(onnx_model, model)
@@ -147,18 +145,19 @@ def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.Inferen
         import onnxslim
 
         source = result.with_suffix(".slim")
-        slim = onnxslim.slim(onnx.load(fixed))
+        slim = onnxslim.slim(external.load_whole(fixed))
         large = slim.ByteSize() > PROTOBUF_LIMIT
         onnx.save(slim, source, save_as_external_data=large, location=f"{source.name}.data")
     return optimize(source, result, "basic", fuse=request.fuse)
 
 
-def _write_fixed(model: Model, folder: Path, simplifier: Simplifier) -> Path:
-    source = Path(model.path)
+def _write_fixed(request: PrepareRequest, folder: Path) -> Path:
+    model, source = request.model, Path(request.model.path)
     onnx_model = reading.read(source, model.key)
     data = external.external_data(onnx_model, source.parent, model.key)
-    # onnx, which onnxslim uses, refuses external data that is a hard or symbolic link.
-    copy = shutil.copyfile if simplifier == "onnxslim" else link_or_copy
+    # onnx, with which the quantizer reads the model, refuses external data that is a hard link.
+    quantizes = request.precision is not None and request.precision.quantize is not None
+    copy = shutil.copyfile if quantizes else link_or_copy
     for name in data:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

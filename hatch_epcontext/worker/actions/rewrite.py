@@ -17,7 +17,7 @@ from hatch_epcontext.errors import BuildError, EpcontextError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Rewrite
-from hatch_epcontext.graph.external import external_data
+from hatch_epcontext.graph.external import external_data, load_whole
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
@@ -325,7 +325,7 @@ class _RewriteSession:
 
     def _rounded(self, folder: Path) -> ort.InferenceSession:
         """A session of the prepared model with other rounding errors."""
-        model = onnx.load(self.request.prepared)
+        model = load_whole(Path(self.request.prepared))
         round_weights(model, np.random.default_rng(0))
         written = self._save(model, folder / "rounded.onnx", Path(self.request.prepared).parent)
         options = cpu_options()

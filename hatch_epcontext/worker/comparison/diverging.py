@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.external import load_whole
 from hatch_epcontext.graph.rounding import expose
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.runs import ReferenceRun, run_steps
@@ -148,7 +149,7 @@ def inner_steps(
 
 
 def _exposed(path: Path) -> ort.InferenceSession:
-    model = onnx.load(path)
+    model = load_whole(path)
     expose(model, value_types(model, path))
     options = cpu_options()
     options.graph_optimization_level = LEVELS["none"]

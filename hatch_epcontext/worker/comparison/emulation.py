@@ -18,10 +18,11 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
+from hatch_epcontext.graph.external import load_whole
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.parts import part_between
-from hatch_epcontext.graph.rounding import applies, emulate, expose, hidden_faults, rounded
+from hatch_epcontext.graph.rounding import applies, emulate, expose, hidden_faults, rounded, widen
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import to_toml
@@ -105,10 +106,11 @@ class Emulator:
         tolerance: Tolerance,
         runs: Sequence[ReferenceRun] | None = None,
     ) -> None:
+        step(f"emulating {format_.name} on the CPU")
         self._model, self._path, self._format, self._skipped = model, path, format_, skipped
         self._expected, self._tolerance = expected, tolerance
-        step(f"emulating {format_.name} on the CPU")
-        self._prepared = onnx.load(path)
+        self._prepared = load_whole(path)
+        widen(self._prepared)
         graph.name_nodes(self._prepared.graph)
         self._types = value_types(self._prepared, path)
         emulated = self._copy()

@@ -23,6 +23,7 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.dequantize import dequantize, is_noisy
+from hatch_epcontext.graph.external import load_whole
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.side_by_side import Undone, add_floats
 from hatch_epcontext.providers import QUANTIZED, Tolerance
@@ -65,7 +66,7 @@ def write_float_form(source: Path, result: Path, *, static: bool = False) -> int
     Returns the number of operators undone; if that is 0, nothing is written.
     """
     step("undoing the quantization of the model")
-    onnx_model = onnx.load(source)
+    onnx_model = load_whole(source)
     if undone := dequantize(onnx_model, static=static):
         _save(onnx_model, result)
     return undone
@@ -79,7 +80,7 @@ def source_reference(model: Model, fixed: onnx.ModelProto, *, dequantized: bool)
     """
     if not is_noisy(onnx.load(model.path, load_external_data=False)):
         return reference(model, fixed)
-    whole = onnx.load(model.path)
+    whole = load_whole(model.path)
     fix_inputs(whole, model)
     with temp_dir() as folder:
         integers, floats = folder / "integers.onnx", folder / "floats.onnx"
@@ -97,7 +98,7 @@ def float_form_reference(model: Model, integers: Path, floats: Path) -> Referenc
     """
     float_form = onnx.load(floats, load_external_data=False)
     expected = reference(model, float_form, floats)
-    source = onnx.load(integers)
+    source = load_whole(integers)
     try:
         _check_operators(model, source, floats, expected)
         session = open_session(integers, cpu_options())
@@ -117,7 +118,7 @@ def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
     """``expected``, the reference of the quantized model at ``path``, with its noise."""
     step("measuring the noise of the source model")
     rng = np.random.default_rng(0)
-    onnx_model = onnx.load(path)
+    onnx_model = load_whole(path)
     round_weights(onnx_model, rng)
     runs = []
     for each in expected.runs:
@@ -204,7 +205,7 @@ def _check_operators(
 ) -> None:
     """Compare the float operators with the integer ones, on values that the source itself computes."""
     step("comparing float operators with those of integers")
-    undone = add_floats(source, onnx.load(floats))
+    undone = add_floats(source, load_whole(floats))
     path = floats.with_suffix(".both.onnx")
     _save(source, path)
     options = cpu_options()

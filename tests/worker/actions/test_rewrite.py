@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
@@ -132,13 +133,19 @@ def test_a_rewrite_is_as_near_to_the_source_as_what_is_rewritten(
     tmp_path: Path, factor: float, kept: tuple[str, ...]
 ) -> None:
     def squares(factor: float, name: str) -> Path:
-        text = f"""<ir_version: 8, opset_import: ["" : 17]>
-        squares (float[1, 64] x) => (float[1, 64] y)
-        <float two = {{2.0}}, float factor = {{{factor}}}> {{
+        text = """<ir_version: 8, opset_import: ["" : 17]>
+        squares (float[1, 64] x) => (float[1, 64] y) <float two = {2.0}> {
             square = Pow(x, two)
             y = Mul(square, factor)
-        }}"""
-        return save(onnx.parser.parse_model(text), tmp_path / name)
+        }"""
+        model, path = onnx.parser.parse_model(text), tmp_path / name
+        weights = numpy_helper.from_array(np.full(64, factor, np.float32), "factor")
+        model.graph.initializer.append(weights)
+        data = f"{name}.data"
+        onnx.save(model, path, save_as_external_data=True, location=data, size_threshold=16)
+        # As in caches, and as workers make them.
+        os.link(tmp_path / data, tmp_path / f"{name}.link")
+        return path
 
     # As where the order of additions counts: 50 dB, and 34 dB, which no simplifier may cost.
     spec = Model("a", squares(1.0, "a.onnx"), Key(("models", 0)))
