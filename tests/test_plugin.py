@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -565,6 +566,22 @@ def test_a_large_wheel_is_one_warning(
     configure(root, '[tool.epcontext.wheel]\nmax-size = "1 GB"\n')
     make(root)
     assert "By default package indexes" not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
+def test_a_model_in_the_cache_of_the_hugging_face_hub(root: Path) -> None:
+    """Its files are links into one folder; the wheel has the files themselves."""
+    path = save_with_data(network(), root / "models" / "a.onnx")
+    configure(root, 'fallback = "source"\n')
+    (root / "blobs").mkdir()
+    links = {path: root / "blobs" / "4d", path.with_name("network.data"): root / "blobs" / "7a"}
+    for link, blob in links.items():
+        link.rename(blob)
+        link.symlink_to(f"../blobs/{blob.name}")
+    linked = make(root).read_bytes()
+    for link, blob in links.items():
+        blob.replace(link)
+    assert make(root).read_bytes() == linked
 
 
 def test_a_source_with_data_in_several_files_and_folders(root: Path) -> None:

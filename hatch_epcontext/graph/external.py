@@ -38,12 +38,13 @@ def names(model: onnx.ModelProto) -> tuple[str, ...]:
     return tuple(sorted(_ends(model)))
 
 
-def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> tuple[str, ...]:
-    """Return the files of the external data of ``model``, which is in ``folder``.
+def external_data(model: onnx.ModelProto, path: Path, location: Key | str) -> tuple[str, ...]:
+    """Return the files of the external data of ``model``, whose file is ``path``.
 
-    They are relative to ``folder``, with forward slashes, sorted. ``location`` is that of problems. Raises
-    ModelError when a tensor does not name the place of its data, and when a file is outside the folder, is
-    missing, is no regular file, is too short, or is larger than a model can need. No file is read.
+    They are relative to its folder, with forward slashes, sorted. ``location`` is that of problems. Raises
+    ModelError when a tensor does not name the place of its data, and when a file is outside the folder (see
+    `stays_inside`), is missing, is no regular file, is too short, or is larger than a model can need. No file
+    is read.
     """
     key = location if isinstance(location, Key) else None
     problems: list[Problem] = []
@@ -57,7 +58,7 @@ def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> 
     except ModelError as error:
         add(error.problems[0].message, error.problems[0].hint)
         raise ModelError(*problems) from None
-    inside = _ModelFolder(folder)
+    inside = _ModelFolder(path)
     for name, end in sorted(ends.items()):
         found = inside.status(name)
         if PurePosixPath(name).name == "manifest.json":
@@ -100,17 +101,21 @@ def read_data(model: onnx.ModelProto, folder: Path) -> None:
         del tensor.external_data[:]
 
 
-def stays_inside(folder: Path, location: str) -> bool:
-    """Whether a file that a model names is in the model's folder: on any system, links resolved."""
-    return _ModelFolder(folder).has(location)
+def stays_inside(path: Path, location: str) -> bool:
+    """Whether a file that the model at ``path`` names is in its folder: on any system, links resolved.
+
+    If ``path`` is a link, the folder that it leads to counts too, as for ONNX Runtime: in the cache of the
+    Hugging Face Hub all files of a model are links into one folder.
+    """
+    return _ModelFolder(path).has(location)
 
 
-def refuse_too_large(model: onnx.ModelProto, folder: Path) -> None:
-    """Raise ModelError, without a location, if external data in ``folder`` is larger than a model needs.
+def refuse_too_large(model: onnx.ModelProto, path: Path) -> None:
+    """Raise ModelError, without a location, if external data is larger than the model at ``path`` needs.
 
     Files that are outside, or missing, are ignored.
     """
-    inside = _ModelFolder(folder)
+    inside = _ModelFolder(path)
     for name, end in sorted(_ends(model).items()):
         found = inside.status(name)
         if not isinstance(found, Rejection) and (reason := too_large(found, end)):
@@ -131,18 +136,19 @@ _MAX_OF_A_POINTER = 1024
 
 
 class _ModelFolder:
-    """A model's folder, resolved once for all its files."""
+    """The folder of the model at ``path``, resolved once for all its files; see `stays_inside`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._resolved = folder.resolve()
+    def __init__(self, path: Path) -> None:
+        self._folder = path.parent
+        self._resolved = (path.parent.resolve(), path.resolve().parent)
 
     def has(self, location: str) -> bool:
         """Whether ``location`` is in the folder: on any system, links resolved."""
         if "\0" in location or _ADDRESS in location or not is_inside(location):
             return False
         try:
-            return (self._folder / location).resolve().is_relative_to(self._resolved)
+            resolved = (self._folder / location).resolve()
+            return any(map(resolved.is_relative_to, self._resolved))
         except RuntimeError:
             # A loop of links. Python 3.13 and newer raise nothing.
             return True
@@ -179,7 +185,7 @@ def _unusable(path: Path, status: os.stat_result) -> Rejection | None:
 
 
 def _link_to_another_place(link: Path) -> Rejection:
-    """The message about a link out of the folder, as in the caches of hubs for each file of a model.
+    """The message about a link out of the folder, and not to where the model itself is.
 
     Raises FileNotFoundError if its target does not exist.
     """

@@ -55,7 +55,7 @@ def compile_context(
             loaded = onnx.load(prepared, load_external_data=False)
             data = {
                 name: (prepared.parent / name).read_bytes()
-                for name in external_data(loaded, prepared.parent, prepared.name)
+                for name in external_data(loaded, prepared, prepared.name)
             }
             result.write_bytes(compile_buffers(prepared.read_bytes(), data, target))
         elif provider.own_context_options is None:

@@ -55,7 +55,7 @@ def optimize(
     model = onnx.load(source, load_external_data=False)
     threshold = target.settings.external_initializers if target else None
     data = None
-    if threshold is not None or external_data(model, source.parent, source.name):
+    if threshold is not None or external_data(model, source, source.name):
         data = f"{result.stem}.data"
     keep_float16 = keep_float16 and (target is None or target.provider.computes_float16)
     if portable and keep_float16 and graph.has_float16(model):

@@ -127,7 +127,7 @@ def _wrong_contexts(
         if graph.is_embedded(node) or not graph.is_main(node):
             continue
         sidecar = graph.text(node, "ep_cache_context")
-        if not stays_inside(result.parent, sidecar):
+        if not stays_inside(result, sidecar):
             yield Problem(
                 Kind.WRONG_RESULT,
                 "",
@@ -170,7 +170,7 @@ def _check_data(
     onnx_model: onnx.ModelProto, result: Path, model: Model, provider: Provider
 ) -> None:
     try:
-        external_data(onnx_model, result.parent, result.name)
+        external_data(onnx_model, result, result.name)
     except ModelError as error:
         raise BuildError(
             *(

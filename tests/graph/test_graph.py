@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
@@ -97,13 +99,13 @@ def test_nested_nodes_are_found() -> None:
 def test_external_data_is_found(tmp_path: Path) -> None:
     path = save_with_data(network(), tmp_path / "a.onnx")
     loaded = reading.read(path, KEY)
-    assert external.external_data(loaded, tmp_path, KEY) == ("network.data",)
-    assert external.external_data(network(), tmp_path, KEY) == ()
+    assert external.external_data(loaded, tmp_path / "a.onnx", KEY) == ("network.data",)
+    assert external.external_data(network(), tmp_path / "a.onnx", KEY) == ()
 
 
 def test_external_data_of_nested_nodes_is_found(tmp_path: Path) -> None:
     path = save_with_data(branching(), tmp_path / "a.onnx")
-    assert external.external_data(reading.read(path, KEY), tmp_path, KEY) == ("network.data",)
+    assert external.external_data(reading.read(path, KEY), path, KEY) == ("network.data",)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
@@ -123,7 +125,7 @@ def test_external_data_that_is_a_link_to_nothing_is_named_as_one(
     data.unlink()
     data.symlink_to(target)
     with pytest.raises(ModelError, match="is a link to") as raised:
-        external.external_data(reading.read(path, KEY), path.parent, KEY)
+        external.external_data(reading.read(path, KEY), path, KEY)
     (found,) = raised.value.problems
     assert hint in (found.hint or "")
 
@@ -135,7 +137,7 @@ def test_external_data_that_the_user_may_not_read_is_an_error(tmp_path: Path) ->
     path = save_with_data(network(), tmp_path / "models" / "a.onnx")
     path.with_name("network.data").chmod(0)
     with pytest.raises(ModelError, match="Permission denied"):
-        external.external_data(reading.read(path, KEY), path.parent, KEY)
+        external.external_data(reading.read(path, KEY), path, KEY)
 
 
 @pytest.mark.parametrize("harm", ["missing", "short", "outside", "absolute"])
@@ -156,7 +158,7 @@ def test_invalid_external_data_is_an_error(tmp_path: Path, harm: str) -> None:
         for tensor in loaded.graph.initializer:
             tensor.external_data[0].value = location
     with pytest.raises(ModelError, match=message) as raised:
-        external.external_data(loaded, folder, KEY)
+        external.external_data(loaded, path, KEY)
     (found,) = raised.value.problems
     assert (found.kind, found.key) == (Kind.EXTERNAL_DATA, KEY)
 
@@ -166,7 +168,7 @@ def test_invalid_external_data_is_an_error(tmp_path: Path, harm: str) -> None:
     ["", "/a", "../a", "a/../../b", "C:\\a", "C:a", "\\a", "..\\a", "\\\\host\\share\\a"],
 )
 def test_names_outside_the_folder_on_any_system(tmp_path: Path, location: str) -> None:
-    assert not external.stays_inside(tmp_path, location)
+    assert not external.stays_inside(tmp_path / "a.onnx", location)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
@@ -175,8 +177,37 @@ def test_a_link_to_a_file_outside_the_folder(tmp_path: Path) -> None:
     inside.mkdir()
     (tmp_path / "data").touch()
     (inside / "data").symlink_to(tmp_path / "data")
-    assert not external.stays_inside(inside, "data")
-    assert external.stays_inside(inside, "sub/data")
+    assert not external.stays_inside(inside / "a.onnx", "data")
+    assert external.stays_inside(inside / "a.onnx", "sub/data")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
+@pytest.mark.parametrize(
+    ("model", "data", "fits"),
+    [
+        # As in the cache of the Hugging Face Hub.
+        ("blobs/4d", "blobs/7a", True),
+        ("blobs/4d", "blobs/below/7a", True),
+        ("blobs/4d", None, True),
+        ("blobs/4d", "elsewhere/7a", False),
+        (None, "blobs/7a", False),
+        ("elsewhere/4d", "blobs/7a", False),
+    ],
+)
+def test_links_to_data_are_taken_as_onnxruntime_takes_them(
+    tmp_path: Path, model: str | None, data: str | None, fits: bool
+) -> None:
+    path = save_with_data(network(), tmp_path / "snapshots" / "1" / "a.onnx")
+    for file, target in ((path, model), (path.with_name("network.data"), data)):
+        if target is not None:
+            (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
+            file.rename(tmp_path / target)
+            file.symlink_to(f"../../{target}")
+    loaded = reading.read(path, KEY)
+    with nullcontext() if fits else pytest.raises(ModelError, match="outside the model's folder"):
+        assert external.external_data(loaded, path, KEY) == ("network.data",)
+    with nullcontext() if fits else pytest.raises(Exception, match="escapes model directory"):
+        onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
 def test_initializers_among_the_inputs_are_not_inputs() -> None:

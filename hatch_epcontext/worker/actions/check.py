@@ -51,7 +51,7 @@ def handle(request: CheckRequest) -> CheckReply:
 def _check_model(model: Model) -> ModelFacts:
     step(f"reading {model.path.name}")
     onnx_model = reading.read(model.path, model.key)
-    data = external.external_data(onnx_model, model.path.parent, model.key)
+    data = external.external_data(onnx_model, model.path, model.key)
     own_inputs = _inputs(onnx_model)
     fix_constants(onnx_model, model)
     open_inputs = _inputs(onnx_model)

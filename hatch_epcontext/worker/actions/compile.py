@@ -51,7 +51,7 @@ def _add_prepared(request: CompileRequest) -> None:
     for model, path in zip(request.models, map(Path, request.prepared), strict=True):
         onnx_model = onnx.load(path, load_external_data=False)
         folder = Path(request.folder) / PREPARED
-        for name in external_data(onnx_model, path.parent, model.key):
+        for name in external_data(onnx_model, path, model.key):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(path.parent / name, folder / name)
         folder.mkdir(exist_ok=True)

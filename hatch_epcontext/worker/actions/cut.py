@@ -32,7 +32,7 @@ def handle(request: CutRequest) -> CutReply:
     source = Path(first.path)
     step(f"cutting {source.name}")
     onnx_model = reading.read(source, first.key)
-    data = external.external_data(onnx_model, source.parent, first.key)
+    data = external.external_data(onnx_model, source, first.key)
     key = first.key / "cut"
     part = part_between(onnx_model.graph, first.cut, first.constants, key)
     names = (*part.inputs, *part.outputs)

@@ -22,29 +22,29 @@ def handle(request: InspectRequest) -> InspectReply:
     contexts = [node for node in nodes if node.op_type == graph.CONTEXT_OP]
     operators = Counter(graph.operator(n) for n in nodes if n.op_type != graph.CONTEXT_OP)
     if data := external.names(model):
-        external.refuse_too_large(model, path.parent)
-    inside = tuple(name for name in data if external.stays_inside(path.parent, name))
+        external.refuse_too_large(model, path)
+    inside = tuple(name for name in data if external.stays_inside(path, name))
     return InspectReply(
         inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
         outputs=tuple(map(graph.facts, model.graph.output)),
         opsets={opset.domain or "ai.onnx": opset.version for opset in model.opset_import},
         operators=dict(operators.most_common()),
-        contexts=tuple(_context(node, path.parent) for node in contexts),
+        contexts=tuple(_context(node, path) for node in contexts),
         external_data=inside,
         outside=tuple(name for name in data if name not in inside),
         compatibility=graph.compatibility(model),
     )
 
 
-def _context(node: onnx.NodeProto, folder: Path) -> ContextFacts:
+def _context(node: onnx.NodeProto, path: Path) -> ContextFacts:
     main, embedded = graph.is_main(node), graph.is_embedded(node)
     sidecar = None if embedded or not main else graph.text(node, "ep_cache_context") or None
     record = None
-    if sidecar and external.stays_inside(folder, sidecar) and is_regular(folder / sidecar):
-        if reason := too_large((folder / sidecar).stat()):
+    if sidecar and external.stays_inside(path, sidecar) and is_regular(path.parent / sidecar):
+        if reason := too_large((path.parent / sidecar).stat()):
             message = f"the sidecar {sidecar!r} {reason}."
             raise ModelError(Problem(Kind.EXTERNAL_DATA, "", message))
-        record = record_file(folder / sidecar)
+        record = record_file(path.parent / sidecar)
     size = len(graph.blob(node, "ep_cache_context")) if embedded and main else 0
     return ContextFacts(
         node=node.name,

@@ -154,7 +154,7 @@ def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.Inferen
 def _write_fixed(request: PrepareRequest, folder: Path) -> Path:
     model, source = request.model, Path(request.model.path)
     onnx_model = reading.read(source, model.key)
-    data = external.external_data(onnx_model, source.parent, model.key)
+    data = external.external_data(onnx_model, source, model.key)
     # onnx, with which the quantizer reads the model, refuses external data that is a hard link.
     quantizes = request.precision is not None and request.precision.quantize is not None
     copy = shutil.copyfile if quantizes else link_or_copy

@@ -378,7 +378,7 @@ class _RewriteSession:
 
     def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""
-        for name in external_data(model, source, self.request.model.key):
+        for name in external_data(model, source / path.name, self.request.model.key):
             (path.parent / name).parent.mkdir(parents=True, exist_ok=True)
             if not (path.parent / name).exists():
                 link_or_copy(source / name, path.parent / name)

@@ -94,7 +94,7 @@ def test_a_model_beyond_the_protobuf_limit_keeps_external_data(
     prepared = Path(reply.path)
     assert prepared.stat().st_size < 2000
     loaded = onnx.load(prepared, load_external_data=False)
-    assert external_data(loaded, prepared.parent, "a")
+    assert external_data(loaded, prepared, "a")
     x = {"x": np.ones((1, 1, 8, 8), np.float32)}
     expected = open_session(source, cpu_options()).run(None, x)[0]
     np.testing.assert_allclose(
