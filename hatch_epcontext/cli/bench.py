@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterator
+import statistics
 from pathlib import Path
 
 import click
@@ -17,12 +16,10 @@ from hatch_epcontext.cli._project import project_config
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.plan import Plan, plan
-from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file
-from hatch_epcontext.text import show_size
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
-from hatch_epcontext.tools.measuring import Bench, Compiled, Measured, Series, bench
+from hatch_epcontext.tools.measuring import WAYS, Bench, measure
 
 # Click keeps the lines of a paragraph that begins with a backspace.
 _EXAMPLES = """\b
@@ -36,11 +33,7 @@ Examples:
 @models_argument(required=False)
 @job_flags(required=False)
 @click.option("-t", "--target", help="The target of the project, without MODEL.")
-@click.option(
-    "--embed/--no-embed",
-    default=None,
-    help="Only with the compiled blob inside the context model, or only beside it. The default is both.",
-)
+@click.option("--from-memory", is_flag=True, help="Open the models from memory, not from disk.")
 @click.option(
     "-n",
     "--runs",
@@ -49,20 +42,19 @@ Examples:
     show_default=True,
     help="How often to open each, in a fresh process each time.",
 )
-@click.option("--markdown", is_flag=True, help="Print the table as Markdown.")
 @click.option(
     "--json",
     "json_path",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="F.json",
-    help="Write the measurements of all runs; only such a file is overwritten.",
+    help="Write the measurements of all runs.",
 )
 @click.option(
     "--plot",
     "plot_path",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="F.png",
-    help="Draw a bar chart; only a chart is overwritten. Needs matplotlib.",
+    help="Draw a bar chart. Needs matplotlib.",
 )
 @verbosity_options
 @click.pass_context
@@ -72,9 +64,8 @@ def command(
     provider: str | None,
     job: JobSettings,
     target: str | None,
-    embed: bool | None,
+    from_memory: bool,
     runs: int,
-    markdown: bool,
     json_path: Path | None,
     plot_path: Path | None,
     quiet: bool,
@@ -82,73 +73,57 @@ def command(
 ) -> None:
     """Measure how much faster compiled models open.
 
-    Fresh processes open each MODEL, from disk and from memory, and run it once: the source on the CPU; the
-    prepared source on the EP, which compiles it at each start; and the compiled form, with the blob beside
-    and inside the context model. The table has medians with the range, and the peak memory of an open
-    session. The cache is not used.
+    Fresh processes open each MODEL and run it once: the source on the CPU; the prepared source on the EP,
+    which compiles it at each start; and the compiled form. The table has the median, and the least and the
+    most of all runs. The cache is not used.
 
     Without MODEL: the models of the project in the current folder, as configured for the only target, or for
     --target.
     """
     _check_outputs(json_path, plot_path)
-    verbosity = Verbosity(quiet, verbose)
     if not models:
-        if provider is not None or job != JobSettings() or embed is not None:
+        if provider is not None or job != JobSettings():
             raise click.UsageError("These flags are for MODEL, and it is missing.")
-        plans = _plan_of_project(target)
+        planned = _plan_of_project(target)
     elif provider is None or target is not None:
         raise click.UsageError("With MODEL give --provider, and not --target.")
     else:
-        plans = _plans(models, provider, job, embed)
-    workers = verbosity.workers(next(iter(plans.values())).config.build.timeout)
-    with temp_dir() as staging, verbosity.progress("measuring", _steps(plans)) as log:
-        measured = bench(plans, staging, runs, workers, log)
+        named = name_models(models)
+        use_flag_names(named, "not every model could be measured")
+        planned = plan(configure(named, provider, job).on_this_machine)
+    verbosity = Verbosity(quiet, verbose)
+    workers = verbosity.workers(planned.config.build.timeout)
+    lines = sum(5 if job.target.provider.runtime_cache else 4 for job in planned.jobs)
+    with temp_dir() as staging, verbosity.progress("measuring", lines) as log:
+        bench = measure(planned, staging, runs, workers, log, from_memory=from_memory)
     if json_path is not None:
-        write_atomically(json_path.resolve(), to_json(measured))
+        write_atomically(json_path.resolve(), to_json(bench))
     if plot_path is not None:
-        from hatch_epcontext.tools.plot import draw
+        from hatch_epcontext.cli._chart import draw
 
-        draw(measured, plot_path)
-    if measured.measured:
-        _show(measured, markdown=markdown)
-    for each in measured.measured:
-        if each.error is not None:
-            echo(f"epcontext: {each.case}: {each.error}", err=True, lines=True)
-    if measured.failures:
-        raise BuildError(*measured.failures)
-    ctx.exit(1 if any(each.error is not None for each in measured.measured) else 0)
-
-
-def _plans(
-    models: tuple[Path, ...], provider: str, job: JobSettings, embed: bool | None
-) -> dict[bool | None, Plan]:
-    """The plans for `bench`: with the blob beside and inside, or as in ``embed``."""
-    named = name_models(models)
-    use_flag_names(named, "not every model could be measured")
-    known = find(provider)
-    both = embed is None and known is not None and known.product == "context"
-    return {
-        each: plan(configure(named, provider, dataclasses.replace(job, embed=each)).on_this_machine)
-        for each in ((False, True) if both else (embed,))
-    }
+        draw(bench, plot_path)
+    if bench.openings:
+        _show(bench)
+    failed = [opening for opening in bench.openings if opening.error is not None]
+    for opening in failed:
+        echo(f"epcontext: {opening.model}: {opening.way}: {opening.error}", err=True, lines=True)
+    if bench.failures:
+        raise BuildError(*bench.failures)
+    ctx.exit(1 if failed else 0)
 
 
-def _plan_of_project(target: str | None) -> dict[bool | None, Plan]:
-    """The plan for `bench` of the project in the current folder, for one target."""
+def _plan_of_project(target: str | None) -> Plan:
+    """The plan of the project in the current folder, for one target."""
     config = project_config(Path().absolute(), (target,) if target else (), ())
-    targets = {each.name: each for each in config.targets}
-    if len(targets) != 1:
-        raise click.UsageError(f"Choose one target: --target {' or '.join(targets) or 'NAME'}.")
-    (chosen,) = targets.values()
-    is_context = chosen.provider.product == "context"
-    return {chosen.settings.embed if is_context else None: plan(config.on_this_machine)}
+    names = dict.fromkeys(target.name for target in config.targets)
+    if len(names) != 1:
+        raise click.UsageError(f"Choose one target: --target {' or '.join(names) or 'NAME'}.")
+    return plan(config.on_this_machine)
 
 
 def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
     """Check before the measurements, which take long, that the files can be written."""
-    for path in (json_path, plot_path):
-        if path is None:
-            continue
+    for path in filter(None, (json_path, plot_path)):
         if not path.absolute().parent.is_dir():
             raise click.UsageError(f"There is no folder {path.absolute().parent}.")
         check_file(path)
@@ -160,101 +135,29 @@ def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
         raise click.UsageError(f"--plot writes .png or .svg, and not {plot_path.name}.")
 
 
-def _steps(plans: dict[bool | None, Plan]) -> int:
-    """The number of lines that `bench` logs: one for each compilation, and one for each case."""
-    first = next(iter(plans.values()))
-    opened = [2 if job.target.provider.runtime_cache else 1 for job in first.jobs]
-    return sum(len(plans) + 2 * (2 + len(plans) * count) for count in opened)
+def _show(bench: Bench) -> None:
+    """Print a row for each model."""
+    ways = [way for way in WAYS if any(opening.way == way for opening in bench.openings)]
+    openings = {(opening.model, opening.way): opening for opening in bench.openings}
+    rows = table("model", "", "compile", *(WAYS[way] for way in ways), "faster than on the EP")
+    for model, seconds in bench.compiled.items():
+        row = [openings[model, way] for way in ways]
+        load = [_seconds(opening.load) for opening in row]
+        first = [_seconds(opening.first) for opening in row]
+        faster = _faster(openings[model, "source"].load, openings[model, "compiled"].load)
+        add_row(rows, model, "load", f"{seconds:.2f} s", *load, faster)
+        add_row(rows, "", "first run", "", *first, "")
+    show(rows)
 
 
-def _show(bench: Bench, *, markdown: bool) -> None:
-    """Print a row for each model, with its blob beside and inside, loaded from disk and from memory."""
-    cached = any(each.case.opened == "cache" for each in bench.measured)
-    context = any(each.embedded is not None for each in bench.compiled)
-    product = "EP-context load" if context else "optimized load"
-    columns = [
-        "model",
-        "loaded from",
-        "blob",
-        "source on the CPU",
-        "source on the EP",
-        "compile",
-        product,
-    ]
-    columns += ["+ runtime cache"] if cached else []
-    columns += ["faster than on the EP", "faster than on the CPU", "first inference", "memory"]
-    rows = list(_rows(bench, cached=cached))
-    if markdown:
-        for row in (columns, ["---"] * len(columns), *rows):
-            echo(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |")
-        echo("")
-    else:
-        made = table(*columns)
-        for row in rows:
-            add_row(made, *row)
-        show(made)
-    echo(f"First inference and memory: source on the CPU -> source on the EP -> {product}.")
-
-
-def _rows(bench: Bench, *, cached: bool) -> Iterator[list[str]]:
-    by_case = {
-        (e.case.model, e.case.opened, e.case.embedded, e.case.buffer): e for e in bench.measured
-    }
-    order = list(dict.fromkeys(compiled.model for compiled in bench.compiled))
-    for compiled in sorted(bench.compiled, key=lambda each: order.index(each.model)):
-        for buffer in (False, True):
-            cpu = by_case[compiled.model, "cpu", None, buffer]
-            source = by_case[compiled.model, "source", None, buffer]
-            artifact = by_case[compiled.model, "artifact", compiled.embedded, buffer]
-            with_cache = by_case.get((compiled.model, "cache", compiled.embedded, buffer))
-            yield [
-                compiled.model,
-                "memory" if buffer else "disk",
-                {None: "-", True: "inside", False: "beside"}[compiled.embedded],
-                *_cells(compiled, cpu, source, artifact, with_cache if cached else None),
-            ]
-
-
-def _cells(
-    compiled: Compiled,
-    cpu: Measured,
-    source: Measured,
-    artifact: Measured,
-    cached: Measured | None,
-) -> list[str]:
-    return [
-        _cell(cpu, cpu.load, _seconds),
-        _cell(source, source.load, _seconds),
-        f"{compiled.seconds:.2f} s",
-        _cell(artifact, artifact.load, _seconds),
-        *([_cell(cached, cached.load, _seconds)] if cached else []),
-        _faster(source, artifact),
-        _faster(cpu, artifact),
-        " -> ".join(_cell(each, each.first, _plain_seconds) for each in (cpu, source, artifact)),
-        " -> ".join(_cell(each, each.memory, _bytes) for each in (cpu, source, artifact)),
-    ]
-
-
-def _faster(before: Measured, after: Measured) -> str:
-    if before.load is None or after.load is None:
-        return "-"
-    ratio = before.load.median / after.load.median
-    return f"{ratio:.1f} x" if ratio >= 0.95 else f"{1 / ratio:.1f} x slower"
-
-
-def _cell(measured: Measured, series: Series | None, text: Callable[[Series], str]) -> str:
-    if measured.error is not None:
+def _seconds(values: tuple[float, ...]) -> str:
+    if not values:
         return "failed"
-    return "unknown" if series is None else text(series)
+    return f"{statistics.median(values):.3f} s ({min(values):.3f} to {max(values):.3f})"
 
 
-def _seconds(series: Series) -> str:
-    return f"{series.median:.3f} s ({min(series.values):.3f} to {max(series.values):.3f})"
-
-
-def _plain_seconds(series: Series) -> str:
-    return f"{series.median:.3f} s"
-
-
-def _bytes(series: Series) -> str:
-    return show_size(series.median)
+def _faster(before: tuple[float, ...], after: tuple[float, ...]) -> str:
+    if not before or not after:
+        return "-"
+    ratio = statistics.median(before) / statistics.median(after)
+    return f"{ratio:.1f} x" if ratio >= 0.95 else f"{1 / ratio:.1f} x slower"

@@ -278,13 +278,10 @@ class ValidateRequest(WorkerRequest[ValidateReply], action="validate"):
 
 @dataclass(frozen=True)
 class TimeOpeningReply:
-    """Seconds to open the model and for the first inference, and the peak of memory after opening in bytes,
-    None if the system does not report it.
-    """
+    """Seconds to open the model, and for the first inference."""
 
     load: float
     first: float
-    memory: int | None
 
 
 @dataclass(frozen=True)

@@ -127,10 +127,10 @@ WRITTEN_OUT = {
         "epcontext inspect --verify my_app/epcontext"
     ),
     "epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1 --plot bench.png": (
-        "epcontext bench model.onnx -p cpu --dim batch=1 --plot bench.png -n 1 --no-embed"
+        "epcontext bench model.onnx -p cpu --dim batch=1 --plot bench.png -n 1"
     ),
     "epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1": (
-        "epcontext bench model.onnx -p cpu --dim batch=1 -n 1 --no-embed"
+        "epcontext bench model.onnx -p cpu --dim batch=1 -n 1"
     ),
     "epcontext bench --target x-elite": "epcontext bench --target cpu -n 1",
     "epcontext bench --target qnn": "epcontext bench --target cpu -n 1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -35,9 +34,8 @@ def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
     start = time.perf_counter()
     session = open_session(path if contents is None else contents, session_options)
     load = time.perf_counter() - start
-    memory = _peak_memory()
 
-    # Imported after the measurement, because they use memory of their own.
+    # Imported after the measurement, because importing is no part of it.
     from hatch_epcontext.graph import graph, reading
     from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs
     from hatch_epcontext.worker.tensors import run
@@ -50,29 +48,4 @@ def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
         feeds |= {each.name: constant(model, each) for each in own if each.name in model.constants}
     start = time.perf_counter()
     run(session, feeds)
-    return TimeOpeningReply(load, time.perf_counter() - start, memory)
-
-
-def _peak_memory() -> int | None:
-    """Return the peak of this process's memory in bytes; None where the system does not report it."""
-    if sys.platform == "linux":
-        # Not `ru_maxrss`: in a child it starts with the peak of the parent.
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    if sys.platform == "darwin":
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "win32":
-        import ctypes
-
-        # PROCESS_MEMORY_COUNTERS: its size, the page faults, the peak of the working set, and seven others.
-        counters = (ctypes.c_size_t * 9)()
-        ctypes.c_uint32.from_buffer(counters).value = ctypes.sizeof(counters)
-        kernel = ctypes.WinDLL("kernel32")
-        kernel.GetCurrentProcess.restype = ctypes.c_void_p
-        process = ctypes.c_void_p(kernel.GetCurrentProcess())
-        if kernel.K32GetProcessMemoryInfo(process, counters, ctypes.sizeof(counters)):
-            return counters[1]
-    return None
+    return TimeOpeningReply(load, time.perf_counter() - start)
