@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -154,8 +153,8 @@ def run_limited(command: Sequence[str], seconds: float, cache: Path) -> Printed 
     try:
         return Printed(*process.communicate(timeout=seconds))
     except subprocess.TimeoutExpired:
-        # As Ctrl+C does: the tool then ends its workers.
-        process.send_signal(signal.SIGINT if sys.platform != "win32" else signal.SIGTERM)
+        # The tool then ends its workers. It may ignore SIGINT, as in the background of a shell.
+        process.terminate()
         try:
             process.communicate(timeout=30)
         except subprocess.TimeoutExpired:

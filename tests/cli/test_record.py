@@ -153,9 +153,13 @@ def test_a_command_that_does_not_exist_is_an_error(cli: Cli, app_project: Path) 
 def test_ctrl_c_keeps_what_was_recorded(app_project: Path) -> None:
     waiting = APP.replace("sys.exit(3)", "import time\ntime.sleep(600)")
     (app_project / "app.py").write_text(waiting, encoding="utf-8")
-    command = [sys.executable, "-c", "from hatch_epcontext.cli import main; main()"]
+    # A shell lets what it runs in the background ignore it.
+    main = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from hatch_epcontext.cli import main; main()"
+    )
     with subprocess.Popen(
-        [*command, "record", "--", sys.executable, "-u", "app.py"],
+        [sys.executable, "-c", main, "record", "--", sys.executable, "-u", "app.py"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -164,7 +168,11 @@ def test_ctrl_c_keeps_what_was_recorded(app_project: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "the app has run\n"
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            _, errors = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     assert "image: kept 8 samples" in errors
     assert process.returncode == 130
     assert "Aborted" not in errors
