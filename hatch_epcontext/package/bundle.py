@@ -61,11 +61,12 @@ def _bundle(result: Result, folder: Path, modules: Mapping[str, Path]) -> Bundle
             shutil.copytree(built.artifact.folder, place, copy_function=link_or_copy)
     files = manifest.artifact_files(result)
     sources = shipped_sources(result)
+    folders = manifest.source_folders(result.sources)
     own: dict[str, Path] = {}
     for source in result.sources:
         if source.model.name in sources:
-            files |= _copy_source(source, folder)
-            shipped = manifest.source_folder(source.model)
+            shipped = folders[source.model.name]
+            files |= _copy_source(source, folder, shipped)
             own |= {f"{shipped}/{name}": source.model.path.parent / name for name in source.records}
     for name, path in modules.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -76,24 +77,24 @@ def _bundle(result: Result, folder: Path, modules: Mapping[str, Path]) -> Bundle
     return Bundle(folder, with_manifest, own, package)
 
 
-def _copy_source(source: Source, folder: Path) -> dict[str, FileRecord]:
-    """Put the source's files into the package in ``folder``; returns their records."""
-    shipped, model = manifest.source_folder(source.model), source.model
+def _copy_source(source: Source, folder: Path, shipped: str) -> dict[str, FileRecord]:
+    """Put the source's files into ``shipped`` of the package in ``folder``; returns their records."""
     files = {}
     for name, recorded in source.records.items():
         target = folder / shipped / name
         if not target.exists():
-            # The shapes of one model have one source.
+            # Other models may have the same files.
             target.parent.mkdir(parents=True, exist_ok=True)
-            symlink_or_copy((model.path.parent / name).resolve(), target)
+            symlink_or_copy((source.model.path.parent / name).resolve(), target)
         files[f"{shipped}/{name}"] = recorded
     return files
 
 
 def shipped_sources(result: Result) -> dict[str, str]:
     """The models whose sources the package contains, each with the source's path in it."""
+    folders = manifest.source_folders(result.sources)
     return {
-        source.model.name: f"{manifest.source_folder(source.model)}/{source.model.path.name}"
+        source.model.name: f"{folders[source.model.name]}/{source.model.path.name}"
         for source in result.sources
         if _ships_source(source.model, result)
     }

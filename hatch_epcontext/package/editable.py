@@ -92,8 +92,9 @@ def write(result: Result, folder: Path, modules: Mapping[str, Path]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Every editable install writes these files again: a repository does not need them.
     (folder / ".gitignore").write_text("*\n", encoding="utf-8", newline="\n")
+    folders = manifest.source_folders(result.sources)
     copied = {
-        f"{manifest.source_folder(source.model)}/{name}": source.model.path.parent / name
+        f"{folders[source.model.name]}/{name}": source.model.path.parent / name
         for source in result.sources
         if _is_copied(source.model)
         for name in source.records
@@ -104,7 +105,12 @@ def write(result: Result, folder: Path, modules: Mapping[str, Path]) -> None:
         **manifest.artifact_files(result),
         **{name: record_file(path) for name, path in copied.items()},
     }
-    sources = {source.model.name: _place(source.model, folder) for source in result.sources}
+    sources = {
+        model.name: f"{folders[model.name]}/{model.path.name}"
+        if _is_copied(model)
+        else Path(os.path.relpath(model.path, folder)).as_posix()
+        for model in (source.model for source in result.sources)
+    }
     # Before the files below: an interrupted install must not leave files that no manifest lists.
     manifest.save(manifest.make(result, sources, files, "installed"), folder)
     for built in result.built:
@@ -116,13 +122,6 @@ def write(result: Result, folder: Path, modules: Mapping[str, Path]) -> None:
 
 def _is_copied(model: Model) -> bool:
     return bool(model.cut) or model.download is not None
-
-
-def _place(model: Model, folder: Path) -> str:
-    """The path of the source of ``model`` from ``folder``."""
-    if _is_copied(model):
-        return f"{manifest.source_folder(model)}/{model.path.name}"
-    return Path(os.path.relpath(model.path, folder)).as_posix()
 
 
 def remove(folder: Path) -> list[str]:

@@ -15,13 +15,13 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 
 import hatch_epcontext
-from hatch_epcontext.config.settings import CompileSettings, Model
+from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
@@ -370,9 +370,21 @@ def artifact_files(result: Result) -> dict[str, FileRecord]:
     }
 
 
-def source_folder(model: Model) -> str:
-    """The folder of a model's shipped source, from the package; all its shapes have the same."""
-    return f"{model.configured_name}/{SOURCE}"
+def source_folders(sources: Iterable[Source]) -> dict[str, str]:
+    """The folder of each model's shipped source, from the package, by the model's name.
+
+    The shapes of a model, and models beside each other that name one file, have the same folder: a file is
+    shipped once.
+    """
+    folders: dict[str, str] = {}
+    places: dict[tuple[Path, str], str] = {}
+    for source in sources:
+        files = [(source.model.path.parent, name) for name in source.records]
+        own = f"{source.model.configured_name}/{SOURCE}"
+        folder = next((places[file] for file in files if file in places), own)
+        folders[source.model.name] = folder
+        places |= dict.fromkeys(files, folder)
+    return folders
 
 
 def default_folder(uri: str) -> str:

@@ -36,7 +36,7 @@ from hatch_epcontext.errors import BuildError, Kind, MissingError, Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import GENERATOR, Source
 from hatch_epcontext.jobs.requirements import SBOM, pip_install
-from hatch_epcontext.package.manifest import ModelPackage, Variant, VariantMetadata, source_folder
+from hatch_epcontext.package.manifest import ModelPackage, Variant, VariantMetadata, source_folders
 from hatch_epcontext.package.sbom import FILE, KEY, ProjectMetadata
 from hatch_epcontext.system import writing
 
@@ -92,6 +92,7 @@ class _Document:
     ) -> None:
         # The shapes of one model have one file.
         self._sources = {source.model.configured_name: source for source in sources}
+        self._folders = source_folders(self._sources.values())
         self._package = package
         self._files = package.files
         self._output = output
@@ -145,7 +146,7 @@ class _Document:
 
     def _model(self, name: str, source: Source) -> Component:
         """The source model; it is required in the wheel only where it is shipped."""
-        folder = source_folder(source.model)
+        folder = self._folders[source.model.name]
         paths = {file: f"{folder}/{file}" for file in source.records}
         shipped = {path for path in paths.values() if path in self._files}
         return Component(
@@ -153,7 +154,9 @@ class _Document:
             name=name,
             bom_ref=f"model:{name}",
             description="The source model.",
-            scope=ComponentScope.REQUIRED if shipped else ComponentScope.EXCLUDED,
+            scope=ComponentScope.REQUIRED
+            if paths[source.model.path.name] in shipped
+            else ComponentScope.EXCLUDED,
             hashes=[_sha256(source.records[source.model.path.name])],
             purl=_hub_purl(source.model),
             external_references=_references(source.model),

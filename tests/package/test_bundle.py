@@ -144,6 +144,29 @@ def test_external_data_is_shipped_in_the_sources_folder(project: Path, tmp_path:
     }
 
 
+def test_models_that_name_one_file_ship_it_once(project: Path, tmp_path: Path) -> None:
+    toml = """
+provider = "cpu"
+fallback = "source"
+models = ["models/a.onnx", "models/b.onnx"]
+"""
+    (project / "models" / "w.bin").write_bytes(b"weights")
+    result = compiled(configured(project, toml), tmp_path / "artifacts")
+    weights = {"w.bin": record_file(project / "models" / "w.bin")}
+    sources = tuple(
+        dataclasses.replace(source, records={**source.records, **weights})
+        for source in result.sources
+    )
+    made = bundle(Result(sources, result.built), tmp_path, MODULES)
+    names = {"a/source/a.onnx", "a/source/b.onnx", "a/source/w.bin"}
+    assert {name for name in recorded(made) if "source" in name} == names
+    package, problems = reading(made.folder)
+    assert problems == []
+    assert package is not None
+    files = {name: c.variants["source"].model_file for name, c in package.components.items()}
+    assert files == {"a": "a/source/a.onnx", "b": "a/source/b.onnx"}
+
+
 CPU_ONLY = TOML
 NPU_ONLY = 'provider = "openvino"\ndevice = "npu"\nmodels = ["models/a.onnx"]\n'
 
