@@ -13,6 +13,7 @@ from dataclasses import replace
 # The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import (
+    HEADER,
     QUANTIZED,
     CompilerLibrary,
     MoreCoverage,
@@ -36,6 +37,7 @@ from hatch_epcontext.providers.option import (
 
 __all__ = [
     "DISTRIBUTIONS",
+    "HEADER",
     "PROVIDERS",
     "QUANTIZED",
     "CompilerLibrary",

@@ -17,6 +17,9 @@ from hatch_epcontext.providers.option import Option
 
 Product = Literal["context", "optimized"]
 
+HEADER = 64
+"""The bytes of a blob that `Provider.wrong_blobs` gets: those of an engine's header."""
+
 
 @dataclass(frozen=True)
 class Plugin:
@@ -103,7 +106,7 @@ def _nothing_implied(device: Device, options: Mapping[str, str]) -> dict[str, st
     return {}
 
 
-def _unknown_size(compatibility: str) -> int | None:
+def _unknown_blobs(compatibility: str, blobs: Sequence[tuple[str, int]]) -> str | None:
     return None
 
 
@@ -341,8 +344,10 @@ class Provider:
     contradictions: Callable[[Device, Mapping[str, str]], dict[str, str]] = _no_contradictions
     """(device, options) -> a message for each option that contradicts another one, or the device."""
 
-    blob_size: Callable[[str], int | None] = _unknown_size
-    """(compatibility string) -> the bytes of what was compiled; None if the string does not say."""
+    wrong_blobs: Callable[[str, Sequence[tuple[str, int]]], str | None] = _unknown_blobs
+    """(compatibility string, the blobs of a model: the first `HEADER` bytes of each in hexadecimal, and its size
+    in bytes) -> what is wrong with them, as a sentence without its period; None if nothing is, or if their
+    format is unknown."""
 
     compiled_for: Callable[[str], dict[str, str]] = _unknown_format
     """(compatibility string) -> what it was compiled for, by name; empty if the format is unknown. Options

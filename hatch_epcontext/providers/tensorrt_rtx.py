@@ -5,10 +5,11 @@ Options, their types and defaults: ``tensorrt_rtx_provider_options.h`` in those 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.base import (
+    HEADER,
     CompilerLibrary,
     Plugin,
     ProfileOptions,
@@ -29,9 +30,6 @@ _UINT64 = 2**64 - 1
 _CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 """The compute capabilities that an engine can be for, in the order of their bits in its header."""
 
-HEADER = 64
-"""The bytes of an engine's header."""
-
 _MAGIC, _SIZE, _VERSION, _GPUS = b"vtrt", 16, 24, 32
 """An engine begins with a magic number; its size, the library's version and the GPUs are at these bytes of
 its header. That is no documented format: it was found by comparing engines of 1.7.1.116."""
@@ -48,10 +46,6 @@ def sdk_version(version: str) -> str:
     return str(10_000 * major + 100 * minor + patch)
 
 
-def _blob_size(compatibility: str) -> int | None:
-    return engine_size(bytes.fromhex(compatibility)) if _compiled_for(compatibility) else None
-
-
 def _compiled_for(compatibility: str) -> dict[str, str]:
     """Read the compatibility string, which is the header of an engine in hexadecimal digits."""
     try:
@@ -66,6 +60,26 @@ def _compiled_for(compatibility: str) -> dict[str, str]:
         "compute capability": ", ".join(gpus),
         "TensorRT RTX": ".".join(map(str, header[_VERSION : _VERSION + 4])),
     }
+
+
+def _wrong_blobs(compatibility: str, blobs: Sequence[tuple[str, int]]) -> str | None:
+    """Compare engines with their headers, and these with the compatibility string, which is one of them."""
+    written = _compiled_for(compatibility)
+    for header, size in blobs:
+        compiled_for = _compiled_for(header)
+        if not compiled_for and (written or not size):
+            return f"an engine of {size} bytes has no header that is known"
+        if compiled_for and (counted := engine_size(bytes.fromhex(header))) != size:
+            return f"an engine has {size} bytes, and its header counts {counted}"
+        for name, value in written.items():
+            if value != (own := compiled_for[name]):
+                return f"an engine is for {name} {own}, and the compatibility string says {value}"
+    counted = engine_size(bytes.fromhex(compatibility)) if written else None
+    if blobs and counted is not None and counted not in [size for _, size in blobs]:
+        return (
+            f"the compatibility string is that of an engine of {counted} bytes, which is not there"
+        )
+    return None
 
 
 def _disagreement(
@@ -178,7 +192,7 @@ PROVIDER = Provider(
     },
     profiles=_PROFILES,
     runtime_cache="nv_runtime_cache_path",
-    blob_size=_blob_size,
+    wrong_blobs=_wrong_blobs,
     compiled_for=_compiled_for,
     disagreement=_disagreement,
     sources=(

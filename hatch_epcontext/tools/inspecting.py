@@ -185,11 +185,13 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
         if context.sidecar and context.sha256 is None:
             message = f"the sidecar {context.sidecar!r} of {context.node} is not in its folder."
             yield Problem(Kind.CHANGED_FILE, str(path), message)
-        known = find(context.source) if context.size else None
-        size = known.blob_size(model.compatibility.get(known.ep, "")) if known else None
-        if size not in (None, context.size):
-            message = f"the blob of {context.node} has {context.size} bytes, and its header counts {size}."
+        elif context.main and not context.size:
+            message = f"the context of {context.node} is empty."
             yield Problem(Kind.CHANGED_FILE, str(path), message)
+    if model.contexts and not any(context.main for context in model.contexts):
+        message = "has no context: each EPContext node refers to that of another one."
+        yield Problem(Kind.CHANGED_FILE, str(path), message)
+    yield from _wrong_blobs(path, model)
     for name in model.external_data:
         if not is_regular(path.parent / name):
             message = f"the external data {name!r} is not in its folder."
@@ -197,6 +199,16 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
     for name in model.outside:
         message = f"the external data {name!r} is outside of its folder."
         yield Problem(Kind.EXTERNAL_DATA, str(path), message)
+
+
+def _wrong_blobs(path: Path, model: InspectReply) -> Iterator[Problem]:
+    for source in dict.fromkeys(context.source for context in model.contexts):
+        own = [context for context in model.contexts if context.source == source]
+        blobs = [(each.header, each.size) for each in own if each.sha256 or not each.sidecar]
+        if (known := find(source)) is None:
+            continue
+        if reason := known.wrong_blobs(model.compatibility.get(known.ep, ""), blobs):
+            yield Problem(Kind.CHANGED_FILE, str(path), f"{reason}.")
 
 
 def _read_all(found: Mapping[str, Files], path: Path) -> dict[str, ModelPackage]:

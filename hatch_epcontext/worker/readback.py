@@ -124,21 +124,19 @@ def _wrong_contexts(
                 "",
                 f"the EPContext node {node.name!r} was written by {source!r}, not by {provider.ep}.",
             )
-        if graph.is_embedded(node) or not graph.is_main(node):
+        if not graph.is_main(node):
             continue
-        sidecar = graph.text(node, "ep_cache_context")
-        if not stays_inside(result, sidecar):
-            yield Problem(
-                Kind.WRONG_RESULT,
-                "",
-                f"the EPContext node {node.name!r} names a file outside the artifact: {sidecar!r}.",
-            )
+        wrong = None
+        if graph.is_embedded(node):
+            wrong = None if graph.blob(node, "ep_cache_context") else "has an empty context"
+        elif not stays_inside(result, sidecar := graph.text(node, "ep_cache_context")):
+            wrong = f"names a file outside the artifact: {sidecar!r}"
         elif not (result.parent / sidecar).is_file():
-            yield Problem(
-                Kind.WRONG_RESULT,
-                "",
-                f"the EPContext node {node.name!r} names {sidecar!r}, which is missing.",
-            )
+            wrong = f"names {sidecar!r}, which is missing"
+        elif not (result.parent / sidecar).stat().st_size:
+            wrong = f"names {sidecar!r}, which is empty"
+        if wrong:
+            yield Problem(Kind.WRONG_RESULT, "", f"the EPContext node {node.name!r} {wrong}.")
 
 
 def _wrong_chip(

@@ -306,7 +306,7 @@ class ContextFacts:
     """One EPContext node.
 
     ``sidecar``: None if the blob is inside the model, or in another node.
-    ``size``: that of the sidecar or of the embedded blob.
+    ``size``: that of the sidecar or of the embedded blob; ``header``: its first 64 bytes in hexadecimal.
     ``sha256``: that of the sidecar; None if the file is missing.
     """
 
@@ -317,6 +317,7 @@ class ContextFacts:
     main: bool
     sidecar: str | None
     size: int
+    header: str
     sha256: str | None
 
 

@@ -19,8 +19,8 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
-from hatch_epcontext.providers import Profile
-from hatch_epcontext.providers.tensorrt_rtx import HEADER, engine_size, sdk_version
+from hatch_epcontext.providers import HEADER, Profile
+from hatch_epcontext.providers.tensorrt_rtx import engine_size, sdk_version
 from hatch_epcontext.text import listing
 
 _MAX_NODES = 20

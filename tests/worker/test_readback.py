@@ -10,8 +10,9 @@ import pytest
 from onnx import helper
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Kind, Setting
+from hatch_epcontext.errors import BuildError, InspectionError, Kind, Setting
 from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.tools.inspecting import inspect_model, verify_model
 from hatch_epcontext.worker import readback
 from tests.conftest import needs_qnn
 from tests.models import half_for_the_cpu, interrupted, network, save, with_weights_left_over
@@ -99,6 +100,26 @@ def test_a_context_model_that_is_too_large_is_an_error(
     with pytest.raises(BuildError, match="an ONNX file cannot be larger than 2 GiB") as raised:
         compiled(path, target("qnn", X_ELITE, embed=True), tmp_path)
     assert raised.value.problems[0].settings == (Setting(MODEL / "embed", False),)
+
+
+@needs_qnn
+@pytest.mark.parametrize("embed", [False, True])
+def test_an_empty_context_is_an_error(tmp_path: Path, embed: bool) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    to = target("qnn", X_ELITE, embed=embed)
+    reply, folder = compiled(path, to, tmp_path)
+    result = folder / reply.contexts[0].model_file
+    made = onnx.load(result)
+    (blob,) = [each for each in made.graph.node[0].attribute if each.name == "ep_cache_context"]
+    if embed:
+        blob.s = b""
+    else:
+        (folder / blob.s.decode()).write_bytes(b"")
+    onnx.save(made, result)
+    with pytest.raises(BuildError, match="empty"):
+        readback.read_context(Model("a", path, MODEL), path, result, to)
+    with pytest.raises(InspectionError, match="is empty"):
+        verify_model(result, inspect_model(result))
 
 
 @needs_qnn

@@ -15,8 +15,7 @@ from onnx import TensorProto, helper
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, InspectionError, Kind
 from hatch_epcontext.graph import graph
-from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.providers.tensorrt_rtx import HEADER
+from hatch_epcontext.providers import HEADER, PROVIDERS
 from hatch_epcontext.tools.inspecting import inspect_model, verify_model
 from hatch_epcontext.worker import rtx_library, session
 from hatch_epcontext.worker.actions import validate
@@ -218,23 +217,44 @@ def test_an_input_that_decides_shapes_is_to_be_frozen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("embed", [False, True])
-def test_a_context_model_is_compared_with_the_size_of_its_engine(
+def test_an_engine_is_compared_with_its_header_and_the_compatibility_string(
     tmp_path: Path, embed: bool
 ) -> None:
     path = save(network(1), tmp_path / "models" / "a.onnx")
     result = tmp_path / "a_ctx.onnx"
     compile_with_library(path, result, rtx(embed=embed))
-    facts = inspect_model(result)
-    (context,) = facts.contexts
-    assert (context.main, context.sidecar) == (True, None if embed else "a_ctx.engine")
-    assert verify_model(result, facts) == (0 if embed else 1)
-    damaged = replace(facts, contexts=(replace(context, size=context.size - 1),))
-    with pytest.raises(InspectionError):
-        verify_model(result, damaged)
-    if not embed:
-        (tmp_path / "a_ctx.engine").unlink()
-        with pytest.raises(InspectionError):
+    made = onnx.load(result)
+    (blob,) = [each for each in made.graph.node[0].attribute if each.name == "ep_cache_context"]
+    (compatibility,) = made.metadata_props
+    engine = blob.s if embed else (tmp_path / "a_ctx.engine").read_bytes()
+    header = engine[:HEADER]
+
+    def altered(at: int, value: bytes) -> bytes:
+        return header[:at] + value + header[at + len(value) :]
+
+    def problem(content: bytes, written: bytes = header) -> str:
+        if embed:
+            blob.s = content
+        else:
+            (tmp_path / "a_ctx.engine").write_bytes(content)
+        compatibility.value = written.hex()
+        onnx.save(made, result)
+        with pytest.raises(InspectionError) as raised:
             verify_model(result, inspect_model(result))
+        assert raised.value.is_only({Kind.CHANGED_FILE})
+        return str(raised.value)
+
+    facts = inspect_model(result)
+    assert verify_model(result, facts) == (0 if embed else 1)
+    assert (facts.contexts[0].main, facts.contexts[0].header) == (True, header.hex())
+    assert "its header counts" in problem(engine[:-1])
+    assert "has no header that is known" in problem(bytes(len(engine)))
+    assert ("has no context" if embed else "is empty") in problem(b"")
+    assert "is for TensorRT RTX 1.7.1.116, and" in problem(engine, altered(24, bytes([1, 6])))
+    assert "is for compute capability" in problem(engine, altered(32, b"\x01"))
+    size = len(engine) + 1
+    wrong = problem(engine, altered(16, size.to_bytes(8, "little")))
+    assert f"that of an engine of {size} bytes, which is not there" in wrong
 
 
 def test_a_damaged_engine_and_one_for_other_gpus_are_refused(tmp_path: Path) -> None:

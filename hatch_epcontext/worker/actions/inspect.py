@@ -11,6 +11,7 @@ from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.files import is_regular, record_file, too_large
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.reading import load
+from hatch_epcontext.providers import HEADER
 from hatch_epcontext.worker.requests import ContextFacts, InspectReply, InspectRequest
 
 
@@ -39,13 +40,16 @@ def handle(request: InspectRequest) -> InspectReply:
 def _context(node: onnx.NodeProto, path: Path) -> ContextFacts:
     main, embedded = graph.is_main(node), graph.is_embedded(node)
     sidecar = None if embedded or not main else graph.text(node, "ep_cache_context") or None
-    record = None
+    record, blob = None, graph.blob(node, "ep_cache_context") if embedded and main else b""
+    size = len(blob)
     if sidecar and external.stays_inside(path, sidecar) and is_regular(path.parent / sidecar):
         if reason := too_large((path.parent / sidecar).stat()):
             message = f"the sidecar {sidecar!r} {reason}."
             raise ModelError(Problem(Kind.EXTERNAL_DATA, "", message))
         record = record_file(path.parent / sidecar)
-    size = len(graph.blob(node, "ep_cache_context")) if embedded and main else 0
+        size = record.size
+        with (path.parent / sidecar).open("rb") as file:
+            blob = file.read(HEADER)
     return ContextFacts(
         node=node.name,
         source=graph.text(node, "source"),
@@ -53,6 +57,7 @@ def _context(node: onnx.NodeProto, path: Path) -> ContextFacts:
         ep_sdk_version=graph.text(node, "ep_sdk_version"),
         main=main,
         sidecar=sidecar,
-        size=record.size if record else size,
+        size=size,
+        header=blob[:HEADER].hex(),
         sha256=record.sha256 if record else None,
     )
