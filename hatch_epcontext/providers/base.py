@@ -345,9 +345,9 @@ class Provider:
     """(device, options) -> a message for each option that contradicts another one, or the device."""
 
     wrong_blobs: Callable[[str, Sequence[tuple[str, int]]], str | None] = _unknown_blobs
-    """(compatibility string, the blobs of a model: the first `HEADER` bytes of each in hexadecimal, and its size
-    in bytes) -> what is wrong with them, as a sentence without its period; None if nothing is, or if their
-    format is unknown."""
+    """(compatibility string, the blobs of a model: the first `HEADER` bytes of each in hexadecimal, and its
+    size in bytes) -> what is wrong with them, as a sentence without its period; None if nothing is, or if
+    their format is unknown."""
 
     compiled_for: Callable[[str], dict[str, str]] = _unknown_format
     """(compatibility string) -> what it was compiled for, by name; empty if the format is unknown. Options
