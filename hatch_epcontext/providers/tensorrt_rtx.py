@@ -74,11 +74,9 @@ def _wrong_blobs(compatibility: str, blobs: Sequence[tuple[str, int]]) -> str | 
         for name, value in written.items():
             if value != (own := compiled_for[name]):
                 return f"an engine is for {name} {own}, and the compatibility string says {value}"
-    counted = engine_size(bytes.fromhex(compatibility)) if written else None
-    if blobs and counted is not None and counted not in [size for _, size in blobs]:
-        return (
-            f"the compatibility string is that of an engine of {counted} bytes, which is not there"
-        )
+    named = engine_size(bytes.fromhex(compatibility)) if written else None
+    if blobs and named not in (None, *(size for _, size in blobs)):
+        return f"the compatibility string is of an engine of {named} bytes, which is not there"
     return None
 
 

@@ -254,7 +254,7 @@ def test_an_engine_is_compared_with_its_header_and_the_compatibility_string(
     assert "is for compute capability" in problem(engine, altered(32, b"\x01"))
     size = len(engine) + 1
     wrong = problem(engine, altered(16, size.to_bytes(8, "little")))
-    assert f"that of an engine of {size} bytes, which is not there" in wrong
+    assert f"is of an engine of {size} bytes, which is not there" in wrong
 
 
 def test_a_damaged_engine_and_one_for_other_gpus_are_refused(tmp_path: Path) -> None:
