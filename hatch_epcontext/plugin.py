@@ -44,7 +44,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """The build requirements of the selected targets, for the front end to install."""
         from hatch_epcontext.jobs.plan import plan
         from hatch_epcontext.jobs.requirements import (
-            SBOM,
             cache_requirements,
             download_requirements,
         )
@@ -58,12 +57,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             # Hatch calls this before other hooks have made their files.
             config = self._config(hooks, pending=bool(hooks))
             self._check_sbom(config)
-            sbom = SBOM if config.wheel.sbom else ()
             needed = (
                 plan(config).requirements,
                 cache_requirements(config.build),
                 () if config.only_from_cache else download_requirements(config.models),
-                sbom,
             )
             return [each for some in needed for each in some]
 
@@ -130,7 +127,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._warning(sdist.warning(left_out))
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
-        from hatch_epcontext.jobs.requirements import SBOM, check_app, check_environment
+        from hatch_epcontext.jobs.requirements import check_app
         from hatch_epcontext.package.bundle import bundle, shipped_sources
         from hatch_epcontext.package.modules import modules
         from hatch_epcontext.package.selection import packed_files, selected_files
@@ -140,8 +137,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         core = self.metadata.core
         extras = core.optional_dependencies.values()
         check_app(config.targets, [*core.dependencies, *(each for some in extras for each in some)])
-        if config.wheel.sbom:
-            check_environment((), SBOM)
         packed = packed_files(self.build_config, build_data)
         # An sdist may contain models from elsewhere, which are no files of the app.
         places = [
@@ -178,7 +173,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self, result: Result, made: Bundle, output: PurePosixPath, staging: Path
     ) -> Path:
         from hatch_epcontext.config.pyproject import PyprojectNames
-        from hatch_epcontext.package import sbom, sbom_document
+        from hatch_epcontext.package import sbom
 
         core = self.metadata.core
         project = sbom.ProjectMetadata(
@@ -186,7 +181,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         )
         for message in sbom.unlicensed(result.sources, PyprojectNames(Path(self.root))):
             self._warning(message)
-        return sbom_document.write(result.sources, made.package, output, project, staging)
+        return sbom.write(result.sources, made.package, output, project, staging)
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext.jobs.artifact import Result

@@ -15,7 +15,7 @@ from hatchling.plugin.manager import PluginManager
 from onnx import helper
 
 from hatch_epcontext.jobs import requirements
-from hatch_epcontext.jobs.requirements import SBOM, TOOLS
+from hatch_epcontext.jobs.requirements import TOOLS
 from hatch_epcontext.package import bundle as package_bundle
 from hatch_epcontext.package.reader import FolderFiles, read
 from hatch_epcontext.plugin import EpcontextBuildHook
@@ -106,12 +106,6 @@ def test_a_wheel_with_an_sbom_is_the_same_each_time(
     )
     wheel.unlink()
     assert make(root).read_bytes() == first
-
-
-def test_an_sbom_needs_a_package_of_its_own(root: Path) -> None:
-    assert not set(SBOM).intersection(hook(root).dependencies())
-    configure(root, "wheel = { sbom = true }\n")
-    assert set(SBOM) < set(hook(root).dependencies())
 
 
 def test_a_verbose_hatch_shows_what_workers_do(

@@ -67,15 +67,13 @@ class HubFile:
 class Download:
     """A model from elsewhere: its location, and the hex sha256 of its file and of its external data's files.
 
-    ``data``: by their names in the model's folder. ``sdist``: whether sdists contain it; ``public``: whether
-    an SBOM may name the location.
+    ``data``: by their names in the model's folder. ``sdist``: whether sdists contain it.
     """
 
     url: str
     sha256: str
     data: Mapping[str, str] = field(default_factory=dict)
     sdist: bool = False
-    public: bool = False
 
     @property
     def files(self) -> Mapping[str, str]:

@@ -258,7 +258,7 @@ def _download(table: ModelTable) -> Download | None:
     """Where the model of ``table`` comes from, if that is not the project, and is valid and pinned."""
     if table.url is None or table.sha256 is None or check_url(table.url) is not None:
         return None
-    return Download(table.url, table.sha256, table.data, table.sdist, table.public)
+    return Download(table.url, table.sha256, table.data, table.sdist)
 
 
 def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:

@@ -424,7 +424,6 @@ class ModelTable(NarrowableTable):
         check=_data,
     )
     sdist: bool = _key("Whether sdists contain the model at `url`.", False)
-    public: bool = _key("Whether the SBOM may name a `url` that is not of a model hub.", False)
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
     targets: tuple[str, ...] | None = _key("Targets by name.", when_missing="`default-targets`")
     fallback: Fallback | None = _key(

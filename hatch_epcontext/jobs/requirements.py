@@ -31,9 +31,6 @@ ONNX_RUNTIME = ">=1.23"
 TOOLS = ("onnx>=1.19", "onnxslim>=0.1.80", "numpy>=2.0")
 """What a worker imports besides ONNX Runtime."""
 
-SBOM = ("cyclonedx-python-lib[json-validation]>=11",)
-"""The requirements to write an SBOM and to check it against the schema."""
-
 INSPECTION = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *TOOLS)
 """The requirements to read models without compiling any."""
 

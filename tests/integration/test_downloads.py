@@ -289,16 +289,12 @@ def test_workers_do_not_get_the_token(hub: Hub) -> None:
     assert TOKEN not in worker_environment().values()
 
 
-def test_a_location_on_the_web_is_in_the_sbom_only_if_it_is_public(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_a_location_on_the_web_is_not_in_the_sbom(hub: Hub, tmp_path: Path) -> None:
     project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
     file = project / "pyproject.toml"
     text = file.read_text(encoding="utf-8")
-    text = text.replace(hub.location("onnx/m.onnx"), hub.web("onnx/m.onnx"))
-    for public in (False, True):
-        file.write_text(f"{text}public = {str(public).lower()}\n", encoding="utf-8")
-        build(project, cache, "-w")
-        model = sbom_model(wheel(project), tmp_path)
-        assert "purl" not in model
-        assert (hub.site in json.dumps(model)) == public
+    file.write_text(text.replace(hub.location("onnx/m.onnx"), hub.web("onnx/m.onnx")), "utf-8")
+    build(project, cache, "-w")
+    model = sbom_model(wheel(project), tmp_path)
+    assert "purl" not in model
+    assert hub.site not in json.dumps(model)
