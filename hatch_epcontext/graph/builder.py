@@ -34,12 +34,17 @@ class TooManyNodesError(Exception):
         super().__init__(f"the graph would get more than {limit} nodes (unroll-limit)")
 
 
+class MissingOperatorError(Exception):
+    """The model's opset does not have an operator yet."""
+
+
 class Builder:
     """Collects the new ``nodes`` of a graph in order, and the ``stored`` tensors of ``model``'s main graph.
 
     New names begin with that of the replaced node, whose floats have ``dtype``. Methods that add nodes return
-    the names of their outputs, and raise TooManyNodesError when the ``size`` of the graph, its nodes with
-    those inside them, exceeds ``limit``.
+    the names of their outputs, in the form of the model's opset. They raise TooManyNodesError when the
+    ``size`` of the graph, its nodes with those inside them, exceeds ``limit``, and MissingOperatorError for
+    an operator of ONNX that the opset does not have: the node that needs it stays as it is.
     """
 
     def __init__(self, model: onnx.ModelProto, limit: int | None = None) -> None:
@@ -84,8 +89,12 @@ class Builder:
         self._stem = next(filter(None, node.output), node.op_type)
         self._stem_of_nodes = node.name or node.op_type
         dtypes = (scope.dtype(name) for name in (*node.input, *node.output))
-        self.dtype = next((each for each in dtypes if each is not None), np.dtype(np.float32))
-        values = rule(node, scope, self) or ()
+        known = [dtype for dtype in dtypes if dtype is not None] or [np.dtype(np.float32)]
+        self.dtype = next((dtype for dtype in known if dtype.kind == "f"), known[0])
+        try:
+            values = rule(node, scope, self) or ()
+        except MissingOperatorError:
+            values = ()
         given = [*values, *[""] * len(node.output)][: len(node.output)]
         if not values or any(o and not value for o, value in zip(node.output, given, strict=True)):
             del self.nodes[nodes:], self.stored[stored:]
@@ -132,6 +141,8 @@ class Builder:
 
         Attributes that are None are left out, and so are empty inputs at the end.
         """
+        if not attributes.get("domain") and not onnx.defs.has(op, self.opset):
+            raise MissingOperatorError(op, self.opset)
         names = [each and self.fresh(f"{self._stem}/{op}") for each in outputs]
         while inputs and not inputs[-1]:
             inputs = inputs[:-1]
@@ -176,7 +187,7 @@ class Builder:
         return value if factor == 1 else self.add("Mul", value, self.number(factor))
 
     def reduced(self, op: str, value: str, axes: Sequence[int], keepdims: int) -> str:
-        """ReduceSum or ReduceMean of ``value`` over ``axes``."""
+        """``op``, such as ReduceSum or ReduceMean, of ``value`` over ``axes``."""
         inputs = _AXES_AS_INPUTS if op == "ReduceSum" else _AXES_OF_MEAN_AS_INPUTS
         if self.opset < inputs:
             return self.add(op, value, axes=list(axes), keepdims=keepdims)

@@ -137,6 +137,21 @@ class Scope:
         type_ = self.types.get(name)
         return None if type_ is None else graph.sizes(type_)
 
+    def axes(self, node: onnx.NodeProto) -> list[int] | None:
+        """The axes that ``node`` reduces, from an attribute or an input, counted from the first.
+
+        None if there are none or they are unknown.
+        """
+        sizes, name = self.sizes(node.input[0]), graph.operand(node, 1)
+        axes = (
+            self.constant(name) if name else np.array(graph.attribute(node, "axes", []), np.int64)
+        )
+        if sizes is None or axes is None:
+            return None
+        if not axes.size:
+            return None if graph.number(node, "noop_with_empty_axes", 0) else [*range(len(sizes))]
+        return [int(axis) % len(sizes) for axis in axes]
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a value; None if it is unknown or has an open dimension."""
         sizes = self.sizes(name)

@@ -243,8 +243,7 @@ def _is(scope: Scope, bound: str, limit: float) -> bool:
 COMPUTED_BOUNDS = by_node("Clip as Max and Min", {"Clip": _max_and_min})
 
 
-_OF_ONNX = frozenset({TensorProto.INT8, TensorProto.UINT8})
-_OF_MICROSOFT = frozenset({TensorProto.INT16, TensorProto.UINT16})
+_SMALL = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16})
 
 
 def _dequantized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -256,11 +255,11 @@ def _dequantized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Output
     elem_type, dtype = scope.elem_type(value), scope.dtype(value)
     if graph.attribute(node, "to", 0) != TensorProto.FLOAT or dtype is None:
         return None
-    if elem_type not in _OF_ONNX | _OF_MICROSOFT:
+    if elem_type not in _SMALL:
         return None
     scale, zero = builder.store(np.float32(1)), builder.store(np.array(0, dtype))
-    domain = graph.MICROSOFT if elem_type in _OF_MICROSOFT else ""
-    return [builder.add("DequantizeLinear", value, scale, zero, domain=domain)]
+    # ONNX's own operator does not exist, or not for 16 bits, in all opsets.
+    return [builder.add("DequantizeLinear", value, scale, zero, domain=graph.MICROSOFT)]
 
 
 INTEGER_CASTS = by_node("Cast of small integers as DequantizeLinear", {"Cast": _dequantized})

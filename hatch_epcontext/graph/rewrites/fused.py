@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx
 import onnx.inliner
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, by_node
+from hatch_epcontext.graph.rewrites.precise import log_softmax
 from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.unrolling.activations import Activation
 
 
 def _activated(builder: Builder, value: str, name: str, numbers: list[float]) -> str | None:
@@ -220,19 +222,106 @@ FUSED = by_node(
     },
 )
 
+
+_SQUARED, _LOGARITHMS = ("ReduceL2", "ReduceSumSquare"), ("ReduceLogSum", "ReduceLogSumExp")
+
+
+def _reduced(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The function of a sum of a function of the values: Abs, Mul or Exp, ReduceSum, and Sqrt or Log."""
+    operator, value = node.op_type, node.input[0]
+    axes, keepdims = scope.axes(node), graph.number(node, "keepdims", 1)
+    is_real = builder.dtype.kind == "f"
+    if axes is None or not (is_real or operator in ("ReduceL1", "ReduceSumSquare")):
+        return None
+    largest = ""
+    if operator == "ReduceL1":
+        value = builder.add("Abs", value)
+    elif operator in _SQUARED:
+        value = builder.add("Mul", value, value)
+    elif operator == "ReduceLogSumExp":
+        # Exp of other values than negative ones overflows.
+        below = builder.add("Sub", value, builder.reduced("ReduceMax", value, axes, keepdims=1))
+        largest = builder.reduced("ReduceMax", value, axes, keepdims)
+        value = builder.add("Exp", below)
+    total = builder.reduced("ReduceSum", value, axes, keepdims)
+    if operator == "ReduceL2":
+        total = builder.add("Sqrt", total)
+    elif operator in _LOGARITHMS:
+        total = builder.add("Log", total)
+    return [builder.add("Add", total, largest) if largest else total]
+
+
+def _softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The larger of x and 0, plus the rest, whose Exp cannot overflow."""
+    value = node.input[0]
+    power = builder.add("Exp", builder.add("Neg", builder.add("Abs", value)))
+    rest = builder.add("Log", builder.add("Add", power, builder.number(1)))
+    return [builder.add("Add", builder.add("Relu", value), rest)]
+
+
+def _softsign(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    return [Activation("softsign").apply(node.input[0], builder)]
+
+
+def _prelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, slope = node.input
+    if builder.dtype.kind != "f":
+        return None
+    negative = builder.add("Relu", builder.add("Neg", value))
+    return [builder.add("Sub", builder.add("Relu", value), builder.add("Mul", slope, negative))]
+
+
+def _batch_normalized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A BatchNormalization, whose mean and variance may be computed, by its formula."""
+    sizes = scope.sizes(node.input[0])
+    is_training = graph.number(node, "training_mode", 0) or any(node.output[1:])
+    if sizes is None or is_training or not graph.number(node, "spatial", 1):
+        return None
+
+    def per_channel(name: str) -> str:
+        return builder.reshape(name, [-1, *[1] * (len(sizes) - 2)]) if len(sizes) > 2 else name
+
+    value, scale, bias, mean, variance = node.input
+    epsilon = builder.number(graph.attribute(node, "epsilon", 1e-5))
+    deviation = builder.add("Sqrt", builder.add("Add", variance, epsilon))
+    factor = per_channel(builder.add("Div", scale, deviation))
+    away = builder.add("Sub", value, per_channel(mean))
+    return [builder.add("Add", builder.add("Mul", away, factor), per_channel(bias))]
+
+
+def _affine_grid(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The product of the places of all pixels, which are stored, with the matrices."""
+    theta, size = node.input[0], scope.constant(node.input[1])
+    if size is None:
+        return None
+    batch, _, *sizes = (int(each) for each in size)
+    ends = [1 if graph.number(node, "align_corners", 0) else 1 - 1 / each for each in sizes]
+    axes = [np.linspace(-end, end, each) for end, each in zip(ends, sizes, strict=True)]
+    # The last dimension of an image is the first coordinate.
+    places = np.stack([*np.meshgrid(*axes, indexing="ij")[::-1], np.ones(sizes)], -1)
+    stored = builder.store(places.reshape(1, -1, len(sizes) + 1).astype(builder.dtype))
+    product = builder.add("MatMul", stored, builder.transpose(theta, [0, 2, 1]))
+    return [builder.reshape(product, [batch, *sizes, len(sizes)])]
+
+
 FUNCTIONS = by_node(
     "functions as basic operators",
     {
+        "AffineGrid": _affine_grid,
+        "BatchNormalization": _batch_normalized,
         "Gelu": _gelu,
         "LayerNormalization": _normalized,
+        "LogSoftmax": log_softmax,
+        "PRelu": _prelu,
         "RMSNormalization": _normalized,
+        "Softplus": _softplus,
+        "Softsign": _softsign,
+        **dict.fromkeys(("ReduceL1", *_SQUARED, *_LOGARITHMS), _reduced),
     },
 )
 
 _NAMES = """
-AffineGrid Attention Celu CenterCropPad GroupNormalization HardSwish LogSoftmax
-Mish PRelu ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceSumSquare
-RotaryEmbedding Softplus Softsign SwiGLU Swish
+Attention Celu CenterCropPad GroupNormalization HardSwish Mish RotaryEmbedding SwiGLU Swish
 """
 _DEFINED = frozenset(_NAMES.split())
 
@@ -243,13 +332,46 @@ def _inline_definitions(model: onnx.ModelProto, types: Types, refused: frozenset
         return 0
     names = [("", name) for name in sorted(wanted)]
     try:
-        inlined = onnx.inliner.inline_selected_functions(model, names, inline_schema_functions=True)
+        inlined = onnx.inliner.inline_selected_functions(
+            _explicit(model, types, wanted), names, inline_schema_functions=True
+        )
     except RuntimeError:
         # onnx cannot handle all models that ONNX Runtime opens.
         return 0
     model.CopyFrom(inlined)
     # An older opset may not define all of them.
     return before - _count(model, wanted)
+
+
+def _explicit(model: onnx.ModelProto, types: Types, wanted: frozenset[str]) -> onnx.ModelProto:
+    """A copy of ``model`` with what the inliner does not look up: types of stored tensors and of values, and
+    the default attributes of the ``wanted`` operators.
+    """
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    for part in graph.graphs(result.graph):
+        known = {value.name for value in (*part.input, *part.output, *part.value_info)}
+        its = {
+            tensor.name: helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+            for tensor in part.initializer
+        }
+        its |= {name: types[name] for node in part.node for name in node.output if name in types}
+        part.value_info.extend(
+            onnx.ValueInfoProto(name=name, type=type_)
+            for name, type_ in its.items()
+            if name not in known
+        )
+    for node in graph.nodes(result.graph):
+        if node.domain or node.op_type not in wanted:
+            continue
+        schema = onnx.defs.get_schema(node.op_type, graph.opset(model))
+        present = {attribute.name for attribute in node.attribute}
+        node.attribute.extend(
+            attribute.default_value
+            for name, attribute in schema.attributes.items()
+            if name not in present and attribute.default_value.type
+        )
+    return result
 
 
 def _count(model: onnx.ModelProto, wanted: frozenset[str]) -> int:

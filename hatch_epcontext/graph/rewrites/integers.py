@@ -140,7 +140,7 @@ _RULES: Mapping[str, Rule] = {
         f"{graph.MICROSOFT}.QLinear{each}": partial(_of_each, each, count)
         for each, count in (
             *(("Add", 2), ("Mul", 2), ("Sigmoid", 1), ("LeakyRelu", 1), ("Softmax", 1)),
-            *(("AveragePool", 1), ("GlobalAveragePool", 1), ("ReduceMean", 1)),
+            *(("AveragePool", 1), ("GlobalAveragePool", 1)),
         )
     },
 }

@@ -39,12 +39,16 @@ GIVEN_UP = by_node(
 
 
 _NEWER = 11
-"""The opset from which all `_OPERATORS` have today's form."""
+"""The opset from which all `_OPERATORS` have today's form, or can be rewritten.
 
-_OPERATORS = frozenset({"Scatter", "TopK"})
+Where follows If, and ONNX Runtime rounds the biases of convolutions of integers by Round.
+"""
+
+_OPERATORS = frozenset({"If", "QLinearConv", "Scatter", "TopK", f"{graph.MICROSOFT}.QGemm"})
 
 
-def _convert(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
+def convert(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
+    """Write ``model`` in opset 11, in place; returns the number of its nodes, 0 if nothing changes."""
     if graph.opset(model) >= _NEWER:
         return 0
     try:
@@ -56,4 +60,4 @@ def _convert(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> i
     return len(model.graph.node)
 
 
-NEWER = Rewrite(f"written in opset {_NEWER}", _OPERATORS, _convert)
+NEWER = Rewrite(f"written in opset {_NEWER}", _OPERATORS, convert)

@@ -15,8 +15,16 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rewrite, by_node
+from hatch_epcontext.graph.builder import (
+    BOUNDS_AS_INPUTS,
+    Builder,
+    Outputs,
+    Rewrite,
+    Rules,
+    by_node,
+)
 from hatch_epcontext.graph.number_format import FUSING, RewriteName
+from hatch_epcontext.graph.rewrites.old import convert
 from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
@@ -69,19 +77,9 @@ def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     number = _number_beside(value, exponent, scope)
     if number == 2:
         return [builder.add("Mul", value, value)]
-    is_float = builder.dtype.kind == "f"
+    dtype = scope.dtype(value)
+    is_float = dtype is not None and dtype.kind == "f"
     return [builder.add("Sqrt", value)] if number == 0.5 and is_float else None
-
-
-def _axes(node: onnx.NodeProto, scope: Scope) -> list[int] | None:
-    """The axes that a node reduces, counted from the first; None if there are none or they are unknown."""
-    sizes, name = scope.sizes(node.input[0]), graph.operand(node, 1)
-    axes = scope.constant(name) if name else np.array(graph.attribute(node, "axes", []), np.int64)
-    if sizes is None or axes is None:
-        return None
-    if not axes.size:
-        return None if graph.number(node, "noop_with_empty_axes", 0) else [*range(len(sizes))]
-    return [int(axis) % len(sizes) for axis in axes]
 
 
 def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -92,7 +90,7 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     total = scope.maker(name)
     if total is None or graph.operator(total) != "ReduceSum" or not _is_read_once(name, scope):
         return None
-    sizes, axes = scope.sizes(total.input[0]), _axes(total, scope)
+    sizes, axes = scope.sizes(total.input[0]), scope.axes(total)
     summed = [sizes[axis] for axis in axes] if sizes is not None and axes is not None else [None]
     known = [size for size in summed if size is not None]
     if node.op_type == "Div":
@@ -180,16 +178,19 @@ def _softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Add", builder.add("Relu", value), builder.add("Mul", part, series))]
 
 
-def _log_softmax(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+def log_softmax(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The rule for LogSoftmax, as Exp and Log."""
     value, is_old = node.input[0], builder.opset < _SOFTMAX_OVER_ONE_AXIS
-    if (sizes := scope.sizes(value)) is None or _maker(value, scope) in _QUANTIZED:
+    if not (sizes := scope.sizes(value)) or _maker(value, scope) in _QUANTIZED:
         return None
     axis = graph.number(node, "axis", 1 if is_old else -1) % len(sizes)
-    if is_old and axis != len(sizes) - 1:
-        return None
-    below = builder.add("Sub", value, builder.reduced("ReduceMax", value, [axis], keepdims=1))
-    powers = builder.add("Exp", builder.add("Max", below, builder.number(_EXP_FROM)))
-    total = builder.reduced("ReduceSum", powers, [axis], keepdims=1)
+    axes = range(axis, len(sizes)) if is_old else [axis]
+    below = builder.add("Sub", value, builder.reduced("ReduceMax", value, axes, keepdims=1))
+    if builder.opset < _BROADCASTING:
+        powers = builder.add("Exp", below)
+    else:
+        powers = builder.add("Exp", builder.add("Max", below, builder.number(_EXP_FROM)))
+    total = builder.reduced("ReduceSum", powers, axes, keepdims=1)
     return [builder.add("Sub", below, builder.add("Log", total))]
 
 
@@ -263,7 +264,7 @@ class _Roots:
         self, node: onnx.NodeProto, operator: str, value: str, offset: float = 0.0
     ) -> str | None:
         """The root of ``operator``, applied to the squares of ``value`` over the axes of ``node``."""
-        axes, shape = _axes(node, self.scope), self.scope.shape(node.output[0])
+        axes, shape = self.scope.axes(node), self.scope.shape(node.output[0])
         keeps = graph.number(node, "keepdims", 1)
         if axes is None or (shape is None and not keeps):
             return None
@@ -359,8 +360,8 @@ def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     maker = scope.maker(mean) if mean else None
     if not value or not mean or maker is None or maker.op_type not in _MEANS:
         return None
-    axes, keeps = _axes(squares, scope), graph.number(squares, "keepdims", 1)
-    if maker.input[0] != value or axes is None or _axes(maker, scope) != axes:
+    axes, keeps = scope.axes(squares), graph.number(squares, "keepdims", 1)
+    if maker.input[0] != value or axes is None or scope.axes(maker) != axes:
         return None
     if not graph.number(maker, "keepdims", 1):
         mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
@@ -390,22 +391,42 @@ def _log_scale(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Add", inner_log, builder.number(math.log(factor)))]
 
 
+def _remedy(name: str, rules: Rules) -> Rewrite:
+    """A rewrite of single nodes, for which a model of an opset before 8 is first written in a newer one."""
+    rewrite = by_node(name, rules)
+
+    def apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
+        if graph.opset(model) >= _BROADCASTING:
+            return rewrite.apply(model, types, refused)
+        newer = onnx.ModelProto()
+        newer.CopyFrom(model)
+        if not convert(newer, types, refused):
+            return 0
+        # There the bounds of Clip are inputs already.
+        bounded = sum(node.op_type == "Clip" for node in newer.graph.node) if "Clip" in rules else 0
+        if count := rewrite.apply(newer, types, refused) + bounded:
+            model.CopyFrom(newer)
+        return count
+
+    return Rewrite(name, rewrite.operators, apply)
+
+
 PRECISE: Mapping[RewriteName, Rewrite] = {
-    "square": by_node("Pow as Mul or Sqrt", {"Pow": _power}),
-    "mean": by_node("a sum divided by its length as ReduceMean", {"Mul": _mean, "Div": _mean}),
-    "clip-inputs": by_node("Clip with attributes as Max and Min", {"Clip": _clip}),
-    "exp": by_node("Exp of large negative numbers as 0", {"Exp": _exp}),
-    "hypot": by_node(
+    "square": _remedy("Pow as Mul or Sqrt", {"Pow": _power}),
+    "mean": _remedy("a sum divided by its length as ReduceMean", {"Mul": _mean, "Div": _mean}),
+    "clip-inputs": _remedy("Clip with attributes as Max and Min", {"Clip": _clip}),
+    "exp": _remedy("Exp of large negative numbers as 0", {"Exp": _exp}),
+    "hypot": _remedy(
         "roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS), "ReduceL2": _norm}
     ),
-    "log-power": by_node("logarithms of roots", {"Log": _log}),
-    "log-scale": by_node("logarithms of scaled values as sums", {"Log": _log_scale}),
-    "variance": by_node("variances as means of squared differences", {"Sub": _variance}),
-    "scaled-square": by_node("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
-    "softplus": by_node("Softplus as Exp and a series", {"Softplus": _softplus}),
-    "barrier": by_node("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
-    "log-softmax": by_node("LogSoftmax as Exp and Log", {"LogSoftmax": _log_softmax}),
-    "sigmoid": by_node("Sigmoid as Exp", {"Sigmoid": _sigmoid}),
+    "log-power": _remedy("logarithms of roots", {"Log": _log}),
+    "log-scale": _remedy("logarithms of scaled values as sums", {"Log": _log_scale}),
+    "variance": _remedy("variances as means of squared differences", {"Sub": _variance}),
+    "scaled-square": _remedy("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
+    "softplus": _remedy("Softplus as Exp and a series", {"Softplus": _softplus}),
+    "barrier": _remedy("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
+    "log-softmax": _remedy("LogSoftmax as Exp and Log", {"LogSoftmax": log_softmax}),
+    "sigmoid": _remedy("Sigmoid as Exp", {"Sigmoid": _sigmoid}),
 }
 """Those of `ALWAYS`, and then of `REMEDIES`, in the order in which they are applied."""
 
@@ -418,7 +439,5 @@ def remedy(
     ``types``: the known types of its values. Returns the names of those that changed something.
     """
     wanted = frozenset(names)
-    if graph.opset(model) < _BROADCASTING:
-        return ()
     found = ((name, each) for name, each in PRECISE.items() if name in wanted)
     return tuple(name for name, each in found if each.apply(model, types, each.operators))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx
+from onnx import helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder
@@ -27,7 +28,7 @@ _ALPHA: dict[str, float | None] = {
 
 _BETA: dict[str, float | None] = {"hardsigmoid": 0.5, "affine": None, "scaledtanh": None}
 _OTHERS = frozenset({"softsign"})
-_WITH_ALPHA = {"leakyrelu": "LeakyRelu", "thresholdedrelu": "ThresholdedRelu", "elu": "Elu"}
+_WITH_ALPHA = {"leakyrelu": "LeakyRelu", "elu": "Elu"}
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Activation:
     """A function by its name in lower case, with the values of its parameters."""
 
     name: str
-    alpha: float
-    beta: float
+    alpha: float = 0
+    beta: float = 0
 
     @property
     def is_flat(self) -> bool:
@@ -51,10 +52,17 @@ class Activation:
             return builder.add(_WITH_ALPHA[self.name], value, alpha=self.alpha)
         if self.name == "hardsigmoid":
             return builder.add("HardSigmoid", value, alpha=self.alpha, beta=self.beta)
+        return self._composed(value, builder)
+
+    def _composed(self, value: str, builder: Builder) -> str:
+        """The function as several nodes: few EPs, and not all opsets, have it."""
         if self.name == "softsign":
-            # Few EPs have Softsign itself.
             size = builder.add("Add", builder.add("Abs", value), builder.number(1))
             return builder.add("Div", value, size)
+        if self.name == "thresholdedrelu":
+            above = builder.add("Greater", value, builder.number(self.alpha))
+            dtype = helper.np_dtype_to_tensor_dtype(builder.dtype)
+            return builder.add("Mul", value, builder.add("Cast", above, to=dtype))
         if self.name == "affine":
             scaled = builder.scaled(value, self.alpha)
             return builder.add("Add", scaled, builder.number(self.beta))

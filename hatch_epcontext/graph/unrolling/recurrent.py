@@ -132,9 +132,12 @@ def _within(layer: _Layer, scope: Scope) -> list[str]:
     if lengths is not None and (lengths == layer.steps).all():
         return []
     builder = layer.builder
-    steps = np.arange(layer.steps, dtype=np.int32).reshape(-1, 1)
-    less = builder.add("Less", builder.store(np.tile(steps, (1, layer.batch))), given)
-    value = builder.add("Cast", less, to=helper.np_dtype_to_tensor_dtype(builder.dtype))
+    dtype = helper.np_dtype_to_tensor_dtype(builder.dtype)
+    # Less of opsets before 9 has no integers.
+    ends = builder.add("Cast", given, to=dtype)
+    steps = np.tile(np.arange(layer.steps).reshape(-1, 1), (1, layer.batch))
+    less = builder.add("Less", builder.store(steps.astype(builder.dtype)), ends)
+    value = builder.add("Cast", less, to=dtype)
     return layer.per_step(builder.reshape(value, [layer.steps * layer.batch, 1]))
 
 

@@ -174,7 +174,6 @@ def test_a_computed_depth_stays() -> None:
         ("Celu", 12),
         ("HardSwish", 14),
         ("Mish", 18),
-        ("Softsign", 18),
     ],
 )
 def test_a_function_of_onnx_is_taken_apart(operator: str, opset: int) -> None:
@@ -182,12 +181,6 @@ def test_a_function_of_onnx_is_taken_apart(operator: str, opset: int) -> None:
     shape = [2, 3, 2, 2]
     model = made([node], {"x": (FLOAT, shape)}, {"y": (FLOAT, shape)}, opset=opset)
     assert operator not in operators(rewritten(model, DEFINITIONS))
-
-
-def test_what_onnx_does_not_define_stays() -> None:
-    node = helper.make_node("Softplus", ["x"], ["y"])
-    model = made([node], {"x": (FLOAT, [2])}, {"y": (FLOAT, [2])}, opset=6)
-    assert untouched(model, DEFINITIONS)
 
 
 REVERSING = """

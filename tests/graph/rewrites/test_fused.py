@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.graph.rewrites.fused import FUNCTIONS, FUSED
 from tests.conftest import newer_runtime
-from tests.graph.rewrites.equal import made, operators, rewritten, untouched
+from tests.graph.rewrites.equal import check_equal, made, operators, rewritten, untouched
 
 FLOAT = TensorProto.FLOAT
 RNG = np.random.default_rng(3)
@@ -137,6 +137,55 @@ def test_values_behind_a_fused_operator_have_known_shapes() -> None:
     ]
     model = made(nodes, {"x": (FLOAT, [2, 4, 3])}, {"y": (FLOAT, [2, 3, 5])}, {"w": array(4, 5)})
     assert not any("com.microsoft" in each for each in operators(rewritten(model, FUSED)))
+
+
+def test_what_needs_an_operator_of_a_newer_opset_stays() -> None:
+    # Erf is of opset 9.
+    shapes = {"x": (FLOAT, [8])}
+    assert untouched(made([ours("Gelu", ["x"])], shapes, {"y": (FLOAT, [8])}, opset=8), FUSED)
+
+
+@pytest.mark.parametrize("keepdims", [0, 1])
+@pytest.mark.parametrize(
+    ("operator", "elem_type"),
+    [
+        ("ReduceLogSumExp", FLOAT),
+        ("ReduceL2", FLOAT),
+        ("ReduceL1", TensorProto.INT32),
+        ("ReduceSumSquare", TensorProto.INT32),
+    ],
+)
+def test_a_reduction_over_all_axes_is_a_sum(operator: str, elem_type: int, keepdims: int) -> None:
+    node = helper.make_node(operator, ["x"], ["y"], keepdims=keepdims)
+    shape = [1, 1] if keepdims else []
+    model = made([node], {"x": (elem_type, [3, 4])}, {"y": (elem_type, shape)}, opset=13)
+    assert "ReduceSum" in operators(rewritten(model, FUNCTIONS))
+
+
+def test_a_sum_of_large_powers_does_not_overflow() -> None:
+    node = helper.make_node("ReduceLogSumExp", ["x"], ["y"], axes=[1])
+    model = made([node], {"x": (FLOAT, [3, 4])}, {"y": (FLOAT, [3, 1])}, opset=13)
+    check_equal(model, rewritten(model, FUNCTIONS), scale=300)
+
+
+@pytest.mark.parametrize("opset", [7, 13, 17])
+def test_a_computed_batch_normalization_is_its_formula(opset: int) -> None:
+    """As converters write LayerNormalization."""
+    model = made(
+        [
+            helper.make_node("ReduceMean", ["x"], ["mean"], axes=[0, 2], keepdims=0),
+            helper.make_node("ReduceMean", ["x"], ["wide"], axes=[0, 2]),
+            helper.make_node("Sub", ["x", "wide"], ["away"]),
+            helper.make_node("Mul", ["away", "away"], ["square"]),
+            helper.make_node("ReduceMean", ["square"], ["variance"], axes=[0, 2], keepdims=0),
+            helper.make_node("BatchNormalization", ["x", "v", "v", "mean", "variance"], ["y"]),
+        ],
+        {"x": (FLOAT, [2, 8, 3])},
+        {"y": (FLOAT, [2, 8, 3])},
+        {"v": array(8)},
+        opset=opset,
+    )
+    assert "BatchNormalization" not in operators(rewritten(model, FUNCTIONS))
 
 
 @pytest.mark.parametrize(("opset", "approximate"), [(20, "none"), (20, "tanh")])
