@@ -241,6 +241,9 @@ class Provider:
     systems: tuple[str, ...] = ()
     """The values of ``sys.platform`` for which ``requirements`` have wheels; empty for all."""
 
+    platform: str = "win_amd64"
+    """The platform tag of wheels for machines that often have its hardware, as an example."""
+
     plugin: Plugin | None = None
     """None for an EP that is part of ONNX Runtime's own distribution."""
 

@@ -47,6 +47,7 @@ PROVIDER = Provider(
     needs="an AMD GPU and ROCm",
     verified="Only the options.",
     systems=("linux",),
+    platform="manylinux_2_28_x86_64",
     options=_OPTIONS,
     sources=("the option names in onnxruntime-migraphx 1.27.1",),
     notes=(

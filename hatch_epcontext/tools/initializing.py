@@ -34,7 +34,7 @@ from hatch_epcontext.package.wheel import (
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
 from hatch_epcontext.tools.pinning import Pinned, table_of
-from hatch_epcontext.tools.project import HATCHLING, Project
+from hatch_epcontext.tools.project import HATCHLING, Project, requirements
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
 
 _PACKAGE = "hatch-epcontext"
@@ -163,13 +163,29 @@ def _hook_tables(project: Project) -> tuple[str, ...]:
 
 def _build_system(document: tomlkit.TOMLDocument, before: Mapping[str, Any]) -> Iterator[str]:
     """Add this package to the build requirements; yield the whole table if there is none."""
-    system = before.get("build-system")
-    if system is None:
+    if "build-system" not in before:
         yield f'[build-system]\nrequires = ["hatchling", "{_PACKAGE}"]\nbuild-backend = "{_BACKEND}"\n'
         return
-    names = [re.split(r"[^A-Za-z0-9._-]", each)[0] for each in system.get("requires", ())]
-    if _PACKAGE not in {str(canonicalize_name(name)) for name in names}:
-        document["build-system"]["requires"].append(_PACKAGE)
+    requires = _list(document, "build-system", "requires", default=["hatchling"])
+    names = {canonicalize_name(each.name) for each in requirements(requires)}
+    if _PACKAGE not in names:
+        requires.append(_PACKAGE)
+
+
+def _list(document: tomlkit.TOMLDocument, *names: str, default: Sequence[str] = ()) -> Any:
+    """The list at ``names`` in ``document``, with ``default`` if it is missing.
+
+    Raises ConfigError when something else is there.
+    """
+    *tables, key = names
+    place: Any = document
+    for name in tables:
+        place = place.get(name)
+    if isinstance(place, dict) and isinstance(items := place.setdefault(key, list(default)), list):
+        return items
+    raise ConfigError(
+        Problem(Kind.INVALID_PYPROJECT, ".".join(names), "is not a list.", "Make it one.")
+    )
 
 
 def _in_the_wheel(
@@ -239,7 +255,7 @@ def _extend_wheel(
     """
     build = project.hatch_build
     for key in [key for key in wheel if key in project.hatch_wheel]:
-        existing = document["tool"]["hatch"]["build"]["targets"]["wheel"][key]
+        existing = _list(document, *_WHEEL.split("."), key)
         new = [path for path in wheel.pop(key) if path not in existing]
         existing.extend(new)
     for key in [key for key in wheel if key in build]:
@@ -333,8 +349,9 @@ def _head(providers: Sequence[Provider], output: str | None) -> Iterator[str]:
         if provider.product == "context":
             lines.append("# min-coverage = 0.9  # accept partly compiled models")
         if provider.name != "cpu":
-            wheel = "win_amd64" if provider.compiler_library else "win_arm64"
-            lines.append(f'# platforms = ["{wheel}"]  # the wheels that it is for; default: all')
+            lines.append(
+                f'# platforms = ["{provider.platform}"]  # the wheels that it is for; default: all'
+            )
         yield "\n".join(lines) + "\n"
 
 

@@ -196,7 +196,10 @@ _PACKING: Mapping[str, _Packing] = {
     "maturin": _Packing(
         "maturin", "include", '{ path = "{folder}/**/*", format = ["sdist", "wheel"] }'
     ),
-    "poetry-core": _Packing("poetry", "include", '{ path = "{folder}/**/*", format = "wheel" }'),
+    # Without the sdist, a wheel that is made of it has no models.
+    "poetry-core": _Packing(
+        "poetry", "include", '{ path = "{folder}/**/*", format = ["sdist", "wheel"] }'
+    ),
     "scikit-build-core": _Packing("scikit-build", "sdist.include", '"{folder}/**"'),
 }
 """The settings of build backends; the others pack all files of an import package."""

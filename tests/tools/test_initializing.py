@@ -10,12 +10,14 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ConfigError
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.initializing import NewModel, add_models
 from hatch_epcontext.tools.project import Project
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestedConstant, SuggestReply
 
 QNN, CPU = PROVIDERS["qnn"], PROVIDERS["cpu"]
+
+HATCHLING = '[build-system]\nbuild-backend = "hatchling.build"\n'
 
 
 def new(path: str = "models/a.onnx", *inputs: TensorFacts) -> NewModel:
@@ -134,6 +136,8 @@ def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project:
         ),
         f"[{HOOK}]\nenable-by-default = false\n[tool.ruff]\nline-length = 100\n",
         "[tool.hatch.build.hooks.epcontext]\n",
+        f'{HATCHLING}[project]\nname = "a"\n',
+        'build-system.build-backend = "hatchling.build"\n',
         "# a comment at the end",
     ],
 )
@@ -292,19 +296,37 @@ def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> Non
         ("[tool", "is not TOML"),
         ('[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]', "exists already"),
         ("tool = { ruff = {} }", "has inline tables"),
+        (f'{HATCHLING}requires = "hatchling"', r"build-system\.requires: .*\n.*is not a list"),
+        (
+            f'{HATCHLING}[tool.hatch.build.targets.wheel]\nexclude = "models"',
+            r"wheel\.exclude: .*\n.*is not a list",
+        ),
     ],
 )
 def test_an_unusable_pyproject_is_an_error(project: Path, before: str, message: str) -> None:
+    (project / "my_app" / "c.onnx").touch()
     with pytest.raises(ConfigError, match=message):
-        add_models(project, before, [new()], [QNN])
+        add_models(project, before, [new("my_app/c.onnx")], [QNN])
 
 
-@pytest.mark.parametrize("provider", [CPU, QNN])
-def test_comments_about_the_source_models_and_platforms_are_not_for_the_cpu(
-    project: Path, provider: Provider
+@pytest.mark.parametrize(
+    ("provider", "platform"),
+    [
+        ("cpu", None),
+        ("qnn", "win_arm64"),
+        ("migraphx", "manylinux_2_28_x86_64"),
+        *(
+            (name, "win_amd64")
+            for name in ("openvino", "vitisai", "directml", "cuda", "tensorrt", "tensorrt-rtx")
+        ),
+    ],
+)
+def test_the_source_models_and_platforms_that_fit_the_provider_are_comments_except_for_the_cpu(
+    project: Path, provider: str, platform: str | None
 ) -> None:
-    made = add_models(project, "", [new("models/a.onnx")], [provider])
-    assert (made.count("# fallback"), made.count("# platforms")) == (int(provider is QNN),) * 2
+    made = add_models(project, "", [new("models/a.onnx")], [PROVIDERS[provider]])
+    assert made.count("# fallback") == made.count("# platforms") == int(platform is not None)
+    assert platform is None or f'# platforms = ["{platform}"]' in made
 
 
 def test_the_minimum_coverage_is_a_comment_in_the_targets_table(project: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_project_without_metadata_in_pyproject_keeps_it_so(
         ),
         (
             "poetry.core.masonry.api",
-            'include = [{ path = "my_app/epcontext/**/*", format = "wheel" }]',
+            'include = [{ path = "my_app/epcontext/**/*", format = ["sdist", "wheel"] }]',
         ),
         ("scikit_build_core.build", 'sdist.include = ["my_app/epcontext/**"]'),
         ("maturin", 'format = ["sdist", "wheel"] }]'),
