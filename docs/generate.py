@@ -1,6 +1,6 @@
 """Writes what is generated from the package itself: ``python docs/generate.py``.
 
-These are the pages about the configuration, the providers, what they compute wrong, the errors, the command
+These are the pages about the configuration, the providers, what they compute wrong, the command
 line and the Python API, and the JSON schema of the configuration, which is inside the package.
 """
 
@@ -411,37 +411,6 @@ def _if_missing(field: dataclasses.Field[Any]) -> str:
     return f"`{show(field.default)}`"
 
 
-ERRORS = """\
-# Errors
-
-<!-- Generated from hatch_epcontext.errors.Kind by docs/generate.py. -->
-
-An id such as `EPC012` never changes its meaning.
-"""
-
-_GROUPS: Mapping[str, str] = {
-    "0": "Configuration",
-    "1": "Environment of the build",
-    "2": "Models",
-    "3": "Compiling",
-    "4": "Validation",
-    "5": "Files and wheels",
-}
-"""The groups of ids, by their first digit."""
-
-
-def errors() -> str:
-    """The page about all kinds of problems."""
-    lines = [ERRORS]
-    for digit, heading in _GROUPS.items():
-        lines.append(f"## {heading}\n")
-        for kind in Kind:
-            if kind.id.removeprefix("EPC").startswith(digit):
-                lines.append(f"### {kind.id}\n\n**{kind.title}.** {_linked(kind.meaning)}\n")
-                lines.append(f"{_linked(kind.remedy)}\n")
-    return "\n".join(lines)
-
-
 COMMANDS = """\
 # Command line
 
@@ -647,7 +616,6 @@ PAGES = {
     "providers": providers,
     "float16": float16,
     "configuration": configuration,
-    "errors": errors,
     "commands": commands,
 }
 """The generated pages, by their names without ``.md``."""

@@ -89,9 +89,9 @@ def test_every_provider_is_documented_with_where_it_was_verified() -> None:
 
 def test_every_id_of_a_problem_is_documented_under_its_own_anchor() -> None:
     page = PAGES["errors.md"]
+    assert re.findall(r"^### (EPC\d+)$", page, re.MULTILINE) == [kind.id for kind in Kind]
     for kind in Kind:
-        assert section(page, f"### {kind.id}").count(f"**{kind.title}.**") == 1
-        assert kind.id.lower() in anchors(page)
+        assert re.match(r"\*\*[A-Z][^*]+\.\*\* [A-Z].*\.", section(page, f"### {kind.id}").strip())
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def generate() -> ModuleType:
 
 
 def test_the_generated_pages_are_up_to_date(generate: ModuleType) -> None:
-    for name in ("providers", "configuration", "errors", "api"):
+    for name in ("providers", "configuration", "api"):
         assert PAGES[f"{name}.md"] == generate.PAGES[name](), "run: python docs/generate.py"
 
 

@@ -502,7 +502,7 @@ _SKIPPED = TrialStep(StepStatus.SKIPPED, "")
 
 
 def _failed(error: BuildError) -> TrialStep:
-    return TrialStep(StepStatus.FAILED, f"FAILED: {error.problems[0].kind.title}", error.problems)
+    return TrialStep(StepStatus.FAILED, f"FAILED: {error.problems[0].kind.id}", error.problems)
 
 
 def _agreement(validation: Validation) -> str:

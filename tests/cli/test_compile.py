@@ -120,7 +120,7 @@ def test_all_problems_name_their_flags(cli: Cli, source: Path, out: Path) -> Non
     for line in (
         "--option soc_modle: EPC013",
         "--option htp_arch: EPC014",
-        '--config "session.nothing": EPC019',
+        '--config "session.nothing": EPC013',
         f"{source}: --dim batch: EPC005",
         "--set min-coverage: EPC005",
         f"{source}: --inputs: EPC021",

@@ -93,7 +93,7 @@ def check_options(
         if name in provider.options and provider.options[name].scope == "compile":
             yield Problem.at(
                 key / "load-options" / name,
-                Kind.OPTION_SCOPE,
+                Kind.NOT_APPLICABLE,
                 "counts only when the model is compiled.",
                 "Move it to provider-options.",
                 Setting(key / "provider-options" / name, value),
@@ -143,7 +143,7 @@ def _check_values(
         elif name in provider.deprecated:
             yield Problem.at(
                 place,
-                Kind.DEPRECATED_OPTION,
+                Kind.INVALID_OPTION,
                 f"is deprecated, and {provider.ep} ignores it.",
                 f"Use {provider.deprecated[name]}.",
             )
@@ -207,7 +207,7 @@ def check_session_options(
             near = near_name(name, sorted(_SESSION_OPTIONS))
             yield Problem.at(
                 key / name,
-                Kind.UNKNOWN_SESSION_OPTION,
+                Kind.UNKNOWN_OPTION,
                 "is not a session option of ONNX Runtime.",
                 f"{near or ''} {silent}\nIf ONNX Runtime is newer than this package:".lstrip(),
                 Setting(target.key / "allow-unknown-options", True),
