@@ -91,7 +91,8 @@ def test_every_id_of_a_problem_is_documented_under_its_own_anchor() -> None:
     page = PAGES["errors.md"]
     assert re.findall(r"^### (EPC\d+)$", page, re.MULTILINE) == [kind.id for kind in Kind]
     for kind in Kind:
-        assert re.match(r"\*\*[A-Z][^*]+\.\*\* [A-Z].*\.", section(page, f"### {kind.id}").strip())
+        about = section(page, f"### {kind.id}").strip()
+        assert re.fullmatch(r"\*\*[A-Z][^*]+\.\*\* .+\.\n\n.+\.", about, re.DOTALL), kind.id
 
 
 @pytest.fixture(scope="module")
