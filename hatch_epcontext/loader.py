@@ -330,8 +330,9 @@ class Variant:
         self.device = get(self.settings, "device", str, device)
         self.compatibility = get(body, "compatibility_string", str, "")
         inputs: list[Any] = get(about, "inputs", list, [])
-        self.inputs = {get(each, "name", str): get(each, "shape", list) for each in inputs}
-        sizes = [[n if isinstance(n, int) else math.inf for n in x] for x in self.inputs.values()]
+        self.inputs = {get(each, "name", str): _shape(each) for each in inputs}
+        shapes = [[None] if shape is None else shape for shape in self.inputs.values()]
+        sizes = [[n if isinstance(n, int) else math.inf for n in shape] for shape in shapes]
         self.elements = sum(map(math.prod, sizes))
         self.constants: dict[str, Any] = get(model, "constants", dict, {})
         self.plugin = texts(about, "plugin")
@@ -342,7 +343,7 @@ class Variant:
         return all(
             not isinstance(size, int) or size >= needed
             for name, shape in request.shapes.items()
-            for size, needed in zip(self.inputs.get(name, ()), shape, strict=False)
+            for size, needed in zip(self.inputs.get(name) or (), shape, strict=False)
         )
 
 
@@ -353,6 +354,11 @@ def get(table: Any, key: str, type_: type[T], default: T | None = None) -> T:
     if type(value) is not type_:
         raise ValueError(f"{key} must be of the type {type_.__name__}, not {value!r}")
     return value
+
+
+def _shape(tensor: dict[str, Any]) -> list[Any] | None:
+    """The shape of an input; None for an unknown rank."""
+    return None if tensor.get("shape", ()) is None else get(tensor, "shape", list)
 
 
 def texts(table: Any, key: str) -> dict[str, str]:
@@ -446,7 +452,8 @@ def _choose(
         raise LoadError(f"the model {name!r} has no targets in {package.root}")
     for each, shape in request.shapes.items():
         inputs = variants[0].inputs
-        if inputs and len(inputs.get(each, ())) != len(shape):
+        sizes = inputs.get(each, [])
+        if inputs and sizes is not None and len(sizes) != len(shape):
             raise LoadError(f"{name!r} has the inputs {inputs}, and shapes gives {each!r} {shape}")
     if request.shapes:
         variants = sorted(variants, key=lambda each: (not each.fits(request), each.elements))

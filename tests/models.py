@@ -54,6 +54,14 @@ def network(batch: int | str | None = "batch") -> onnx.ModelProto:
     )
 
 
+def of_any_rank() -> onnx.ModelProto:
+    """``x`` -> ReLU -> ``y``, without shapes, which ONNX Runtime accepts."""
+    made = model([helper.make_node("Relu", ["x"], ["y"])], [value("x", [1])], [value("y", [1])])
+    for each in (*made.graph.input, *made.graph.output):
+        each.type.tensor_type.ClearField("shape")
+    return made
+
+
 def initializer_among_the_inputs() -> onnx.ModelProto:
     """A matrix product of ``x`` and stored ``w``, which is an input too, as before ONNX IR 4."""
     return model(

@@ -38,7 +38,7 @@ from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import UNSEALED, seal
 from hatch_epcontext.package.modules import loader_file
 from tests.conftest import needs_qnn, printed_json
-from tests.models import model, network, save, save_with_data, value
+from tests.models import model, network, of_any_rank, save, save_with_data, value
 
 CPU_EP = "CPUExecutionProvider"
 QNN_EP = "QNNExecutionProvider"
@@ -1779,6 +1779,14 @@ def test_where_no_shape_is_large_enough_a_target_with_open_shapes_is_opened(seve
     assert fixed.outcome == "skipped"
     assert all(each in fixed.reason for each in LISTED)
     assert (opened.outcome, source.outcome) == ("opened", "not tried")
+
+
+def test_an_unknown_rank_takes_every_shape(ship: Shipper) -> None:
+    save(of_any_rank(), ship.folder / "a/cpu/a.onnx")
+    inputs = [{"name": "x", "shape": None, "dtype": "float32"}]
+    app = ship.write({"a": component({"cpu": variant("a/cpu", "a.onnx", inputs=inputs)})})
+    for shape in ((), (2,), (1, 3, 4)):
+        assert app.target_of(app.load("a", shapes={"x": shape})) == "cpu"
 
 
 def test_where_nothing_is_large_enough_the_error_lists_the_shapes(several: Any) -> None:

@@ -201,8 +201,12 @@ def _show_forms(component: str, about: ComponentMetadata) -> None:
         echo(f"{component}: the input {name} is frozen to {shown_value(constant.value)}")
 
 
-def _shape(shape: Sequence[Size]) -> str:
-    return "x".join("?" if size is None else str(size) for size in shape)
+def _shape(shape: Sequence[Size] | None) -> str:
+    return (
+        "of any rank"
+        if shape is None
+        else "x".join("?" if size is None else str(size) for size in shape)
+    )
 
 
 def _compiled_for(name: str, compatibility: str) -> Mapping[str, str]:

@@ -81,7 +81,9 @@ class Dependencies(Scope):
 
 
 def _is_few(facts: TensorFacts) -> bool:
-    few = len(facts.shape) <= 1 and all(
-        isinstance(size, int) and size <= _MAX_SETTINGS for size in facts.shape
+    few = (
+        facts.shape is not None
+        and len(facts.shape) <= 1
+        and all(isinstance(size, int) and size <= _MAX_SETTINGS for size in facts.shape)
     )
     return few and (facts.dtype == "bool" or "int" in facts.dtype)

@@ -17,14 +17,19 @@ PROTOBUF_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """An input or output: ``dtype`` is NumPy's name (``"float32"``), or ONNX's where NumPy has none."""
+    """An input or output: ``dtype`` is NumPy's name (``"float32"``), or ONNX's where NumPy has none.
+
+    ``shape`` is None if the rank is unknown: it has any number of open dimensions.
+    """
 
     name: str
     dtype: str
-    shape: tuple[Size, ...]
+    shape: tuple[Size, ...] | None
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """Whether an array of ``shape`` fits: an open dimension accepts any size."""
+        if self.shape is None:
+            return True
         return len(shape) == len(self.shape) and all(
             not isinstance(size, int) or size == given
             for given, size in zip(shape, self.shape, strict=True)
@@ -33,11 +38,23 @@ class TensorFacts:
     @property
     def is_fixed(self) -> bool:
         """Whether no dimension is open."""
-        return all(isinstance(size, int) for size in self.shape)
+        return self.shape is not None and all(isinstance(size, int) for size in self.shape)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The shape for those who only read its sizes: none if the rank is unknown."""
+        return self.shape or ()
+
+    @property
+    def needs_whole_shape(self) -> bool:
+        """Whether names of dimensions are not enough to fix it."""
+        return self.shape is None or None in self.shape
 
     @property
     def shape_text(self) -> str:
         """The shape for a message, such as ``"batch x 3 x ?"``."""
+        if self.shape is None:
+            return "any rank"
         return " x ".join("?" if size is None else str(size) for size in self.shape)
 
 

@@ -312,9 +312,8 @@ def facts(value: onnx.ValueInfoProto) -> TensorFacts:
     if kind != "tensor_type":
         return TensorFacts(value.name, kind or "unknown", ())
     tensor = value.type.tensor_type
-    return TensorFacts(
-        value.name, dtype_name(tensor.elem_type), tuple(size(dim) for dim in tensor.shape.dim)
-    )
+    shape = tuple(map(size, tensor.shape.dim)) if tensor.HasField("shape") else None
+    return TensorFacts(value.name, dtype_name(tensor.elem_type), shape)
 
 
 def sizes(type_: onnx.TypeProto) -> tuple[int | None, ...] | None:

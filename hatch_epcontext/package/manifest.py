@@ -83,7 +83,7 @@ class ComponentMetadata:
     inputs: tuple[TensorFacts, ...]
     outputs: tuple[TensorFacts, ...]
     constants: Mapping[str, Constant] = field(default_factory=dict)
-    shapes: Mapping[str, Mapping[str, tuple[Size, ...]]] = field(default_factory=dict)
+    shapes: Mapping[str, Mapping[str, tuple[Size, ...] | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def _about(source: Source, sources: Mapping[str, Source]) -> ComponentMetadata:
         facts.inputs,
         facts.outputs,
         {
-            each.name: Constant(each.dtype, each.shape, model.constants[each.name])
+            each.name: Constant(each.dtype, each.sizes, model.constants[each.name])
             for each in facts.constants
         },
         {

@@ -71,7 +71,9 @@ class NewModel:
     @property
     def questions(self) -> tuple[str, ...]:
         """Questions for the user: one for each open dimension without a suggested size."""
-        return tuple(dict.fromkeys(_questions(self).values()))
+        unranked = {tensor.name for tensor in self.facts.inputs if tensor.shape is None}
+        asked = _questions(self).items()
+        return tuple(dict.fromkeys(text for (name, _), text in asked if name not in unranked))
 
     @property
     def open_keys(self) -> tuple[str, ...]:
@@ -407,18 +409,21 @@ def _open_sizes(model: NewModel) -> dict[_Place, OpenSize]:
             (tensor.name, axis), OpenSize(tensor.name, axis, None, "which size?")
         )
         for tensor in model.facts.inputs
-        for axis, size in enumerate(tensor.shape)
+        for axis, size in enumerate([None] if tensor.shape is None else tensor.shape)
         if not isinstance(size, int)
     }
 
 
 def _questions(model: NewModel) -> dict[_Place, str]:
-    shapes = {tensor.name: tensor.shape for tensor in model.facts.inputs}
+    tensors = {tensor.name: tensor for tensor in model.facts.inputs}
     found = {}
     for place, each in _open_sizes(model).items():
         if each.size is None:
             name, axis = place
-            size = shapes[name][axis]
+            if tensors[name].shape is None:
+                found[place] = _one_line(f"{name}: which shape, such as [1, 3]?")
+                continue
+            size = tensors[name].sizes[axis]
             what = size if isinstance(size, str) else f"axis {axis} of {name}"
             found[place] = _one_line(f"{what}: {each.note}")
     return found
@@ -439,9 +444,13 @@ def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
     sizes = _open_sizes(model)
     dims: dict[str, int | None] = {}
     of_dims: list[_Place] = []
-    shapes: dict[str, list[int | None]] = {}
+    shapes: dict[str, list[int | None] | None] = {}
     of_shapes: list[_Place] = []
     for tensor in model.facts.inputs:
+        if tensor.shape is None:
+            shapes[tensor.name] = None
+            of_shapes.append((tensor.name, 0))
+            continue
         places = [(tensor.name, axis) for axis in range(len(tensor.shape))]
         found = [sizes[place].size if place in sizes else None for place in places]
         if None in tensor.shape:

@@ -305,7 +305,7 @@ def copy_named_files(path: Path, model: InspectReply, folder: Path) -> None:
 def fixed_shapes(inputs: Iterable[TensorFacts]) -> dict[str, tuple[int, ...]]:
     """The shapes of the ``inputs`` without open dimensions."""
     return {
-        tensor.name: tuple(size for size in tensor.shape if isinstance(size, int))
+        tensor.name: tuple(size for size in tensor.sizes if isinstance(size, int))
         for tensor in inputs
         if tensor.is_fixed
     }

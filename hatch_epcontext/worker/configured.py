@@ -67,9 +67,9 @@ def fix_shapes(onnx_model: onnx.ModelProto, model: Model) -> None:
     dims, _ = collect(_sizes(onnx_model.graph, model))
     for value in graph.inputs(onnx_model.graph):
         if value.name in model.shapes:
-            sizes = value.type.tensor_type.shape.dim
-            for dim, given in zip(sizes, model.shapes[value.name], strict=True):
-                dim.dim_value = given
+            elem_type = value.type.tensor_type.elem_type
+            fixed = onnx.helper.make_tensor_type_proto(elem_type, model.shapes[value.name])
+            value.type.CopyFrom(fixed)
     for each in graph.graphs(onnx_model.graph):
         for value in [*each.input, *each.output, *each.value_info]:
             for dim in value.type.tensor_type.shape.dim:
@@ -119,7 +119,7 @@ def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
         dict.fromkeys(
             size
             for value in by_name.values()
-            for size in graph.facts(value).shape
+            for size in graph.facts(value).sizes
             if isinstance(size, str)
         )
     )
@@ -140,7 +140,7 @@ def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
                 f"{facts.shape_text}.",
             )
             continue
-        for given, size in zip(shape, facts.shape, strict=True):
+        for given, size in zip(shape, facts.sizes, strict=False):
             # A named dimension has one size in the whole model.
             if isinstance(size, str) and dims.setdefault(size, given) != given:
                 yield Problem.at(
@@ -156,6 +156,8 @@ def open_dimension_message(tensors: Sequence[TensorFacts], ep: str) -> str:
     if len(tensors) == 1:
         (tensor,) = tensors
         which = f"input {tensor.name!r} has an open dimension ({tensor.shape_text})"
+        if tensor.shape is None:
+            which = f"input {tensor.name!r} has an unknown rank"
     else:
         named = listing(f"{each.name!r} ({each.shape_text})" for each in tensors)
         which = f"inputs {named} have open dimensions"
@@ -168,7 +170,7 @@ _EXAMPLE = 16
 
 def place_of_sizes(tensor: TensorFacts, model: Model) -> Key:
     """The table with the sizes of ``tensor``: ``shapes``, or ``dims`` if all its dimensions have names."""
-    return model.place("shapes" if None in tensor.shape else "dims")
+    return model.place("shapes" if tensor.needs_whole_shape else "dims")
 
 
 def _is_batch(tensor: TensorFacts, axis: int) -> bool:
@@ -176,11 +178,13 @@ def _is_batch(tensor: TensorFacts, axis: int) -> bool:
 
 
 def _open_axes(tensor: TensorFacts) -> list[int]:
-    return [axis for axis, size in enumerate(tensor.shape) if not isinstance(size, int)]
+    return [axis for axis, size in enumerate(tensor.sizes) if not isinstance(size, int)]
 
 
 def how_to_fix(tensor: TensorFacts) -> str:
     """What to do about the open dimensions of ``tensor``: a sentence."""
+    if tensor.shape is None:
+        return "Give it the shape that the app feeds."
     if all(_is_batch(tensor, axis) for axis in _open_axes(tensor)):
         return "Fix it, for example with size 1."
     example = f" {_EXAMPLE} stands for it here:" if None in tensor.shape else ""
@@ -194,6 +198,8 @@ def sizes_to_fix(tensor: TensorFacts, model: Model) -> list[Setting]:
     """The settings that fix ``tensor``: 1 for a batch, `_EXAMPLE` in a shape, and else no value."""
     axes = _open_axes(tensor)
     known = all(_is_batch(tensor, axis) for axis in axes)
+    if tensor.shape is None:
+        return [Setting(place_of_sizes(tensor, model) / tensor.name)]
     if None in tensor.shape:
         shape = [
             size if isinstance(size, int) else 1 if _is_batch(tensor, axis) else _EXAMPLE

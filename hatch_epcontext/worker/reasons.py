@@ -199,7 +199,7 @@ def _guess(
 ) -> str:
     """A possible reason why an EP that gives none refuses a node with these inputs and outputs."""
     tensors = (*inputs, *outputs)
-    rank = max((len(each.shape) for each in tensors), default=0)
+    rank = max((len(each.sizes) for each in tensors), default=0)
     if provider.max_rank is not None and rank > provider.max_rank:
         return f"it has a tensor of rank {rank}, and the EP takes at most {provider.max_rank}"
     if lacking := sorted({each.dtype for each in tensors} & provider.lacks_dtypes):

@@ -346,8 +346,13 @@ class Recorder:
                 array = _array(feed[each.name], each.type)
                 size = kept.settings["shapes"].get(each.name, each.shape)
                 dims = [kept.settings["dims"].get(str(d), d) for d in size]
-                fits = len(dims) == array.ndim and all(
-                    not isinstance(d, int) or d == s for d, s in zip(dims, array.shape, strict=True)
+                # ONNX Runtime has no dimensions for an unknown rank, and takes no others for a number.
+                fits = not dims or (
+                    len(dims) == array.ndim
+                    and all(
+                        not isinstance(d, int) or d == s
+                        for d, s in zip(dims, array.shape, strict=True)
+                    )
                 )
                 arrays[each.name] = array if fits else None
         if any(array is None for array in arrays.values()):

@@ -187,7 +187,7 @@ def _open_inputs(source: onnx.GraphProto, target: Target, key: Key) -> Iterator[
             each.name in profile for profile in target.profiles or ({},)
         ):
             message = f"the input {each.name!r} is open ({each.shape_text}), and no profile has its shapes."
-            names = [size for size in each.shape if isinstance(size, str)]
+            names = [size for size in each.sizes if isinstance(size, str)]
             places = [key / "dims" / name for name in names] or [key / "shapes" / each.name]
             hint = "Fix its sizes, or add a profile with its shapes to the target."
             settings = tuple(map(Setting, dict.fromkeys(places)))
@@ -197,8 +197,6 @@ def _open_inputs(source: onnx.GraphProto, target: Target, key: Key) -> Iterator[
 def _other_tensors(network: Any, source: onnx.GraphProto) -> Iterator[Problem]:
     """The inputs and outputs that the library's network has otherwise than the model."""
     values = (*graph.inputs(source), *source.output)
-    # A file may have no shape of an output.
-    shaped = {each.name for each in values if each.type.tensor_type.HasField("shape")}
     ours = [*map(graph.facts, values)]
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     outputs = [network.get_output(index) for index in range(network.num_outputs)]
@@ -209,11 +207,7 @@ def _other_tensors(network: Any, source: onnx.GraphProto) -> Iterator[Problem]:
             yield _wrong(f"no tensor {each.name!r}")
         elif found.dtype.name != _TYPES.get(each.dtype):
             yield _wrong(f"{each.name!r} {found.dtype.name}, and it is {each.dtype} in the model")
-        elif (
-            each.name in shaped
-            and not each.takes(tuple(max(size, 0) for size in found.shape))
-            and -1 not in found.shape
-        ):
+        elif not each.takes(tuple(found.shape)) and -1 not in found.shape:
             yield _wrong(
                 f"{each.name!r} {list(found.shape)}, and it is {each.shape_text} in the model"
             )

@@ -34,7 +34,7 @@ def feeds_of(made: onnx.ModelProto) -> dict[str, Any]:
     rng = np.random.default_rng(2)
     facts = [graph.facts(each) for each in graph.inputs(made.graph)]
     return {
-        each.name: rng.standard_normal([s if isinstance(s, int) else 3 for s in each.shape]).astype(
+        each.name: rng.standard_normal([s if isinstance(s, int) else 3 for s in each.sizes]).astype(
             np.float32
         )
         for each in facts

@@ -240,6 +240,15 @@ def test_an_open_dimension_has_its_name_or_none() -> None:
     assert graph.facts(value("x", [2, "batch", None, "?"])).shape == (2, "batch", None, None)
 
 
+def test_an_unknown_rank_is_open_and_a_scalar_is_fixed() -> None:
+    unknown = graph.facts(value("x", None))
+    scalar = graph.facts(value("x", []))
+    assert (unknown.shape, unknown.is_fixed, unknown.shape_text) == (None, False, "any rank")
+    assert unknown.takes(())
+    assert unknown.takes((2, 3))
+    assert (scalar.shape, scalar.is_fixed, scalar.takes((2,))) == ((), True, False)
+
+
 def test_the_dtype_of_a_sequence_is_its_kind() -> None:
     sequence = helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, [1])
     assert graph.facts(sequence).dtype == "sequence_type"
@@ -254,4 +263,4 @@ def test_types_are_inferred_beside_tensors_in_another_file(tmp_path: Path) -> No
     )
     path = save_with_data(made, tmp_path / "a.onnx")
     (found,) = graph.inferred(onnx.load(path, load_external_data=False)).value_info
-    assert (found.name, len(graph.facts(found).shape)) == ("a", 2)
+    assert (found.name, len(graph.facts(found).sizes)) == ("a", 2)

@@ -128,4 +128,4 @@ def test_each_shape_of_a_cut_model_begins_with_its_own(project: Path, tmp_path: 
     assert [source.facts.inputs[0].shape for source in sources] == [(1, 4, 8, 8), (3, 4, 8, 8)]
     # One file for all shapes, which stays open.
     assert len({source.sha256 for source in sources}) == 1
-    assert sources[0].facts.own_inputs[0].shape[1:] == (4, 8, 8)
+    assert sources[0].facts.own_inputs[0].sizes[1:] == (4, 8, 8)

@@ -56,6 +56,15 @@ def test_open_dimensions_are_a_comment_if_the_ep_takes_them(project: Path) -> No
     ]
 
 
+def test_the_shape_of_an_unknown_rank_is_asked_for(project: Path) -> None:
+    tensor = TensorFacts("x", "float32", None)
+    asked = replace(new("models/a.onnx", tensor), suggested=SuggestReply())
+    assert models_of(add_models(project, "", [asked], [QNN])) == [{"path": "models/a.onnx"}]
+    assert asked.open_keys == ("shapes = { x = ? }  # x: which shape, such as [1, 3]?",)
+    # A single number is no answer.
+    assert not asked.questions
+
+
 def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(project: Path) -> None:
     tensors = (
         TensorFacts("im:age.0", "float32", (None, 3, "h", None)),

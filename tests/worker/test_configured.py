@@ -10,8 +10,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Listed, Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
-from tests.models import model, value
+from tests.models import model, of_any_rank, value
 
 MODEL = Key(("models", 0))
 
@@ -56,6 +57,16 @@ def test_a_whole_shape_fixes_its_dims_in_all_tensors() -> None:
     made = two_inputs()
     fix_inputs(made, spec(shapes={"z": (2, 4)}))
     assert shapes(made) == {"x": [2, 4], "z": [2, 4], "scale": [1], "y": [2, 4]}
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3,), ()])
+def test_an_unknown_rank_takes_every_shape(shape: tuple[int, ...]) -> None:
+    made, configured = of_any_rank(), spec(shapes={"x": shape})
+    fix_inputs(made, configured)
+    assert graph.facts(made.graph.input[0]).shape == shape
+    assert feeds_for(made, configured)["x"].shape == shape
+    # Sizes of dummy inputs alone.
+    assert feeds_for(of_any_rank(), configured)["x"].shape == shape
 
 
 def test_open_shapes_are_checked_and_stay_open() -> None:

@@ -149,11 +149,13 @@ def test_reasons_are_only_known_for_fixed_inputs(tmp_path: Path) -> None:
     (context,) = reply.contexts
     assert context.coverage is not None
     assert context.coverage.uncovered[0].reason is not None
-    made = half_for_the_cpu()
-    made.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
-    open_path = save(made, tmp_path / "open.onnx")
-    spec = Model("a", open_path, MODEL, static_shapes=False)
-    result = folder / context.model_file
-    read = readback.read_context(spec, open_path, result, target("qnn", X_ELITE))
-    assert read.coverage is not None
-    assert [each.reason for each in read.coverage.uncovered] == [None]
+    named, unknown = half_for_the_cpu(), half_for_the_cpu()
+    named.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    unknown.graph.input[0].type.tensor_type.ClearField("shape")
+    for made in (named, unknown):
+        open_path = save(made, tmp_path / "open.onnx")
+        spec = Model("a", open_path, MODEL, static_shapes=False)
+        result = folder / context.model_file
+        read = readback.read_context(spec, open_path, result, target("qnn", X_ELITE))
+        assert read.coverage is not None
+        assert [each.reason for each in read.coverage.uncovered] == [None]

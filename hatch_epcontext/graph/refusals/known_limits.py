@@ -289,8 +289,4 @@ def _has_string_classes(node: onnx.NodeProto) -> bool:
 def _fixed_values(main: onnx.GraphProto) -> frozenset[str]:
     """The values whose full shapes are in the file."""
     values = (*main.value_info, *main.output)
-    return frozenset(
-        value.name
-        for value in values
-        if value.type.tensor_type.HasField("shape") and graph.facts(value).is_fixed
-    )
+    return frozenset(value.name for value in values if graph.facts(value).is_fixed)

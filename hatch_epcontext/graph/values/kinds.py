@@ -62,14 +62,14 @@ def is_length_name(name: str) -> bool:
 
 def is_scale(facts: TensorFacts) -> bool:
     """Whether a float input contains only a few factors."""
-    sizes = [size for size in facts.shape if isinstance(size, int)]
-    few = len(sizes) == len(facts.shape) and math.prod(sizes) <= _MAX_SCALES
+    sizes = [size for size in facts.sizes if isinstance(size, int)]
+    few = facts.is_fixed and math.prod(sizes) <= _MAX_SCALES
     return few and bool(_SCALE.search(facts.name))
 
 
 def looks_like_image(facts: TensorFacts) -> bool:
     """Whether this input of a convolution is an image, with the channels first or last."""
-    sides = [facts.shape[axis] for axis in _sides(facts)]
+    sides = [facts.sizes[axis] for axis in _sides(facts)]
     return bool(sides) and all(not isinstance(n, int) or n >= _MIN_IMAGE for n in sides)
 
 
@@ -84,11 +84,11 @@ def dimension_kind(facts: TensorFacts, axis: int, *, is_state: bool) -> Dimensio
 
     ``is_state``: whether the input is the state of a recurrent layer.
     """
-    name = facts.shape[axis]
+    name = facts.sizes[axis]
     if isinstance(name, str) and _BATCH.search(name):
         return "batch"
     along = isinstance(name, str) and bool(_ALONG.search(name))
-    rank = len(facts.shape)
+    rank = len(facts.sizes)
     if rank == 3 and axis == 1 and not along and (is_state or _STATE.search(facts.name)):
         return "batch"
     if axis == 0 and not along and (rank > 1 or is_length_name(facts.name)):
@@ -101,8 +101,8 @@ def dimension_kind(facts: TensorFacts, axis: int, *, is_state: bool) -> Dimensio
 
 def _sides(facts: TensorFacts) -> tuple[int, ...]:
     """The axes of height and width, if the input can be images."""
-    if len(facts.shape) == 4 and not _NO_IMAGE.search(facts.name):
+    if len(facts.sizes) == 4 and not _NO_IMAGE.search(facts.name):
         for channels, sides in _LAYOUTS:
-            if facts.shape[channels] in _CHANNELS:
+            if facts.sizes[channels] in _CHANNELS:
                 return sides
     return ()

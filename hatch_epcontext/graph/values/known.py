@@ -45,6 +45,7 @@ class KnownValues(Scope):
         self._given: dict[str, Sizes] = {
             each.name: tuple(size if isinstance(size, int) else None for size in each.shape)
             for each in inputs
+            if each.shape is not None
         }
         self._values: dict[str, Array | None] = {}
 

@@ -161,12 +161,12 @@ def _known_range(
 
 
 def _is_single(facts: TensorFacts) -> bool:
-    return all(size == 1 for size in facts.shape)
+    return facts.shape is not None and all(size == 1 for size in facts.shape)
 
 
 def _is_flat(facts: TensorFacts) -> bool:
     """Whether there is one number for each member of a batch."""
-    return sum(size != 1 for size in facts.shape) <= 1
+    return facts.shape is not None and sum(size != 1 for size in facts.shape) <= 1
 
 
 def _bounded(name: str, found: Sequence[tuple[LinearForm, Limit]], reached: _Reached) -> Range:
@@ -242,10 +242,10 @@ def measured_sizes(facts: TensorFacts, tensors: Sequence[TensorFacts]) -> list[i
 
     Axis 1 is that of time, unless the axis 2 is longer: features can come first.
     """
-    others = [each for each in tensors if each.name != facts.name and len(each.shape) > 1]
+    others = [each for each in tensors if each.name != facts.name and len(each.sizes) > 1]
     named = [each for each in others if _is_named_after(facts.name, each.name)]
     for each in named or others:
-        sizes = [size for size in each.shape[1:3] if isinstance(size, int)]
+        sizes = [size for size in each.sizes[1:3] if isinstance(size, int)]
         if sizes:
             return [max(sizes)]
     return []

@@ -68,7 +68,7 @@ def _is_typed(value: onnx.ValueInfoProto | None) -> bool:
 
 def _is_known(value: onnx.ValueInfoProto | None) -> bool:
     """Whether the type is known, and each size has a number or a name."""
-    return value is not None and _is_typed(value) and None not in graph.facts(value).shape
+    return value is not None and _is_typed(value) and None not in graph.facts(value).sizes
 
 
 def _form(
@@ -104,11 +104,11 @@ def _form(
 
 
 def _named_sizes(tensors: Iterable[TensorFacts]) -> set[str]:
-    return {size for each in tensors for size in each.shape if isinstance(size, str)}
+    return {size for each in tensors for size in each.sizes if isinstance(size, str)}
 
 
 def _sizes(tensor: TensorFacts) -> tuple[int, ...]:
-    return tuple(size for size in tensor.shape if isinstance(size, int))
+    return tuple(size for size in tensor.sizes if isinstance(size, int))
 
 
 def _save(model: onnx.ModelProto, source: Path, folder: Path) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ def handle(request: SuggestRequest) -> SuggestReply:
 
 def _open(facts: TensorFacts) -> Iterator[tuple[int, _Dim]]:
     """The axis of each open dimension of an input."""
-    for axis, size in enumerate(facts.shape):
+    for axis, size in enumerate(facts.sizes):
         if not isinstance(size, int):
             yield axis, size or (facts.name, axis)
 
@@ -157,9 +157,9 @@ def _given(
     facts: TensorFacts, axis: int, kind: DimensionKind, metadata: Mapping[str, Any]
 ) -> object:
     """The sizes in the metadata: of images, under a dimension's name, or as a whole shape."""
-    found = [metadata.get(str(facts.shape[axis]).lower())]
+    found = [metadata.get(str(facts.sizes[axis]).lower())]
     shapes = (metadata.get(key) for key in (f"{facts.name}_shape".lower(), "input_shape", "shape"))
-    found += [s[axis] for s in shapes if isinstance(s, list) and len(s) == len(facts.shape)]
+    found += [s[axis] for s in shapes if isinstance(s, list) and len(s) == len(facts.sizes)]
     if kind in ("height", "width"):
         sides = next((metadata[key] for key in _SIDE_KEYS if key in metadata), None)
         both = sides if isinstance(sides, list) and len(sides) == 2 else [sides, sides]
@@ -188,8 +188,8 @@ def _sized(inputs: Sequence[TensorFacts], sizes: _Sizes) -> list[TensorFacts]:
     found = []
     for each in inputs:
         known = {axis: sizes[dim][0] for axis, dim in _open(each) if dim in sizes}
-        shape = (known.get(axis, size) for axis, size in enumerate(each.shape))
-        found.append(replace(each, shape=tuple(shape)))
+        shape = tuple(known.get(axis, size) for axis, size in enumerate(each.sizes))
+        found.append(replace(each, shape=shape) if shape else each)
     return found
 
 
@@ -272,7 +272,7 @@ def _constants(
     conditions = [graph.operand(node, 0) for node in scope.nodes if node.op_type == "If"]
     deciding = scope.ancestors(conditions)
     for each in inputs:
-        if "int" not in each.dtype or any(size != 1 for size in each.shape) or len(each.shape) > 1:
+        if "int" not in each.dtype or each.shape not in ((), (1,)):
             continue
         range_ = ranges[each.name]
         if is_length_name(each.name) or (range_.usual is not None and range_.low == 1):

@@ -119,6 +119,8 @@ def _without_size(model: Model, message: str, inputs: Sequence[TensorFacts]) -> 
     """The problem if open dimensions of ``inputs`` without a size can be the cause."""
     names = listing(repr(each.name) for each in inputs)
     dimensions = f"of the input {names} have" if len(inputs) == 1 else f"of the inputs {names} have"
+    if all(each.shape is None for each in inputs):
+        dimensions = f"of {names}, whose rank is unknown, have"
     settings = [each for tensor in inputs for each in sizes_to_fix(tensor, model)]
     return Problem.at(
         place_of_sizes(inputs[0], model),
@@ -171,16 +173,16 @@ def _other_sizes(inputs: Sequence[TensorFacts], model: Model) -> tuple[str, tupl
 
 def _open_sizes(inputs: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
     """The settings for the dimensions of ``inputs`` that are open."""
-    for name in dict.fromkeys(size for each in inputs for size in each.shape):
+    for name in dict.fromkeys(size for each in inputs for size in each.sizes):
         if isinstance(name, str):
             yield Setting(model.place("dims") / name)
     for each in inputs:
-        if None in each.shape:
+        if each.needs_whole_shape:
             yield Setting(model.place("shapes") / each.name)
 
 
 def _is_number(facts: TensorFacts) -> bool:
-    return "int" in facts.dtype and all(size == 1 for size in facts.shape)
+    return "int" in facts.dtype and facts.is_fixed and all(size == 1 for size in facts.sizes)
 
 
 def _hint(named: Sequence[TensorFacts], model: Model) -> str:

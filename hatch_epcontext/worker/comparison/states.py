@@ -129,10 +129,10 @@ def _fit(first: TensorFacts, last: TensorFacts) -> bool:
     """Whether the output ``last`` can be the input ``first``, as far as their shapes are known."""
     return (
         first.dtype == last.dtype
-        and len(first.shape) == len(last.shape)
+        and (None in (first.shape, last.shape) or len(first.sizes) == len(last.sizes))
         and all(
             a == b or not (isinstance(a, int) and isinstance(b, int))
-            for a, b in zip(first.shape, last.shape, strict=True)
+            for a, b in zip(first.sizes, last.sizes, strict=False)
         )
     )
 

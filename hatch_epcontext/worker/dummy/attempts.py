@@ -84,7 +84,7 @@ def _gentler(inputs: Sequence[TensorFacts], ranges: Ranges) -> Iterator[dict[str
         size
         for each in inputs
         if each.name not in lengths
-        for size in each.shape
+        for size in each.sizes
         if isinstance(size, int) and size > 1
     }
     for size in sorted(sizes, reverse=True)[:_MAX_SIZES]:

@@ -62,7 +62,7 @@ def generated_inputs(
     more = () if steps is None else (steps,)
     return {
         each.name: _generate(
-            pattern, replace(each, shape=(*more, *each.shape)), rng, ranges.get(each.name), model
+            pattern, replace(each, shape=(*more, *each.sizes)), rng, ranges.get(each.name), model
         )
         for each in sized(inputs, model)
     }
@@ -74,12 +74,12 @@ def sized(inputs: Sequence[TensorFacts], model: Model) -> list[TensorFacts]:
     sizes: dict[Size, Size] = dict(model.dims.items())
     for each in inputs:
         # A named dimension has one size in the whole model.
-        for size, given in zip(each.shape, shapes[each.name], strict=True):
+        for size, given in zip(each.sizes, shapes[each.name] or (), strict=False):
             if isinstance(size, str) and isinstance(given, int):
                 sizes.setdefault(size, given)
     return [
-        replace(each, shape=tuple(sizes.get(size, size) for size in shapes[each.name]))
-        for each in inputs
+        replace(each, shape=shape and tuple(sizes.get(size, size) for size in shape))
+        for each, shape in zip(inputs, shapes.values(), strict=True)
     ]
 
 
@@ -101,7 +101,7 @@ def constant(model: Model, facts: TensorFacts) -> Array:
         # The app's loader feeds it, with NumPy alone; and ml_dtypes turns 8 into -8 for int4.
         raise TypeError("NumPy lacks this type; store the value inside the model instead")
     array: Array = np.asarray(model.constants[facts.name], dtype=dtype)
-    if len(facts.shape) != array.ndim and array.size == 1:
+    if facts.shape is not None and len(facts.shape) != array.ndim and array.size == 1:
         array = array.reshape([1] * len(facts.shape))
     return array
 
@@ -121,7 +121,7 @@ def _generate(
     range_: Range | None,
     model: Model,
 ) -> Array:
-    count = math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)
+    count = math.prod(size if isinstance(size, int) else 1 for size in tensor.sizes)
     try:
         if count <= _MAX_VALUES:
             return values(pattern, tensor, range_ or assumed_range(tensor), rng)

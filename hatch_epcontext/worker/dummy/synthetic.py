@@ -72,7 +72,7 @@ def values(pattern: Pattern, facts: TensorFacts, range_: Range, rng: np.random.G
     An input with a usual value, such as a length, always gets it, and a mask may end early. Raises TypeError
     for a dtype that NumPy and ml_dtypes lack.
     """
-    shape = tuple(size if isinstance(size, int) else 1 for size in facts.shape)
+    shape = tuple(size if isinstance(size, int) else 1 for size in facts.sizes)
     if facts.dtype == "string":
         chosen = rng.integers(0, 2, shape) if pattern.ids == "random" else np.zeros(shape, int)
         return np.asarray(np.array(_WORDS, dtype=object)[chosen], dtype=object)

@@ -137,7 +137,7 @@ def feeds(model: onnx.ModelProto, seed: int = 1) -> dict[str, Array]:
     result: dict[str, Array] = {}
     for value in graph.inputs(model.graph):
         given = graph.facts(value)
-        shape = [size for size in given.shape if isinstance(size, int)]
+        shape = [size for size in given.sizes if isinstance(size, int)]
         values = rng.standard_normal(shape)
         result[value.name] = (
             values if given.dtype.startswith("float") else rng.integers(0, 4, shape)

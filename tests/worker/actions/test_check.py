@@ -16,7 +16,7 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import Profile
 from hatch_epcontext.worker.actions.check import check_fixed, handle
 from hatch_epcontext.worker.requests import CheckRequest
-from tests.models import model, network, save, save_with_data, value
+from tests.models import model, network, of_any_rank, save, save_with_data, value
 from tests.worker.actions.test_compile import MODEL, target
 
 QNN = target("qnn")
@@ -77,6 +77,17 @@ def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
     assert "QNNExecutionProvider compiles only fixed shapes" in problem.message
     assert problem.kind is Kind.OPEN_DIMENSION
     assert [str(each) for each in problem.settings] == [setting]
+
+
+def test_an_unknown_rank_is_open(tmp_path: Path) -> None:
+    path = save(of_any_rank(), tmp_path / "a.onnx")
+    with pytest.raises(ModelError) as raised:
+        handle(request_for(path, QNN))
+    (problem,) = raised.value.problems
+    assert problem.message.startswith("the input 'x' has an unknown rank, and QNN")
+    assert [str(each) for each in problem.settings] == ["tool.epcontext.models[0].shapes.x"]
+    (facts,) = handle(request_for(path, QNN, shapes={"x": (2, 3)})).models
+    assert [each.shape for each in (*facts.inputs, *facts.own_inputs)] == [(2, 3), None]
 
 
 def test_inputs_with_the_same_open_dimension_are_one_problem() -> None:

@@ -144,6 +144,13 @@ def test_what_may_be_a_state_under_another_name_is_asked_for() -> None:
     assert asked(16, 32, outputs=(1, 32), computed=(1, 32)) == found
 
 
+def test_an_output_of_unknown_rank_can_be_a_state() -> None:
+    made = lstm()
+    (last,) = (each for each in made.graph.output if each.name == "h1")
+    last.type.tensor_type.ClearField("shape")
+    assert state_pairs(made, {"h0": "h1"}, KEY) == {"h0": "h1"}
+
+
 @pytest.mark.parametrize(
     ("pair", "message", "kind"),
     [
