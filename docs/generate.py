@@ -76,9 +76,16 @@ not shipped.
 
 Below, an option's values are in parentheses, with the EP's default in bold. A *switch* is true or false.
 
-Options such as `profiling_file_path` name files on the machine where they are used. Do not ship such a path:
-your app can pass it, with `load(name, provider_options={...})`. `{user-cache}` in `load-options` is a folder
-on the user's machine.
+### Options that name files
+
+A path counts from the project's folder, or is absolute. No manifest contains one.
+
+- A *JSON file* is read by the build, and becomes a part of the option: a table in TOML is the same.
+- Of any other *file* the contents count: if it changes, the model is compiled again. If the option counts for
+  loading too, a file of the project is shipped, and the loader names its new place. A file elsewhere is not:
+  without `load(name, provider_options={...})`, with a path of your app's own, the loader skips the target.
+- An *output* is written while the build compiles, and not if the artifact comes from the cache.
+- In `load-options` an output is on the user's machine: `{user-cache}` is a folder there.
 
 ## Secrets
 
@@ -209,8 +216,8 @@ def _values(option: Option) -> str:
     """What an option takes, with its default in bold."""
     if option.kind == "bool":
         return f"switch, **{'off' if option.default in ('', option.booleans[0]) else 'on'}**"
-    kinds = {"int": "number", "json": "table", "text": "string"}
-    taken = "secret" if option.secret else option.form or kinds[option.kind]
+    kinds = {"int": "number", "json": "table, or JSON file", "text": "string"}
+    taken = "secret" if option.secret else option.form or kinds.get(option.kind, option.kind)
     if option.kind == "int":
         taken += f" from {option.minimum}" if option.minimum else ""
         taken += f" up to {option.maximum}" if option.maximum is not None else ""

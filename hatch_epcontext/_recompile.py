@@ -12,8 +12,9 @@ import contextlib
 import copy
 import os
 import posixpath
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -127,14 +128,15 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
     compiled_with: dict[str, str] = settings.get("provider_options") or {}
     # Of a secret the manifest only has the name, and that of a variable of the build.
     secrets = [name for name, value in compiled_with.items() if value.startswith("{env:")]
+    secrets += _named_elsewhere(loader, opener.variant, compiled_with)
     opener.check(secrets)
-    provider_options = {**compiled_with, **{name: str(given[name]) for name in secrets}}
     options = ort.SessionOptions()
     for key, value in (settings.get("session_options") or {}).items():
         options.add_session_config_entry(key, value)
     level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
         settings.get("optimization") or "basic", "ENABLE_ALL"
     )
+    advice = "onnxruntime compiles only where the path has no letters outside ASCII; rename it"
     what = f"{prepared.component} is compiled for {prepared.target}"
     loader.log("warning", f"{what} on this machine, once")
     parent = file.parent.parent
@@ -143,7 +145,19 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
     ) as made:
         result = parent / made / file.parent.name
         result.mkdir()
-        advice = "onnxruntime compiles only where the path has no letters outside ASCII; rename it"
+        provider_options: dict[str, str] = {}
+        for name, value in compiled_with.items():
+            if name in secrets:
+                provider_options[name] = str(given[name])
+            elif value.startswith(f"{loader.OPTION_FILE}{{"):
+                contents = parent / made / f"{name}.json"
+                contents.write_text(value.removeprefix(loader.OPTION_FILE), encoding="utf-8")
+                provider_options[name] = str(opener.readable(contents, "ascii", advice))
+            # What the build wrote beside the artifact is not for the app.
+            elif value != f"{loader.OPTION_FILE}/{name}":
+                provider_options[name] = value.replace(
+                    loader.OPTION_FILE, str(opener.variant.option_files)
+                )
         with opener.lock:
             # Listed again: this process may have waited for another one that compiled, and failed.
             options.add_provider_for_devices(opener.find_devices()[:1], provider_options)
@@ -161,6 +175,16 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
         }
         (result / _RECORD).write_text(json.dumps(record), encoding="utf-8")
         result.rename(file.parent)
+
+
+def _named_elsewhere(loader: Any, variant: Variant, options: Mapping[str, str]) -> list[str]:
+    """The ``options`` that name files of the build machine, which the package does not contain."""
+    named = {
+        name: re.findall(re.escape(loader.OPTION_FILE) + r"/([0-9a-f]{32}/[^:;,]+)", value)
+        for name, value in options.items()
+    }
+    folder = variant.option_files
+    return [name for name in named if not all((folder / each).is_file() for each in named[name])]
 
 
 @contextlib.contextmanager

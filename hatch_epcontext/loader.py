@@ -41,6 +41,10 @@ Shapes = Mapping[str, Sequence[int]]
 SOURCE = "source"  # The name of the last target, which is the source model on the CPU.
 USER_CACHE = "{user-cache}"  # In an option: the app's own folder inside the user's cache folder.
 METADATA = "hatch-epcontext"  # The key of our part of ``additional_metadata`` in the manifest.
+OPTION_FILE = (
+    "{file}"  # In an option: the folder of files that options name. Before JSON: a file with it.
+)
+OPTION_FILES = "files"  # The name of that folder, in that of the target.
 PREPARED = "prepared"  # The folder of the prepared model in that of its target, and its key.
 CPU_EP = "CPUExecutionProvider"
 
@@ -329,6 +333,8 @@ class Variant:
         device = get(body, "device", str, "cpu" if self.ep == CPU_EP else "any")
         self.device = get(self.settings, "device", str, device)
         self.compatibility = get(body, "compatibility_string", str, "")
+        # Of the files that its provider options name.
+        self.option_files: Path = package.root / self.folder / OPTION_FILES
         inputs: list[Any] = get(about, "inputs", list, [])
         self.inputs = {get(each, "name", str): _shape(each) for each in inputs}
         shapes = [[None] if shape is None else shape for shape in self.inputs.values()]
@@ -499,13 +505,13 @@ class Opener:
         self.kind = request.device or variant.device
 
     def check(self, secrets: Sequence[str]) -> None:
-        """Check the requested device, and that the app gives these options, which are secret."""
+        """Check the requested device, and that the app gives these options: secrets, or files elsewhere."""
         if "any" not in (self.kind, self.variant.device) and self.kind != self.variant.device:
             other = f"device={self.kind!r} was requested"
             raise SkipTargetError(f"it is for the {self.variant.device}, and {other}")
         if missing := set(secrets) - self.request.provider_options.keys():
             example = ", ".join(f"{name!r}: ..." for name in sorted(missing))
-            needs = "it was compiled with a secret, which the app has to give"
+            needs = "it was compiled with a secret or a file that only the app can give"
             raise SkipTargetError(f"{needs}: load(..., provider_options={{{example}}})")
 
     def open_shipped(self) -> tuple[Any, str]:
@@ -581,7 +587,7 @@ class Opener:
         """The variant's provider options, and those of the app unless it is the source."""
         result = texts(self.variant.ort, "provider_options")
         for name, value in texts(self.variant.about, "load_options").items():
-            result[name] = value
+            result[name] = value.replace(OPTION_FILE, str(self.variant.option_files))
             if USER_CACHE in value:
                 first, _, below = value.partition("/")
                 if first != USER_CACHE or not is_plain(value):

@@ -1681,13 +1681,16 @@ def test_a_module_is_not_imported_for_an_ep_that_is_registered(
 
 def test_options_are_passed_on_as_the_manifest_has_them(ship: Shipper) -> None:
     options = {"backend_path": "/opt/lib/x.so", "trt_profile_min_shapes": "x:1x1x8x8", "y": "../z"}
-    cpu = changed(CPU, load_options={"cache": "{user-cache}/rtx"})
+    of_ours = {"cache": "{user-cache}/rtx", "plugins": "{file}/1/a.so;{file}/2/b.so"}
+    cpu = changed(CPU, load_options=of_ours)
     cpu["executor_info"]["ort"]["provider_options"] = options
     app = ship(cpu=cpu)
     given = {"provider_options": {"y": True}}
     cache = str(app.user_folder() / "rtx")
     cpu = opener(app, "cpu", **given)._provider_options()
-    assert cpu == {**options, "cache": cache, "y": "1"}
+    folder = opener(app, "cpu").variant.option_files
+    plugins = f"{folder}/1/a.so;{folder}/2/b.so"
+    assert cpu == {**options, "cache": cache, "plugins": plugins, "y": "1"}
     assert opener(app, "source", **given)._provider_options() == {}
 
 
@@ -1696,7 +1699,7 @@ def test_the_app_gives_the_secrets_of_a_target(ship: Shipper) -> None:
     (step, source) = app.explain("a", provider_options={"password": "a"})
     assert (step.outcome, source.outcome) == ("skipped", "opened")
     assert step.reason == (
-        "it was compiled with a secret, which the app has to give: "
+        "it was compiled with a secret or a file that only the app can give: "
         "load(..., provider_options={'encryption_key': ...})"
     )
     given = {"password": "a", "encryption_key": "b"}

@@ -92,6 +92,29 @@ def test_a_target_is_compiled_before_the_next_one_is_opened(qnn: Shipper) -> Non
 
 
 @needs_qnn
+def test_options_that_name_files_have_those_of_the_package(qnn: Shipper) -> None:
+    own = QNN["additional_metadata"]["hatch-epcontext"]["settings"]["provider_options"]
+    shipped, missing = f"{'a' * 32}/x.so", f"{'b' * 32}/y.so"
+    options = {
+        **own,
+        "op_affinity": '{file}{"op_type":{"Relu":"htp"}}',
+        "shipped": f"{{file}}/{shipped}",
+        "json_qnn_graph_dir": "{file}/json_qnn_graph_dir",
+    }
+    app = qnn(npu=changed(QNN, settings={"provider_options": options}))
+    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
+    file = qnn.folder / "a" / "npu" / "files" / shipped
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"library")
+    assert app.target_of(jit(app, target="npu")) == "npu"
+    options["elsewhere"] = f"{{file}}/{missing}"
+    app = qnn(npu=changed(QNN, settings={"provider_options": options}))
+    with pytest.raises(app.LoadError, match=r"only the app can give: .*'elsewhere'"):
+        jit(app, target="npu")
+    assert app.target_of(jit(app, target="npu", provider_options={"elsewhere": "z"})) == "npu"
+
+
+@needs_qnn
 def test_a_prepared_model_that_was_changed_is_not_compiled(broken: Any, qnn: Shipper) -> None:
     (prepared,) = (qnn.folder / "a/npu/prepared").glob("*.onnx")
     content = bytearray(prepared.read_bytes())

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from hatch_epcontext.config.build_hooks import BuildHooks, hooks_of_project
+from hatch_epcontext.config.settings import OptionFile
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
-from hatch_epcontext.files import Rejection, is_inside, is_missing, is_regular, unreadable
+from hatch_epcontext.files import (
+    Rejection,
+    file_sha256,
+    is_inside,
+    is_missing,
+    is_regular,
+    unreadable,
+)
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.loader import OPTION_FILE
+from hatch_epcontext.providers import Option, variable_of
 from hatch_epcontext.text import show
 
 NO_HOME = "this user has no home folder, and so no cache folder"
 """Why there is no default folder, as in a container that runs as any user."""
+
+
+_ABSOLUTE = re.compile(r':\s*"((?:[/\\]|[A-Za-z]:[/\\])[^"]*)"')
+"""A value in JSON that is an absolute path."""
 
 
 def default_root() -> Path | None:
@@ -89,13 +106,84 @@ class Finder:
             return place
         return None
 
+    def option(
+        self, key: Key, option: Option | None, value: str
+    ) -> Diagnosed[tuple[str, tuple[OptionFile, ...]]]:
+        """The rendered ``value`` of the option at ``key`` without paths, and the files that it named.
+
+        A path is absolute, or relative to the project. Of an unknown option only a file that is there counts.
+        """
+        if option is None:
+            option = Option("", kind=self._kind(value))
+        if variable_of(value) is not None or option.kind not in ("json", "file", "output"):
+            return value, ()
+        if option.kind == "json":
+            files: tuple[OptionFile, ...] = ()
+            if not value.startswith((OPTION_FILE, "{")):
+                value, files = yield from self._json(key, option, value)
+            if path := _ABSOLUTE.search(value):
+                message = f"has a path of this machine, {show(path[1])}, which apps do not have."
+                hint = "Leave it out. The app can set it: load(..., provider_options={...})."
+                yield Problem.at(key, Kind.INVALID_OPTION, message, hint)
+            return value, files
+        if option.kind == "output":
+            output = OptionFile(key, str(self._absolute(value)), str(key.parts[-1]))
+            return output.placeholder, (output,)
+        return (yield from self._files(key, option, value))
+
+    def _kind(self, value: str) -> Literal["file", "output", "text"]:
+        """What an unknown option with this value names."""
+        if is_regular(self.root / value):
+            return "file"
+        return "output" if os.path.isabs(value) and os.path.isdir(value) else "text"  # noqa: PTH112, PTH117
+
+    def _files(
+        self, key: Key, option: Option, value: str
+    ) -> Diagnosed[tuple[str, tuple[OptionFile, ...]]]:
+        rendered, end, files = "", 0, list[OptionFile]()
+        for match in re.finditer(option.paths, value):
+            path = match[match.re.groups]
+            yield from self._exists(key, path, self.root / path)
+            files.append(named := self._option_file(key, path))
+            rendered += value[end : match.start(match.re.groups)] + named.placeholder
+            end = match.end(match.re.groups)
+        return rendered + value[end:], tuple(files)
+
+    def _option_file(self, key: Key, path: str) -> OptionFile:
+        place = self._absolute(path)
+        sha256 = file_sha256(place) if is_regular(place) else ""
+        # Names of folders in a wheel must not be too long for Windows.
+        name = f"{sha256[:32]}/{place.name}"
+        return OptionFile(key, str(place), name, sha256, is_own=self._is_own(place))
+
+    def _json(
+        self, key: Key, option: Option, path: str
+    ) -> Diagnosed[tuple[str, tuple[OptionFile, ...]]]:
+        """What the JSON file at ``path`` contains, as the value of ``option``."""
+        place = self._absolute(path)
+        yield from self._exists(key, path, self.root / path)
+        rendered = option.render({})
+        if is_regular(place):
+            try:
+                rendered = option.render(json.loads(place.read_bytes()))
+            except (OSError, ValueError) as error:
+                message = f"{show(path)} contains no JSON object: {error}."
+                yield Problem.at(key, Kind.INVALID_OPTION, message)
+        return rendered, (OptionFile(key, str(place), is_own=self._is_own(place)),)
+
+    def _absolute(self, path: str) -> Path:
+        return Path(os.path.normpath(self.root / path))
+
+    def _is_own(self, path: Path) -> bool:
+        return path.is_relative_to(os.path.normpath(self.root))
+
     def library(self, key: Key, written: str | None, path: Path) -> Diagnosed[None]:
         """Check that the library at ``path``, which may be anywhere, exists."""
+        yield from self._exists(key, written, path, "; a package is a name without slashes")
+
+    def _exists(self, key: Key, written: str | None, path: Path, more: str = "") -> Diagnosed[None]:
         if not self.pending and not is_regular(path):
-            hint = (
-                "A path is absolute, or relative to the folder of pyproject.toml; "
-                "a package is a name without slashes."
-            )
+            hint = f"A path is absolute, or relative to the folder of pyproject.toml{more}."
             advice = self.hooks.advice()
             yield Problem.at(
                 key,

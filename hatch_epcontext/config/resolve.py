@@ -24,6 +24,7 @@ from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
     Model,
+    OptionFile,
     Quantize,
     Target,
 )
@@ -208,16 +209,25 @@ class Resolver:
             options.update(provider.profiles.render(profiles))
         device = _device(merged, provider)
         options = provider.complete(device, options)
-        load_options = {
-            **provider.loading(options),
-            **render_options(merged.load_options, provider, unchecked=unchecked),
-        }
+        loading = render_options(merged.load_options, provider, unchecked=unchecked)
+        files: list[OptionFile] = []
+        for field, rendered in (("provider_options", options), ("load_options", loading)):
+            for name, value in rendered.items():
+                option = provider.options.get(name)
+                # In load-options it is a place on the machine of the app.
+                if field == "provider_options" or option is None or option.kind != "output":
+                    key = (model_key if name in getattr(model, field) else named.key) / toml_key(
+                        field
+                    )
+                    rendered[name], own = yield from self._finder.option(key / name, option, value)
+                    files += own
+        load_options = {**provider.loading(options), **loading}
         if not unchecked:
             found = provider.contradictions(device, {**options, **load_options})
-            for option, message in found.items():
-                name = "load_options" if option in merged.load_options else "provider_options"
-                key = (model_key if getattr(model, name) else named.key) / toml_key(name)
-                yield Problem.at(key / option, Kind.CONFLICTING_OPTIONS, f"{message}.")
+            for name, message in found.items():
+                field = "load_options" if name in merged.load_options else "provider_options"
+                key = (model_key if getattr(model, field) else named.key) / toml_key(field)
+                yield Problem.at(key / name, Kind.CONFLICTING_OPTIONS, f"{message}.")
         calibration = yield from self._calibration(model_key, model, named.key, merged)
         cached = self._environment.from_cache
         assert merged.min_coverage is not None, "the table has a value for a missing key"
@@ -227,6 +237,7 @@ class Resolver:
             settings=_compile_settings(merged, named, options),
             plugin=provider.plugin,
             load_options=load_options,
+            files=tuple(files),
             profiles=profiles,
             platforms=merged.platforms,
             requirements=merged.requirements,

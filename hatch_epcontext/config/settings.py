@@ -27,6 +27,7 @@ from hatch_epcontext.errors import Key
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.number_format import RewriteName
+from hatch_epcontext.loader import OPTION_FILE
 from hatch_epcontext.providers import (
     QUANTIZED,
     Device,
@@ -65,6 +66,37 @@ class Quantize:
     activation: QuantizedType = "uint16"
     weight: QuantizedType = "uint8"
     per_channel: bool = False
+
+
+@dataclass(frozen=True)
+class OptionFile:
+    """A file that the option at ``key`` names, by its absolute ``path``.
+
+    ``name`` stands for it in options, behind `OPTION_FILE`: for what the EP reads, the start of its
+    ``sha256`` and its own name, so that the contents are a part of the fingerprint; for what it writes, the
+    option. It is empty if the option has the contents. ``is_own``: whether it is of the project, so that apps
+    get it.
+    """
+
+    key: Key
+    path: str
+    name: str = ""
+    sha256: str = ""
+    is_own: bool = False
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for the path in an option."""
+        return f"{OPTION_FILE}/{self.name}"
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the EP reads it."""
+        return bool(self.sha256)
+
+    def is_in(self, options: Mapping[str, str]) -> bool:
+        """Whether one of ``options`` names it by its placeholder."""
+        return bool(self.name) and any(self.placeholder in value for value in options.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +154,16 @@ class Target:
 
     ``plugin``: the EP's library. ``key`` is the place of the optimization profiles in the configuration;
     they are also in ``settings.provider_options``, in the EP's form. With ``from_cache`` nothing is compiled
-    for the target in this build. ``resources``: those that a dask worker must have for it. ``calibration``:
-    the absolute path of the calibration inputs, empty if models are not quantized. ``unchecked``: whether
-    the EP may be newer than this package.
+    for the target in this build. ``files``: those that its options name. ``resources``: those that a dask
+    worker must have for it. ``calibration``: the absolute path of the calibration inputs, empty if models
+    are not quantized. ``unchecked``: whether the EP may be newer than this package.
     """
 
     name: str
     settings: CompileSettings
     plugin: Plugin | None = None
     load_options: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[OptionFile, ...] = ()
     key: Key = Key()
     profiles: tuple[Profile, ...] = ()
     platforms: tuple[str, ...] = ()
@@ -140,6 +173,16 @@ class Target:
     resources: Mapping[str, float] = field(default_factory=dict)
     calibration: str = ""
     unchecked: bool = False
+
+    @property
+    def shipped_files(self) -> tuple[OptionFile, ...]:
+        """Those of ``files`` that apps get, because they count where a model is opened or compiled there."""
+        compiled = self.settings.provider_options if self.settings.recompile else {}
+        return tuple(
+            file
+            for file in self.files
+            if file.is_own and (file.is_in(self.load_options) or file.is_in(compiled))
+        )
 
     @property
     def provider(self) -> Provider:

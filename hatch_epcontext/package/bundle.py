@@ -12,6 +12,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Result, Source
 from hatch_epcontext.jobs.cache.index import changed_error
 from hatch_epcontext.jobs.plan import ships_source
+from hatch_epcontext.loader import OPTION_FILES
 from hatch_epcontext.package import manifest
 from hatch_epcontext.system import writing
 
@@ -59,7 +60,7 @@ def _bundle(result: Result, folder: Path, modules: Mapping[str, Path]) -> Bundle
             # Chips that were built alone may be there.
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(built.artifact.folder, place, copy_function=link_or_copy)
-    files = manifest.artifact_files(result)
+    files = manifest.artifact_files(result) | _copy_option_files(result, folder)
     sources = shipped_sources(result)
     folders = manifest.source_folders(result.sources)
     own: dict[str, Path] = {}
@@ -75,6 +76,23 @@ def _bundle(result: Result, folder: Path, modules: Mapping[str, Path]) -> Bundle
     package = manifest.make(result, sources, files)
     with_manifest = {**files, manifest.FILE: record_file(manifest.save(package, folder))}
     return Bundle(folder, with_manifest, own, package)
+
+
+def _copy_option_files(result: Result, folder: Path) -> dict[str, FileRecord]:
+    """Put the files that options name, and that apps need, into the package; returns their records.
+
+    Raises ModelError if one was changed since the configuration was read.
+    """
+    files = {}
+    for built in result.built:
+        for file in built.job.target.shipped_files:
+            name = f"{built.job.folder}/{OPTION_FILES}/{file.name}"
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file.path, folder / name)
+            files[name] = record_file(folder / name)
+            if files[name].sha256 != file.sha256:
+                raise changed_error(Path(file.path))
+    return files
 
 
 def _copy_source(source: Source, folder: Path, shipped: str) -> dict[str, FileRecord]:

@@ -312,8 +312,14 @@ def _variant(built: Built, model: str) -> Variant:
     target, settings = job.target, job.target.settings
     (index,) = (i for i, each in enumerate(record.contexts) if each.model == model)
     context = record.contexts[index]
-    only_ours = {n: value for n, value in target.load_options.items() if USER_CACHE in value}
-    secrets, plugin = secrets_in(target.load_options), target.provider.plugin
+    only_ours, given, plugin = {}, list(secrets_in(target.load_options)), target.provider.plugin
+    for name, value in target.load_options.items():
+        named = [file for file in target.files if file.is_in({name: value})]
+        if not all(file.is_own for file in named):
+            # The machine of the app has no file of this one.
+            given.append(name)
+        elif named or USER_CACHE in value:
+            only_ours[name] = value
     members = tuple(each.name for each in job.models)
     options = dict(settings.session_options)
     if record.product == "context":
@@ -337,7 +343,7 @@ def _variant(built: Built, model: str) -> Variant:
         coverage=context.coverage,
         validation=built.validations[model],
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
-        secrets=secrets,
+        secrets=tuple(given),
         needs_device=job.needs_device,
         needs_code_page=target.provider.needs_code_page and not settings.embed,
         sharing=Sharing(job.group, members, built.saved) if job.group is not None else None,
@@ -354,7 +360,7 @@ def _variant(built: Built, model: str) -> Variant:
             provider_options={
                 name: value
                 for name, value in target.load_options.items()
-                if name not in only_ours and name not in secrets
+                if name not in only_ours and name not in given
             },
         ),
         metadata=_metadata(about),

@@ -189,11 +189,9 @@ class Sdist:
         plugin = target.provider.plugin
         settings = target.settings
         named = {target.key / "library": plugin.path if plugin else ""}
-        for table, options in (
-            ("provider-options", settings.provider_options),
-            ("session-options", settings.session_options),
-        ):
-            named |= {target.key / table / name: value for name, value in options.items()}
+        for name, value in settings.session_options.items():
+            named[target.key / "session-options" / name] = value
+        named |= {file.key: file.path for file in target.files}
         for key, value in named.items():
             # Most options are no paths, and a library can be anywhere.
             if value and self._is_file(value):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Provider, Tolerance
-from hatch_epcontext.providers.option import Option, choice, number, pointer, switch, text
+from hatch_epcontext.providers.option import Option, choice, file, number, pointer, switch, text
 
 _OPTIONS: Mapping[str, Option] = {
     "device_id": number("Number of the GPU", scope="load"),
@@ -13,7 +13,7 @@ _OPTIONS: Mapping[str, Option] = {
     "migraphx_bf16_enable": switch("Compute in bfloat16", scope="load"),
     "migraphx_fp8_enable": switch("Compute in float8", scope="load"),
     "migraphx_int8_enable": switch("Compute in int8", scope="load"),
-    "migraphx_int8_calibration_table_name": text("Calibration table for int8", scope="load"),
+    "migraphx_int8_calibration_table_name": file("Calibration table for int8", scope="load"),
     "migraphx_int8_use_native_calibration_table": switch(
         "The calibration table is in MIGraphX's own format", scope="load"
     ),

@@ -15,15 +15,14 @@ from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.graph.number_format import FLOAT16, NumberFormat
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
-from hatch_epcontext.providers.option import Option, switch, text
+from hatch_epcontext.providers.option import Option, switch, table, text
 
 _CONFIG = "load_config = {{ {} }}"
 
 _OPTIONS: Mapping[str, Option] = {
-    "load_config": Option(
+    "load_config": table(
         "OpenVINO's own properties, by device, such as "
         '`{ CPU = { INFERENCE_PRECISION_HINT = "f32" } }`',
-        kind="json",
         scope="both",
     ),
     "reshape_input": text("Fixed shapes, such as `x[1,3,224,224]`; prefer `static-shapes`"),

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.loader import OPTION_FILE
 
 Scalar = bool | int | float | str
 OptionValue = Scalar | Mapping[str, Any] | tuple[Scalar, ...]
 Scope = Literal["compile", "load", "both"]
-Kind = Literal["bool", "int", "text", "json", "pointer"]
+Kind = Literal["bool", "int", "text", "json", "file", "output", "pointer"]
 
 _SECRET = re.compile(r"\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -23,7 +24,7 @@ class Option:
 
     ``doc`` and ``default``, the EP's default, are for the documentation. ``scope``: an option of scope
     ``"compile"`` counts when a model is compiled, and is not shipped; ``"load"`` counts when a session is
-    opened; ``"both"`` counts for both.
+    opened; ``"both"`` counts for both. A ``"file"`` is read by the EP, and an ``"output"`` written.
     """
 
     doc: str
@@ -41,6 +42,10 @@ class Option:
     """The EP's spelling of false and of true."""
     several: bool = False
     """Whether it may be a list, with a value for each chip of a context."""
+    in_file: bool = False
+    """Whether the EP reads JSON from a file, and the option is its path."""
+    paths: str = r".+"
+    """A regular expression that finds each path in a ``"file"``: its last group, or all of it."""
     secret: bool = False
     """Whether it is a key or a password: then the configuration contains only the name of a variable."""
 
@@ -65,7 +70,9 @@ class Option:
         return {
             "bool": "true or false",
             "text": "a string",
-            "json": "a table, or a string of JSON",
+            "json": "a table, a string of JSON, or the path of a JSON file",
+            "file": "the path of a file",
+            "output": "a path",
             "pointer": "an address in the app's memory, which only the app knows",
         }[self.kind]
 
@@ -84,7 +91,7 @@ class Option:
             raise ValueError(self.allowed)
         if self.kind == "bool":
             return self.booleans[text.lower() in ("1", "true")]
-        return text
+        return f"{OPTION_FILE}{text}" if self.in_file and _is_json_object(text) else text
 
     def _fits(self, value: OptionValue, text: str) -> bool:
         if isinstance(value, Sequence) and not isinstance(value, str):
@@ -98,9 +105,11 @@ class Option:
         return {
             "bool": text.lower() in ("0", "1", "false", "true"),
             "int": not isinstance(value, bool) and self._in_range(text),
-            "json": isinstance(value, Mapping) or _is_json_object(text),
+            "json": isinstance(value, Mapping)
+            or _is_json_object(text)
+            or (isinstance(value, str) and text[:1] not in ("", "{", "[")),
             "pointer": False,
-            "text": isinstance(value, str),
+            **dict.fromkeys(("text", "file", "output"), isinstance(value, str)),
         }[self.kind]
 
     def _in_range(self, text: str) -> bool:
@@ -174,6 +183,21 @@ def choice(
 def text(doc: str, default: str = "", scope: Scope = "compile") -> Option:
     """An option with any string."""
     return Option(doc, default=default, scope=scope)
+
+
+def table(doc: str, scope: Scope = "compile", *, in_file: bool = False) -> Option:
+    """An option with JSON: a table, its text, or a file with it."""
+    return Option(doc, kind="json", scope=scope, in_file=in_file)
+
+
+def file(doc: str, scope: Scope = "compile", *, paths: str = r".+") -> Option:
+    """An option that names a file, or several, that the EP reads."""
+    return Option(doc, kind="file", scope=scope, paths=paths)
+
+
+def output(doc: str, scope: Scope = "compile") -> Option:
+    """An option that names a file or a folder that the EP writes when it compiles."""
+    return Option(doc, kind="output", scope=scope)
 
 
 def secret(doc: str, scope: Scope = "both") -> Option:

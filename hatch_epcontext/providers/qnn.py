@@ -15,7 +15,16 @@ from hatch_epcontext.graph.limits import FIXED_SHAPES
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat, RewriteName
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import MoreCoverage, Plugin, Provider, Tolerance
-from hatch_epcontext.providers.option import Option, Scope, choice, number, switch, text
+from hatch_epcontext.providers.option import (
+    Option,
+    Scope,
+    choice,
+    file,
+    number,
+    output,
+    switch,
+    table,
+)
 from hatch_epcontext.text import count, listing
 
 _PERFORMANCE_MODES = (
@@ -37,14 +46,18 @@ _ARCH_OF_SOC = {"43": "73", "57": "75", "60": "73", "69": "79"}
 
 _BOTH: Scope = "both"
 
+_LIBRARY = r".*[/\\].*"
+"""What names a library by its path: the EP finds one without a folder beside itself."""
+
 _OPTIONS: Mapping[str, Option] = {
     # The EP writes contexts with no other backend: not with cpu, ir and saver.
     "backend_type": choice(
         "Qualcomm's backend; it follows from `device`", "htp", "gpu", scope=_BOTH
     ),
-    "backend_path": text(
-        "The backend's library, instead of `backend_type`: a file name",
+    "backend_path": file(
+        "The backend's library, instead of `backend_type`: its name in the EP's package, or a path",
         scope=_BOTH,
+        paths=_LIBRARY,
     ),
     "soc_model": number("SoC to compile for, such as 60 (Snapdragon X Elite)", several=True),
     "htp_arch": choice(
@@ -68,8 +81,14 @@ _OPTIONS: Mapping[str, Option] = {
     "enable_block_quant_weight_optimization": switch("Optimize block-quantized weights"),
     "offload_graph_io_quantization": switch("Quantize inputs and outputs on the CPU", "1"),
     "num_graph_prepare_threads": number("Threads that prepare graphs", "2", 2),
-    "op_packages": text("Packages of custom operators", scope=_BOTH),
-    "op_affinity": text("Which operators run where"),
+    "op_packages": file(
+        "Packages of custom operators, as `<operator>:<library>:<symbol>[:<target>],...`",
+        scope=_BOTH,
+        paths=r"(?:^|,)[^:,]+:((?:[A-Za-z]:(?=[/\\]))?[^:,]+)",
+    ),
+    "op_affinity": table(
+        'Which operators run where, such as `{ op_type = { Softmax = "cpu" } }`', in_file=True
+    ),
     "skip_backend_op_validation": switch("Do not validate operators with the backend"),
     "skip_qnn_version_check": switch("Accept any version of the runtime", scope=_BOTH),
     "htp_performance_mode": choice(
@@ -99,17 +118,17 @@ _OPTIONS: Mapping[str, Option] = {
     "profiling_level": choice(
         "Profiling", "off", "basic", "detailed", "optrace", default="off", scope=_BOTH
     ),
-    "profiling_file_path": text("File for the profile", scope=_BOTH),
-    "qnn_saver_path": text("Library of the saver backend"),
-    "qnn_ir_backend_path": text("Library of the IR backend"),
+    "profiling_file_path": output("File for the profile", scope=_BOTH),
+    "qnn_saver_path": file("Library of the saver backend", paths=_LIBRARY),
+    "qnn_ir_backend_path": file("Library of the IR backend", paths=_LIBRARY),
     "dump_json_qnn_graph": switch("Write the QNN graph as JSON"),
-    "json_qnn_graph_dir": text("Folder for the JSON"),
+    "json_qnn_graph_dir": output("Folder for the JSON"),
     "dump_qnn_ir_dlc": switch("Write the graph as DLC"),
-    "dump_qnn_ir_dlc_dir": text("Folder for the DLC"),
+    "dump_qnn_ir_dlc_dir": output("Folder for the DLC"),
     "dump_qnn_ep_input_graph": switch("Write the graph that the EP receives"),
-    "dump_qnn_ep_input_graph_dir": text("Folder for that graph"),
+    "dump_qnn_ep_input_graph_dir": output("Folder for that graph"),
     "enable_framework_op_trace": switch("Trace operators back to the model"),
-    "framework_op_trace_dir": text("Folder for the trace"),
+    "framework_op_trace_dir": output("Folder for the trace"),
 }
 
 
@@ -247,6 +266,10 @@ _REFUSED = re.compile(
 _NAME = re.compile(_NODE)
 
 _WORDS = (
+    (
+        r"^(\w+) filtered off QNN by the op_affinity",
+        r"the EP keeps it off the NPU, unless op_affinity = { op_type = { \1 = 'htp' } }",
+    ),
     (r"^Operators of type", "the EP does not have this operator"),
     (r"^(QNN EP: )?Failed to (add|create) ", ""),
     (r"non-default activations", "the EP supports only the default activations"),
@@ -262,8 +285,8 @@ _WORDS = (
         "the CPU quantizes the model's inputs and outputs, unless offload_graph_io_quantization is 0",
     ),
 )
-"""Patterns of reasons in the EP's log, and what they mean; empty for meaningless ones. All other reasons are
-shown as they are."""
+"""Patterns of reasons in the EP's log, and what they mean, with their groups; empty for meaningless ones. All
+other reasons are shown as they are."""
 
 
 def _reasons(log: str) -> dict[str, str]:
@@ -278,8 +301,8 @@ def _reasons(log: str) -> dict[str, str]:
 
 def _in_words(reason: str) -> str:
     for pattern, words in _WORDS:
-        if re.search(pattern, reason):
-            return words
+        if match := re.search(pattern, reason):
+            return match.expand(words)
     return reason.strip().rstrip(".")
 
 

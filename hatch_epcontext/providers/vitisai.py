@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.base import Provider, Tolerance
-from hatch_epcontext.providers.option import Option, choice, secret, switch, text
+from hatch_epcontext.providers.option import Option, choice, file, secret, switch, table
 
 _OPTIONS: Mapping[str, Option] = {
-    "config_file": text("Path of the compiler's configuration"),
+    "config_file": table("The compiler's configuration", in_file=True),
     "target": choice("Backend for int8 models", "X1", "X2", default="X2", scope="both"),
-    "xclbin": text("Path of the NPU's overlay", scope="both"),
+    "xclbin": file("The NPU's overlay", scope="both"),
     "opt_level": choice(
         "Optimization level of int8 models", "0", "1", "2", "3", "65536", default="0"
     ),

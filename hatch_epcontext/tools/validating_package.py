@@ -24,7 +24,7 @@ from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.jobs.validation import reason_not_to_run_here, validation_of
-from hatch_epcontext.loader import CPU_EP
+from hatch_epcontext.loader import CPU_EP, OPTION_FILE, OPTION_FILES
 from hatch_epcontext.package.manifest import FILE, ModelPackage, OrtInfo, Variant
 from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
 from hatch_epcontext.providers import PROVIDERS, Device, Provider, find, secrets_in
@@ -430,7 +430,11 @@ def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Targe
     if reason := next(_reasons_not_to_open(target, options, secrets), None):
         raise _not_run(reason)
     check_chip(file, model, target.provider, settings)
-    return target
+    shipped = str(file.parent / OPTION_FILES)
+    load_options = {
+        name: value.replace(OPTION_FILE, shipped) for name, value in load_options.items()
+    }
+    return replace(target, load_options=load_options)
 
 
 def _reasons_not_to_open(target: Target, options: OrtInfo, secrets: Sequence[str]) -> Iterator[str]:
@@ -445,7 +449,7 @@ def _reasons_not_to_open(target: Target, options: OrtInfo, secrets: Sequence[str
     if places := sorted(PATH_OPTIONS & options.session_options.keys()):
         yield f"its session option {places[0]} names files elsewhere"
     if secrets:
-        yield f"its option {secrets[0]} is a secret, and a package gets no environment variable"
+        yield f"its option {secrets[0]} is a secret, or names a file elsewhere, and only an app gives that"
     provider_options = {**settings.provider_options, **target.load_options}
     for name, value in (*provider_options.items(), *settings.session_options.items()):
         if name in OUTPUT_OPTIONS or _ELSEWHERE.search(value):

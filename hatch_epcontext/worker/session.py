@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
 
-from hatch_epcontext.config.settings import CompileSettings, Target
+from hatch_epcontext.config.settings import CompileSettings, OptionFile, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.loader import USER_CACHE
+from hatch_epcontext.files import file_sha256
+from hatch_epcontext.loader import OPTION_FILE, USER_CACHE
 from hatch_epcontext.providers import Product, Provider, variable_of
 from hatch_epcontext.text import show
 from hatch_epcontext.worker.libraries import UnavailableError, register, unloadable
@@ -37,7 +38,10 @@ def options(
     no driver or no device on this machine, and BuildError when the variable of a secret is not set.
     """
     provider, settings = target.provider, target.settings
-    provider_options = {name: _look_up(name, each) for name, each in provider_options.items()}
+    provider_options = {
+        name: _put_files(name, _look_up(name, value), target.files)
+        for name, value in provider_options.items()
+    }
     result = _session_options()
     for key, value in {**settings.session_options, **(session_options or {})}.items():
         result.add_session_config_entry(key, value)
@@ -73,6 +77,26 @@ def _look_up(option: str, value: str) -> str:
             )
         )
     return secret
+
+
+def _put_files(option: str, value: str, files: Iterable[OptionFile]) -> str:
+    """``value`` with paths of this machine; raises BuildError when a file is not the one that was read."""
+    if value.startswith(f"{OPTION_FILE}{{"):
+        path = Path.cwd() / f"{option}.json"
+        path.write_text(value.removeprefix(OPTION_FILE), encoding="utf-8")
+        return near(path)
+    for file in files:
+        if not file.is_in({option: value}):
+            continue
+        path = Path(file.path)
+        if file.is_read and not (path.is_file() and file_sha256(path) == file.sha256):
+            message = f"{file.path}, which the option {option} names, is missing, or was changed."
+            hint = "Every machine that compiles needs the same file at this path."
+            raise BuildError(Problem(Kind.FILE_NOT_FOUND, "", message, hint))
+        if not file.is_read:
+            (path.parent if path.suffix else path).mkdir(parents=True, exist_ok=True)
+        value = value.replace(file.placeholder, near(path))
+    return value
 
 
 def _session_options() -> ort.SessionOptions:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -328,3 +329,49 @@ def test_a_package_never_replaces_the_source(cli: Cli, source: Path) -> None:
     result = cli("compile", source, *arguments, code=1)
     assert problems(result) == [f"{source}: EPC501"]
     assert source.read_bytes() == before
+
+
+@needs_qnn
+def test_a_changed_file_of_an_option_is_compiled_again(
+    cli: Cli, source: Path, out: Path, tmp_path: Path
+) -> None:
+    affinity = tmp_path / "affinity.json"
+    arguments = [
+        *("compile", source, "-o", out / "a.onnx", *QNN, "--dim", "batch=1"),
+        *("--no-validate", "-O", f"op_affinity={affinity}"),
+    ]
+    affinity.write_text('{"op_type": {"Relu": "cpu"}}')
+    refused = cli(*arguments, code=1).stderr
+    assert "unless op_affinity = { op_type = { Relu = 'htp' } }" in refused
+    affinity.write_text('{"op_type": {"Relu": "htp"}}')
+    assert "4/4 nodes in 1 context" in cli(*arguments).stderr
+
+
+@needs_qnn
+def test_a_file_that_counts_at_load_time_is_shipped_and_no_path_is_written(
+    cli: Cli, source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "own.bin").write_bytes(b"table")
+    other = tmp_path.parent / f"{tmp_path.name}-elsewhere.bin"
+    other.write_bytes(b"elsewhere")
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        *("compile", source, "--package", out, "--dim", "batch=1", "-p", "plugin"),
+        *("--set", "library=onnxruntime_qnn", "--set", "ep-name=QNNExecutionProvider"),
+        *("-O", "backend_type=htp", "-O", "soc_model=60", "-O", "table=tables/own.bin"),
+    ]
+    cli(*arguments)
+    (shipped,) = out.rglob("own.bin")
+    assert shipped.read_bytes() == b"table"
+    shutil.move(out, tmp_path / "moved")
+    manifest = (tmp_path / "moved" / "manifest.json").read_text(encoding="utf-8")
+    assert "/tables" not in manifest
+    assert f"{{file}}/{shipped.parent.name}/own.bin" in manifest
+    cli("validate", tmp_path / "moved")
+    # Of a file elsewhere only the app knows a path.
+    cli(*arguments, "-O", f"more={other}")
+    manifest = (out / "manifest.json").read_text(encoding="utf-8")
+    assert str(other.parent) not in manifest
+    assert '"secrets": [\n' in manifest
+    assert not list(out.rglob(other.name))

@@ -301,7 +301,8 @@ def test_a_package_reads_no_environment_variable(
     package = foreign({"npu": npu})
     result = cli("validate", package, code=1)
     reason = (
-        "its option profiling_file_path is a secret, and a package gets no environment variable"
+        "its option profiling_file_path is a secret, or names a file elsewhere, and only an app gives "
+        "that"
     )
     assert f"NOT run ({reason})" in result.stdout.splitlines()[0]
     assert problems(result) == [f"{package}: net -> npu: EPC404"]

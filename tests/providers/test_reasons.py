@@ -20,6 +20,9 @@ QNN = f"""
 {_FAILED} 1 nodes in OrtNodeUnit (Mod) :
 \tOperator type: Mod Node name: mod Node index: 17
 \tREASON : QNN Mod Op doesn't support fmod.
+{_FAILED} 1 nodes in OrtNodeUnit (GroupQueryAttention) :
+\tOperator type: GroupQueryAttention Node name: gqa Node index: 18
+\tREASON : GroupQueryAttention filtered off QNN by the op_affinity provider option.
 {_FAILED} 1 nodes in OrtNodeUnit (Mod) :
 \tOperator type: Relu Node name:  Node index: 18
 \tREASON : Any.
@@ -46,6 +49,8 @@ def test_qnn_logs_why_it_refuses_nodes() -> None:
         "dq": "",
         "/Cast": "",
         "mod": "QNN Mod Op doesn't support fmod",
+        "gqa": "the EP keeps it off the NPU, unless op_affinity = "
+        "{ op_type = { GroupQueryAttention = 'htp' } }",
     }
     assert reasons("") == {}
 

@@ -29,7 +29,7 @@ _SESSION_OPTIONS = frozenset(
     session.inter_op.allow_spinning session.inter_op_num_threads
     session.intra_op.allow_spinning session.intra_op_num_threads
     session.intra_op_thread_affinities session.layer_assignment_settings session.log_id
-    session.log_severity_level session.log_verbosity_level session.node_partition_config_file
+    session.log_severity_level session.log_verbosity_level
     session.prepack.enable_parallel session.qdq_matmulnbits_accuracy_level
     session.qdq_matmulnbits_block_size session.resource_cuda_partitioning_settings
     session.set_denormal_as_zero session.strict_shape_type_inference
@@ -58,6 +58,8 @@ _RESERVED_SESSION_OPTIONS = {
     "session.collect_node_memory_stats_to_file": _WRITES_A_FILE,
     "session.debug_layout_transformation": _WRITES_A_FILE,
     "session.enable_profiling": _WRITES_A_FILE,
+    "session.node_partition_config_file": "it names a file, and packages are opened without it; the app can "
+    "set it in load(..., session_options=...)",
     "session.record_ep_graph_assignment_info": "validation sets it",
 }
 """Session options that the build or the loader sets, each with the reason or the key to use."""

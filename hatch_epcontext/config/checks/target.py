@@ -206,6 +206,9 @@ def _check_device(key: Key, table: NarrowableTable, provider: Provider) -> Itera
                     "ONNX Runtime.",
                     "Use its option device_id." if "device_id" in provider.options else None,
                 )
+    elif "library_path" in table.device_filter:
+        message = "is a path of this machine, and apps choose by the same properties."
+        yield Problem.at(key / "device-filter" / "library_path", Kind.NOT_APPLICABLE, message)
     elif table.policy and table.device_filter:
         yield Problem.at(
             key / "policy",

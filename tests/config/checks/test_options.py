@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from hatch_epcontext.config.checks.options import (
 from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Key, Kind, Setting
+from hatch_epcontext.files import file_sha256
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import quoted_key
 from tests.config.examples import MODELS, only_problem, problems, target
@@ -151,7 +153,7 @@ def out_of_range() -> Iterator[tuple[str, str, str]]:
             impossible = '"no such value"' if option.choices or option.pattern else "[1]"
             if option.kind == "int" and option.minimum is not None:
                 impossible = str(option.minimum - 1)
-            elif option.kind in ("bool", "text", "json"):
+            elif option.kind in ("bool", "text", "json", "file", "output"):
                 impossible = "7" if not (option.choices or option.pattern) else impossible
             elif option.kind == "pointer":
                 impossible = "140242"
@@ -305,7 +307,7 @@ def test_valid_lists_of_chips_become_what_the_ep_takes(
         ("device_id = [0, 1]", "device_id", "must be a whole number at least 0, not [0, 1]"),
         ('backend_type = ["htp"]', "backend_type", "must be one of htp"),
         ("enable_htp_prepare_only = [true]", "enable_htp_prepare_only", "must be true or false"),
-        ('op_packages = ["a"]', "op_packages", "must be a string, not"),
+        ('op_packages = ["a"]', "op_packages", "must be the path of a file, not"),
     ],
 )
 def test_an_invalid_list_of_chips_is_an_error(
@@ -364,6 +366,70 @@ def test_a_table_becomes_json(project: Path) -> None:
     expected = {"load_config": '{"CPU":{"INFERENCE_PRECISION_HINT":"f32"}}'}
     assert found.settings.provider_options == expected
     assert found.load_options == expected
+
+
+AFFINITY = '{file}{"op_type":{"Relu":"cpu"}}'
+
+
+@pytest.mark.parametrize(
+    ("provider", "option", "value", "expected"),
+    [
+        ("qnn", "op_affinity", '{ op_type = { Relu = "cpu" } }', AFFINITY),
+        ("qnn", "op_affinity", '"files/affinity.json"', AFFINITY),
+        ("qnn", "op_affinity", '"{root}/files/affinity.json"', AFFINITY),
+        ("vitisai", "config_file", '"files/affinity.json"', AFFINITY),
+        ("openvino", "load_config", '"files/affinity.json"', AFFINITY.removeprefix("{file}")),
+        ("qnn", "op_packages", '"A:files/a.so:f:HTP,B:files/b.so:f"', "A:{a.so}:f:HTP,B:{b.so}:f"),
+        ("qnn", "backend_path", '"libQnnHtp.so"', "libQnnHtp.so"),
+        ("qnn", "qnn_saver_path", '"files/a.so"', "{a.so}"),
+        ("qnn", "json_qnn_graph_dir", '"graphs"', "{file}/json_qnn_graph_dir"),
+        ("tensorrt", "trt_extra_plugin_lib_paths", '"files/a.so;files/b.so"', "{a.so};{b.so}"),
+        ("migraphx", "migraphx_int8_calibration_table_name", '"files/a.so"', "{a.so}"),
+        ("plugin", "anything", '"files/a.so"', "{a.so}"),
+        ("plugin", "anything", '"no/file"', "no/file"),
+    ],
+)
+def test_an_option_has_what_its_files_contain_and_no_path(
+    project: Path, provider: str, option: str, value: str, expected: str
+) -> None:
+    folder = project / "files"
+    folder.mkdir()
+    (folder / "affinity.json").write_text('{"op_type": {\n"Relu": "cpu"}}')
+    for name in ("a.so", "b.so"):
+        (folder / name).write_text(f"the library {name}")
+        sha256 = file_sha256(folder / name)[:32]
+        expected = expected.replace(f"{{{name}}}", f"{{file}}/{sha256}/{name}")
+    value = value.replace("{root}", project.as_posix())
+    library = 'library = "x_ep"\nep-name = "X"\n' if provider == "plugin" else ""
+    found = target(
+        project, f'provider = "{provider}"\n{library}provider-options = {{ {option} = {value} }}'
+    )
+    assert found.settings.provider_options[option] == expected
+    assert found.load_options.get(option, expected) == expected
+    named = [Path(file.path).name for file in found.files]
+    assert named == re.findall(r"a\.so|b\.so|affinity\.json|graphs", value)[: len(named)]
+    assert len(named) == expected.count("{file}/") or named == ["affinity.json"]
+
+
+@pytest.mark.parametrize(
+    ("option", "contents", "kind"),
+    [
+        ("op_affinity", None, Kind.FILE_NOT_FOUND),
+        ("op_affinity", "[1]", Kind.INVALID_OPTION),
+        ("op_affinity", "{", Kind.INVALID_OPTION),
+        ("op_affinity", '{"op_type": {"A": "C:\\\\x"}}', Kind.INVALID_OPTION),
+        ("qnn_saver_path", None, Kind.FILE_NOT_FOUND),
+    ],
+)
+def test_an_option_that_names_no_such_file_is_an_error(
+    project: Path, option: str, contents: str | None, kind: Kind
+) -> None:
+    if contents is not None:
+        (project / "named").mkdir()
+        (project / "named" / "file").write_text(contents)
+    toml = f'provider = "qnn"\nprovider-options = {{ {option} = "named/file" }}'
+    location, found = only_problem(project, toml)
+    assert (location, found.kind) == (f"provider-options.{option}", kind)
 
 
 def test_dates_in_a_table_of_options_become_strings(project: Path) -> None:
