@@ -14,17 +14,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import is_float
+from hatch_epcontext.graph.arrays import STRING, is_float
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
-from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
+from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION, QUANTIZED_WEIGHTS
 from hatch_epcontext.graph.scope import Scope
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-_QUANTIZATION = {*DYNAMIC_QUANTIZATION, "QuantizeLinear", "DequantizeLinear"}
+_QUANTIZATION = DYNAMIC_QUANTIZATION | QUANTIZED_WEIGHTS | {"QuantizeLinear"}
 
 _MOVING = graph.RESHAPING | {"Gather", "Slice", "Transpose"}
 """Operators that only move the values of their first input."""
@@ -42,7 +42,7 @@ _NUMBERS = frozenset(
         TensorProto.INT32,
     }
 )
-"""The element types that a quantizer stores, and casts to."""
+"""The element types that a quantizer casts to."""
 
 
 def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
@@ -60,26 +60,27 @@ def is_noisy(onnx_model: onnx.ModelProto) -> bool:
 def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     """Undo dynamic quantization in ``model``, in place, and return the number of operators undone.
 
-    Stored weights that are only dequantized become floats too, unless the model also has static quantization
-    (QuantizeLinear), which NPUs support; with ``static`` that is undone as well. A node stays as it is unless
-    a known quantizer writes it like this. All tensors must have their values.
+    Stored weights that are only dequantized become floats too, in all graphs, unless the model also has
+    static quantization (QuantizeLinear), which NPUs support; with ``static`` that is undone as well. A node
+    stays as it is unless a known quantizer writes it like this. All tensors must have their values.
     """
     before = _count(model)
     _replace(model, _Undoing(static=static).rules())
     if static or not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
         # Nodes that only integers pass through are removed at the end.
-        _replace(model, {"DequantizeLinear": _stored_floats})
-    remove_unused(model.graph)
+        _replace(model, _WEIGHTS, nested=True)
+    for part in graph.graphs(model.graph):
+        remove_unused(part)
     return before - _count(model)
 
 
 def _count(model: onnx.ModelProto) -> int:
-    return sum(graph.operator(node) in _QUANTIZATION for node in model.graph.node)
+    return sum(graph.operator(node) in _QUANTIZATION for node in graph.nodes(model.graph))
 
 
-def _replace(model: onnx.ModelProto, rules: Mapping[str, Rule]) -> None:
+def _replace(model: onnx.ModelProto, rules: Mapping[str, Rule], *, nested: bool = False) -> None:
     builder = Builder(model)
-    builder.replace(Scope(model.graph), rules, nested=False)
+    builder.replace(Scope(model.graph), rules, nested=nested)
     builder.write()
 
 
@@ -211,7 +212,8 @@ class _Undoing:
         left, right, left_zero, right_zero = graph.operands(node, 4)
         # The zero point of a convolution is that of each output channel.
         spread = _per_channel(0) if node.op_type == "ConvInteger" else _per_column
-        weight = _real(scope, _floats(scope, right), "", right_zero, spread)
+        one, offset = np.ones((), np.float32), _floats(scope, right_zero, 0)
+        weight = _real(_floats(scope, right), one, offset, spread)
         known = self.known.get(left)
         if not isinstance(known, _Quantized) and (path := _to_stored(scope, left)):
             # Rows of a table of stored integers with a stored scale.
@@ -273,13 +275,13 @@ class _Undoing:
         self, node: onnx.NodeProto, scope: Scope, builder: Builder
     ) -> Outputs:
         real, weight, scale, zero, bias = graph.operands(node, 5)
-        floats = _real(scope, _floats(scope, weight), scale, zero)
+        floats = _of_names(scope, weight, scale, zero)
         return None if floats is None else _matrix_product(real, floats, bias, builder)
 
     def _multiply_to_float(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, weight, scale, its_scale, zero, its_zero, bias = graph.operands(node, 7)
         real = self._activation(left, scale, zero, scope)
-        floats = _real(scope, _floats(scope, weight), its_scale, its_zero)
+        floats = _of_names(scope, weight, its_scale, its_zero)
         if real is None or floats is None:
             return None
         return _matrix_product(real, floats, bias, builder)
@@ -287,7 +289,7 @@ class _Undoing:
     def _attention(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, weight, bias, scale, its_scale, mask, zero, its_zero, past = graph.operands(node, 9)
         real = self._activation(left, scale, zero, scope)
-        floats = _real(scope, _floats(scope, weight), its_scale, its_zero)
+        floats = _of_names(scope, weight, its_scale, its_zero)
         if real is None or floats is None:
             return None
         inputs = [real, builder.store(floats), bias, mask, past]
@@ -304,7 +306,7 @@ class _Undoing:
         names = graph.operands(node, 12)
         weights = []
         for name, scale, zero in ((names[1], *names[8:10]), (names[2], *names[10:12])):
-            floats = _real(scope, _floats(scope, name), scale, zero, _per_direction)
+            floats = _of_names(scope, name, scale, zero, _per_direction)
             if floats is None:
                 return None
             # Directions x inputs x gates here, directions x gates x inputs in LSTM.
@@ -343,23 +345,84 @@ def _bounds(scope: Scope, scale: str, zero: str) -> tuple[float, float] | None:
     return (low - middle) * factor.item(), (high - middle) * factor.item()
 
 
-def _stored_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+def _dequantized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The result of a DequantizeLinear as stored floats, if its integers are stored, perhaps moved later."""
-    path = _to_stored(scope, node.input[0])
-    floats = _dequantized(node, scope, path[1], moved=bool(path[0])) if path else None
-    return None if path is None or floats is None else [_moved(path, floats, builder)]
-
-
-def _dequantized(node: onnx.NodeProto, scope: Scope, first: str, *, moved: bool) -> Floats | None:
-    """The floats that the DequantizeLinear ``node`` computes from the stored tensor ``first``."""
-    integers, factor = scope.constant(first), scope.shape(node.input[1])
+    value, scale, zero = graph.operands(node, 3)
+    path = _to_stored(scope, value)
     # Before the moves, another axis has the scales.
-    several = factor is not None and math.prod(factor) > 1
-    if integers is None or graph.attribute(node, "block_size", 0) or (several and moved):
+    if path is None or (path[0] and math.prod(scope.shape(scale) or ()) > 1):
         return None
-    _, scale, zero = graph.operands(node, 3)
-    axis = graph.attribute(node, "axis", 1)
-    return _real(scope, np.asarray(integers, np.float32), scale, zero, _per_channel(axis))
+    axis, block = graph.attribute(node, "axis", 1), graph.attribute(node, "block_size", 0)
+    spread = _per_block(axis, block) if block else _per_channel(axis)
+    floats = _of_names(scope, path[1], scale, zero, spread)
+    if floats is None:
+        return None
+    dtype = scope.dtype(scale)
+    if number := graph.attribute(node, "output_dtype", 0):
+        dtype = helper.tensor_dtype_to_np_dtype(number)
+    return [_moved(path, floats.astype(dtype), builder)]
+
+
+def _product_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A MatMulNBits, which stores each column of its weight in blocks, as a product of floats."""
+    value, weight, scale, zero, groups, bias = graph.operands(node, 6)
+    # ONNX Runtime itself is not consistent with groups of rows, an input that is deprecated.
+    if groups or graph.attribute(node, "weight_prepacked", 0):
+        return None
+    rows, columns = graph.attribute(node, "K", 0), graph.attribute(node, "N", 0)
+    integers, factor, offset = (
+        _unpacked(node, scope, name, columns) for name in (weight, scale, zero)
+    )
+    spread = _per_block(1, graph.attribute(node, "block_size", 0))
+    floats = _real(None if integers is None else integers[:, :rows], factor, offset, spread)
+    if floats is None:
+        return None
+    return _matrix_product(value, floats.T.astype(scope.dtype(scale)), bias, builder)
+
+
+def _rows_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A GatherBlockQuantized as a Gather of floats."""
+    data, indices, scale, zero = graph.operands(node, 4)
+    integers, factor, offset = (_unpacked(node, scope, name) for name in (data, scale, zero))
+    if not zero and scope.dtype(data) != np.uint8:
+        offset = np.zeros((), np.float32)
+    axis, block = (
+        graph.attribute(node, "quantize_axis", 1),
+        graph.attribute(node, "block_size", 128),
+    )
+    floats = _real(integers, factor, offset, _per_block(axis, block))
+    if floats is None:
+        return None
+    table = builder.store(floats.astype(scope.dtype(scale)))
+    return [builder.add("Gather", table, indices, axis=graph.attribute(node, "gather_axis", 0))]
+
+
+_WEIGHTS: Mapping[str, Rule] = {
+    "DequantizeLinear": _dequantized,
+    "com.microsoft.DequantizeLinear": _dequantized,
+    "com.microsoft.GatherBlockQuantized": _rows_of_blocks,
+    "com.microsoft.MatMulNBits": _product_of_blocks,
+}
+"""How stored weights that are only dequantized become floats."""
+
+
+def _unpacked(
+    node: onnx.NodeProto, scope: Scope, name: str, columns: int | None = None
+) -> Floats | None:
+    """The stored numbers ``name`` of ``node``, several in each byte; a missing zero point is in the middle.
+
+    With ``columns`` it is a matrix of so many rows.
+    """
+    bits = graph.attribute(node, "bits", 4)
+    array = scope.constant(name) if name else np.array(2.0 ** (bits - 1))
+    if array is None or bits not in (2, 4, 8):
+        return None
+    if columns and name:
+        array = array.reshape(columns, -1)
+    if array.dtype == np.uint8:
+        parts = array[..., np.newaxis] >> np.arange(0, 8, bits, dtype=np.uint8) & (2**bits - 1)
+        array = parts.reshape(*array.shape[:-1], -1)
+    return np.asarray(array, np.float32)
 
 
 _Path = tuple[list[onnx.NodeProto], str]
@@ -389,25 +452,27 @@ def _moved(path: _Path, values: Floats, builder: Builder) -> str:
 _SUFFIX = "_dequantized"
 
 
-def _floats(scope: Scope, name: str) -> Floats | None:
-    """The stored tensor ``name`` as floats, None if it is not stored, or is not of numbers."""
-    tensor = scope.stored.get(name)
-    if tensor is None or tensor.data_type not in _NUMBERS:
-        return None
-    array = graph.array_of(tensor)
-    return None if array is None else np.asarray(array, np.float32)
+def _floats(scope: Scope, name: str, default: float | None = None) -> Floats | None:
+    """The stored tensor ``name`` as floats, None if it is not stored, or is of strings.
+
+    Without a name it is ``default``.
+    """
+    if not name:
+        return None if default is None else np.full((), default, np.float32)
+    array = scope.constant(name)
+    return None if array is None or array.dtype == STRING else np.asarray(array, np.float32)
 
 
-_Spread = Callable[[Floats, int], Floats]
-"""Gives scales and zero points the dimensions of integers of this rank."""
+_Spread = Callable[[Floats, tuple[int, ...]], Floats]
+"""Gives scales and zero points the dimensions of integers of this shape, or such that broadcast to it."""
 
 
-def _per_column(values: Floats, rank: int) -> Floats:
+def _per_column(values: Floats, shape: tuple[int, ...]) -> Floats:
     """``values`` of one matrix, of each column, or of each column of each matrix."""
     return values if values.size == 1 or values.ndim > 1 else values[..., np.newaxis, :]
 
 
-def _per_direction(values: Floats, rank: int) -> Floats:
+def _per_direction(values: Floats, shape: tuple[int, ...]) -> Floats:
     """``values`` (directions, or directions x gates) for a weight of directions x inputs x gates."""
     return values.reshape(len(values), 1, -1) if values.ndim else values
 
@@ -415,33 +480,45 @@ def _per_direction(values: Floats, rank: int) -> Floats:
 def _per_channel(axis: int) -> _Spread:
     """Values of all channels, or of each one along ``axis``."""
 
-    def spread(values: Floats, rank: int) -> Floats:
+    def spread(values: Floats, shape: tuple[int, ...]) -> Floats:
         if values.size == 1:
             # The axis may be any.
             return values.reshape(())
-        shape = [1] * rank
-        shape[axis] = -1
-        return values.reshape(shape)
+        sizes = [1] * len(shape)
+        sizes[axis] = -1
+        return values.reshape(sizes)
+
+    return spread
+
+
+def _per_block(axis: int, size: int) -> _Spread:
+    """Values of all blocks of ``size`` along ``axis``; 0 for a single one."""
+
+    def spread(values: Floats, shape: tuple[int, ...]) -> Floats:
+        if values.size == 1:
+            return values.reshape(())
+        return values.take(np.arange(shape[axis]) // (size or shape[axis]), axis)
 
     return spread
 
 
 def _real(
-    scope: Scope,
     integers: Floats | None,
-    scale: str,
-    zero: str,
+    factor: Floats | None,
+    offset: Floats | None,
     spread: _Spread = _per_column,
 ) -> Floats | None:
-    """The floats of stored ``integers``; None if these, the scale or the zero point are not stored.
-
-    Without a name the scale is 1, and the zero point is 0.
-    """
-    factor = _floats(scope, scale) if scale else np.ones((), np.float32)
-    offset = _floats(scope, zero) if zero else np.zeros((), np.float32)
+    """The floats of stored ``integers``, with a scale and a zero point; None if one of them is not stored."""
     if integers is None or factor is None or offset is None:
         return None
-    return (integers - spread(offset, integers.ndim)) * spread(factor, integers.ndim)
+    return (integers - spread(offset, integers.shape)) * spread(factor, integers.shape)
+
+
+def _of_names(
+    scope: Scope, integers: str, scale: str, zero: str, spread: _Spread = _per_column
+) -> Floats | None:
+    """`_real` of stored tensors; without a name the zero point is 0."""
+    return _real(_floats(scope, integers), _floats(scope, scale), _floats(scope, zero, 0), spread)
 
 
 def _as_floats(product: _Sum, scale: _Scale, builder: Builder) -> list[str] | None:
@@ -451,7 +528,7 @@ def _as_floats(product: _Sum, scale: _Scale, builder: Builder) -> list[str] | No
     factor, weight = scale.factor, product.weight
     is_convolution = product.node.op_type == "ConvInteger"
     if is_convolution:
-        factor = _per_channel(0)(factor, weight.ndim)
+        factor = _per_channel(0)(factor, weight.shape)
     floats, bias = weight * factor, ""
     if product.bias is not None and product.biased is not None:
         # It was divided by one factor, and is multiplied by another.

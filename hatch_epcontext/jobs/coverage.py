@@ -9,7 +9,14 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
-from hatch_epcontext.worker.results import GUESSED, Context, Coverage, NodeFacts
+from hatch_epcontext.worker.results import (
+    GUESSED,
+    Advice,
+    Context,
+    Coverage,
+    NodeFacts,
+    weights_advice,
+)
 
 _MAX_NODES = 20
 """The most uncovered nodes of one operator and reason that a message names."""
@@ -71,8 +78,8 @@ def _cut(coverage: Coverage, model: Model) -> Iterator[Setting]:
     yield largest.within(model.cut).setting(model.key)
 
 
-def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[Setting, ...]]:
-    """What to do about the uncovered nodes: in words, and what to set."""
+def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
+    """What to do about the uncovered nodes."""
     nodes = coverage.uncovered
     if freeze := {name: value for node in nodes for name, value in node.freeze.items()}:
         which = "them" if all(node.freeze for node in nodes) else "some of them"
@@ -87,18 +94,20 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[
             f"{target.provider.ep} cannot do. Undo the quantization."
         )
         return hint, (Setting(model / "dequantize", True),)
+    if weights := weights_advice(nodes, target, model):
+        return weights
     if any(node.dynamic for node in nodes):
         hint = (
             "An EP for fixed shapes cannot compile shapes that depend on the data: cut the model "
             "before them."
         )
         return hint, ()
-    if all(node.reason for node in nodes):
-        return "Change the model at these nodes, or cut it there.", ()
-    hint = (
-        f"{target.provider.ep} does not support these operators, or only with other types or "
-        "attributes: change the model there."
-    )
+    hint = "Change the model at these nodes, or cut it there."
+    if not all(node.reason for node in nodes):
+        hint = (
+            f"{target.provider.ep} does not support these operators, or only with other types or "
+            "attributes: change the model there."
+        )
     return hint, ()
 
 

@@ -224,7 +224,9 @@ def _refused_graph(
         # The nodes that it leaves to the CPU may cause the failure, as by a type that they pass to the rest.
         reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
         words, hint = f"{provider.ep} failed: {reason}. {nodes.text}", _CHANGE
-        if nodes.cut and key is not None:
+        if nodes.weights:
+            hint, settings = nodes.weights
+        elif nodes.cut and key is not None:
             hint = "Change the model there, or keep the part that it may compile (not tried):"
             settings = (nodes.cut.setting(key),)
         return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
@@ -297,8 +299,9 @@ def _nothing_compiled(
     elif control := graph.control_flow(source):
         message += f" It has {' and '.join(control)}, which few EPs compile."
         hint, settings = advice(source, key) or ("Remove them from the model.", ())
-    if text := refused().text:
-        message += f" {text}"
-        # If the EP gives reasons for its nodes, the chip is not the cause.
-        hint = hint if settings else "Change the model at these nodes."
+    if (nodes := refused()).text:
+        message += f" {nodes.text}"
+        if not settings:
+            # If the EP gives reasons for its nodes, the chip is not the cause.
+            hint, settings = nodes.weights or ("Change the model at these nodes.", ())
     return Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings)

@@ -24,7 +24,7 @@ from hatch_epcontext.graph.refusals.known_limits import numbered
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.results import GUESSED, Context, NodeFacts
+from hatch_epcontext.worker.results import GUESSED, Advice, Context, NodeFacts, weights_advice
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _VERBOSE = 0
@@ -71,12 +71,13 @@ def explained(
 
 
 class RefusedNodes(NamedTuple):
-    """A sentence about the nodes that the EP refuses, with the reasons, empty if it gives none; and a cut
-    that leaves the EP the rest, if that is most of the model.
+    """A sentence about the nodes that the EP refuses, with the reasons, empty if it gives none; a cut that
+    leaves the EP the rest, if that is most of the model; and what to do about quantized weights.
     """
 
     text: str = ""
     cut: Cut | None = None
+    weights: Advice | None = None
 
 
 def refused_nodes(prepared: Path, target: Target, model: Model | None = None) -> RefusedNodes:
@@ -108,7 +109,8 @@ def refused_nodes(prepared: Path, target: Target, model: Model | None = None) ->
         return RefusedNodes(text)
     source = onnx.load(model.path, load_external_data=False).graph
     cut = largest_covered(main, refused, source, frozen=model.constants)
-    return RefusedNodes(text, cut and cut.within(model.cut))
+    weights = weights_advice(nodes, target, model.key)
+    return RefusedNodes(text, cut and cut.within(model.cut), weights)
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:

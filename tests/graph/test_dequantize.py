@@ -13,7 +13,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dequantize import dequantize
-from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
+from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION, QUANTIZED_WEIGHTS
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.conftest import newer_runtime
 from tests.models import Shape, model, network, save, value, weights
@@ -259,6 +259,166 @@ def test_a_bias_of_one_number_has_no_channels() -> None:
     assert dequantize(made, static=True) == 1
     (found,) = run(made, {"x": np.zeros(4, np.float32)})
     assert found.tolist() == [2.0] * 4
+
+
+def weights_only(
+    node: onnx.NodeProto,
+    x: Shape,
+    stored: Sequence[onnx.TensorProto],
+    dtype: int = TensorProto.FLOAT,
+) -> onnx.ModelProto:
+    """``node``, and what makes a model of ``x`` and ``y`` of it."""
+    nodes = [node]
+    if node.op_type == "DequantizeLinear":
+        nodes += [
+            helper.make_node("Cast", node.output, ["cast"], to=TensorProto.FLOAT),
+            helper.make_node("MatMul", ["x", "cast"], ["y"]),
+        ]
+    elif node.op_type == "GatherBlockQuantized":
+        nodes.insert(0, helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT64))
+    made = helper.make_model(
+        helper.make_graph(
+            nodes, "graph", [value("x", x, dtype)], [value("y", None, dtype)], stored
+        ),
+        opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)],
+        ir_version=10,
+    )
+    made.graph.output[0].type.tensor_type.elem_type = dtype
+    return made
+
+
+def numbers(name: str, dtype: int, shape: Sequence[int], low: int, high: int) -> onnx.TensorProto:
+    rng = np.random.default_rng(len(name))
+    values = rng.integers(low, high, int(np.prod(shape)), endpoint=True)
+    return helper.make_tensor(name, dtype, shape, values.tolist())
+
+
+def scales(shape: Sequence[int], dtype: Any = np.float32) -> onnx.TensorProto:
+    rng = np.random.default_rng(3)
+    return numpy_helper.from_array(rng.uniform(0.01, 0.1, shape).astype(dtype), "s")
+
+
+def linear(
+    dtype: int, shape: Sequence[int], *, zero: bool, float_: Any = np.float32, **at: Any
+) -> onnx.ModelProto:
+    """A DequantizeLinear of 40 x 6 numbers, whose scales have ``shape``."""
+    low, high = (0, 15) if dtype in (TensorProto.UINT4, TensorProto.UINT8) else (-8, 7)
+    stored = [numbers("q", dtype, (40, 6), low, high), scales(shape, float_)]
+    stored += [numbers("z", dtype, shape, 0, 7)] * zero
+    node = helper.make_node("DequantizeLinear", [tensor.name for tensor in stored], ["w"], **at)
+    return weights_only(node, [2, 40], stored)
+
+
+def int4_blocks() -> onnx.ModelProto:
+    return linear(TensorProto.INT4, (5, 6), zero=True, axis=0, block_size=8)
+
+
+def n_bits(bits: int, zero: str = "", groups: bool = False, dtype: int = 1) -> onnx.ModelProto:
+    """A MatMulNBits of 40 x 6 numbers in blocks of 16 rows, the last one padded."""
+    array = helper.tensor_dtype_to_np_dtype(dtype)
+    stored = [numbers("b", TensorProto.UINT8, (6, 3, 2 * bits), 0, 255), scales((6, 3), array)]
+    names = ["x", "b", "s", "", "", "bias"]
+    if zero:
+        of_bytes = numbers("z", TensorProto.UINT8, (6, -(-3 * bits // 8)), 0, 255)
+        of_floats = numpy_helper.from_array(np.full((6, 3), 1.5, array), "z")
+        stored.append(of_bytes if zero == "bytes" else of_floats)
+        names[3] = "z"
+    if groups:
+        stored.append(numpy_helper.from_array(np.arange(40, dtype=np.int32) // 16, "g"))
+        names[4] = "g"
+    stored.append(numpy_helper.from_array(np.arange(6).astype(array), "bias"))
+    node = helper.make_node(
+        "MatMulNBits", names, ["y"], domain=MICROSOFT, K=40, N=6, bits=bits, block_size=16
+    )
+    return weights_only(node, [2, 40], stored, dtype)
+
+
+def gathered(dtype: int, bits: int, *, zero: bool) -> onnx.ModelProto:
+    """A GatherBlockQuantized from 20 rows of 32 numbers in blocks of 16."""
+    packed = bits if dtype == TensorProto.UINT8 else 8
+    low, high = {8: (0, 255), 4: (0, 7)}[8 if dtype == TensorProto.UINT8 else 4]
+    stored = [numbers("q", dtype, (20, 32 * packed // 8), low, high), scales((20, 2))]
+    stored += [numbers("z", dtype, (20, -(-2 * packed // 8)), low, high)] * zero
+    names = [stored[0].name, "i", *(tensor.name for tensor in stored[1:])]
+    node = helper.make_node(
+        "GatherBlockQuantized", names, ["y"], domain=MICROSOFT, bits=bits, block_size=16
+    )
+    return weights_only(node, [3], stored)
+
+
+WEIGHTS = {
+    f"{TensorProto.DataType.Name(dtype)}, scales {shape}, {at}{', zero point' if zero else ''}":
+        linear(dtype, shape, zero=zero, **at)
+    for dtype in (TensorProto.INT4, TensorProto.UINT4, TensorProto.INT8, TensorProto.UINT8,
+                  TensorProto.INT16, TensorProto.FLOAT8E4M3FN)
+    for shape, at in (((), {}), ((40,), {"axis": 0}), ((6,), {}), ((6,), {"axis": -1}),
+                      ((5, 6), {"axis": 0, "block_size": 8}), ((3, 6), {"axis": 0, "block_size": 16}),
+                      ((40, 2), {"block_size": 3}))
+    for zero in ({False, dtype != TensorProto.FLOAT8E4M3FN})
+} | {
+    "scales of float16": linear(TensorProto.INT4, (5, 6), zero=True, float_=np.float16, axis=0, block_size=8),
+    **{f"MatMulNBits, {bits} bits, zero points {zero}": n_bits(bits, zero)
+       for bits in (2, 4, 8) for zero in ("", "bytes")},
+    "MatMulNBits, zero points of floats": n_bits(4, "floats"),
+    "MatMulNBits of float16": n_bits(4, "bytes", dtype=TensorProto.FLOAT16),
+    **{f"GatherBlockQuantized, {bits} bits of type {dtype}, zero points {zero}":
+           gathered(dtype, bits, zero=zero)
+       for dtype, bits in ((TensorProto.INT4, 4), (TensorProto.UINT4, 4), (TensorProto.UINT8, 2),
+                           (TensorProto.UINT8, 4), (TensorProto.UINT8, 8))
+       for zero in (False, True)},
+}  # fmt: skip
+"""Stored numbers that are only dequantized."""
+
+
+@newer_runtime
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_quantized_weights_become_the_floats_that_onnx_runtime_computes(name: str) -> None:
+    source = WEIGHTS[name]
+    made = onnx.ModelProto.FromString(source.SerializeToString())
+    assert dequantize(made) == 1
+    assert not operators(made) & QUANTIZED_WEIGHTS
+    dtype = helper.tensor_dtype_to_np_dtype(source.graph.input[0].type.tensor_type.elem_type)
+    (x,) = (np.abs(array * 5).astype(dtype) for array in feeds_of(source).values())
+    (before,), (after,) = run(source, {"x": x}), run(made, {"x": x})
+    assert before.dtype == after.dtype
+    error = np.abs(after - before).max() / np.abs(before).max()
+    assert error <= (1e-3 if dtype == np.float16 else 1e-6)
+
+
+@newer_runtime
+def test_weights_of_a_loop_are_undone_too() -> None:
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["c"], ["go_on"]),
+            helper.make_node("DequantizeLinear", ["q", "s"], ["w"]),
+            helper.make_node("Mul", ["before", "w"], ["after"]),
+        ],
+        "body",
+        [value("i", [], TensorProto.INT64), value("c", [], TensorProto.BOOL), value("before", [1, 3])],
+        [value("go_on", [], TensorProto.BOOL), value("after", [1, 3])],
+    )  # fmt: skip
+    made = model(
+        [helper.make_node("Loop", ["n", "", "x"], ["y"], body=body)],
+        [value("x", [1, 3])],
+        [value("y", [1, 3])],
+        [numpy_helper.from_array(np.array(3), "n"), integers("q", [1, 3]), floats("s", 0.01)],
+    )
+    feeds = feeds_of(made)
+    (before,) = run(made, feeds)
+    assert dequantize(made) == 1
+    assert "DequantizeLinear" not in {node.op_type for node in graph.nodes(made.graph)}
+    (after,) = run(made, feeds)
+    assert np.allclose(before, after)
+
+
+def test_weights_that_are_computed_or_grouped_stay() -> None:
+    computed = linear(TensorProto.INT8, (6,), zero=False)
+    computed.graph.node.insert(0, helper.make_node("Abs", ["s"], ["positive"]))
+    computed.graph.node[1].input[1] = "positive"
+    for made in (computed, n_bits(4, groups=True)):
+        before = made.SerializeToString()
+        assert dequantize(made) == 0
+        assert made.SerializeToString() == before
 
 
 OTHER_SCALES = {

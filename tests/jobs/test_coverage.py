@@ -88,6 +88,16 @@ def test_dynamic_quantization_is_named_as_the_reason(project: Path) -> None:
         assert "dynamically quantized" not in text
 
 
+def test_the_key_that_undoes_quantized_weights_is_named(project: Path) -> None:
+    coverage = Coverage(2, 1, 1, (NodeFacts("w", "com.microsoft.MatMulNBits", "no bits"),))
+    assert 'dequantize = "all"' in failure(coverage, project)
+    text = failure(coverage, project, 'dequantize = "all"\n')
+    assert 'dequantize = "all" does not undo com.microsoft.MatMulNBits here' in text
+    (project / "samples").mkdir()
+    quantized = failure(coverage, project, 'quantize = { inputs = "samples" }\n')
+    assert "dequantize" not in quantized
+
+
 def test_all_nodes_are_named_in_groups(project: Path) -> None:
     uncovered = tuple(NodeFacts(f"n{index}", "Op") for index in range(25))
     others = (NodeFacts("", "NonZero", "no shape"), NodeFacts("", "NonZero", "no shape"))

@@ -26,7 +26,7 @@ from hatch_epcontext.jobs.run import build, dry_run
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
 from hatch_epcontext.worker.results import ModelFacts
 from tests.conftest import needs_qnn, newer_runtime
-from tests.graph.test_dequantize import recurrent
+from tests.graph.test_dequantize import int4_blocks, recurrent
 from tests.models import network, save
 
 CPU = """
@@ -216,6 +216,24 @@ def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, projec
     assert other.validations["a"].float_form_db == built.validations["a"].float_form_db
     with pytest.raises(EpcontextError, match="It is dynamically quantized"):
         run(f"{toml}dequantize = false")
+
+
+@needs_qnn
+@newer_runtime
+def test_weights_that_qnn_leaves_are_undone_by_the_key_that_it_names(
+    run: Run, project: Path
+) -> None:
+    save(int4_blocks(), project / "models" / "a.onnx")
+    toml = QNN_ALONE.replace("dims = { batch = 1 }", "")
+    with pytest.raises(EpcontextError, match="DequantizeLinear") as raised:
+        run(toml)
+    assert 'dequantize = "all"' in str(raised.value)
+    (built,) = run(f'{toml}dequantize = "all"').built
+    (preparation,), (context,) = built.artifact.record.preparations, built.artifact.record.contexts
+    assert preparation.precision == "dequantized (1 operator)"
+    assert context.coverage is not None
+    assert not context.coverage.uncovered
+    assert built.validations["a"].status is ValidationStatus.RAN
 
 
 @needs_qnn
