@@ -68,7 +68,11 @@ Examples:
     is_flag=True,
     help="Compile the models together, with one sidecar for all.",
 )
-@click.option("--no-validate", is_flag=True, help="Do not load, run and compare the results.")
+@click.option(
+    "--no-validate",
+    is_flag=True,
+    help="Do not run anything, on the CPU either: no result is loaded or compared.",
+)
 @click.option(
     "--overwrite",
     is_flag=True,

@@ -289,6 +289,11 @@ class Model:
         """The name in the configuration, which all shapes of the model share."""
         return self.shape_set.name if self.shape_set else self.name
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether forms of the model are compared with the source, which is run on the CPU for that."""
+        return self.validate.mode is not False and self.validate.tolerance is not False
+
     def has_other_limits(self, target: Target) -> bool:
         """Whether a hint should relax only this target's limits: it has its own, or there are others."""
         given = self.validate.tolerance or ToleranceTable()

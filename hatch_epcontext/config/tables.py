@@ -364,7 +364,7 @@ class ValidateTable:
 
     mode: ValidationMode = _key(
         "`auto` runs the artifact where the provider can; `require` fails where it cannot; "
-        "`structure` checks the files only; `false` does nothing.",
+        "`structure` checks the files only; `false` does nothing, and runs no model on the CPU either.",
         "auto",
     )
     inputs: str = _key(

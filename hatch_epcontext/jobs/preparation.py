@@ -109,7 +109,7 @@ class Preparations:
         if name not in self._keys:
             plain = to_plain(model.on(job.target))
             self._keys[name] = value_sha256(
-                [plain, _compare(model), to_plain(_precision(job, model))]
+                [plain, model.is_compared, to_plain(_precision(job, model))]
             )
         return self._keys[name]
 
@@ -176,10 +176,6 @@ def _precision(job: Job, model: Model) -> Precision | None:
     return Precision(settings.dequantize, settings.quantize, job.target.calibration, tolerance)
 
 
-def _compare(model: Model) -> bool:
-    return model.validate.tolerance is not False
-
-
 def prepare(
     job: Job,
     model: Model,
@@ -202,7 +198,7 @@ def prepare(
         model.on(job.target),
         recipe.simplifier,
         str(folder),
-        _compare(model),
+        model.is_compared,
         reference,
         precision=_precision(job, model),
         fuse=recipe.fuse,
@@ -240,7 +236,7 @@ def change(
         refused,
         str(folder),
         simplify=before.preparation.simplifier != "none",
-        compare=_compare(model),
+        compare=model.is_compared,
         reference=before.reference,
         precision=_precision(job, model) if before.preparation.precision else None,
         unroll_limit=job.target.settings.unroll_limit if last and last.kind == "unroll" else None,

@@ -9,10 +9,19 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import TensorProto, helper
 
 from tests.cli.conftest import Cli, problems
 from tests.conftest import needs, needs_qnn
-from tests.models import network, save, save_with_data, transformer
+from tests.models import (
+    model,
+    network,
+    save,
+    save_with_data,
+    transformer,
+    value,
+    weights,
+)
 
 QNN = ("-p", "qnn", "-O", "soc_model=60", "-O", "htp_arch=73")
 
@@ -87,6 +96,21 @@ def test_the_cpu_provider_writes_an_optimized_graph(cli: Cli, source: Path, out:
     session = onnxruntime.InferenceSession(out / "fixed.onnx")
     assert session.get_inputs()[0].shape == [2, 1, 8, 8]
     assert session.run(None, {"x": x})[0].shape == (2, 10)
+
+
+def test_without_validation_no_model_is_run_on_the_cpu(cli: Cli, tmp_path: Path, out: Path) -> None:
+    nodes = [
+        helper.make_node("Gather", ["table", "at"], ["row"]),
+        helper.make_node("Mul", ["row", "x"], ["y"]),
+    ]
+    inputs = [value("x", [1, 3]), value("at", [1], TensorProto.INT64)]
+    made = model(nodes, inputs, [value("y", [1, 3])], [weights("table", 2, 3)])
+    save(made, tmp_path / "a.onnx")
+    np.savez(tmp_path / "beyond.npz", x=np.ones((1, 3), np.float32), at=[9])
+    arguments = (tmp_path / "a.onnx", "-o", out, "-p", "cpu", "-i", tmp_path / "beyond.npz")
+    assert "EPC209" in cli("compile", *arguments, code=1).stderr
+    cli("compile", *arguments, "--no-validate")
+    assert names(out) == ["a_optimized.onnx"]
 
 
 def test_several_shapes_are_written_into_a_folder(cli: Cli, source: Path, out: Path) -> None:

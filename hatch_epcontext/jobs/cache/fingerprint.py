@@ -32,7 +32,7 @@ def fingerprint(
                 (
                     sha256[model.name],
                     model_settings(model.on(job.target)),
-                    model.validate.tolerance is not False,
+                    model.is_compared,
                 )
                 for model in job.models
             ],

@@ -99,6 +99,7 @@ def test_a_new_compile_setting_changes_the_fingerprint(job: Job) -> None:
         {"constants": {"sr": 16000}},
         # Without a comparison, preparation may accept the result of another simplifier.
         {"validate": ValidateTable(tolerance=False)},
+        {"validate": ValidateTable(mode=False)},
     ],
 )
 def test_a_models_settings_change_the_fingerprint(job: Job, changes: dict[str, Any]) -> None:
