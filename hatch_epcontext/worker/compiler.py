@@ -20,14 +20,7 @@ from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker.reasons import RefusedNodes, refused_nodes
 from hatch_epcontext.worker.session import LEVELS, near, open_session, options
 
-_IR_VERSION = 10
-"""The IR version that the oldest supported ONNX Runtime and all newer ones read."""
-
 _CHANGE = "Change the model there, or keep only the part before or after it."
-
-_NEWEST = 127
-_FIELD = b"\x08"
-"""The first byte of a protobuf file whose first field is a number, such as ONNX's IR version."""
 
 
 def compile_context(
@@ -66,25 +59,6 @@ def compile_context(
             _with_session(prepared, options(target, provider_options, session_options), target)
     if not result.is_file():
         raise BuildError(_nothing_compiled(provider, _graph(prepared), key, refused))
-    lower_ir_version(result, prepared)
-
-
-def lower_ir_version(result: Path, source: Path) -> None:
-    """Give the context model ``result`` the IR version of ``source``, if that is older.
-
-    ONNX Runtime writes its newest version, which its older releases refuse to read.
-    """
-    wanted = max(_ir_version(source) or _NEWEST, _IR_VERSION)
-    if wanted < (_ir_version(result) or 0):
-        with result.open("r+b") as file:
-            file.seek(1)
-            file.write(bytes([wanted]))
-
-
-def _ir_version(path: Path) -> int | None:
-    with path.open("rb") as file:
-        head = file.read(2)
-    return head[1] if head[:1] == _FIELD and len(head) == 2 and head[1] <= _NEWEST else None
 
 
 def compile_buffers(model: bytes, data: Mapping[str, bytes], target: Target) -> bytes:

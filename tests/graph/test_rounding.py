@@ -190,7 +190,8 @@ def test_a_widened_model_keeps_its_interface_and_its_operators() -> None:
     onnx.checker.check_model(made, full_check=True)
     third = np.array([1, 1 / 3], np.float32)
     fed = {"x": np.array([1, 2], np.float16), "c": third, "b": np.array(True)}
-    found = np.asarray(ReferenceEvaluator(made).run(None, fed)[0])
+    (result,) = ReferenceEvaluator(made).run(None, fed)
+    found = np.asarray(result)
     share = np.exp([1.0, 2.0]) / np.exp([1.0, 2.0]).sum()
     assert found.dtype == np.float16
     np.testing.assert_allclose(found, share * 0.1 + third, rtol=1e-3)

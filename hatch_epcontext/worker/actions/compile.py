@@ -12,6 +12,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Setting
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph.external import external_data
+from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.loader import PREPARED
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.libraries import UnavailableError
@@ -40,6 +41,9 @@ def handle(request: CompileRequest) -> CompileReply:
             _compile(request, model, Path(path))
             for model, path in zip(request.models, request.prepared, strict=True)
         )
+    for model, context in zip(request.models, contexts, strict=True):
+        result = Path(request.folder) / context.model_file
+        _finish(onnx.load(result, load_external_data=False), model, result)
     product = request.target.provider.product
     if request.target.settings.recompile:
         _add_prepared(request)
@@ -55,7 +59,14 @@ def _add_prepared(request: CompileRequest) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(path.parent / name, folder / name)
         folder.mkdir(exist_ok=True)
-        link_or_copy(path, folder / f"{model.name}.onnx")
+        _finish(onnx_model, model, folder / f"{model.name}.onnx")
+
+
+def _finish(onnx_model: onnx.ModelProto, model: Model, result: Path) -> None:
+    """Write ``onnx_model``, which was made of ``model``, for apps: with its metadata, for older releases."""
+    keep_metadata(onnx.load(model.path, load_external_data=False), onnx_model)
+    lower_versions(onnx_model)
+    onnx.save(onnx_model, result)
 
 
 def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
@@ -72,7 +83,6 @@ def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
         context = read_context(model, prepared, result, target)
         return with_reasons(context, prepared, result, target)
     optimize(prepared, result, target.settings.optimization, target)
-    _sort_domains(result)
     return read_optimized(model.name, result)
 
 
@@ -88,13 +98,3 @@ def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
             for each in error.problems
         )
     )
-
-
-def _sort_domains(path: Path) -> None:
-    """Sort the imported domains of the model at ``path``: ONNX Runtime's order depends on the system."""
-    model = onnx.load(path, load_external_data=False)
-    domains = sorted(model.opset_import, key=lambda each: each.domain)
-    if domains != [*model.opset_import]:
-        del model.opset_import[:]
-        model.opset_import.extend(domains)
-        onnx.save(model, path)

@@ -10,7 +10,8 @@ import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph, reading
-from hatch_epcontext.worker.compiler import compile_buffers, explained, lower_ir_version
+from hatch_epcontext.graph.versions import keep_metadata, lower_versions
+from hatch_epcontext.worker.compiler import compile_buffers, explained
 from hatch_epcontext.worker.configured import open_dimension_message
 from hatch_epcontext.worker.requests import CompileBytesReply, CompileBytesRequest
 
@@ -29,10 +30,11 @@ def handle(request: CompileBytesRequest) -> CompileBytesReply:
     data = {location: Path(file).read_bytes() for location, file in request.data.items()}
     with explained(provider, lambda: source.graph):
         compiled = compile_buffers(path.read_bytes(), data, request.target)
-    result = Path(request.result)
-    result.write_bytes(compiled)
-    lower_ir_version(result, path)
-    return CompileBytesReply(len(compiled))
+    context = onnx.load_model_from_string(compiled)
+    keep_metadata(source, context)
+    lower_versions(context)
+    onnx.save(context, request.result)
+    return CompileBytesReply(Path(request.result).stat().st_size)
 
 
 def _read(path: Path) -> onnx.ModelProto:

@@ -16,7 +16,7 @@ from hatch_epcontext.errors import BuildError, Key, Kind, Setting
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare as prepare_worker
-from hatch_epcontext.worker.compiler import compile_context, explained, lower_ir_version
+from hatch_epcontext.worker.compiler import compile_context, explained
 from hatch_epcontext.worker.requests import (
     CompileReply,
     CompileRequest,
@@ -360,28 +360,33 @@ def test_the_reason_of_an_uncovered_node_is_the_ep_s_own(tmp_path: Path) -> None
     ]
 
 
-@needs_qnn
-@pytest.mark.parametrize("settings", [{}, {"embed": True}, {"in_memory": True, "embed": True}])
-@pytest.mark.parametrize(("ir_version", "expected"), [(8, 10), (11, 11)])
-def test_older_releases_of_onnx_runtime_can_read_a_context_model(
-    tmp_path: Path, settings: Mapping[str, Any], ir_version: int, expected: int
+@pytest.mark.parametrize(
+    ("provider", "options", "opsets"),
+    [
+        pytest.param("qnn", X_ELITE, {"": 7, "com.microsoft": 1}, marks=needs_qnn),
+        ("cpu", {}, {"": 13}),
+    ],
+)
+@pytest.mark.parametrize("embed", [False, True])
+def test_older_releases_of_onnx_runtime_can_read_a_product_with_the_sources_metadata(
+    tmp_path: Path, provider: str, options: Mapping[str, str], opsets: dict[str, int], embed: bool
 ) -> None:
     source = network(1)
-    source.ir_version = ir_version
-    (tmp_path / "out").mkdir()
-    compile_context(
+    source.ir_version, source.opset_import[0].version = 13, 22
+    source.doc_string, source.graph.doc_string, source.model_version = "a text", "of a graph", 3
+    source.graph.input[0].doc_string = "an image"
+    helper.set_model_props(source, {"sample_rate": "22050"})
+    reply, folder = compiled(
         save(source, tmp_path / "a.onnx"),
-        result := tmp_path / "out" / "a_ctx.onnx",
-        target("qnn", X_ELITE, **settings),
+        target(provider, options, embed=embed, recompile=provider == "qnn"),
+        tmp_path,
     )
-    made = onnx.load(result)
-    assert made.ir_version == expected
+    made = onnx.load(folder / reply.contexts[0].model_file)
     onnx.checker.check_model(made)
-
-
-def test_a_file_that_does_not_begin_with_its_ir_version_is_left_as_it_is(tmp_path: Path) -> None:
-    source = save(network(1), tmp_path / "a.onnx")
-    for content in (b"", b"\x08", b"\x0a\x7f", b"\x08\xff\x01"):
-        (tmp_path / "b.onnx").write_bytes(content)
-        lower_ir_version(tmp_path / "b.onnx", source)
-        assert (tmp_path / "b.onnx").read_bytes() == content
+    assert (made.ir_version, {o.domain: o.version for o in made.opset_import}) == (8, opsets)
+    prepared = [onnx.load(path) for path in folder.glob("prepared/*.onnx")]
+    for each in (made, *prepared):
+        assert each.ir_version == 8
+        assert {e.key: e.value for e in each.metadata_props}["sample_rate"] == "22050"
+        assert (each.doc_string, each.graph.doc_string) == ("a text", "of a graph")
+        assert (each.model_version, each.graph.input[0].doc_string) == (3, "an image")

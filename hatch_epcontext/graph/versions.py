@@ -1,0 +1,141 @@
+"""IR versions and opsets of models, no higher than their nodes need, and what apps read beside the graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import onnx
+from onnx import TensorProto
+from onnx.defs import OpSchema
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.scope import Scope
+
+_OLDEST = 7
+"""The oldest opset that all releases of ONNX Runtime read."""
+
+_OLDEST_IR = 8
+"""An IR version that all supported releases of ONNX Runtime read, and that has all features but new types."""
+
+_LAST_OF_MEANING = 13
+"""The opset after which a version with an equal signature differs from the one before in its types alone, and
+an attribute that it adds changes nothing by default. Before, some got negative axes, for example.
+"""
+
+_OTHER_DEFAULT = frozenset({("RoiAlign", 16)})
+"""The exceptions: the operator, and its version."""
+
+_DEFINED = ("", "ai.onnx.ml")
+"""The domains whose operators onnx defines."""
+
+_IR_OF_TYPES: Mapping[int, int] = {
+    **dict.fromkeys((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ), 9),
+    **dict.fromkeys((TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ), 9),
+    **dict.fromkeys((TensorProto.UINT4, TensorProto.INT4), 10),
+    TensorProto.FLOAT4E2M1: 11,
+}
+"""The IR versions that introduced types; newer types have newer ones."""
+
+
+def lower_versions(model: onnx.ModelProto) -> None:
+    """Give ``model``, in place, the lowest IR version and opsets with which its nodes are the same.
+
+    Nothing changes if it has functions, or opsets that are newer than onnx.
+    """
+    opsets = {_domain(each.domain): each.version for each in model.opset_import}
+    if model.functions or opsets.get("", 0) > onnx.defs.onnx_opset_version():
+        return
+    scope = Scope(graph.inferred(model), nested=True)
+    lowest: dict[str, int] = {"": min(_OLDEST, opsets[""])} if "" in opsets else {}
+    for node in graph.nodes(model.graph):
+        domain = _domain(node.domain)
+        needed = opsets.get(domain, 1)
+        if domain in _DEFINED:
+            needed = _oldest_version(node, domain, needed, scope)
+        lowest[domain] = max(lowest.get(domain, 1), needed)
+    del model.opset_import[:]
+    for domain, version in sorted(lowest.items()):
+        model.opset_import.add(domain=domain, version=version)
+    needed = onnx.helper.find_min_ir_version_for(model.opset_import, ignore_unknown=True)
+    values = (*model.graph.input, *model.graph.output)
+    types = (_IR_OF_TYPES.get(value.type.tensor_type.elem_type, 0) for value in values)
+    model.ir_version = min(model.ir_version, max(needed, _OLDEST_IR, *types))
+
+
+def keep_metadata(source: onnx.ModelProto, model: onnx.ModelProto) -> None:
+    """Give ``model``, in place, what apps read of ``source`` besides its graph: texts and properties.
+
+    Its own properties stay, such as the compatibility of a context.
+    """
+    own = {entry.key for entry in model.metadata_props}
+    model.metadata_props.extend(each for each in source.metadata_props if each.key not in own)
+    for name in ("doc_string", "domain", "model_version", "producer_name", "producer_version"):
+        setattr(model, name, getattr(source, name))
+    model.graph.name, model.graph.doc_string = source.graph.name, source.graph.doc_string
+    values = {each.name: each for each in (*source.graph.input, *source.graph.output)}
+    for value in (*model.graph.input, *model.graph.output):
+        if (before := values.get(value.name)) is not None:
+            value.doc_string = before.doc_string
+
+
+def _domain(name: str) -> str:
+    return "" if name in graph.STANDARD else name
+
+
+def _oldest_version(node: onnx.NodeProto, domain: str, version: int, scope: Scope) -> int:
+    """The oldest version of its domain in which ``node``, of ``version``, is the same."""
+    schema = _schema(node, domain, version)
+    if schema is None:
+        return version
+    while (older := _schema(node, domain, schema.since_version - 1)) is not None:
+        if schema.since_version <= _LAST_OF_MEANING or not _takes(older, schema, node, scope):
+            break
+        schema = older
+    return int(schema.since_version)
+
+
+def _schema(node: onnx.NodeProto, domain: str, version: int) -> OpSchema | None:
+    with contextlib.suppress(onnx.defs.SchemaError):
+        return onnx.defs.get_schema(node.op_type, version, domain)
+    return None
+
+
+def _takes(older: OpSchema, newer: OpSchema, node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether ``node``, of the version ``newer``, is the same in the version before, ``older``."""
+    known = {name: _default(attribute) for name, attribute in older.attributes.items()}
+    is_same = (
+        (node.op_type, newer.since_version) not in _OTHER_DEFAULT
+        and _parameters(older) == _parameters(newer)
+        and known.items() <= {n: _default(each) for n, each in newer.attributes.items()}.items()
+    )
+    if not is_same or any(each.name not in known for each in node.attribute):
+        return False
+    # An attribute that is text may have a value that only the newer version has.
+    texts = {name: each.default_value.s for name, each in older.attributes.items()}
+    if any(each.s and each.s != texts[each.name] for each in node.attribute):
+        return False
+    allowed = {each.type_param_str: each.allowed_type_strs for each in older.type_constraints}
+    for names, formal in ((node.input, older.inputs), (node.output, older.outputs)):
+        for index, name in enumerate(names):
+            parameter = formal[min(index, len(formal) - 1)]
+            elem_type = scope.elem_type(name) if name else None
+            types = allowed.get(parameter.type_str, [parameter.type_str])
+            if name and (elem_type is None or _type_text(elem_type) not in types):
+                return False
+    return True
+
+
+def _default(attribute: OpSchema.Attribute) -> tuple[Any, ...]:
+    return attribute.type, attribute.required, attribute.default_value.SerializeToString()
+
+
+def _parameters(schema: OpSchema) -> list[list[tuple[Any, str]]]:
+    return [
+        [(each.option, each.type_str) for each in side] for side in (schema.inputs, schema.outputs)
+    ]
+
+
+def _type_text(elem_type: int) -> str:
+    return f"tensor({TensorProto.DataType.Name(elem_type).lower()})"
