@@ -353,6 +353,13 @@ def known_text(path: Path) -> str | None:
         return None
 
 
+def mark_used(path: Path) -> None:
+    """Refresh the time of ``path`` in a cache: ``prune`` removes what was not used since then."""
+    # Another user's file, or one that is being removed, can be read all the same.
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
 @dataclass(frozen=True)
 class Rejection:
     """Why a file cannot be used: the end of a sentence, and what to do."""

@@ -12,7 +12,7 @@ from typing import Any
 import hatch_epcontext
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.files import FileRecord, is_portable, link_or_copy, record_file
+from hatch_epcontext.files import FileRecord, is_portable, link_or_copy, mark_used, record_file
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
@@ -127,6 +127,7 @@ class _Cutting:
                 link_or_copy(kept / name, self.folder / "model" / name)
         except OSError:
             return None
+        mark_used(kept)
         return known if same else None
 
     def _made(self, forms: Sequence[Model]) -> _EarlierCut:

@@ -25,6 +25,7 @@ from hatch_epcontext.files import (
     MAX_BYTES,
     file_sha256,
     is_regular,
+    mark_used,
     patiently,
     remove,
     sync,
@@ -111,9 +112,7 @@ class Downloading:
         """Put its files into the folder, unless they are there; raises FailedError, and OSError."""
         check_root(self.folder.parents[1])
         if self._is_there(index) and recorded_files(self.folder) is not None:
-            # `prune` removes models by the time of their last use.
-            with contextlib.suppress(OSError):
-                os.utime(self.folder)
+            mark_used(self.folder)
             return
         with locked(self.folder, self.log):
             self.folder.mkdir(parents=True, exist_ok=True)

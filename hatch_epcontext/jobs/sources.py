@@ -61,9 +61,9 @@ def read_sources(
             # The facts must be those of the contents that were hashed.
             index.check(model.path)
         known |= {model.name: facts for model, facts in zip(unknown, reply.models, strict=True)}
-    # The shared cache may lack facts that this machine read before.
-    sent = config.models if index.shared is not None and index.shared.can_write else unknown
-    kept = {_unchecked_key(model, index): known[model.name] for model in sent}
+    # Of known models too: the shared cache may lack them, and here they are in use, for builds that only read
+    # the cache.
+    kept = {_unchecked_key(model, index): known[model.name] for model in config.models}
     kept |= {keys[model.name]: known[model.name] for model in unknown}
     _for_each(index, lambda item: index.store_facts(*item), kept.items())
     if problems := [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.jobs.artifact import Result
+from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.cleaning import Store
 from hatch_epcontext.jobs.cut_models import FOLDER, cut_models
@@ -74,7 +77,14 @@ def test_a_build_without_changes_cuts_nothing(
     first = run()
     monkeypatch.setattr(Workers, "call", None)
     assert run().sources[0].sha256 == first.sources[0].sha256
-    assert run({"HATCH_EPCONTEXT_FROM_CACHE": "all"}).built[0].cached
+    only_from_cache = {"HATCH_EPCONTEXT_FROM_CACHE": "all"}
+    assert run(only_from_cache).built[0].cached
+    # What a build reads is in use, also where it is never written again.
+    for path in (tmp_path / "cache" / LAYOUT).glob("*/*"):
+        os.utime(path, (0, 0))
+    run()
+    assert Store(tmp_path / "cache").prune(timedelta(days=30)) == []
+    assert run(only_from_cache).built[0].cached
     monkeypatch.undo()
     # Other data is another model, although the file that names it is the same.
     data = project / "models" / "network.data"
@@ -84,7 +94,7 @@ def test_a_build_without_changes_cuts_nothing(
     Store(tmp_path / "cache").prune(None)
     assert not list((tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx"))
     with pytest.raises(BuildError, match="does not have the cut model"):
-        run({"HATCH_EPCONTEXT_FROM_CACHE": "all"})
+        run(only_from_cache)
 
 
 def test_a_damaged_cut_model_is_made_again(run: Run, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -15,6 +14,7 @@ from hatch_epcontext.files import (
     is_sha256,
     known_text,
     link_or_copy,
+    mark_used,
     write_atomically,
 )
 from hatch_epcontext.jobs.artifact import Artifact, Record, ValidationRun
@@ -244,9 +244,7 @@ class Cache:
             # Another process cleaned the cache at this moment.
             shutil.rmtree(folder, ignore_errors=True)
             return None
-        # `prune` removes artifacts by the time of their last use.
-        with contextlib.suppress(OSError):
-            os.utime(entry)
+        mark_used(entry)
         return Artifact(folder, record)
 
     def _keep(self, key: str, folder: Path, record: Record) -> None:

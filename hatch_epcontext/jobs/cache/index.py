@@ -29,6 +29,7 @@ from hatch_epcontext.files import (
     file_sha256,
     is_sha256,
     known_text,
+    mark_used,
     mounts,
     record_file,
     write_atomically,
@@ -244,7 +245,12 @@ class Index:
         return found if found is not None and is_sha256(found) else None
 
     def _read(self, key: str) -> str | None:
-        return None if self.folder is None else known_text(self.folder / key)
+        if self.folder is None:
+            return None
+        text = known_text(self.folder / key)
+        if text is not None:
+            mark_used(self.folder / key)
+        return text
 
     def _write(self, key: str, text: str) -> None:
         if self.folder is not None:
