@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
-from hatch_epcontext.files import FileRecord, record_file
+from hatch_epcontext.files import FileRecord, record_file, replace_files, sweep, temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package import manifest
 from hatch_epcontext.package.modules import bytecode
@@ -52,6 +51,7 @@ def owned_paths(output: PurePosixPath, folder: Path) -> frozenset[str]:
 
 def check(folder: Path) -> None:
     """Raise ConfigError if ``folder`` has files that no editable install wrote, or that were changed."""
+    sweep(folder)
     files = own_files(folder)
     if files is None and any(path.is_file() for path in folder.glob("*")):
         raise ConfigError(
@@ -88,10 +88,6 @@ def write(result: Result, folder: Path, modules: Mapping[str, Path]) -> None:
     Source models are not copied: the manifest has their paths, so that the app sees an edited model. Only
     cut ones are, which are nowhere else, and those from elsewhere, which nobody edits.
     """
-    remove(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    # Every editable install writes these files again: a repository does not need them.
-    (folder / ".gitignore").write_text("*\n", encoding="utf-8", newline="\n")
     folders = manifest.source_folders(result.sources)
     copied = {
         f"{folders[source.model.name]}/{name}": source.model.path.parent / name
@@ -99,25 +95,27 @@ def write(result: Result, folder: Path, modules: Mapping[str, Path]) -> None:
         if _is_copied(source.model)
         for name in source.records
     }
-    files = {
-        ".gitignore": record_file(folder / ".gitignore"),
-        **{name: record_file(path) for name, path in modules.items()},
-        **manifest.artifact_files(result),
-        **{name: record_file(path) for name, path in copied.items()},
-    }
     sources = {
         model.name: f"{folders[model.name]}/{model.path.name}"
         if _is_copied(model)
         else Path(os.path.relpath(model.path, folder)).as_posix()
         for model in (source.model for source in result.sources)
     }
-    # Before the files below: an interrupted install must not leave files that no manifest lists.
-    manifest.save(manifest.make(result, sources, files, "installed"), folder)
-    for built in result.built:
-        shutil.copytree(built.artifact.folder, folder / built.job.folder, dirs_exist_ok=True)
-    for name, path in {**modules, **copied}.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / name)
+    with temp_dir() as staging:
+        # Every editable install writes these files again: a repository does not need them.
+        ignore = staging / ".gitignore"
+        ignore.write_text("*\n", encoding="utf-8", newline="\n")
+        artifacts = {
+            f"{built.job.folder}/{name}": built.artifact.folder / name
+            for built in result.built
+            for name in built.artifact.record.files
+        }
+        files = {ignore.name: ignore, **modules, **artifacts, **copied}
+        own = {name: path for name, path in files.items() if name not in artifacts}
+        records = {name: record_file(path) for name, path in own.items()}
+        records |= manifest.artifact_files(result)
+        saved = manifest.save(manifest.make(result, sources, records, "installed"), staging)
+        replace_files(folder, {**files, manifest.FILE: saved}, _ours(folder)[0])
 
 
 def _is_copied(model: Model) -> bool:
@@ -129,24 +127,26 @@ def remove(folder: Path) -> list[str]:
 
     Files that were changed since then are kept; returns their paths.
     """
+    ours, kept = _ours(folder)
+    if ours:
+        replace_files(folder, {}, ours)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+    return kept
+
+
+def _ours(folder: Path) -> tuple[list[str], list[str]]:
+    """The files in ``folder`` that an editable install wrote, and the paths of those that were changed."""
+    sweep(folder)
     files = own_files(folder)
     if files is None:
-        return []
+        return [], []
     changed = _changed(folder, files)
-    kept = []
-    for name in files:
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
-            continue
-        if name in changed:
-            kept.append(str(path))
-        else:
-            path.unlink()
-    (folder / manifest.FILE).unlink()
-    for compiled in bytecode(folder):
-        compiled.unlink()
-    for path in [*sorted(folder.rglob("*"), reverse=True), folder]:
-        if path.is_dir():
-            with contextlib.suppress(OSError):
-                path.rmdir()
-    return kept
+    inside = [
+        name
+        for name in files
+        if (folder / name).resolve().is_relative_to(folder.resolve()) and (folder / name).is_file()
+    ]
+    compiled = [path.relative_to(folder).as_posix() for path in bytecode(folder)]
+    ours = [*compiled, *(name for name in inside if name not in changed), manifest.FILE]
+    return ours, [str(folder / name) for name in inside if name in changed]

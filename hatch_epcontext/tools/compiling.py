@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, OutputError, Problem
-from hatch_epcontext.files import patiently, temp_dir
+from hatch_epcontext.files import replace_files, sweep, temp_dir
 from hatch_epcontext.jobs.artifact import Built, Result, Source
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.report import Report, make_report
@@ -53,17 +50,22 @@ def compile_models(
     file = is_file(output, config.models)
     if file:
         check_apart(config.report, output)
-    check_folder(output.parent if file else output)
+    folder, name = (output.parent, output.name) if file else (output, None)
+    check_folder(folder)
+    sweep(folder)
     if not overwrite:
         _refuse_existing(_expected(config, output, file=file))
     with temp_dir() as staging:
         result = run(plan(config), staging)
-        folder, name = (output.parent, output.name) if file else (output, None)
-        files = _destinations(result.built, folder, name)
+        files = _destinations(result.built, name)
+        written = tuple(folder / each for each in files)
         # The uncut sources are in other places.
-        _refuse_sources(files, result.sources, (model.path for model in config.models))
-        _publish(files, overwrite=overwrite)
-    return CompileResult(tuple(files), make_report(result))
+        _refuse_sources(written, result.sources, (model.path for model in config.models))
+        if not overwrite:
+            _refuse_existing(written)
+        with writing("a result", folder, str(output), OutputError):
+            replace_files(folder, files)
+    return CompileResult(written, make_report(result))
 
 
 def _expected(config: Config, output: Path, *, file: bool) -> list[Path]:
@@ -77,10 +79,8 @@ def _expected(config: Config, output: Path, *, file: bool) -> list[Path]:
     ]
 
 
-def _destinations(
-    built: Iterable[Built], folder: Path, name: str | None = None
-) -> dict[Path, Path]:
-    """Each file's place below ``folder`` -> the file itself; ``name`` renames the context model.
+def _destinations(built: Iterable[Built], name: str | None = None) -> dict[str, Path]:
+    """Each file's path in the output folder -> the file itself; ``name`` renames the context model.
 
     Sidecars come first, so that no published model names an unpublished file.
     """
@@ -89,9 +89,9 @@ def _destinations(
         contexts = {context.model_file for context in each.artifact.record.contexts}
         for file in each.artifact.record.files:
             if file in contexts:
-                models[folder / (name or file)] = each.artifact.folder / file
+                models[name or file] = each.artifact.folder / file
             else:
-                sidecars[folder / file] = each.artifact.folder / file
+                sidecars[file] = each.artifact.folder / file
     return {**sidecars, **models}
 
 
@@ -130,26 +130,3 @@ def _refuse_sources(
     ]
     if problems:
         raise OutputError(*problems)
-
-
-def _publish(files: Mapping[Path, Path], *, overwrite: bool) -> None:
-    """Copy each file of ``files`` (target -> source) to its place, once all copies are complete.
-
-    Folders are made if needed. Raises OutputError when a target exists and ``overwrite`` is not set.
-    """
-    if not overwrite:
-        _refuse_existing(files)
-    staged: dict[Path, Path] = {}
-    with contextlib.ExitStack() as stack:
-        for folder in dict.fromkeys(target.parent for target in files):
-            with writing("a result", folder, str(folder), OutputError):
-                folder.mkdir(parents=True, exist_ok=True)
-                # Beside the targets, because files can be renamed only within a file system.
-                beside = stack.enter_context(temp_dir(folder))
-                for target, source in files.items():
-                    if target.parent == folder:
-                        staged[target] = beside / target.name
-                        shutil.copyfile(source, staged[target])
-        for target, copy in staged.items():
-            with writing("a result", target.parent, str(target), OutputError):
-                patiently(partial(copy.replace, target))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import Kind, OutputError, Problem
-from hatch_epcontext.files import patiently, temp_dir
+from hatch_epcontext.files import replace_files, sweep, temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.report import make_report
-from hatch_epcontext.package.bundle import Bundle, bundle
+from hatch_epcontext.package.bundle import bundle
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.package.modules import bytecode, import_name_in_tree, modules
 from hatch_epcontext.package.reader import own_files
@@ -54,7 +52,10 @@ def export(
         _refuse_sources(place, (file for source in result.sources for file in source.files))
         # Compiling is slow: another program may have written there.
         _refuse_existing(folder, place, overwrite=overwrite)
-        _replace(place, made)
+        with writing("the model package", place.parent, str(place), OutputError):
+            # Real copies: the bundle only links files of the cache and of the project.
+            files = {name: made.folder / name for name in made.files}
+            replace_files(place, files, _all_files(place), made.check_sources)
     return CompileResult(tuple(folder / name for name in made.files), make_report(result))
 
 
@@ -100,6 +101,7 @@ def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
 
     ``folder`` is ``place`` as the user wrote it.
     """
+    sweep(place)
     if not place.exists() or not any(place.iterdir()):
         return
     recorded = own_files(place)
@@ -122,36 +124,11 @@ def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
 def _files(place: Path) -> Iterator[str]:
     """The files below ``place``, without what Python writes when it imports the loader."""
     compiled = bytecode(place)
-    for path in sorted(place.rglob("*")):
-        is_folder = path.is_dir() and not path.is_symlink()
-        if not is_folder and path not in compiled:
-            yield path.relative_to(place).as_posix()
+    for name in _all_files(place):
+        if place / name not in compiled:
+            yield name
 
 
-@contextlib.contextmanager
-def _beside(place: Path) -> Iterator[Path]:
-    """A temporary folder beside ``place``."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with temp_dir(place.parent) as folder:
-        yield folder
-
-
-def _replace(place: Path, made: Bundle) -> None:
-    """Make ``place`` a copy of the folder of ``made``: the whole copy, or what was there before."""
-    refused = writing("the model package", place.parent, str(place), OutputError)
-    # Beside it, because folders can be renamed only within a file system.
-    with refused, _beside(place) as beside:
-        copy, earlier = beside / "new", beside / "earlier"
-        # Real copies: the bundle only links files of the cache and of the project.
-        for name in made.files:
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(made.folder / name, copy / name)
-        made.check_sources(copy)
-        if place.exists():
-            patiently(lambda: place.rename(earlier))
-        try:
-            patiently(lambda: copy.rename(place))
-        except BaseException:
-            if earlier.exists():
-                patiently(lambda: earlier.rename(place))
-            raise
+def _all_files(place: Path) -> list[str]:
+    paths = [path for path in sorted(place.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    return [path.relative_to(place).as_posix() for path in paths]

@@ -1,76 +1,67 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, OutputError
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.jobs.plan import Plan
-from hatch_epcontext.tools.compiling import (
-    _destinations,
-    _publish,
-    _refuse_sources,
-    compile_models,
-    is_file,
-)
+from hatch_epcontext.tools.compiling import _refuse_sources, compile_models, is_file
 from tests.results import configured, resulting
 
 
 @pytest.fixture
-def files(project: Path, artifact: Artifact, tmp_path: Path) -> dict[Path, Path]:
-    built = resulting(configured(project), artifact).built
-    return _destinations(built, tmp_path / "new" / "out")
+def config(project: Path) -> Config:
+    return configured(project)
 
 
-def test_sidecars_come_before_context_models(files: dict[Path, Path]) -> None:
-    assert [target.name for target in files] == ["a_ctx_qnn.bin", "a_ctx.onnx"]
+@pytest.fixture
+def run(config: Config, artifact: Artifact) -> Callable[[Plan, Path], Result]:
+    return lambda planned, staging: resulting(config, artifact)
 
 
-def test_the_context_model_can_have_another_name(
-    project: Path, artifact: Artifact, tmp_path: Path
+Run = Callable[[Plan, Path], Result]
+
+
+def test_sidecars_come_before_context_models(config: Config, run: Run, tmp_path: Path) -> None:
+    found = compile_models(config, tmp_path / "new" / "out", run, overwrite=False).files
+    assert [file.name for file in found] == ["a_ctx_qnn.bin", "a_ctx.onnx"]
+    # Nothing else is left.
+    assert {*found} == {*(tmp_path / "new" / "out").iterdir()}
+
+
+def test_the_context_model_can_have_another_name(config: Config, run: Run, tmp_path: Path) -> None:
+    found = compile_models(config, tmp_path / "model.onnx", run, overwrite=False).files
+    assert [file.name for file in found] == ["a_ctx_qnn.bin", "model.onnx"]
+
+
+def test_existing_files_are_only_replaced_with_overwrite(
+    config: Config, run: Run, tmp_path: Path
 ) -> None:
-    built = resulting(configured(project), artifact).built
-    found = _destinations(built, tmp_path, "model.onnx")
-    assert [target.name for target in found] == ["a_ctx_qnn.bin", "model.onnx"]
-
-
-def test_all_files_are_copied_and_nothing_else_is_left(files: dict[Path, Path]) -> None:
-    _publish(files, overwrite=False)
-    folder = next(iter(files)).parent
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
-        source.name: source.read_bytes() for source in files.values()
-    }
-
-
-def test_existing_files_are_only_replaced_with_overwrite(files: dict[Path, Path]) -> None:
-    folder = next(iter(files)).parent
-    folder.mkdir(parents=True)
-    (folder / "a_ctx.onnx").write_bytes(b"theirs")
-    with pytest.raises(OutputError, match=r"a_ctx\.onnx: EPC501\n    exists already"):
-        _publish(files, overwrite=False)
-    assert [path.name for path in folder.iterdir()] == ["a_ctx.onnx"]
-    assert (folder / "a_ctx.onnx").read_bytes() == b"theirs"
-    _publish(files, overwrite=True)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "a_ctx_qnn.bin").write_bytes(b"theirs")
+    with pytest.raises(OutputError, match=r"a_ctx_qnn\.bin: EPC501\n    exists already"):
+        compile_models(config, folder, run, overwrite=False)
+    assert [path.read_bytes() for path in folder.iterdir()] == [b"theirs"]
+    compile_models(config, folder, run, overwrite=True)
     assert (folder / "a_ctx.onnx").read_bytes() == b"context"
 
 
-def test_a_failed_copy_leaves_nothing(
-    files: dict[Path, Path], monkeypatch: pytest.MonkeyPatch
+def test_a_context_that_cannot_be_replaced_keeps_its_sidecar(
+    config: Config, run: Run, tmp_path: Path
 ) -> None:
-    copy = shutil.copyfile
-
-    def fails(source: Path, target: Path) -> None:
-        copy(source, target)
-        if source.suffix == ".onnx":
-            raise OSError("the disk is full")
-
-    monkeypatch.setattr(shutil, "copyfile", fails)
-    with pytest.raises(OutputError, match="full"):
-        _publish(files, overwrite=True)
-    assert list(next(iter(files)).parent.iterdir()) == []
+    folder = tmp_path / "out"
+    (folder / "a_ctx.onnx").mkdir(parents=True)
+    (folder / "a_ctx_qnn.bin").write_bytes(b"theirs")
+    with pytest.raises(OutputError, match=r"a_ctx\.onnx"):
+        compile_models(config, folder, run, overwrite=True)
+    assert {path.name for path in folder.iterdir()} == {"a_ctx.onnx", "a_ctx_qnn.bin"}
+    assert (folder / "a_ctx_qnn.bin").read_bytes() == b"theirs"
 
 
 def test_a_source_is_never_replaced(project: Path, artifact: Artifact) -> None:

@@ -237,19 +237,19 @@ def test_a_failed_build_writes_nothing(config: Config, run: Run, tmp_path: Path)
     assert tree(tmp_path) == before
 
 
-def test_what_was_there_comes_back_when_the_new_folder_cannot_be_renamed(
+def test_what_was_there_comes_back_when_a_file_cannot_be_replaced(
     config: Config, run: Run, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(config, out, run, loader=False, overwrite=False)
     (out / "a/cpu/a_ctx.onnx").write_bytes(b"earlier")
-    before, rename = tree(out.parent), Path.rename
+    before, replace = tree(out.parent), Path.replace
 
     def fails(path: Path, target: Path) -> Path:
-        if path.name == "new":
+        if "complete" in path.parts and target.name == "manifest.json":
             raise PermissionError(f"{target} is in use")
-        return rename(path, target)
+        return replace(path, target)
 
-    monkeypatch.setattr(Path, "rename", fails)
+    monkeypatch.setattr(Path, "replace", fails)
     with pytest.raises(OutputError, match="in use"):
         export(config, out, run, loader=False, overwrite=True)
     assert tree(out.parent) == before

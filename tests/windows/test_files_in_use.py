@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.files import sync, write_atomically
+from hatch_epcontext.files import replace_files, sync, write_atomically
 from tests.windows.conftest import kernel, only_windows
 
 pytestmark = only_windows
@@ -63,3 +63,18 @@ def test_after_two_seconds_it_is_an_error_that_names_the_file(file: Path) -> Non
     assert str(file) in (raised.value.filename, raised.value.filename2)
     assert file.read_text("utf-8") == "old"
     assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.onnx", "old.bin"])
+def test_no_file_is_replaced_if_one_of_them_is_in_use(tmp_path: Path, name: str) -> None:
+    new, folder = tmp_path / "new", tmp_path / "out"
+    for path, content in ((new, "new"), (folder, "old")):
+        path.mkdir()
+        for each in ("a.bin", "a.onnx", "old.bin"):
+            (path / each).write_text(content, encoding="utf-8")
+    files = {each: new / each for each in ("a.bin", "a.onnx")}
+    with in_use(folder / name), pytest.raises(PermissionError):
+        replace_files(folder, files, ["old.bin"])
+    assert {path.read_text("utf-8") for path in folder.iterdir()} == {"old"}
+    replace_files(folder, files, ["old.bin"])
+    assert [path.read_text("utf-8") for path in folder.iterdir()] == ["new", "new"]
