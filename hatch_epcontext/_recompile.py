@@ -150,7 +150,7 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
             if name in secrets:
                 provider_options[name] = str(given[name])
             elif value.startswith(f"{loader.OPTION_FILE}{{"):
-                contents = parent / made / f"{name}.json"
+                contents = parent / made / f"{len(provider_options)}.json"
                 contents.write_text(value.removeprefix(loader.OPTION_FILE), encoding="utf-8")
                 provider_options[name] = str(opener.readable(contents, "ascii", advice))
             # What the build wrote beside the artifact is not for the app.

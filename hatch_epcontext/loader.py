@@ -42,7 +42,7 @@ SOURCE = "source"  # The name of the last target, which is the source model on t
 USER_CACHE = "{user-cache}"  # In an option: the app's own folder inside the user's cache folder.
 METADATA = "hatch-epcontext"  # The key of our part of ``additional_metadata`` in the manifest.
 OPTION_FILE = (
-    "{file}"  # In an option: the folder of files that options name. Before JSON: a file with it.
+    "{file}"  # In an option: the folder of files that options name; or, a file with this JSON.
 )
 OPTION_FILES = "files"  # The name of that folder, in that of the target.
 PREPARED = "prepared"  # The folder of the prepared model in that of its target, and its key.

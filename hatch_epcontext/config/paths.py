@@ -32,8 +32,8 @@ NO_HOME = "this user has no home folder, and so no cache folder"
 """Why there is no default folder, as in a container that runs as any user."""
 
 
-_ABSOLUTE = re.compile(r':\s*"((?:[/\\]|[A-Za-z]:[/\\])[^"]*)"')
-"""A value in JSON that is an absolute path."""
+_ABSOLUTE = re.compile(r':\s*"((?:[/\\]|[A-Za-z]:[/\\]|{user-cache})[^"]*)"')
+"""A value in JSON that is an absolute path, or one that the loader replaces only where it stands alone."""
 
 
 def default_root() -> Path | None:
@@ -122,7 +122,7 @@ class Finder:
             if not value.startswith((OPTION_FILE, "{")):
                 value, files = yield from self._json(key, option, value)
             if path := _ABSOLUTE.search(value):
-                message = f"has a path of this machine, {show(path[1])}, which apps do not have."
+                message = f"has the path {show(path[1])}, and the app has places of its own."
                 hint = "Leave it out. The app can set it: load(..., provider_options={...})."
                 yield Problem.at(key, Kind.INVALID_OPTION, message, hint)
             return value, files

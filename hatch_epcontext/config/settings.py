@@ -96,7 +96,10 @@ class OptionFile:
 
     def is_in(self, options: Mapping[str, str]) -> bool:
         """Whether one of ``options`` names it by its placeholder."""
-        return bool(self.name) and any(self.placeholder in value for value in options.values())
+        return any(
+            self.placeholder in value if self.is_read else self.placeholder == value
+            for value in options.values()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -82,7 +83,8 @@ def _look_up(option: str, value: str) -> str:
 def _put_files(option: str, value: str, files: Iterable[OptionFile]) -> str:
     """``value`` with paths of this machine; raises BuildError when a file is not the one that was read."""
     if value.startswith(f"{OPTION_FILE}{{"):
-        path = Path.cwd() / f"{option}.json"
+        # A package of somebody else may have any name for its option.
+        path = Path.cwd() / f"option-{hashlib.sha256(value.encode()).hexdigest()[:16]}.json"
         path.write_text(value.removeprefix(OPTION_FILE), encoding="utf-8")
         return near(path)
     for file in files:

@@ -418,6 +418,7 @@ def test_an_option_has_what_its_files_contain_and_no_path(
         ("op_affinity", "[1]", Kind.INVALID_OPTION),
         ("op_affinity", "{", Kind.INVALID_OPTION),
         ("op_affinity", '{"op_type": {"A": "C:\\\\x"}}', Kind.INVALID_OPTION),
+        ("op_affinity", '{"op_type": {"A": "{user-cache}/x"}}', Kind.INVALID_OPTION),
         ("qnn_saver_path", None, Kind.FILE_NOT_FOUND),
     ],
 )
