@@ -131,12 +131,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.package.bundle import bundle, shipped_sources
         from hatch_epcontext.package.modules import modules
         from hatch_epcontext.package.selection import packed_files, selected_files
-        from hatch_epcontext.package.wheel import repeated_models
+        from hatch_epcontext.package.wheel import repeated_models, too_new_files
 
         self._check_sbom(config)
         core = self.metadata.core
         extras = core.optional_dependencies.values()
-        check_app(config.targets, [*core.dependencies, *(each for some in extras for each in some)])
+        needed = [*core.dependencies, *(each for some in extras for each in some)]
+        check_app(config.targets, needed)
         packed = packed_files(self.build_config, build_data)
         # An sdist may contain models from elsewhere, which are no files of the app.
         places = [
@@ -152,8 +153,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         staging = self._make_staging()
         result = self._build(config, staging)
         made = bundle(result, staging, modules(self._hooked_name(output), config.models))
-        for message in repeated_models(
-            result, shipped_sources(result), files, selected, config.root
+        sources = shipped_sources(result)
+        for message in (
+            *repeated_models(result, sources, files, selected, config.root),
+            *too_new_files(made, needed),
         ):
             self._warning(message)
         build_data["force_include"].update(made.entries(output))

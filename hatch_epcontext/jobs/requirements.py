@@ -10,6 +10,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from hatch_epcontext.config.location import BUCKETS
 from hatch_epcontext.config.settings import BuildSettings, Model, Target
@@ -27,6 +28,17 @@ from hatch_epcontext.text import count, hide_credentials, listing
 
 ONNX_RUNTIME = ">=1.23"
 """The ModelCompiler of older releases does not fail when nothing was compiled."""
+
+_READ_SINCE = (
+    *(("1.15", 9, 19), ("1.17", 9, 20), ("1.18", 10, 21), ("1.21", 10, 22)),
+    *(("1.23", 11, 23), ("1.24", 13, 25), ("1.25", 13, 26), ("1.32", 14, 28)),
+)
+"""The newest IR version and opset of the models that each release of ONNX Runtime, and those after it, open:
+measured with 1.15 to 1.32.
+"""
+
+_READ_BY_ALL = (8, 17)
+"""Those that older releases open too, as ONNX Runtime documents it."""
 
 TOOLS = ("onnx>=1.19", "onnxslim>=0.1.80", "numpy>=2.0")
 """What a worker imports besides ONNX Runtime."""
@@ -268,6 +280,27 @@ def check_app(targets: Iterable[Target], dependencies: Iterable[str]) -> None:
                 )
     if problems:
         raise ConfigError(*problems)
+
+
+def needed_release(ir_version: int, opset: int) -> str | None:
+    """The first release of ONNX Runtime that opens such models, None if all do that an app may still have.
+
+    For models that are newer than this package: the installed one.
+    """
+    if ir_version <= _READ_BY_ALL[0] and opset <= _READ_BY_ALL[1]:
+        return None
+    known = (name for name, ir, last in _READ_SINCE if ir_version <= ir and opset <= last)
+    return next(known, next(filter(None, map(installed, DISTRIBUTIONS)), None))
+
+
+def allows_older(dependency: Requirement, release: str) -> bool:
+    """Whether the app's ``dependency`` is ONNX Runtime, and allows releases before ``release``."""
+    if canonicalize_name(dependency.name) not in DISTRIBUTIONS:
+        return False
+    named = (each.version for each in dependency.specifier if "*" not in each.version)
+    numbers = (f"1.{minor}.{patch}" for minor in range(100) for patch in range(10))
+    older = (each for each in (*numbers, *named) if Version(each) < Version(release))
+    return any(dependency.specifier.contains(each, prereleases=True) for each in older)
 
 
 def _installed_only(targets: Iterable[Target], missing: Collection[str]) -> str:
