@@ -345,7 +345,12 @@ def _move(name: str, source: Path, target: Path) -> None:
         # What is left behind may be of somebody else: a link must lead no file elsewhere.
         if root.is_symlink() or not path.parent.resolve().is_relative_to(root.resolve()):
             raise OSError(errno.ELOOP, "a link leads to another folder", str(path))
-    patiently(lambda: old.replace(new))
+    try:
+        patiently(lambda: old.replace(new))
+    except OSError as error:
+        # The user's own file, and not that in the temporary folder.
+        error.filename, error.filename2 = str(old if _PREFIX_REPLACING in str(new) else new), None
+        raise
 
 
 def _remove_tree(path: Path) -> None:
