@@ -175,7 +175,9 @@ def _with_reason(
     freeze: dict[str, Any] = {
         name: values[0] if values else None for name, values in by.inputs.items()
     }
-    decides = f"the input {by} decides {what!r}"
+    decides = (
+        f"it reads the input {by}" if what in by.inputs else f"the input {by} decides {what!r}"
+    )
     return replace(node, reason=f"{reason}; {decides}" if reason else decides, freeze=freeze)
 
 

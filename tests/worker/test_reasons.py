@@ -72,6 +72,17 @@ def test_an_input_that_decides_is_named_unless_it_is_an_index(token: bool) -> No
         assert found.freeze == {"length": None}
 
 
+def test_an_input_that_the_node_reads_itself_decides_nothing_else() -> None:
+    nodes = [helper.make_node("TensorScatter", ["cache", "rows", "at"], ["y"], "scatter")]
+    inputs = [
+        value("cache", [1, 9, 2]),
+        value("rows", [1, 1, 2]),
+        value("at", [1], TensorProto.INT64),
+    ]
+    (found,) = explain(nodes, inputs, [value("y", None)], {"scatter": "a reason"})
+    assert found.reason == "a reason; it reads the input 'at'"
+
+
 @needs_qnn
 def test_the_ep_is_asked_without_compiling_or_printing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

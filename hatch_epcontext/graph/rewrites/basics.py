@@ -114,6 +114,82 @@ def _scattered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add(kind.capitalize(), data, result)]
 
 
+def _scattered_tensor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Rows of a cache that are replaced from a computed place on, as language models write them."""
+    cache, update, starts = graph.operands(node, 3)
+    to, shape, elem_type = scope.shape(cache), scope.shape(update), scope.elem_type(cache)
+    if to is None or shape is None or elem_type is None:
+        return None
+    rank, axis = len(to), graph.number(node, "axis", -2) % len(to)
+    size, length = to[axis], shape[axis]
+    dtype = scope.dtype(starts) if starts else np.int64
+    if starts:
+        first = builder.reshape(starts, [-1, *[1] * (rank - 1)])
+    else:
+        first = builder.store(np.zeros([1] * rank, np.int64))
+    places = np.arange(size, dtype=dtype).reshape(-1, *[1] * (rank - axis - 1))
+    if length > 1:
+        # The last dimension is that of the rows of ``update``.
+        if axis != rank - 2 or builder.dtype.kind != "f" or size * length > _MAX_VALUES:
+            return None
+        first = builder.add("Add", first, builder.store(np.arange(length, dtype=dtype)))
+    if graph.text(node, "mode") == "circular":
+        first = builder.add("Mod", first, builder.store(np.array(size, dtype)))
+    hit = builder.add("Equal", first, builder.store(places))
+    if length > 1:
+        ones = builder.add("Cast", hit, to=elem_type)
+        update = builder.add("MatMul", ones, update)
+        hit = builder.add(
+            "Cast", builder.reduced("ReduceMax", ones, [rank - 1], 1), to=TensorProto.BOOL
+        )
+    return [builder.add("Where", hit, update, cache)]
+
+
+_CUBIC = ((0, -0.75, 1.5, -0.75), (1, 0, -2.25, 1.25), (0, 0.75, 1.5, -1.25), (0, 0, -0.75, 0.75))
+"""The weights of four neighbours as polynomials of the distance from the second one."""
+
+
+def _bicubic(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A bicubic GridSample as the weighted sum of its 16 nearest neighbours."""
+    shape, target = (scope.shape(name) for name in node.input)
+    if graph.text(node, "mode") not in ("bicubic", "cubic") or not shape or not target:
+        return None
+    aligned = graph.number(node, "align_corners", 0)
+    if len(shape) != 4 or (aligned and 1 in shape[2:]):
+        return None
+    batch, channels = shape[:2]
+    # Width and height: pixel = center + half * place.
+    sides = np.array(shape[:1:-1], builder.dtype)
+    half, center = (builder.store(each) for each in ((sides - aligned) / 2, (sides - 1) / 2))
+    places = builder.reshape(node.input[1], [batch, 1, -1, 2])
+    pixel = builder.add("Add", builder.add("Mul", places, half), center)
+    second = builder.add("Floor", pixel)
+    distance = builder.add("Sub", pixel, second)
+    steps = np.stack(np.meshgrid(*[np.arange(-1, 3)] * 2), -1).reshape(1, 16, 1, 2)
+    neighbours = builder.add("Add", second, builder.store(steps.astype(builder.dtype)))
+    sampled = builder.add(
+        "GridSample",
+        node.input[0],
+        builder.add("Div", builder.add("Sub", neighbours, center), half),
+        mode="nearest",
+        padding_mode=graph.text(node, "padding_mode") or "zeros",
+        align_corners=aligned,
+    )
+    *others, weights = (
+        builder.store(np.array(each, builder.dtype).reshape(1, 4, 1, 1))
+        for each in zip(*_CUBIC, strict=True)
+    )
+    for each in reversed(others):
+        weights = builder.add("Add", builder.add("Mul", weights, distance), each)
+    x, y = (builder.item(weights, 3, index) for index in (0, 1))
+    both = builder.add(
+        "Mul", builder.reshape(x, [batch, 1, 4, -1]), builder.reshape(y, [batch, 4, 1, -1])
+    )
+    factors = builder.reshape(both, [batch, 1, 16, -1])
+    total = builder.reduced("ReduceSum", builder.add("Mul", sampled, factors), [2], keepdims=0)
+    return [builder.reshape(total, [batch, channels, *target[1:3]])]
+
+
 def _gathered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value, indices = node.input[0], scope.constant(node.input[1])
     shape, result = scope.shape(value), scope.shape(node.output[0])
@@ -133,13 +209,15 @@ def _gathered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 SIMPLER = by_node(
-    "GatherND, Gemm, Mean, OneHot, ScatterElements or Trilu as simpler operators",
+    "operators as simpler ones",
     {
         "GatherND": _gathered,
         "Gemm": _gemm,
+        "GridSample": _bicubic,
         "Mean": _mean,
         "OneHot": _one_hot,
         "ScatterElements": _scattered,
+        "TensorScatter": _scattered_tensor,
         "Trilu": _triangle,
     },
 )

@@ -120,25 +120,75 @@ def _normalized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     given = dict(zip(operands, graph.operands(node, len(operands)), strict=True))
     if (sizes := scope.sizes(node.input[0])) is None:
         return None
-    value, mean = given["value"], ""
+    total, rank = given["value"], len(sizes)
     for name in filter(None, map(given.get, ("skip", "added"))):
-        value = builder.add("Add", value, name)
-    total, rank = value, len(sizes)
+        total = builder.add("Add", total, name)
     axes = range(graph.number(node, "axis", -1) % rank, rank)
-    if "bias" in given:
-        mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
-        value = builder.add("Sub", value, mean)
-    square = builder.add("Mul", value, value)
-    variance = builder.reduced("ReduceMean", square, axes, keepdims=1)
-    epsilon = builder.number(graph.attribute(node, "epsilon", 1e-5))
-    deviation = builder.add("Sqrt", builder.add("Add", variance, epsilon))
-    result = builder.add("Mul", builder.add("Div", value, deviation), given["scale"])
-    if bias := given.get("bias"):
-        result = builder.add("Add", result, bias)
+    epsilon = graph.attribute(node, "epsilon", 1e-5)
+    result, mean, deviation = _normalize(
+        builder, total, axes, epsilon, given["scale"], given.get("bias")
+    )
     inverse = builder.add("Reciprocal", deviation) if any(node.output[1:]) else ""
     if "skip" in given:
         return [result, mean, inverse, total]
     return [result, mean, inverse] if "bias" in given else [result, inverse]
+
+
+def _normalize(
+    builder: Builder,
+    value: str,
+    axes: Sequence[int],
+    epsilon: float,
+    scale: str,
+    bias: str | None,
+) -> tuple[str, str, str]:
+    """``value`` normalized over ``axes``, its mean and its deviation; with None as bias the mean is not
+    subtracted, and empty.
+    """
+    mean = ""
+    if bias is not None:
+        mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
+        value = builder.add("Sub", value, mean)
+    square = builder.add("Mul", value, value)
+    variance = builder.reduced("ReduceMean", square, axes, keepdims=1)
+    deviation = builder.add("Sqrt", builder.add("Add", variance, builder.number(epsilon)))
+    result = builder.add("Mul", builder.add("Div", value, deviation), scale)
+    return builder.add("Add", result, bias) if bias else result, mean, deviation
+
+
+def _embedded(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The normalized sum of rows of tables: for words, places and segments."""
+    names = graph.operands(node, 9)
+    words, segments, *tables, scale, bias, mask, places = names
+    shape = scope.shape(words)
+    if shape is None:
+        return None
+    if not places:
+        places = builder.store(np.arange(shape[1], dtype=np.int32).reshape(1, -1))
+    total = builder.add("Gather", tables[0], words, axis=0)
+    for table, indices in zip(tables[1:], (places, segments), strict=True):
+        if table and indices:
+            total = builder.add("Add", total, builder.add("Gather", table, indices, axis=0))
+    epsilon = graph.attribute(node, "epsilon", 1e-12)
+    value, _, _ = _normalize(builder, total, [2], epsilon, scale, bias)
+    index = ""
+    if any(node.output[1:2]):
+        index = builder.store(np.zeros(shape[:1], np.int32))
+        if mask:
+            ones = builder.add("Equal", mask, builder.store(np.int32(1)))
+            ones = builder.add("Cast", ones, to=TensorProto.INT32)
+            index = builder.reduced("ReduceSum", ones, [1], keepdims=0)
+    return [value, index, total]
+
+
+def _product_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A product with quantized weights of a matrix as that of a batch of one."""
+    shape, columns = scope.shape(node.input[0]), graph.number(node, "N", 0)
+    if shape is None or len(shape) == 3:
+        return None
+    batch = builder.reshape(node.input[0], [1, -1, shape[-1]])
+    (result,) = builder.add_like(node, node.op_type, [batch, *node.input[1:]], node.domain)
+    return [builder.reshape(result, [*shape[:-1], columns])]
 
 
 def _attention(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -183,8 +233,12 @@ def _attended(
     unknown = any(node.output[1:]) or any(
         graph.number(node, name, 0) for name in ("unidirectional", "do_rotary")
     )
-    if unknown or (mask and masked != (batch, keys)):
+    if unknown or (mask and masked not in ((batch, keys), (batch,))):
         return None
+    if masked == (batch,):
+        # The number of keys of each sequence.
+        places = builder.store(np.arange(keys, dtype=np.int32).reshape(1, keys))
+        mask = builder.add("Less", places, builder.reshape(mask, [batch, 1]))
     query, key, value = (
         builder.transpose(builder.reshape(part, [*shape[:2], heads, shape[2] // heads]), perm)
         for part, shape, perm in zip(
@@ -216,6 +270,8 @@ FUSED = by_node(
         "com.microsoft.Gelu": _gelu,
         "com.microsoft.BiasGelu": _gelu,
         "com.microsoft.FastGelu": _fast_gelu,
+        "com.microsoft.EmbedLayerNormalization": _embedded,
+        "com.microsoft.MatMulNBits": _product_of_blocks,
         "com.microsoft.SkipLayerNormalization": _normalized,
         "com.microsoft.SkipSimplifiedLayerNormalization": _normalized,
         "SimplifiedLayerNormalization": _normalized,
@@ -339,6 +395,10 @@ def _inline_definitions(model: onnx.ModelProto, types: Types, refused: frozenset
         # onnx cannot handle all models that ONNX Runtime opens.
         return 0
     model.CopyFrom(inlined)
+    for part in graph.graphs(model.graph):
+        named = [value for value in part.value_info if value.name]
+        del part.value_info[:]
+        part.value_info.extend(named)
     # An older opset may not define all of them.
     return before - _count(model, wanted)
 
@@ -356,6 +416,8 @@ def _explicit(model: onnx.ModelProto, types: Types, wanted: frozenset[str]) -> o
             for tensor in part.initializer
         }
         its |= {name: types[name] for node in part.node for name in node.output if name in types}
+        # The inliner looks up the types of missing operands too.
+        its[""] = onnx.TypeProto()
         part.value_info.extend(
             onnx.ValueInfoProto(name=name, type=type_)
             for name, type_ in its.items()

@@ -13,6 +13,9 @@ from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.builder import Builder, TooManyNodesError
 from hatch_epcontext.graph.scope import Scope
 
+_WITHOUT_BATCH = 9
+"""The opset from which Scan has no batches of its own."""
+
 
 class Body:
     """The graph that a loop repeats; nodes that are the same in all iterations are added to ``builder`` once.
@@ -79,13 +82,15 @@ def unroll_loop(
 def unroll_scan(
     node: onnx.NodeProto, scope: Scope, builder: Builder
 ) -> tuple[int, list[str]] | None:
-    """Unroll ``node``, a Scan of opset 9 or newer, as `unroll_loop` does."""
+    """Unroll ``node``, a Scan, as `unroll_loop` does."""
+    if builder.opset < _WITHOUT_BATCH:
+        return _unroll_batches(node, scope, builder)
     count = graph.number(node, "num_scan_inputs", 0)
     states, scanned = list(node.input[: len(node.input) - count]), node.input[-count:]
     axes = graph.attribute(node, "scan_input_axes", [0] * count)
     shapes = [sizes for name in scanned if (sizes := scope.sizes(name)) is not None]
     body = _body(node)
-    if body is None or builder.opset < 9 or count < 1 or len(shapes) < count:
+    if body is None or count < 1 or len(shapes) < count:
         return None
     length, *others = {sizes[axis] for sizes, axis in zip(shapes, axes, strict=True)}
     if others or not length:
@@ -109,6 +114,39 @@ def unroll_scan(
         for values, axis, reverse in zip(repeated.scans, axes, backward, strict=True)
     ]
     return length, [*repeated.states, *results]
+
+
+def _unroll_batches(
+    node: onnx.NodeProto, scope: Scope, builder: Builder
+) -> tuple[int, list[str]] | None:
+    """Unroll ``node``, a Scan of opset 8, which scans each sequence of a batch."""
+    lengths, *values = node.input
+    count = graph.number(node, "num_scan_inputs", 0)
+    body, sizes = _body(node), scope.sizes(values[-1])
+    batch, length = (sizes or (None, None))[:2]
+    if body is None or count < 1 or not batch or not length:
+        return None
+    given = scope.constant(lengths) if lengths else np.full(batch, length)
+    if given is None or (given != length).any():
+        return None
+    _check(batch * length, builder)
+    backward = graph.attribute(node, "directions", [0] * count)
+    states = len(values) - count
+    results: list[list[str]] = [[] for _ in body.output]
+    for sequence in range(batch):
+        own = [builder.item(name, 0, sequence) for name in values]
+        first, others = own[:states], own[states:]
+        repeated = Body(body, body.output, first, builder)
+        for trip in range(length):
+            items = [
+                builder.item(name, 0, length - 1 - trip if reverse else trip)
+                for name, reverse in zip(others, backward, strict=True)
+            ]
+            repeated.repeat(trip, [*repeated.states, *items])
+        ends = [*repeated.states, *(builder.stack(each, 0) for each in repeated.scans)]
+        for result, end in zip(results, ends, strict=True):
+            result.append(end)
+    return length, [builder.stack(result, 0) for result in results]
 
 
 def _body(node: onnx.NodeProto) -> onnx.GraphProto | None:

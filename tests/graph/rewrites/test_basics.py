@@ -129,6 +129,66 @@ def test_rows_are_scattered_by_a_product_or_a_maximum(
         assert (joining[1] in after) == (data != neutral)
 
 
+@pytest.mark.parametrize(
+    ("shape", "length", "attributes"),
+    [
+        ([2, 3, 7, 4], 1, {}),
+        ([2, 3, 7, 4], 3, {"axis": 2}),
+        ([2, 7, 4], 2, {"mode": "circular"}),
+        ([2, 7, 3, 4], 1, {"axis": 1, "mode": "circular"}),
+    ],
+)
+@pytest.mark.parametrize("places", [[4, 1], [0, 0], None])
+def test_a_cache_is_written_from_computed_places_on(
+    shape: list[int], length: int, attributes: Any, places: list[int] | None
+) -> None:
+    if attributes.get("mode") and places:
+        places = [9, 6]
+    axis = attributes.get("axis", -2)
+    update = [*shape]
+    update[axis] = length
+    nodes = [
+        helper.make_node("Where", ["c", "i", "i"], ["at"]),
+        helper.make_node(
+            "TensorScatter", ["x", "u", *(["at"] if places else [])], ["y"], **attributes
+        ),
+    ]
+    inputs = {"x": (FLOAT, shape), "u": (FLOAT, update), "c": (TensorProto.BOOL, [2])}
+    stored = {"i": np.array(places or [0, 0])}
+    model = made(nodes, inputs, {"y": (FLOAT, shape)}, stored, opset=24)
+    assert "TensorScatter" not in operators(rewritten(model, SIMPLER))
+
+
+def test_rows_of_integers_or_of_another_axis_of_a_cache_stay() -> None:
+    node = helper.make_node("TensorScatter", ["x", "u"], ["y"], axis=1)
+    for elem_type, rows in ((INT64, [2, 3, 4]), (FLOAT, [2, 3, 4])):
+        shapes = {"x": (elem_type, [2, 5, 4]), "u": (elem_type, rows)}
+        model = made([node], shapes, {"y": (elem_type, [2, 5, 4])}, opset=24)
+        assert untouched(model, SIMPLER) is (elem_type == INT64)
+
+
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("aligned", [0, 1])
+@pytest.mark.parametrize(("opset", "mode"), [(16, "bicubic"), (20, "cubic")])
+def test_a_bicubic_sample_is_a_sum_of_neighbours(
+    padding: str, aligned: int, opset: int, mode: str
+) -> None:
+    node = helper.make_node(
+        "GridSample", ["x", "g"], ["y"], mode=mode, padding_mode=padding, align_corners=aligned
+    )
+    inputs = {"x": (FLOAT, [2, 3, 5, 4]), "g": (FLOAT, [2, 4, 6, 2])}
+    model = made([node], inputs, {"y": (FLOAT, [2, 3, 4, 6])}, opset=opset)
+    after = onnx.ModelProto.FromString(model.SerializeToString())
+    assert rewrite(after, frozenset({"GridSample"}), {}, (SIMPLER,))
+    check_equal(model, after, 1e-4, scale=0.7)
+
+
+def test_a_sample_that_is_not_bicubic_stays() -> None:
+    node = helper.make_node("GridSample", ["x", "g"], ["y"])
+    inputs = {"x": (FLOAT, [2, 3, 5, 4]), "g": (FLOAT, [2, 4, 6, 2])}
+    assert untouched(made([node], inputs, {"y": (FLOAT, [2, 3, 4, 6])}, opset=16), SIMPLER)
+
+
 def test_rows_that_are_scattered_in_another_way_stay() -> None:
     for kind in ("none", "mul"):
         assert untouched(_scattering("Expand", [4, 3], [9, 3], kind), SIMPLER)

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.graph.rewrites.fused import FUNCTIONS, FUSED
+from hatch_epcontext.graph.rewrites.fused import DEFINITIONS, FUNCTIONS, FUSED
 from tests.conftest import newer_runtime
 from tests.graph.rewrites.equal import check_equal, made, operators, rewritten, untouched
 
@@ -215,6 +215,57 @@ def test_a_layer_normalization_is_taken_apart(opset: int, axis: int) -> None:
         opset=opset,
     )
     assert "LayerNormalization" not in operators(rewritten(model, FUNCTIONS))
+
+
+@pytest.mark.parametrize("shape", [[3, 32], [2, 2, 3, 32]])
+def test_a_product_with_blocks_is_one_of_a_batch(shape: list[int]) -> None:
+    node = ours("MatMulNBits", ["x", "w", "s"], K=32, N=5, bits=4, block_size=32)
+    stored = {"w": RNG.integers(0, 256, (5, 1, 16)).astype(np.uint8), "s": array(5)}
+    outputs = {"y": (FLOAT, [*shape[:-1], 5])}
+    after = rewritten(made([node], {"x": (FLOAT, shape)}, outputs, stored), FUSED)
+    assert operators(after) == ["Reshape", "com.microsoft.MatMulNBits", "Reshape"]
+    assert untouched(
+        made(
+            [node], {"x": (FLOAT, [1, *shape[-2:]])}, {"y": (FLOAT, [1, *shape[-2:-1], 5])}, stored
+        ),
+        FUSED,
+    )
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("places", [False, True])
+def test_embeddings_and_the_attention_with_their_mask_are_taken_apart(
+    segments: bool, places: bool
+) -> None:
+    """As ONNX Runtime's optimizer of transformers writes BERT."""
+    tables = ["words", "places", "segments" if segments else "", "v", "v", "kept"]
+    names = ["i", "j" if segments else "", *tables, *(["k"] if places else [])]
+    nodes = [
+        helper.make_node("Cast", ["c"], ["kept"], to=TensorProto.INT32),
+        ours("EmbedLayerNormalization", names, "e", "m", "sum", epsilon=1e-3),
+        ours("Attention", ["e", "w", "b", "m"], num_heads=2),
+    ]
+    ids = RNG.integers(0, 5, (3, 2, 5)).astype(np.int32)
+    stored = {
+        **dict(zip("ijk", ids, strict=True)),
+        **{name: array(5, 8) for name in ("words", "places", "segments")},
+        "v": array(8),
+        "w": array(8, 24),
+        "b": array(24),
+    }
+    outputs = {"y": (FLOAT, [2, 5, 8]), "sum": (FLOAT, [2, 5, 8]), "m": (TensorProto.INT32, [2])}
+    after = rewritten(made(nodes, {"c": (BOOL, [2, 5])}, outputs, stored), FUSED)
+    assert not any("microsoft" in each for each in operators(after))
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_to_a_part_of_a_cache_is_its_definition(causal: int, queries: int) -> None:
+    node = helper.make_node("Attention", ["q", "k", "v", "", "", "", "n"], ["y"], is_causal=causal)
+    shapes = {"q": (FLOAT, [2, 2, queries, 4]), **{n: (FLOAT, [2, 2, 9, 4]) for n in "kv"}}
+    stored = {"n": np.array([4, 7])}
+    model = made([node], shapes, {"y": (FLOAT, [2, 2, queries, 4])}, stored, opset=24)
+    assert "Attention" not in operators(rewritten(model, DEFINITIONS))
 
 
 BOOL = TensorProto.BOOL

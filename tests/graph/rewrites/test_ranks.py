@@ -13,6 +13,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites.ranks import FEW_DIMENSIONS
 from hatch_epcontext.graph.scope import Scope
 from tests.graph.rewrites.equal import made, operators, rewritten, untouched
+from tests.graph.unrolling.models import parsed
 
 FLOAT = TensorProto.FLOAT
 
@@ -117,3 +118,29 @@ def test_a_gather_of_few_dimensions_stays() -> None:
     shape = [3, 2, 2, 2]
     model = made([node], {"x": (FLOAT, shape)}, {"y": (FLOAT, [2, 2, 2, 2])}, stored)
     assert untouched(model, FEW_DIMENSIONS)
+
+
+SIX = [1, 2, 3, 2, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shape", "result"),
+    [
+        ("y = Mul (a, z)", SIX, SIX),
+        ("c = Greater (z, a) y = Where (c, z, a)", SIX, SIX),
+        ("y = Expand (a, wide)", [1, 2, 3, 1, 4, 1], SIX),
+        ("y = Tile (a, times)", [1, 2, 3, 1, 4, 1], [2, 2, 3, 2, 4, 2]),
+        ("y = ReduceMean <axes = [3, 5], keepdims = 0> (a)", SIX, [1, 2, 3, 4]),
+        ("y = ReduceSum (a, axes)", SIX, [1, 2, 3, 1, 4, 1]),
+        ("y = Concat <axis = -1> (a, a)", [1, 2, 3, 4, 2, 1], [1, 2, 3, 4, 2, 2]),
+    ],
+)
+def test_operators_with_six_dimensions_have_fewer(
+    nodes: str, shape: list[int], result: list[int]
+) -> None:
+    before, after = math.prod(shape), math.prod(result)
+    model = parsed(f"""main (float[{before}] x, float[3, 1, 1, 2] z) => (float[{after}] y)
+    <int64[6] many = {{{", ".join(map(str, shape))}}}, int64[6] wide = {{1, 2, 3, 2, 4, 2}},
+    int64[6] times = {{2, 1, 1, 2, 1, 2}}, int64[2] axes = {{3, -1}}, int64[1] flat = {{-1}}>
+    {{ a = Reshape (x, many) {nodes.replace("y =", "b =")} y = Reshape (b, flat) }}""")
+    assert largest_rank(rewritten(model, FEW_DIMENSIONS)) <= 4
