@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, BinaryIO, TypeVar
 
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.text import is_device, show_size
+from hatch_epcontext.text import is_device, show, show_size
 
 T = TypeVar("T")
 
@@ -478,6 +478,15 @@ def unreadable(path: Path) -> Rejection | None:
     if not os.access(path, os.R_OK):
         return FORBIDDEN
     return None
+
+
+def for_windows(path: str, root: Path = Path()) -> Rejection | None:
+    """Why ``path``, relative to ``root``, is right on Windows only; None if it is not, or if it exists."""
+    if os.sep == "\\" or "\\" not in path or not is_missing(root / path):
+        return None
+    slashes = path.replace("\\", "/")
+    hint = f"Write {show(slashes)}, which is right on every system."
+    return Rejection("has a backslash, which separates folders on Windows only.", hint)
 
 
 def _unreachable(path: Path, error: Exception) -> Rejection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from hatch_epcontext.errors import (
     KeyNames,
     Setting,
 )
+from hatch_epcontext.files import for_windows
 from hatch_epcontext.text import dotted, to_toml
 
 _Parts = tuple["str | int", ...]
@@ -44,6 +46,19 @@ _OF_MODELS = ("dims", "shapes", "constants")
 """Tables whose keys can have a model's name before them."""
 
 _INPUTS = ("validate", "inputs")
+
+
+class ExistingPath(click.Path):
+    """A file or folder that exists."""
+
+    def __init__(self, *, file_okay: bool = True, dir_okay: bool = True) -> None:
+        super().__init__(exists=True, file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; fails if there is none."""
+        if rejection := for_windows(os.fspath(value)):
+            self.fail(f"{value} {rejection.message} {rejection.hint}", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @dataclass(frozen=True)

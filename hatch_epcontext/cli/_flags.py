@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
+from hatch_epcontext.cli._flag_errors import ExistingPath
 from hatch_epcontext.cli._flags_to_config import job_settings
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.config.tables import Optimization
@@ -65,7 +65,7 @@ def models_argument(*, required: bool = True) -> Callable[[Command], Command]:
         nargs=-1,
         required=required,
         metavar="MODEL..." if required else "[MODEL...]",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=ExistingPath(dir_okay=False),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from hatch_epcontext.cli._flag_errors import use_lines
+from hatch_epcontext.cli._flag_errors import ExistingPath, use_lines
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, parse, tool_table
@@ -31,9 +31,7 @@ def project_options(command: Command) -> Command:
     targets = click.option(
         "-t", "--target", "targets", multiple=True, help="Only this target; repeatable."
     )
-    project = click.argument(
-        "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
-    )
+    project = click.argument("project", type=ExistingPath(file_okay=False), default=Path())
     return project(targets(models(command)))
 
 

@@ -11,7 +11,7 @@ import click
 
 import hatch_epcontext
 from hatch_epcontext.cli._common import Verbosity, cache_option, find_store, verbose_option
-from hatch_epcontext.cli._flag_errors import use_flag_names
+from hatch_epcontext.cli._flag_errors import ExistingPath, use_flag_names
 from hatch_epcontext.cli._flags import library_flags
 from hatch_epcontext.cli._library import show_library
 from hatch_epcontext.cli._output import echo
@@ -31,9 +31,7 @@ Examples:
 
 
 @click.command("doctor", epilog=_EXAMPLES)
-@click.argument(
-    "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
-)
+@click.argument("project", type=ExistingPath(file_okay=False), default=Path())
 @cache_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import cache_option, log, open_store, warn
-from hatch_epcontext.cli._flag_errors import use_lines
+from hatch_epcontext.cli._flag_errors import ExistingPath, use_lines
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
@@ -19,9 +19,7 @@ from hatch_epcontext.text import count
 
 
 @click.command("fetch")
-@click.argument(
-    "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
-)
+@click.argument("project", type=ExistingPath(file_okay=False), default=Path())
 @cache_option
 def command(project: Path, cache_dir: Path | None) -> None:
     """Download the models from elsewhere into the user's cache.

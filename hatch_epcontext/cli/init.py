@@ -12,6 +12,7 @@ from textwrap import indent
 import click
 
 from hatch_epcontext.cli._common import Command, warn
+from hatch_epcontext.cli._flag_errors import ExistingPath
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
@@ -38,7 +39,7 @@ def tables_options(command: Command) -> Command:
     dry_run = click.option("--dry-run", is_flag=True, help="Show the changes, and write nothing.")
     project = click.option(
         "--project",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        type=ExistingPath(file_okay=False),
         default=Path(),
         help="The folder with the pyproject.toml. The default is the current folder.",
     )
@@ -55,7 +56,7 @@ def tables_options(command: Command) -> Command:
 
 
 @click.command("init")
-@click.argument("models", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("models", nargs=-1, type=ExistingPath(dir_okay=False))
 @tables_options
 def command(
     models: tuple[Path, ...], providers: tuple[str, ...], project: Path, dry_run: bool

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store, warn
-from hatch_epcontext.cli._flag_errors import use_lines
+from hatch_epcontext.cli._flag_errors import ExistingPath, use_lines
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.pyproject import FILE
 from hatch_epcontext.errors import ConfigError, Kind, Problem
@@ -16,9 +16,7 @@ from hatch_epcontext.tools.pinning import pin
 
 
 @click.command("pin")
-@click.argument(
-    "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
-)
+@click.argument("project", type=ExistingPath(file_okay=False), default=Path())
 @cache_option
 def command(project: Path, cache_dir: Path | None) -> None:
     """Pin the models from elsewhere.

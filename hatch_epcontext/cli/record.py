@@ -10,6 +10,7 @@ from textwrap import indent
 import click
 
 from hatch_epcontext.cli._common import warn
+from hatch_epcontext.cli._flag_errors import ExistingPath
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.cli._project import project_config
 from hatch_epcontext.text import count, show_size, to_toml
@@ -20,7 +21,7 @@ from hatch_epcontext.tools.recording import Recording
 @click.command("record", context_settings={"allow_interspersed_args": False})
 @click.option(
     "--project",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=ExistingPath(file_okay=False),
     default=Path(),
     help="The folder with the pyproject.toml. The default is the current folder.",
 )

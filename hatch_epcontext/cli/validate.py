@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import Verbosity, verbosity_options, warn
-from hatch_epcontext.cli._flag_errors import use_flag_names
+from hatch_epcontext.cli._flag_errors import ExistingPath, use_flag_names
 from hatch_epcontext.cli._flags import loading_flags, provider_option
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.jobs.artifact import Validation
@@ -36,11 +36,11 @@ Examples:
 
 
 @click.command("validate", epilog=_EXAMPLES)
-@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.argument("path", type=ExistingPath())
 @click.option(
     "-s",
     "--source",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=ExistingPath(dir_okay=False),
     help="The source model, to compare with. It gets the fixed shapes of the compiled model.",
 )
 @provider_option(required=False)

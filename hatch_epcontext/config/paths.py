@@ -18,6 +18,7 @@ from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import (
     Rejection,
     file_sha256,
+    for_windows,
     is_inside,
     is_missing,
     is_regular,
@@ -203,18 +204,20 @@ class Finder:
             hint = "Write it as the url of a model's table, as epcontext add does."
             yield Problem.at(key, Kind.INVALID_VALUE, message, hint)
             return False
-        if not self.confined:
-            return True
-        if is_inside(path) and path[0] != "~":
-            return True
-        yield Problem.at(
-            key,
-            Kind.OUTSIDE_PROJECT,
-            f"{show(path)} is not a path inside the project.",
-            "Write it relative to the folder of pyproject.toml, without '..': "
-            "an sdist contains only the project.",
-        )
-        return False
+        if self.confined and not (is_inside(path) and path[0] != "~"):
+            yield Problem.at(
+                key,
+                Kind.OUTSIDE_PROJECT,
+                f"{show(path)} is not a path inside the project.",
+                "Write it relative to the folder of pyproject.toml, without '..': "
+                "an sdist contains only the project.",
+            )
+            return False
+        if rejection := for_windows(path, self.root):
+            message = f"{show(path)} {rejection.message}"
+            yield Problem.at(key, Kind.FILE_NOT_FOUND, message, rejection.hint)
+            return False
+        return True
 
     def _not_found(self, key: Key, message: str) -> Problem:
         hint = self.hooks.advice()

@@ -86,7 +86,8 @@ class Resolver:
             if item.url is not None:
                 return [(key, item, (yield from self._place(key, item)))]
             path = yield from self._finder.file(key / "path", item.path, "model")
-            return [(key, item, path or self._root / item.path)]
+            # A path for Windows is one problem: the name that follows from it is right.
+            return [(key, item, path or self._root / item.path.replace("\\", "/"))]
         paths = yield from self._finder.models(key, item)
         if not paths and self._finder.pending:
             # For its targets: their requirements are installed before the models are made.

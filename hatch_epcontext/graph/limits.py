@@ -48,6 +48,7 @@ class Limits:
     ``kinds``: kinds of values that none of its nodes reads or computes. ``shapes_from``: operators whose
     output shape depends on the values of these inputs, by their numbers from 0, and which it compiles only
     with constants there. ``loops``: whether it compiles loops whose number of iterations depends on the data.
+    ``empty``: whether it compiles tensors with a size of 0.
     """
 
     domains: frozenset[str] = frozenset({"ai.onnx.ml"})
@@ -55,6 +56,7 @@ class Limits:
     kinds: frozenset[ValueKind] = frozenset(VALUE_KINDS)
     shapes_from: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     loops: bool = True
+    empty: bool = True
 
 
 NUMBERS_ONLY = Limits()

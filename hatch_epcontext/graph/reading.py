@@ -50,8 +50,12 @@ def read(path: Path, key: Key) -> onnx.ModelProto:
     if not path.stat().st_size:
         raise _invalid(key, f"{path.name} is empty.")
     model = load(path, key)
+    if not model.graph.output:
+        reason = "output" if model.graph.node else "node"
+        raise _invalid(key, f"{path.name} is not an ONNX model: its graph has no {reason}.")
     if not model.graph.node:
-        raise _invalid(key, f"{path.name} is not an ONNX model: its graph has no node.")
+        reason = "its outputs are inputs or stored values"
+        raise _invalid(key, f"{path.name} has nothing to compile: {reason}.")
     functions = (node for function in model.functions for node in graph.nodes(function))
     if any(node.op_type == graph.CONTEXT_OP for node in functions) or graph.contexts(model.graph):
         message = f"{path.name} is a context model already."

@@ -454,7 +454,12 @@ PROVIDER = Provider(
     ep="QNNExecutionProvider",
     title="Qualcomm's NPU (HTP) and GPU",
     product="context",
-    limits=dataclasses.replace(FIXED_SHAPES, known=frozenset({"ai.onnx.ml.ArrayFeatureExtractor"})),
+    limits=dataclasses.replace(
+        FIXED_SHAPES,
+        known=frozenset({"ai.onnx.ml.ArrayFeatureExtractor"}),
+        # Seen with onnxruntime-qnn 2.7.0: SIGFPE.
+        empty=False,
+    ),
     distributions=("onnxruntime", "onnxruntime-gpu"),
     devices=("npu", "gpu"),
     requirements=("onnxruntime-qnn>=2.7",),

@@ -19,7 +19,7 @@ from hatch_epcontext.errors import (
     WheelError,
     collect,
 )
-from hatch_epcontext.files import is_regular, temp_dir
+from hatch_epcontext.files import for_windows, is_regular, temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_environment
 from hatch_epcontext.package import finished
@@ -92,6 +92,9 @@ def _inspect_archive(path: Path) -> Inspection:
 
 def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
     """Read the facts of the ONNX file at ``path``, with ``workers`` if given; raises as `inspect` does."""
+    if rejection := for_windows(str(path)):
+        problem = Problem(Kind.INVALID_PATH, str(path), rejection.message, rejection.hint)
+        raise InspectionError(problem)
     if not path.is_file():
         message = "is not a regular file." if path.exists() else "does not exist."
         if path.is_dir():

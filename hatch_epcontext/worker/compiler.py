@@ -13,6 +13,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.refusals.conditions import advice
@@ -263,7 +264,10 @@ def _nothing_compiled(
         "operators."
     )
     settings: tuple[Setting, ...] = ()
-    if any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in graph.nodes(source)):
+    if not Dependencies(source).counted:
+        message += " None of them depends on an input: ONNX Runtime computes them all beforehand."
+        hint = "Ship their results: the provider cpu stores them in its model."
+    elif any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in graph.nodes(source)):
         message += " It is dynamically quantized: it measures its activations when it runs,"
         message += " which NPUs cannot do."
         hint, settings = (

@@ -84,6 +84,26 @@ def test_a_file_that_is_not_a_model_is_an_error(
     assert message in found.message
 
 
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (["x"], "has nothing to compile: its outputs are inputs or stored values"),
+        ([], "its graph has no node"),
+    ],
+)
+def test_a_graph_without_nodes_has_nothing_to_compile(
+    tmp_path: Path, outputs: list[str], message: str
+) -> None:
+    ends = [value(name, [1]) for name in outputs]
+    assert message in problem(save(model([], [value("x", [1])], ends), tmp_path / "a.onnx")).message
+
+
+def test_a_graph_without_outputs_is_an_error(tmp_path: Path) -> None:
+    made = network()
+    del made.graph.output[:]
+    assert "its graph has no output" in problem(save(made, tmp_path / "a.onnx")).message
+
+
 def test_a_context_model_is_not_a_source_model(tmp_path: Path) -> None:
     found = problem(save(context_model(), tmp_path / "a.onnx"))
     assert found.kind is Kind.COMPILED_MODEL

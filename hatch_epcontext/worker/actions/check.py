@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -74,6 +75,7 @@ def _check_model(model: Model) -> ModelFacts:
         *check_fixed(open_inputs, model, eps.get(False), left_open=True),
     ]
     for target in model.targets:
+        problems += _check_target(onnx_model.graph, inputs, model, target)
         problems += _check_profiles(
             target, inputs if target.settings.static_shapes else open_inputs
         )
@@ -103,6 +105,34 @@ def _check_model(model: Model) -> ModelFacts:
         graph.license_of(onnx_model),
         is_dynamic(onnx_model),
     )
+
+
+def _check_target(
+    main: onnx.GraphProto, inputs: tuple[TensorFacts, ...], model: Model, target: Target
+) -> Iterator[Problem]:
+    """What the EP contexts of ``target`` cannot have: inputs without values, and an output listed twice."""
+    provider = target.provider
+    if provider.limits is not None and not provider.limits.empty:
+        for each in inputs:
+            if 0 in each.sizes:
+                yield Problem.at(
+                    model.place("shapes") if each.name in model.shapes else model.key,
+                    Kind.NOT_COMPILABLE,
+                    f"the input {each.name!r} has no values ({each.shape_text}), and {provider.ep} compiles "
+                    "only tensors that have some.",
+                    "Give it other sizes, or leave out the target for this model.",
+                )
+    if provider.product == "context":
+        names = Counter(each.name for each in main.output)
+        if twice := [name for name, number in names.items() if number > 1]:
+            yield Problem.at(
+                model.key,
+                Kind.UNSUPPORTED_OUTPUT,
+                f"the model lists the output {listing(map(repr, twice))} more than once, which EP contexts "
+                "cannot.",
+                "Keep each output once:",
+                Setting(model.key / "cut", {"outputs": list(names)}),
+            )
 
 
 def not_compilable(

@@ -79,6 +79,27 @@ def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
     assert [str(each) for each in problem.settings] == [setting]
 
 
+def test_an_output_that_is_listed_twice_is_for_models_that_stay_graphs(tmp_path: Path) -> None:
+    node = helper.make_node("Relu", ["x"], ["y"])
+    ends = [value(name, [1]) for name in ("y", "x", "y")]
+    path = save(model([node], [value("x", [1])], ends), tmp_path / "a.onnx")
+    (facts,) = handle(request_for(path, target("cpu"))).models
+    assert [each.name for each in facts.outputs] == ["y", "x", "y"]
+    with pytest.raises(ModelError, match="lists the output 'y' more than once") as raised:
+        handle(request_for(path, QNN))
+    (setting,) = raised.value.problems[0].settings
+    assert str(setting) == 'tool.epcontext.models[0].cut = { outputs = ["y", "x"] }'
+
+
+def test_an_input_without_values_is_refused_for_eps_that_crash(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    shapes = {"x": (0, 1, 8, 8)}
+    assert handle(request_for(path, target("cpu"), shapes=shapes)).models
+    with pytest.raises(ModelError, match=r"'x' has no values \(0 x 1 x 8 x 8\)") as raised:
+        handle(request_for(path, QNN, shapes=shapes))
+    assert raised.value.problems[0].location == "tool.epcontext.models[0].shapes"
+
+
 def test_an_unknown_rank_is_open(tmp_path: Path) -> None:
     path = save(of_any_rank(), tmp_path / "a.onnx")
     with pytest.raises(ModelError) as raised:

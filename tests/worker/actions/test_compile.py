@@ -34,6 +34,7 @@ from tests.models import (
     save,
     save_with_data,
     value,
+    weights,
 )
 
 X_ELITE = {"soc_model": "60", "htp_arch": "73"}
@@ -150,6 +151,18 @@ def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         BuildError, match="QNNExecutionProvider compiled no node of the model"
     ) as it:
+        compiled(path, target("qnn", X_ELITE), tmp_path)
+    assert it.value.problems[0].kind is Kind.NOTHING_COMPILED
+
+
+@needs_qnn
+def test_a_model_that_depends_on_no_input_has_nothing_to_compile(tmp_path: Path) -> None:
+    product = helper.make_node("MatMul", ["one", "other"], ["y"])
+    made = model(
+        [product], [], [value("y", [2, 3])], [weights("one", 2, 4), weights("other", 4, 3)]
+    )
+    path = save(made, tmp_path / "a.onnx")
+    with pytest.raises(BuildError, match="None of them depends on an input") as it:
         compiled(path, target("qnn", X_ELITE), tmp_path)
     assert it.value.problems[0].kind is Kind.NOTHING_COMPILED
 
