@@ -12,7 +12,9 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem, Setting
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.bodies import keep_weights, remove_readers
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
@@ -45,21 +47,59 @@ def compile_context(
     key = None if model is None else model.key
 
     with explained(provider, lambda: _graph(prepared), key, refused, optimizes=optimizes):
-        if target.settings.in_memory:
-            loaded = onnx.load(prepared, load_external_data=False)
-            data = {
-                name: (prepared.parent / name).read_bytes()
-                for name in external_data(loaded, prepared, prepared.name)
-            }
-            result.write_bytes(compile_buffers(prepared.read_bytes(), data, target))
-        elif provider.own_context_options is None:
-            _with_model_compiler(prepared, result, target, session_options or {})
-        else:
-            own = provider.own_context_options(near(result), target.settings.embed)
-            provider_options = {**target.settings.provider_options, **own}
-            _with_session(prepared, options(target, provider_options, session_options), target)
+        try:
+            _compile(prepared, result, target, session_options or {})
+        except Exception as error:
+            if not (
+                _BODY.search(str(error))
+                and _compile_with_bodies(prepared, result, target, session_options or {})
+            ):
+                raise
     if not result.is_file():
         raise BuildError(_nothing_compiled(provider, _graph(prepared), key, refused))
+
+
+def _compile(
+    prepared: Path, result: Path, target: Target, session_options: Mapping[str, str]
+) -> None:
+    provider = target.provider
+    if target.settings.in_memory:
+        loaded = onnx.load(prepared, load_external_data=False)
+        data = {
+            name: (prepared.parent / name).read_bytes()
+            for name in external_data(loaded, prepared, prepared.name)
+        }
+        result.write_bytes(compile_buffers(prepared.read_bytes(), data, target))
+    elif provider.own_context_options is None:
+        _with_model_compiler(prepared, result, target, session_options)
+    else:
+        own = provider.own_context_options(near(result), target.settings.embed)
+        provider_options = {**target.settings.provider_options, **own}
+        _with_session(prepared, options(target, provider_options, session_options), target)
+
+
+def _compile_with_bodies(
+    prepared: Path, result: Path, target: Target, session_options: Mapping[str, str]
+) -> bool:
+    """Compile ``prepared``, whose bodies of control flow lose weights otherwise; False if they read none."""
+    model = onnx.load(prepared, load_external_data=False)
+    if not (readers := keep_weights(model)):
+        return False
+    # Beside the external data, under a name that is the same in all builds: an EP may write it.
+    kept = prepared.with_name(f"{prepared.stem}.bodies.onnx")
+    with temp_dir(prepared.parent) as folder:
+        onnx.save(model, folder / kept.name)
+        (folder / kept.name).replace(kept)
+    _compile(kept, result, target, session_options)
+    if result.is_file():
+        context = onnx.load(result, load_external_data=False)
+        remove_readers(context, readers)
+        onnx.save(context, result)
+    return True
+
+
+_BODY = re.compile("topologically sorted|in-memory address marker")
+"""ONNX Runtime's errors about weights of inner graphs that it lost, or cannot write: see `bodies`."""
 
 
 def compile_buffers(model: bytes, data: Mapping[str, bytes], target: Target) -> bytes:

@@ -10,6 +10,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Diagnosed, Key, Kind, ModelError, Problem, Setting, collect
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.bodies import fix_states
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.kinds import dimension_kind
 from hatch_epcontext.graph.values.ranges import input_ranges
@@ -75,6 +76,7 @@ def fix_shapes(onnx_model: onnx.ModelProto, model: Model) -> None:
             for dim in value.type.tensor_type.shape.dim:
                 if dim.dim_param in dims:
                     dim.dim_value = dims[dim.dim_param]
+    fix_states(onnx_model)
 
 
 def unknown_name(key: Key, name: str, noun: str, known: list[str]) -> Problem:

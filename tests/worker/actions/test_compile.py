@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -24,7 +25,9 @@ from hatch_epcontext.worker.requests import (
     PrepareRequest,
 )
 from hatch_epcontext.worker.results import Simplifier
-from tests.conftest import needs_qnn
+from hatch_epcontext.worker.session import context_options, cpu_options, open_session
+from tests.conftest import needs_qnn, newer_runtime
+from tests.graph.test_bodies import OPERATORS, PLACES, feeds_of, with_body
 from tests.models import (
     choosing_nothing,
     half_for_the_cpu,
@@ -360,6 +363,31 @@ def test_a_graph_that_onnx_runtime_broke_itself_is_explained(
     ):
         raise error
     assert raised.value.problems[0].settings == (Setting(MODEL / setting[0], setting[1]),)
+
+
+@needs_qnn
+@newer_runtime
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_bodies_on_the_cpu_keep_their_weights(tmp_path: Path, operator: str, place: str) -> None:
+    source = with_body(operator, place)
+    to = target("qnn", X_ELITE)
+    reply, folder = compiled(save(source, tmp_path / "a.onnx"), to, tmp_path)
+    coverage = reply.contexts[0].coverage
+    assert coverage is not None
+    # What is before the body is compiled, and what is after it, too.
+    assert coverage.compiled >= 2
+    assert "SequenceConstruct" not in {node.op for node in coverage.uncovered}
+    context = folder / reply.contexts[0].model_file
+    found, expected = (
+        open_session(path, each).run(["y"], feeds_of(operator))[0]
+        for path, each in (
+            (context, context_options(to, "context")),
+            (tmp_path / "a.onnx", cpu_options()),
+        )
+    )
+    # QNN compiles an If that has all its weights, and its Tanh is inexact.
+    assert np.allclose(found, expected, rtol=0.02)
 
 
 @needs_qnn

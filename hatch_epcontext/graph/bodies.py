@@ -1,0 +1,96 @@
+"""What ONNX Runtime (1.32) loses of the bodies of Loop, Scan and If, where an EP compiles nodes around them.
+
+It drops stored tensors that only inner graphs read, and cannot write tensors of more than 127 bytes that are
+stored in an inner graph. It keeps what a node of the main graph reads that no EP compiles. And it infers no
+shape after a Loop, even if each iteration keeps the shape.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx
+from onnx import helper
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, rename
+from hatch_epcontext.graph.scope import Scope
+
+_READER = "SequenceConstruct"
+_FIRST_OPSET = 11
+"""An operator that no EP compiles, and that ONNX Runtime does not compute in advance; its first opset."""
+
+_FEW = 15
+"""The most numbers that an inner graph may keep: 127 bytes of int64."""
+
+
+def fix_states(model: onnx.ModelProto) -> None:
+    """Give the results of the Loops of ``model`` the fixed shapes that their bodies declare, in place.
+
+    Only where the first value has the same shape: there may be no iteration.
+    """
+    main = model.graph
+    loops = [node for node in main.node if graph.operator(node) == "Loop"]
+    bodies = [(node, body) for node in loops for body in graph.inner_graphs(node)]
+    if not bodies:
+        return
+    scope = Scope.of(model)
+    types = {value.name: value for value in (*main.output, *main.value_info)}
+    for node, body in bodies:
+        # Before them come the number of iterations and the condition, which is also the first output.
+        states = zip(node.input[2:], body.output[1:], node.output, strict=False)
+        for first, last, result in states:
+            shape = scope.shape(first)
+            if result and shape is not None and shape == graph.sizes(last.type):
+                value = types.get(result) or main.value_info.add(name=result)
+                value.type.CopyFrom(last.type)
+
+
+def keep_weights(model: onnx.ModelProto) -> frozenset[str]:
+    """Let a node of the main graph read each stored tensor that inner graphs of ``model`` read, in place.
+
+    Large tensors of inner graphs move to the main graph. Returns the names of the added nodes' outputs, for
+    `remove_readers`; without any the model is unchanged.
+    """
+    main = model.graph
+    if graph.opset(model) < _FIRST_OPSET:
+        return frozenset()
+    builder = Builder(model)
+    for part in [*graph.graphs(main)][1:]:
+        _move_large(part, builder)
+    main.initializer.extend(builder.stored)
+    stored = {tensor.name for tensor in main.initializer}
+    stored |= {name for node in main.node if graph.constant_tensor(node) for name in node.output}
+    read = (name for n in main.node if graph.inner_graphs(n) for name in graph.read_by(n))
+    outputs = {name: builder.fresh(f"{name}_kept") for name in read if name in stored}
+    main.node.extend(helper.make_node(_READER, [name], [new]) for name, new in outputs.items())
+    return frozenset(outputs.values())
+
+
+def remove_readers(model: onnx.ModelProto, outputs: frozenset[str]) -> None:
+    """Remove the nodes with the ``outputs`` that `keep_weights` added, in place."""
+    for node in [*model.graph.node]:
+        if not outputs.isdisjoint(node.output):
+            model.graph.node.remove(node)
+
+
+def _move_large(part: onnx.GraphProto, builder: Builder) -> None:
+    """Move the large tensors of the inner graph ``part`` to those that ``builder`` stores."""
+    bound = {value.name for value in (*part.input, *part.output)}
+    names: dict[str, str] = {}
+
+    def move(name: str, tensor: onnx.TensorProto | None) -> bool:
+        if tensor is None or name in bound or math.prod(tensor.dims) <= _FEW:
+            return False
+        moved = onnx.TensorProto.FromString(tensor.SerializeToString())
+        moved.name = names[name] = builder.fresh(name)
+        builder.stored.append(moved)
+        return True
+
+    for tensor in [*part.initializer]:
+        if move(tensor.name, tensor):
+            part.initializer.remove(tensor)
+    for node in [*part.node]:
+        if move(node.output[0] if node.output else "", graph.constant_tensor(node)):
+            part.node.remove(node)
+    rename(part.node, names)
