@@ -432,7 +432,7 @@ def is_missing(path: Path) -> bool:
 def read_regular(path: Path) -> bytes:
     """The bytes of the regular file ``path``; raises OSError for others: a pipe, for example, would block."""
     if os.path.exists(path) and not is_regular(path):  # noqa: PTH110, as in `is_regular`
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise FileNotFoundError(errno.ENOENT, "there is no regular file", str(path))
     return path.read_bytes()
 
 

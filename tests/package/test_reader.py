@@ -468,7 +468,7 @@ def test_a_folder_without_a_manifest_is_one_problem(tmp_path: Path) -> None:
 def test_a_pipe_in_the_place_of_a_manifest_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
     _, (problem,) = reading(tmp_path)
-    assert "it is not a regular file" in problem.message
+    assert "there is no regular file" in problem.message
 
 
 def the_variant(folder: Path) -> Variant:
