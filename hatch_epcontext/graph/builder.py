@@ -420,6 +420,27 @@ def restore_inlined(source: onnx.GraphProto, model: onnx.ModelProto) -> onnx.Mod
     return model
 
 
+def separate_outputs(model: onnx.ModelProto) -> bool:
+    """Give each output of a graph inside a node of ``model`` its own value, in place; False if all had one.
+
+    Older exporters return the state of a recurrent cell as its result too, by the same name. ONNX Runtime
+    then leaves one of both uninitialized.
+    """
+    parts = [part for part in graph.graphs(model.graph) if part is not model.graph]
+    if all(len({value.name for value in part.output}) == len(part.output) for part in parts):
+        return False
+    builder = Builder(model)
+    for part in parts:
+        names = set[str]()
+        for value in part.output:
+            if value.name in names:
+                name = builder.fresh(f"{value.name}/output")
+                part.node.append(helper.make_node("Identity", [value.name], [name], name))
+                value.name = name
+            names.add(value.name)
+    return True
+
+
 def remove_unused(
     part: onnx.GraphProto, is_removable: Callable[[onnx.NodeProto], bool] = lambda node: True
 ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -14,6 +15,7 @@ from hatch_epcontext.graph.builder import (
     TooManyNodesError,
     remove_unused,
     replace,
+    separate_outputs,
 )
 from hatch_epcontext.graph.scope import Scope
 from tests.models import model, value
@@ -152,3 +154,17 @@ def test_what_nothing_uses_is_removed(ir_version: int) -> None:
     assert operators(made) == ["Add"]
     # An input without its initializer would have to be fed.
     assert len(made.graph.initializer) == (2 if listed else 1)
+
+
+def test_each_output_of_an_inner_graph_gets_its_own_value() -> None:
+    text = """main (float[2] h, float[3, 2] x) => (float[2] last, float[3, 2] y) {
+        last, y = Scan <num_scan_inputs = 1, body = body (float[2] state, float[2] item)
+            => (float[2] next, float[2] next) { next = Add (state, item) }> (h, x) }"""
+    made = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
+    assert separate_outputs(made)
+    onnx.checker.check_model(made, full_check=True)
+    assert not separate_outputs(made)
+    feeds = {"h": np.zeros(2, np.float32), "x": np.ones((3, 2), np.float32)}
+    session = ort.InferenceSession(made.SerializeToString())
+    last, rows = session.run(None, feeds)
+    assert (last.tolist(), rows[:, 0].tolist()) == ([3, 3], [1, 2, 3])

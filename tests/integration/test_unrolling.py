@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 
 from hatch_epcontext.api import BuildError, ValidationStatus, compile_models
@@ -14,6 +15,8 @@ from tests.models import save
 pytestmark = needs_qnn
 
 OPTIONS = {"soc_model": 60}
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
 
 LOOP = """
 main (float[1, 8] x) => (float[1, 8] y)
@@ -34,6 +37,27 @@ def test_a_loop_of_known_length_becomes_one_context(tmp_path: Path) -> None:
     assert (model.coverage.partitions, model.coverage.uncovered) == (1, ())
     assert model.preparation is not None
     assert model.preparation.rewrites == ("Loop unrolled 3 times",)
+
+
+SCAN = """
+main (float[1, 8] h, float[5, 1, 8] x) => (float[1, 8] last, float[5, 1, 8] y)
+{
+    last, y = Scan <num_scan_inputs = 1, body = body (float[1, 8] state, float[1, 8] item)
+        => (float[1, 8] next, float[1, 8] next) { sum = Add (state, item) next = Tanh (sum) }> (h, x)
+}
+"""
+
+
+def test_a_cell_that_returns_its_state_as_its_result_by_the_same_name_is_compiled(
+    tmp_path: Path,
+) -> None:
+    """ONNX Runtime's CPU computes one of both wrong: the compared model has two names."""
+    source = tmp_path / "a.onnx"
+    source.write_bytes(onnx.parser.parse_model(f"{HEAD}{SCAN}").SerializeToString())
+    result = compile_models(source, tmp_path / "out", "qnn", provider_options=OPTIONS)
+    (model,) = result.report.jobs[0].models
+    assert model.preparation.rewrites == ("Scan unrolled 5 times",)
+    assert model.validation.status is ValidationStatus.RAN
 
 
 def test_the_limit_0_leaves_it_as_it_is(tmp_path: Path) -> None:

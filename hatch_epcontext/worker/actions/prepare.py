@@ -12,6 +12,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import is_noisy
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import count
@@ -163,6 +164,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         copy((source.parent / name).resolve(), target)
     fix_inputs(onnx_model, model)
+    separate_outputs(onnx_model)
     # An EP reports the nodes that it refuses by their names.
     graph.name_nodes(onnx_model.graph)
     name = f"{model.name}.fixed.onnx"

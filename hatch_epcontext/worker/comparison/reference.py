@@ -17,6 +17,7 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Arrays, is_float
+from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.cost import multiply_adds
 from hatch_epcontext.worker.comparison.measures import Nature
 from hatch_epcontext.worker.comparison.outputs import (
@@ -138,14 +139,17 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
 
 def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.InferenceSession:
     """A session that also returns the values called ``inner``, unless ONNX Runtime refuses that."""
+    options = cpu_options()
+    set_model_path(path, options)
+    is_changed = separate_outputs(source)
     if inner := inner - {value.name for value in source.graph.output}:
         probed = onnx.ModelProto()
         probed.CopyFrom(source)
         probed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
-        options = cpu_options()
-        set_model_path(path, options)
         with contextlib.suppress(Exception):
             return open_session(probed.SerializeToString(), options)
+    if is_changed:
+        return open_session(source.SerializeToString(), options)
     return open_session(path, cpu_options())
 
 
