@@ -39,6 +39,26 @@ def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str], key: 
     return part
 
 
+def is_possible(
+    model: onnx.ModelProto, cut: Cut, frozen: Collection[str], refused: Collection[str]
+) -> bool:
+    """Whether ``cut`` keeps a part of ``model`` between tensors, without the nodes that make ``refused``.
+
+    ``frozen``: the inputs with a configured value.
+    """
+    try:
+        part = part_between(model.graph, cut, frozen, Key())
+    except ModelError:
+        return False
+    made = {name for index in part.nodes for name in model.graph.node[index].output}
+    if not made.isdisjoint(refused):
+        return False
+    typed = graph.inferred(model)
+    values = map(graph.facts, (*typed.input, *typed.value_info, *typed.output))
+    others = {each.name for each in values if each.dtype.endswith("_type")}
+    return others.isdisjoint((*part.inputs, *part.outputs))
+
+
 def extract(model: onnx.ModelProto, part: Part, ends: Mapping[str, onnx.ValueInfoProto]) -> None:
     """Keep only ``part`` of ``model``, in place; ``ends`` has the types of its inputs and outputs."""
     main = model.graph
@@ -89,8 +109,9 @@ def _part(
         more = tuple(sorted(its - named - set(frozen)))
         if more or not its & named:
             lacking.setdefault(more, []).append(name)
+    whole = [*kept, *sorted({name for more in lacking for name in more})]
     for more, names in lacking.items():
-        yield _not_computable(names, more, kept, key)
+        yield _not_computable(names, more, whole, key)
     for name in cut.inputs:
         if name not in needed:
             message = f"no output depends on {name!r}, which is one of the inputs."
@@ -117,9 +138,12 @@ def _unknown(
 
 
 def _not_computable(
-    outputs: Sequence[str], more: Sequence[str], kept: Sequence[str], key: Key
+    outputs: Sequence[str], more: Sequence[str], whole: Sequence[str], key: Key
 ) -> Problem:
-    """The problem of ``outputs`` that also need the inputs ``more``, or that need none at all."""
+    """The problem of ``outputs`` that also need the inputs ``more``, or that need none at all.
+
+    ``whole``: the inputs that all outputs need.
+    """
     one = len(outputs) == 1
     named = f"the output{'' if one else 's'} {listing([repr(each) for each in outputs])}"
     if more:
@@ -129,7 +153,7 @@ def _not_computable(
             Kind.INVALID_CUT,
             f"{named} also need{'s' if one else ''} {also} of the model, which the cut removes.",
             "Keep what is needed, or cut after it:",
-            Setting(key / "inputs", [*kept, *more]),
+            Setting(key / "inputs", whole),
         )
     return Problem.at(
         key / "outputs",

@@ -68,7 +68,7 @@ def check_coverage(coverage: Coverage | None, target: Target, model: Model) -> N
 def _choices(coverage: Coverage) -> str:
     if coverage.largest is None:
         return "Or accept it:"
-    return "Or keep the largest part that is compiled, and let the app do the rest; or accept it:"
+    return "Or keep the largest part that is compiled, and let the app do the rest (not tried); or accept it:"
 
 
 def _cut(coverage: Coverage, model: Model) -> Iterator[Setting]:
@@ -83,7 +83,7 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
     nodes = coverage.uncovered
     if freeze := {name: value for node in nodes for name, value in node.freeze.items()}:
         which = "them" if all(node.freeze for node in nodes) else "some of them"
-        hint = f"Freeze what decides {which} ({listing(map(repr, freeze))})."
+        hint = f"Freeze what decides {which}, {listing(map(repr, freeze))} (not tried)."
         if None in freeze.values():
             return hint, tuple(Setting(model / "constants" / name) for name in freeze)
         return hint, (Setting(model / "constants", freeze),)
@@ -91,7 +91,7 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
     if target.settings.dequantize is False and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
         hint = (
             "The model is dynamically quantized: it measures its activations while it runs, which "
-            f"{target.provider.ep} cannot do. Undo the quantization."
+            f"{target.provider.ep} cannot do. Undo the quantization (not tried)."
         )
         return hint, (Setting(model / "dequantize", True),)
     if weights := weights_advice(nodes, target, model):
@@ -99,10 +99,10 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
     if any(node.dynamic for node in nodes):
         hint = (
             "An EP for fixed shapes cannot compile shapes that depend on the data: cut the model "
-            "before them."
+            "before them (not tried)."
         )
         return hint, ()
-    hint = "Change the model at these nodes, or cut it there."
+    hint = "Change the model at these nodes, or cut it there (not tried)."
     if not all(node.reason for node in nodes):
         hint = (
             f"{target.provider.ep} does not support these operators, or only with other types or "

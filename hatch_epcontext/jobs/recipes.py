@@ -274,8 +274,11 @@ def refusal(job: Job, attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]
     problem, *others = first.result.problems
     has_sizes = all(model.dims or model.shapes for model in job.models)
     if refused and has_sizes and not job.target.settings.static_shapes:
-        # Not tried: only the user knows whether the model may have fixed sizes.
-        cause = "The target leaves dimensions open; the EP may compile the model with the configured sizes:"
+        # Only the user knows whether the model may have fixed sizes.
+        cause = (
+            "The target leaves dimensions open; the EP may compile the model with the configured sizes (not "
+            "tried):"
+        )
         fixed = Setting(job.target.key / "static-shapes", True)
         settings = (*problem.settings, fixed)
         problem = replace(problem, causes=(*problem.causes, cause), settings=settings)

@@ -23,7 +23,7 @@ from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker.reasons import RefusedNodes, refused_nodes
 from hatch_epcontext.worker.session import LEVELS, near, open_session, options
 
-_CHANGE = "Change the model there, or keep only the part before or after it."
+_CHANGE = "Change the model there, or keep only the part before or after it (not tried)."
 
 
 def compile_context(
@@ -202,7 +202,7 @@ def _explanation(
             "",
             f"{provider.ep} compiled the model, but returns no EP contexts: it cannot compile ahead "
             "of time.",
-            "Ship the source model, or its optimized graph with the cpu provider. This EP then "
+            "Ship the source model, or its optimized graph with the cpu provider (not tried). This EP then "
             "compiles it on the user's machine.",
         )
     if "unsupported with shared EP context" in message:
@@ -210,7 +210,7 @@ def _explanation(
             Kind.NOT_SHARED,
             "",
             f"{provider.ep} does not compile contexts for several chips that share weights.",
-            "Give each chip a target of its own, or remove share-weights.",
+            "Give each chip a target of its own, or remove share-weights (not tried).",
         )
     if library := missing(message):
         message = f"{provider.ep} cannot compile, because {library} is missing."
@@ -280,13 +280,13 @@ def _broken_graph(found: re.Match[str], key: Key | None, *, optimizes: bool) -> 
     value: str | None
     if optimizes:
         message = f"ONNX Runtime's optimizations broke the graph: they made {node}."
-        hint += " Compile it without these optimizations."
+        hint += " Compile it without these optimizations (not tried)."
         name, value = "optimization", "none"
     else:
         message = (
             f"ONNX Runtime broke the graph when it gave parts of it to the EP: it made {node}."
         )
-        hint += " Keep only the part before or after the node, and compute the rest in the app."
+        hint += " Keep only the part before or after the node, and compute the rest in the app (not tried)."
         name, value = "cut", None
     settings = () if key is None else (Setting(key / name, value),)
     return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
@@ -311,7 +311,7 @@ def _nothing_compiled(
         message += " It is dynamically quantized: it measures its activations when it runs,"
         message += " which NPUs cannot do."
         hint, settings = (
-            "Undo the quantization:",
+            "Undo the quantization (not tried):",
             () if key is None else (Setting(key / "dequantize", True),),
         )
     elif control := graph.control_flow(source):

@@ -89,7 +89,7 @@ def _largest(
     uncovered: list[onnx.NodeProto],
     open_values: frozenset[str],
 ) -> Cut | None:
-    source = onnx.load(model.path, load_external_data=False).graph
+    source = onnx.load(model.path, load_external_data=False)
     return largest_covered(prepared.graph, uncovered, source, open_values, model.constants)
 
 
@@ -177,7 +177,7 @@ def _check_data(
                     problem.location,
                     f"{provider.ep} left tensors in the source model's external data: "
                     f"{problem.message}",
-                    "Give them a file of their own.",
+                    "Give them a file of their own (not tried).",
                     settings=(Setting(model.key / "external-initializers", True),),
                 )
                 for problem in error.problems
@@ -210,7 +210,7 @@ def _too_large(result: Path, model: Model, target: Target) -> Iterator[Problem]:
         f"{result.name} has {size / 2**30:.1f} GiB, but an ONNX file cannot be larger than 2 GiB.",
         "Put the blob into a file beside the context model."
         if embed
-        else "Give large weights a file of their own.",
+        else "Give large weights a file of their own (not tried).",
         settings=(
             Setting(model.key / "embed", False)
             if embed

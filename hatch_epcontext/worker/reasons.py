@@ -107,7 +107,7 @@ def refused_nodes(prepared: Path, target: Target, model: Model | None = None) ->
     text = f"It refuses {', '.join(parts[:_MAX_REASONS])}{more}."
     if model is None:
         return RefusedNodes(text)
-    source = onnx.load(model.path, load_external_data=False).graph
+    source = onnx.load(model.path, load_external_data=False)
     cut = largest_covered(main, refused, source, frozen=model.constants)
     weights = weights_advice(nodes, target, model.key)
     return RefusedNodes(text, cut and cut.within(model.cut), weights)

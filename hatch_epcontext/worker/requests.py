@@ -393,7 +393,7 @@ class SuggestRequest(WorkerRequest[SuggestReply], action="suggest"):
     samples: tuple[str, ...] = ()
 
 
-UNDO = "Undo the quantization. Without the key, a build does so if nothing else helps."
+UNDO = "Undo the quantization (not tried). Without the key, a build does so if nothing else helps."
 """What to do about dynamic quantization that an EP leaves to the CPU."""
 
 

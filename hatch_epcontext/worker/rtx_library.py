@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from onnx import helper
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, Cut
+from hatch_epcontext.graph.parts import is_possible
 from hatch_epcontext.providers import HEADER, Profile
 from hatch_epcontext.providers.tensorrt_rtx import engine_size, sdk_version
 from hatch_epcontext.text import listing
@@ -148,13 +149,25 @@ def _not_parsed(parser: Any, model: Model | None, source: onnx.GraphProto) -> Pr
     shown = listing(list(nodes)[:_MAX_NODES]) if nodes else "the model"
     more = f" and {len(nodes) - _MAX_NODES} more" if len(nodes) > _MAX_NODES else ""
     message = f"TensorRT RTX does not take {shown}{more}{': ' if why else ''}{'; '.join(why)}."
-    refused = {each.node_name() for each in named} - {""}
-    node = next((each for each in source.node if each.name in refused), None)
-    before = _computed(node, source) if node else []
-    value = {"outputs": before} if before else None
-    settings = () if model is None else (Setting(model.key / "cut", value),)
-    hint = "Change the model there, or keep only the part before or after it."
+    settings = (
+        () if model is None else (_cut_before({e.node_name() for e in named}, source, model),)
+    )
+    hint = "Change the model there, or keep only the part before or after it (not tried)."
     return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
+
+
+def _cut_before(refused: Set[str], source: onnx.GraphProto, model: Model) -> Setting:
+    """The setting that keeps what the first of the nodes ``refused`` of the prepared ``source`` reads.
+
+    Without a value if ``model`` cannot be cut so.
+    """
+    nodes = [each for each in source.node if each.name and each.name in refused]
+    cut = Cut(outputs=tuple(_computed(nodes[0], source) if nodes else ()))
+    results = {name for node in nodes for name in node.output}
+    whole = onnx.load(model.path, load_external_data=False)
+    if not cut.outputs or not is_possible(whole, cut, model.constants, results):
+        return Setting(model.key / "cut")
+    return cut.within(model.cut).setting(model.key)
 
 
 def _computed(node: onnx.NodeProto, source: onnx.GraphProto) -> list[str]:
@@ -167,7 +180,7 @@ def _not_built(reasons: Sequence[str], target: Target) -> Problem:
     reason = "; ".join(dict.fromkeys(reasons)) or "it gives no reason"
     message = f"TensorRT RTX cannot build an engine: {reason}."
     limits = sorted(_POOLS.keys() & target.settings.provider_options.keys())
-    hint = f"Leave out {' or '.join(limits)}, or change it." if limits else None
+    hint = f"Leave out {' or '.join(limits)}, or change it (not tried)." if limits else None
     return Problem(Kind.COMPILE_FAILED, "", message, hint)
 
 
@@ -251,7 +264,7 @@ def _set_shape(made: Any, tensor: Any, profile: Profile, key: Key) -> None:
                 "",
                 f"the values of the input {tensor.name!r} decide the shapes of other tensors, for which "
                 "TensorRT RTX needs their limits.",
-                "Freeze the input.",
+                "Freeze the input (not tried).",
                 settings=(Setting(key / "constants" / tensor.name),),
             )
         )

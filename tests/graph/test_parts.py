@@ -139,6 +139,15 @@ def test_inputs_that_no_output_needs_are_not_proposed(tmp_path: Path) -> None:
     assert setting.value == ["x"]
 
 
+def test_what_is_proposed_for_one_output_is_enough_for_all(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as raised:
+        cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", ("total",), ("a", "z", "y"))
+    proposed = {tuple(each.value) for problem in raised.value.problems for each in problem.settings}
+    assert len(raised.value.problems) > 1
+    (inputs,) = proposed
+    cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "other", inputs, ("a", "z", "y"))
+
+
 def test_an_output_that_depends_on_no_input_is_an_error(tmp_path: Path) -> None:
     made = model(
         [

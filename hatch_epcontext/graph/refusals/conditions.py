@@ -84,5 +84,5 @@ def advice(main: onnx.GraphProto, model: Key | None) -> tuple[str, tuple[Setting
         return None
     whole = Decided(found)
     which = listing(map(repr, dict.fromkeys(names[:_MAX_VALUES])))
-    hint = f"The input {whole} decides which branch of the If {which} runs: freeze it."
+    hint = f"The input {whole} decides which branch of the If {which} runs: freeze it (not tried)."
     return hint, () if model is None else whole.settings(model)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Set
 
 import onnx
 
-from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut
-from hatch_epcontext.graph.parts import part_between
+from hatch_epcontext.graph.parts import is_possible
 from hatch_epcontext.graph.scope import Scope
 
 _MIN_PART = 0.5
@@ -23,25 +22,40 @@ _MAX_ENDS = 4
 def largest_covered(
     prepared: onnx.GraphProto,
     uncovered: Iterable[onnx.NodeProto],
-    source: onnx.GraphProto,
+    source: onnx.ModelProto,
     open_values: Collection[str] = (),
     frozen: Collection[str] = (),
 ) -> Cut | None:
     """Return the cut of the ``source`` that keeps the largest part that the EP covers; None if there is none.
 
     The part is more than half of the source, and has few ends; ends of the source itself are not named.
-    ``uncovered``: the nodes of ``prepared``, made of the source, that the EP left. ``open_values``: those of
-    ``prepared`` without a fixed shape, where a part cannot begin. ``frozen``: the inputs with a constant.
+    ``uncovered``: the nodes that the EP left, made of those of ``prepared``, which was made of the source.
+    ``open_values``: the values of ``prepared`` without a fixed shape, where a part cannot begin. ``frozen``:
+    the inputs with a constant.
     """
-    flow = _Flow(prepared, {name for node in uncovered for name in node.output})
-    inputs = {value.name for value in graph.inputs(source)}
-    made = {name for node in source.node for name in node.output}
+    flow = _Flow(prepared, list(uncovered))
+    inputs = {value.name for value in graph.inputs(source.graph)}
+    made = {name for node in source.graph.node for name in node.output}
     begin, end = (inputs | made) - set(open_values), made
     parts = sorted(
         (_within(flow, part, begin, end) for part in flow.parts()), key=len, reverse=True
     )
-    cuts = (_cut(flow, part, source) for part in parts if len(part) > _MIN_PART * len(flow.numbers))
-    return next((cut for cut in cuts if cut and _is_possible(source, cut, frozen)), None)
+    cuts = (
+        _cut(flow, part, source.graph)
+        for part in parts
+        if len(part) > _MIN_PART * len(flow.numbers)
+    )
+    return next(
+        (
+            cut
+            for cut in cuts
+            if cut
+            and max(len(cut.inputs), len(cut.outputs)) <= _MAX_ENDS
+            # More may depend on the inputs of the source than in the prepared graph.
+            and is_possible(source, cut, frozen, flow.left)
+        ),
+        None,
+    )
 
 
 def _cut(flow: _Flow, part: set[int], source: onnx.GraphProto) -> Cut:
@@ -53,25 +67,20 @@ def _cut(flow: _Flow, part: set[int], source: onnx.GraphProto) -> Cut:
     )
 
 
-def _is_possible(source: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> bool:
-    """Whether the source can be cut so, with few ends: more may depend on its inputs than in ``prepared``."""
-    if max(len(cut.inputs), len(cut.outputs)) > _MAX_ENDS:
-        return False
-    try:
-        part_between(source, cut, frozen, Key())
-    except ModelError:
-        return False
-    return True
-
-
 class _Flow(Scope):
-    """The graph ``main``: the numbers of its nodes without constants, and which of them are covered."""
+    """The graph ``main``: the numbers of its nodes without constants, which of them are covered, and the
+    results of the others, which are ``left``.
+    """
 
-    def __init__(self, main: onnx.GraphProto, left: Collection[str]) -> None:
-        """Nodes of ``main`` with a result in ``left`` are not covered."""
+    def __init__(self, main: onnx.GraphProto, uncovered: Collection[onnx.NodeProto]) -> None:
+        """``uncovered``: nodes that are not covered, each perhaps made of several of ``main``."""
         super().__init__(main)
+        results = {name for node in uncovered for name in node.output}
+        read = {name for node in uncovered for name in node.input}
+        left = self.above(results, lambda name: name in results or name not in read)
+        self.left = {name for index in left for name in main.node[index].output}
         self.numbers = [i for i, node in enumerate(main.node) if node.op_type != "Constant"]
-        self.covered = {i for i in self.numbers if not set(main.node[i].output) & set(left)}
+        self.covered = set(self.numbers) - set(left)
         self._outputs = {value.name for value in main.output}
         made = (name for i in self.numbers for name in main.node[i].output)
         self._values = {*(value.name for value in graph.inputs(main)), *made}

@@ -17,7 +17,9 @@ from onnx import TensorProto
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dependencies import Dependencies
+from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.limits import TREES, Limits
+from hatch_epcontext.graph.parts import is_possible
 from hatch_epcontext.graph.refusals.conditions import Decided, decided
 from hatch_epcontext.text import count, listing
 
@@ -46,7 +48,7 @@ _SAME_KIND = graph.RESHAPING | {
     *("Compress", "Concat", "Expand", "Gather", "GatherElements", "GatherND", "Slice", "Split"),
     *("Tile", "Transpose", "Where"),
 }
-"""Operators from strings to strings."""
+"""Operators whose result is of strings, or a sequence, if what they read is."""
 
 _TRIVIAL = graph.RESHAPING | {"Cast", "Transpose"}
 """Operators that are not worth a context of their own."""
@@ -112,14 +114,17 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
     return Findings(flow, tuple(refused), inside or bool(own))
 
 
-def problem(model: onnx.ModelProto, findings: Findings, ep: str, key: Key, target: Key) -> Problem:
+def problem(
+    model: onnx.ModelProto, findings: Findings, ep: str, key: Key, cut: Cut, target: Key
+) -> Problem:
     """The problem that ``ep`` leaves the refused nodes of ``model`` to the CPU, whatever preparation does.
 
-    ``key`` and ``target`` are the places of the model and of the target in the configuration.
+    ``key`` and ``target`` are the places of the model, which has been ``cut``, and of the target in the
+    configuration.
     """
     total, refused = len(findings.flow.counted), len(findings.refused)
     message = f"{ep} cannot compile {refused} of the {total} nodes: {describe(findings.refused)}."
-    hint, settings = _advice(model, key, target, findings)
+    hint, settings = _advice(model, key, cut, target, findings)
     return Problem.at(key, Kind.NOT_COMPILABLE, message, hint, *settings)
 
 
@@ -152,7 +157,7 @@ def numbered(operators: Counter[str]) -> list[str]:
 
 
 def _advice(
-    model: onnx.ModelProto, key: Key, target: Key, findings: Findings
+    model: onnx.ModelProto, key: Key, earlier: Cut, target: Key, findings: Findings
 ) -> tuple[str, tuple[Setting, ...]]:
     """What to do about refused nodes: keep the part before or after them, or use another provider."""
     if frozen := _constants(key, findings):
@@ -166,23 +171,22 @@ def _advice(
         )
         return hint, ()
     made = {name for node in rest for name in node.output if name}
+    cut = Cut()
     if refused.isdisjoint(findings.flow.ancestors(made)):
-        outputs = _last_outputs(model, rest, findings, refused)
-        cut: dict[str, Any] | None = {"outputs": outputs}
-        hint = (
-            f"Keep the part before them, up to {_quoted(outputs)}, and compute the rest in the app."
-        )
+        cut = Cut(outputs=tuple(_last_outputs(model, rest, findings, refused)))
     elif made.isdisjoint(findings.flow.ancestors(refused)):
-        used = {name for node in rest for name in node.input}
-        inputs = sorted(used & refused)
-        cut = {"inputs": inputs}
-        hint = f"Keep the part after them, from {_quoted(inputs)}, and compute the rest in the app."
-    else:
-        cut = None
-        hint = "Keep only the part before or after them, and compute the rest in the app."
+        cut = Cut(tuple(sorted({name for node in rest for name in node.input} & refused)))
+    where, part = "before or after them", Setting(key / "cut")
+    if cut and is_possible(model, cut, (), refused):
+        place = "before them, up to" if cut.outputs else "after them, from"
+        where = f"{place} {_quoted(cut.outputs or cut.inputs)}"
+        part = cut.within(earlier).setting(key)
     lower = Setting(target / "min-coverage", _rounded(findings.share))
-    hint = f"{hint} Or let the CPU compute them, with a lower min-coverage (not tried)."
-    return hint, (Setting(key / "cut", cut), lower)
+    hint = (
+        f"Keep only the part {where}, and compute the rest in the app; or let the CPU compute them, with a "
+        "lower min-coverage (not tried)."
+    )
+    return hint, (part, lower)
 
 
 def _constants(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] | None:
@@ -194,7 +198,7 @@ def _constants(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] 
             return None
         found |= by.inputs
     whole = Decided(found)
-    return f"Freeze {whole}, which decides it.", whole.settings(key)
+    return f"Freeze {whole}, which decides it (not tried).", whole.settings(key)
 
 
 def _last_outputs(
@@ -268,7 +272,7 @@ def _made(node: onnx.NodeProto, kinds: Mapping[str, str]) -> str | None:
     operator = graph.operator(node)
     if operator in _SAME_KIND:
         given = node.input[1:2] if operator == "Where" else node.input[:1]
-        return next((kinds[name] for name in given if kinds.get(name) == "string"), None)
+        return next((kinds[name] for name in given if name in kinds), None)
     if operator == "Cast":
         return "string" if graph.attribute(node, "to", 0) == TensorProto.STRING else None
     if node.domain == "ai.onnx.ml" and _has_string_classes(node):

@@ -47,7 +47,9 @@ _NO_MEMORY = re.compile(
 )
 """How Python, C++ and ONNX Runtime report a lack of memory."""
 
-_LESS_MEMORY = "Run fewer jobs at once (build.jobs), or build on a machine with more memory."
+_LESS_MEMORY = (
+    "Run fewer jobs at once (build.jobs), or build on a machine with more memory (not tried)."
+)
 
 _FOUND_BY_WORKERS = frozenset(
     {
@@ -406,7 +408,7 @@ def _explained(
             causes = (f"Or the worker had too little memory: {key} is {size}.", *causes)
         return found if found.kind is Kind.SYSTEM_ERROR else replace(found, causes=causes)
     limit = Setting(key, f"{-(-2 * (memory_limit or 0) // 10**6)} MB")
-    advice, settings = _to_raise(limit, "Raise the limit, or remove it.")
+    advice, settings = _to_raise(limit, "Raise the limit, or remove it (not tried).")
     what = f"needs more memory than {key} allows ({size})"
     if not memory_limit:
         what, advice, settings = "ran out of memory", _LESS_MEMORY, ()
@@ -429,16 +431,17 @@ def _small_address_space() -> tuple[str, ...]:
     return (f"{allowed} Run the build with ulimit -v unlimited.",)
 
 
-def _to_raise(limit: Setting, hint: str | None = None) -> tuple[str | None, tuple[Setting, ...]]:
+def _to_raise(limit: Setting, hint: str) -> tuple[str, tuple[Setting, ...]]:
     """The hint and the settings that raise a ``limit`` of the build: its variable, if that is set."""
     variable = PREFIX + str(limit.key.parts[-1]).upper().replace("-", "_")
     if os.environ.get(variable):
-        return f"Raise {variable}, which wins over the configuration.", ()
+        return f"Raise {variable}, which wins over the configuration (not tried).", ()
     return hint, (limit,)
 
 
 def _too_slow(order: WorkerCommand, timeout: float) -> Problem:
-    hint, settings = _to_raise(Setting(Key() / "build" / "timeout", round(2 * timeout, 3)))
+    limit = Setting(Key() / "build" / "timeout", round(2 * timeout, 3))
+    hint, settings = _to_raise(limit, "Give it more time (not tried).")
     message = f"the worker was stopped after {timeout:g} seconds{order.last_step}."
     tail = order.log.tail()
     return Problem(Kind.WORKER_TIMEOUT, "", message, hint, settings=settings, log=tail)

@@ -12,7 +12,8 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.dequantize import is_dynamic
-from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.graph.facts import Cut, TensorFacts
+from hatch_epcontext.graph.parts import is_possible
 from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
@@ -60,7 +61,7 @@ def _check_model(model: Model) -> ModelFacts:
         fix_shapes(onnx_model, model)
     inputs = _inputs(onnx_model)
     outputs_problems = [
-        *_check_outputs(onnx_model.graph, model),
+        *_check_outputs(onnx_model, model),
         *_check_dtypes(map(graph.facts, onnx_model.graph.output), "output", model),
     ]
     # The EPs for fixed shapes, by whether their targets fix them.
@@ -148,7 +149,9 @@ def not_compilable(
             continue
         findings = refusals.find(onnx_model, provider.limits)
         if findings.share < target.min_coverage:
-            problem = refusals.problem(onnx_model, findings, provider.ep, model.key, target.key)
+            problem = refusals.problem(
+                onnx_model, findings, provider.ep, model.key, model.cut, target.key
+            )
             yield replace(problem, targets=(target.name,))
 
 
@@ -185,22 +188,27 @@ def _is_no_tensor(facts: TensorFacts) -> bool:
     return facts.dtype.endswith("_type") or facts.dtype in ("unknown", "undefined")
 
 
-def _check_outputs(main: onnx.GraphProto, model: Model) -> Iterator[Problem]:
+def _check_outputs(onnx_model: onnx.ModelProto, model: Model) -> Iterator[Problem]:
     """The outputs that are no tensors, each with the tensors that it is made of."""
+    main = onnx_model.graph
     others = [each.name for each in main.output if graph.facts(each).dtype.endswith("_type")]
     if not others:
         return
     scope = Scope(main)
     tensors = dict.fromkeys(name for each in main.output for name in _tensors_of(scope, each.name))
-    kept = [name for name in tensors if name not in others]
+    # The app has the inputs already.
+    cut = Cut(outputs=tuple(n for n in tensors if n not in others and scope.maker(n) is not None))
+    may_be_cut = bool(cut.outputs) and is_possible(onnx_model, cut, (), ())
     names = listing(map(repr, others))
     what = "is no tensor" if len(others) == 1 else "are no tensors"
     yield Problem.at(
         model.key,
         Kind.UNSUPPORTED_OUTPUT,
         f"the output {names} {what}, but a sequence, a map or an optional value, which no EP compiles.",
-        "Keep these tensors as the outputs instead." if kept else "Change the model there.",
-        *([Setting(model.key / "cut", {"outputs": kept})] if kept else []),
+        "Keep these tensors as the outputs instead (not tried)."
+        if may_be_cut
+        else "Change the model there.",
+        *([cut.within(model.cut).setting(model.key)] if may_be_cut else []),
     )
 
 

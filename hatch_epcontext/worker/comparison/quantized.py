@@ -227,7 +227,8 @@ def _check_operators(
                         "",
                         f"without its quantization, the node {node.name!r} ({graph.operator(node)}) differs "
                         f"from its integer form by up to {error:.3g}; rounding explains {allowed:.3g}.",
-                        "This package undoes the quantization wrongly there. Compile the model as it is:",
+                        "This package undoes the quantization wrongly there. Compile the model as it is (not "
+                        "tried):",
                         settings=(Setting(model.key / "dequantize", False),),
                     )
                 )

@@ -185,7 +185,7 @@ def run_model(
                 model.key,
                 Kind.RUN_TIMEOUT,
                 f"running {what} was stopped after {model.validate.timeout:g} seconds{more}.",
-                "Give the model smaller inputs, or more time.",
+                "Give the model smaller inputs, or more time (not tried).",
                 Setting(model.key / "validate" / "timeout", round(2 * model.validate.timeout, 3)),
             )
         ) from None

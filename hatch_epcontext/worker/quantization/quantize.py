@@ -66,7 +66,7 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
         raise
     except Exception as error:
         message = f"ONNX Runtime cannot quantize the model: {type(error).__name__}: {error}."
-        hint = "Remove quantize, or cut away the part that cannot be quantized."
+        hint = "Remove quantize, or cut away the part that cannot be quantized (not tried)."
         raise ModelError(Problem.at(key, Kind.INVALID_MODEL, message, hint)) from error
     return (
         f"quantized to {how.activation} with weights of {how.weight} ({count(data.read, 'sample')})"

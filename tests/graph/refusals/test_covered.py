@@ -20,7 +20,7 @@ def chain(*operators: str) -> onnx.ModelProto:
 
 def largest(source: onnx.ModelProto, *uncovered: int, **more: object) -> Cut | None:
     left = [source.graph.node[index] for index in uncovered]
-    return largest_covered(source.graph, left, source.graph, **more)  # type: ignore[arg-type]
+    return largest_covered(source.graph, left, source, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,26 @@ def test_a_part_begins_where_shapes_are_fixed() -> None:
 def test_it_ends_at_tensors_that_the_source_has() -> None:
     prepared, source = chain(*["Relu"] * 7), chain(*["Relu"] * 7)
     source.graph.node[4].output[0] = source.graph.node[5].input[0] = "other"
-    found = largest_covered(prepared.graph, [prepared.graph.node[5]], source.graph)
+    found = largest_covered(prepared.graph, [prepared.graph.node[5]], source)
     assert found == Cut(outputs=("Relu3",))
+
+
+def test_all_that_an_uncovered_node_was_made_of_is_left() -> None:
+    source = chain(*["Relu"] * 9)
+    fused = helper.make_node("Fused", ["Relu1"], ["Relu3"])
+    assert largest_covered(source.graph, [fused], source) == Cut(inputs=("Relu3",))
+
+
+def test_a_part_that_has_an_uncovered_node_in_the_source_is_none() -> None:
+    source, prepared = chain(*["Relu"] * 7), chain(*["Relu"] * 7)
+    left = helper.make_node("Hardmax", ["Relu0"], ["left"])
+    for made in (source, prepared):
+        made.graph.node.insert(1, left)
+    assert largest_covered(prepared.graph, [left], source) == Cut(outputs=("Relu0", "Relu6"))
+    # Preparation has computed its shape.
+    source.graph.node.insert(2, helper.make_node("Shape", ["left"], ["shape"]))
+    source.graph.node[-1].CopyFrom(helper.make_node("Reshape", ["Relu5", "shape"], ["Relu6"]))
+    assert largest_covered(prepared.graph, [left], source) is None
 
 
 @pytest.mark.parametrize("ends", [4, 5])
@@ -110,4 +128,4 @@ def test_more_of_the_source_can_depend_on_its_inputs() -> None:
     for node, names in zip(prepared.graph.node, "abcy", strict=True):
         node.output[0] = names
     prepared.graph.output[0].name = "y"
-    assert largest_covered(prepared.graph, [prepared.graph.node[0]], source.graph) is None
+    assert largest_covered(prepared.graph, [prepared.graph.node[0]], source) is None

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, Problem
+from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.worker.actions.check import not_compilable
 from hatch_epcontext.worker.configured import fix_constants
@@ -40,7 +41,7 @@ def model(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -
 
 
 def problems(
-    given: onnx.ModelProto, provider: str = "qnn", min_coverage: float = 1.0
+    given: onnx.ModelProto, provider: str = "qnn", min_coverage: float = 1.0, cut: Cut = SPEC.cut
 ) -> list[Problem]:
     npu = replace(
         target(provider),
@@ -48,7 +49,7 @@ def problems(
         key=Key() / "targets" / "npu",
         min_coverage=min_coverage,
     )
-    return list(not_compilable(given, SPEC, [npu]))
+    return list(not_compilable(given, replace(SPEC, cut=cut), [npu]))
 
 
 MATMUL = node("MatMul", "x w", "y")
@@ -87,6 +88,33 @@ def test_a_head_of_strings_is_refused_with_the_tensor_to_begin_with() -> None:
     given = model([head, MATMUL], [value("s", STRING)], [value("y")])
     (problem,) = problems(given)
     assert problem.settings[0].value == {"inputs": ["x"]}
+
+
+def test_what_the_model_was_cut_to_stays_cut() -> None:
+    (problem,) = problems(tail(node("Scaler", "y", "z", ML), value("z")), cut=Cut(("x",), ("z",)))
+    assert problem.settings[0].value == {"inputs": ["x"], "outputs": ["y"]}
+
+
+def test_a_part_does_not_begin_with_a_sequence() -> None:
+    branch = helper.make_graph([node("Identity", "s", "t")], "b", [], [SEQUENCE])
+    branch.output[0].name = "t"
+    given = model(
+        [
+            node("SplitToSequence", "x", "s"),
+            # Nothing in the graph says that it makes a sequence.
+            node("If", "c", "u", then_branch=branch, else_branch=branch),
+            node("SequenceAt", "u i", "v"),
+            node("MatMul", "v w", "y"),
+        ],
+        [value("x"), value("c", TensorProto.BOOL, []), value("i", INT64, [])],
+        [value("y")],
+    )
+    (problem,) = problems(given)
+    assert problem.settings[0].value is None
+    # The part after the sequence.
+    given.graph.node[1].CopyFrom(node("Identity", "s", "u"))
+    (problem,) = problems(given)
+    assert problem.settings[0].value == {"inputs": ["v"]}
 
 
 def test_a_model_that_is_all_trees_gets_the_cpu_provider_and_no_cut() -> None:

@@ -362,7 +362,9 @@ def test_a_graph_that_onnx_runtime_broke_itself_is_explained(
         explained(PROVIDERS["qnn"], lambda: graph, MODEL, optimizes=optimizes),
     ):
         raise error
-    assert raised.value.problems[0].settings == (Setting(MODEL / setting[0], setting[1]),)
+    (problem,) = raised.value.problems
+    assert problem.settings == (Setting(MODEL / setting[0], setting[1]),)
+    assert "(not tried)" in str(problem.hint)
 
 
 @needs_qnn
