@@ -91,7 +91,7 @@ def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
     if (library := target.provider.compiler_library) is None:
         return error
     place = Setting(target.key / "compute-capabilities", list(library.capabilities[-4:-1]))
-    hint = "Or compile without the EP and its device:"
+    hint = "Or compile without the EP and its device (not tried):"
     return UnavailableError(
         *(
             replace(each, hint="\n".join(filter(None, (each.hint, hint))), settings=(place,))
