@@ -163,17 +163,6 @@ def job_flags(*, required: bool = True) -> Callable[[Command], Command]:
     return lambda command: _with_options(_bundled(command), *flags)
 
 
-def preview_flags(command: Command) -> Command:
-    """The flags about a preview; the command gets ``provider``, which may be None."""
-    flags = (provider_option(required=False), *_LOADING, *_INPUTS[:3], _SETTING)
-    return _with_options(_bundled(command), *flags)
-
-
-def library_flags(command: Command) -> Command:
-    """The flags about an EP without models; the command gets their values as ``job``."""
-    return _with_options(_bundled(command), *_LOADING, _SETTING)
-
-
 def _bundled(command: Command) -> Command:
     @functools.wraps(command)
     def bundled(**values: Any) -> Any:

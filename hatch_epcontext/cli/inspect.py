@@ -9,8 +9,6 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import warn
-from hatch_epcontext.cli._flag_errors import FlagNames, use_flag_names
-from hatch_epcontext.cli._flags import preview_flags
 from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import Validation
@@ -21,10 +19,7 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, listing, pairs, show_size
 from hatch_epcontext.text import show as shown_value
 from hatch_epcontext.tools import inspecting as tool
-from hatch_epcontext.tools.configure import JobSettings, configure, name_models
-from hatch_epcontext.tools.previewing import Preview, preview
 from hatch_epcontext.worker.requests import InspectReply
-from hatch_epcontext.worker.results import NodeFacts
 
 _MAX_NAMED = 3
 """The most files that a line names."""
@@ -38,10 +33,7 @@ _MAX_NAMED = 3
     is_flag=True,
     help="Check that all files exist, as the manifest and the wheel's RECORD have them.",
 )
-@preview_flags
-def command(
-    path: Path, as_json: bool, verify: bool, provider: str | None, job: JobSettings
-) -> None:
+def command(path: Path, as_json: bool, verify: bool) -> None:
     """Show the facts of a model, a wheel or a model package.
 
     PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package of any tool. An ONNX
@@ -49,25 +41,17 @@ def command(
 
     --verify fails if a file is missing, or differs from the manifest or the wheel's RECORD, or if a wheel has
     no models. It also names the plain models that a wheel has beside its packages.
-
-    --provider also shows the nodes of a source model that the provider's EP cannot compile, why, and what to
-    set. Nothing is compiled. If the EP is installed and reports its reasons, these are shown too.
     """
     found = tool.inspect(path)
-    previewed = _preview(path, found, provider, job)
     verified = tool.verify(path, found) if verify else None
     if as_json:
         # Not sorted: variants are in the order of preference.
         facts = to_plain(found)
-        if previewed is not None:
-            facts["preview"] = to_plain(previewed)
         if verified is not None:
             facts["verification"] = to_plain(verified)
         click.echo(json.dumps(facts, indent=2).replace("\x7f", "\\u007f"))
     elif found.model is not None:
         _show_model(found.model)
-        if previewed is not None:
-            _show_preview(previewed, FlagNames({path.stem: path}))
     else:
         for folder, package in found.packages.items():
             _show_package(str(path) if folder == "." else folder, package)
@@ -87,46 +71,6 @@ def _describe(verified: tool.Verification) -> str:
         models, variants = count(verified.models, "model"), count(verified.variants, "variant")
         text += f" of {models} with {variants}, and {count(verified.recorded, 'file')} as in RECORD"
     return text
-
-
-def _preview(
-    path: Path, found: tool.Inspection, provider: str | None, job: JobSettings
-) -> Preview | None:
-    if provider is None:
-        if job != JobSettings():
-            raise click.UsageError("These flags are for a provider: give --provider too.")
-        return None
-    if found.model is None or found.model.contexts:
-        raise click.UsageError("--provider is for a source model.")
-    named = name_models([path])
-    use_flag_names(named, "the model was not inspected")
-    return preview(configure(named, provider, job))
-
-
-def _show_preview(preview: Preview, names: FlagNames) -> None:
-    known, asked = preview.known, preview.asked
-    for problem in known.problems:
-        echo(f"problem: {problem.message}")
-        for line in problem.advice(names).splitlines():
-            echo(f"    {line}")
-    if asked is not None:
-        _show_refused(asked.refused, asked.nodes, f"{preview.ep} itself, after simplifying")
-        if asked.refused:
-            echo("A build also tries equivalent forms of these nodes.")
-    else:
-        _show_refused(known.refused, known.nodes, f"{preview.ep}, as far as is known")
-    if preview.not_asked:
-        echo(preview.not_asked)
-
-
-def _show_refused(refused: Sequence[NodeFacts], nodes: int, who: str) -> None:
-    echo(f"{who}: refuses {len(refused)} of {count(nodes, 'node')}")
-    if not refused:
-        return
-    made = table("operator", "node", "reason")
-    for node in refused:
-        add_row(made, node.op, node.name, node.reason or "no reason is known")
-    show(made)
 
 
 def _show_model(model: InspectReply) -> None:

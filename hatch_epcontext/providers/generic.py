@@ -30,7 +30,7 @@ PROVIDER = Provider(
         ),
         "Its options are unknown, so they are not checked.",
         (
-            "`epcontext doctor --library PATH` tries the library, and prints the table that uses it: see "
+            "`epcontext doctor --library PATH` lists its devices, and prints the table that uses it: see "
             "[Plugin EPs](plugin-eps.md)."
         ),
         (

@@ -26,7 +26,7 @@ TIMEOUT = 120.0
 """Seconds for loading one EP's library."""
 
 
-_NAMED = "The configuration names its library: epcontext doctor --library PATH tries one."
+_NAMED = "The configuration names its library: epcontext doctor --library PATH shows one."
 
 
 @dataclass(frozen=True)

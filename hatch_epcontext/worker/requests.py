@@ -23,7 +23,6 @@ from hatch_epcontext.worker.results import (
     CutResult,
     Emulation,
     ModelFacts,
-    NodeFacts,
     Precision,
     Simplifier,
 )
@@ -393,51 +392,6 @@ class SuggestRequest(WorkerRequest[SuggestReply], action="suggest"):
     samples: tuple[str, ...] = ()
 
 
-UNDO = "Undo the quantization (not tried). Without the key, a build does so if nothing else helps."
-"""What to do about dynamic quantization that an EP leaves to the CPU."""
-
-
-@dataclass(frozen=True)
-class PreviewReply:
-    """What is known of a model and a target before anything is compiled.
-
-    ``nodes``: the number of nodes that depend on the values of inputs; ``refused``: those of them that the
-    EP is known to leave to the CPU. ``problems``: why a build would refuse the model, and what to set.
-    """
-
-    nodes: int
-    refused: tuple[NodeFacts, ...]
-    problems: tuple[Problem, ...]
-
-
-@dataclass(frozen=True)
-class PreviewRequest(WorkerRequest[PreviewReply], action="preview"):
-    """Find the nodes of ``model`` that the EP of ``target`` cannot compile, from its file alone."""
-
-    model: Model
-    target: Target
-
-
-@dataclass(frozen=True)
-class FindRefusedReply:
-    """The number of ``nodes`` of the optimized graph, and those that the EP itself refuses."""
-
-    nodes: int
-    refused: tuple[NodeFacts, ...]
-
-
-@dataclass(frozen=True)
-class FindRefusedRequest(WorkerRequest[FindRefusedReply], action="find_refused"):
-    """Find the nodes of ``model`` that the EP of ``target`` itself refuses, and compile nothing.
-
-    ``folder`` exists and is empty.
-    """
-
-    model: Model
-    target: Target
-    folder: str
-
-
 @dataclass(frozen=True)
 class DevicesReply:
     """The ``devices`` of an EP on this machine in words, and the ``reason`` why there are none, or why it
@@ -457,117 +411,31 @@ class DevicesRequest(WorkerRequest[DevicesReply], action="devices"):
 
 @dataclass(frozen=True)
 class EpDevice:
-    """A device that an EP offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``vendor``: of the hardware;
-    ``ep_metadata``: the EP's, of itself and of the device; ``metadata``: ONNX Runtime's, of the device.
-    """
+    """A device that ``ep`` offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``text``: its metadata."""
 
     ep: str
-    ep_vendor: str
     kind: str
-    vendor: str
-    vendor_id: int
-    device_id: int
-    ep_metadata: Mapping[str, str]
-    metadata: Mapping[str, str]
+    text: str
 
 
 @dataclass(frozen=True)
 class LibraryReply:
     """The ``devices`` of all EPs of a library that was registered as ``name``.
 
-    ``module``: the package whose ``get_library_path()`` leads to it, empty if there is none; ``main``: the EP
-    that this package names first. ``reasons``: the EPs' reasons for the hardware that they do not support.
+    ``reasons``: the EPs' reasons for the hardware that they do not support.
     """
 
-    module: str
     name: str
-    main: str | None
     devices: tuple[EpDevice, ...]
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class LibraryRequest(WorkerRequest[LibraryReply], action="library"):
-    """Register an unknown library, and list what it offers.
-
-    ``path`` is its path, and ``module`` a package that may contain it; without a path the package does.
-    ``name``: the name to register it as, if the user gave one; ``default_name`` if its package has none.
-    """
+    """Register an unknown library, by its ``path`` or by its package ``module``, and list what it offers."""
 
     path: str
     module: str
-    name: str | None
-    default_name: str
-    virtual: bool = False
-
-
-TRIALS: Mapping[str, str] = {
-    "gemm": "two dense layers",
-    "conv": "convolutions, pooling and a residual sum",
-    "lstm": "a recurrent layer",
-    "attention": "a transformer layer: self-attention, normalization, GELU",
-    "qdq": "a convolution that is quantized with QuantizeLinear and DequantizeLinear",
-    "dynamic": "a convolution whose batch size stays open",
-}
-"""The graphs to try an unknown EP with, by name, with descriptions."""
-
-TRIAL_DIMS: Mapping[str, Mapping[str, int]] = {"dynamic": {"batch": 3}}
-"""Sizes for dummy inputs of those of `TRIALS` that leave dimensions open."""
-
-
-@dataclass(frozen=True)
-class TrialsReply:
-    """The absolute path of each graph, by its name."""
-
-    paths: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class TrialsRequest(WorkerRequest[TrialsReply], action="trials"):
-    """Write those of `TRIALS` called ``names`` into ``folder``, which exists and is empty."""
-
-    names: tuple[str, ...]
-    folder: str
-
-    def misfit(self, reply: TrialsReply) -> str | None:
-        if reply.paths.keys() != {*self.names}:
-            return "it is about other graphs"
-        return _misfit_files(self.folder, reply.paths.values())
-
-
-@dataclass(frozen=True)
-class AssignedNode:
-    """A node that ONNX Runtime assigned to ``ep``; ``op`` is its operator."""
-
-    name: str
-    op: str
-    ep: str
-
-
-@dataclass(frozen=True)
-class AssignReply:
-    """Which EP got which node, empty if ONNX Runtime does not report it, and how near the outputs are.
-
-    ``problems``: why it does not run, or why its outputs are wrong.
-    """
-
-    nodes: tuple[AssignedNode, ...]
-    agreements: tuple[Agreement, ...] = ()
-    problems: tuple[Problem, ...] = ()
-
-
-@dataclass(frozen=True)
-class AssignRequest(WorkerRequest[AssignReply], action="assign"):
-    """Open the file ``prepared``, which was made of ``model``, on ``target`` without a context, and run it.
-
-    Its outputs are compared with those of the source on the CPU, in the file ``reference``, if there is one.
-    """
-
-    model: Model
-    prepared: str
-    target: Target
-    reference: str | None
-    tolerance: Tolerance | None
 
 
 @dataclass(frozen=True)

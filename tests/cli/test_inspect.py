@@ -14,7 +14,7 @@ from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.package import editable
 from tests.cli.conftest import Cli, build_wheel, problems
 from tests.conftest import needs_qnn
-from tests.models import half_for_the_cpu, interrupted, network, save, save_with_data
+from tests.models import network, save, save_with_data
 from tests.package import foreign
 from tests.results import MODULES, configured, resulting
 from tests.worker.actions.test_compile import X_ELITE, compile_context_of
@@ -288,85 +288,3 @@ def test_inspecting_needs_no_onnx_runtime() -> None:
     code = "import sys; import hatch_epcontext.worker.actions.inspect; print('onnxruntime' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-def test_what_a_provider_cannot_compile_is_shown_without_its_ep(cli: Cli, tmp_path: Path) -> None:
-    path = save(half_for_the_cpu(), tmp_path / "m.onnx")
-    printed = cli("inspect", path, "--provider", "qnn").stdout
-    assert "NonZero has an output whose shape depends on the values of 'r'" in printed
-    assert "Add --set 'cut={ outputs = [\"r\"] }'" in printed
-    assert "QNNExecutionProvider, as far as is known: refuses 1 of 3 nodes" in printed
-    printed = cli("inspect", path, "-p", "qnn", "--set", 'cut={ outputs = ["r"] }').stdout
-    assert "NonZero has" not in printed
-    found = json.loads(cli("inspect", path, "-p", "openvino", "--json").stdout)
-    assert found["preview"]["known"] == {"nodes": 3, "refused": [], "problems": []}
-
-
-@needs_qnn
-def test_the_ep_itself_says_what_it_refuses_and_compiles_nothing(cli: Cli, tmp_path: Path) -> None:
-    path = save(interrupted(), tmp_path / "m.onnx")
-    printed = cli("inspect", path, "-p", "qnn", "-O", "soc_model=60").stdout
-    assert "QNNExecutionProvider itself, after simplifying: refuses 1 of 5 nodes" in printed
-    assert "the EP does not have this operator" in printed
-    assert "A build also tries" in printed
-
-
-DYNAMIC = """
-<ir_version: 8, opset_import: ["" : 17]>
-main (float[1, 4] x) => (float[1, 2] y)
-<uint8[4, 2] w = {1, 2, 3, 4, 5, 6, 7, 8}, float its = {0.1}>
-{
-    q, scale, zero = DynamicQuantizeLinear (x)
-    product = MatMulInteger (q, w, zero)
-    sum = Cast <to: int = 1> (product)
-    both = Mul (scale, its)
-    y = Mul (sum, both)
-}
-"""
-
-
-@needs_qnn
-def test_dynamic_quantization_that_the_ep_takes_is_no_problem(cli: Cli, tmp_path: Path) -> None:
-    path = save(onnx.parser.parse_model(DYNAMIC), tmp_path / "m.onnx")
-    printed = cli("inspect", path, "-p", "qnn", "-O", "soc_model=60").stdout
-    assert "problem" not in printed
-    assert "QNNExecutionProvider itself, after simplifying: refuses 0 of 5 nodes" in printed
-
-
-@needs_qnn
-def test_what_the_ep_refuses_is_shown_for_nodes_without_names(cli: Cli, tmp_path: Path) -> None:
-    # Without the zero point QNN does not take them.
-    other = DYNAMIC.replace("(q, w, zero)", "(q, w)")
-    path = save(onnx.parser.parse_model(other), tmp_path / "m.onnx")
-    printed = cli("inspect", path, "-p", "qnn", "-O", "soc_model=60").stdout
-    assert "does not support all of the model's dynamic quantization" in printed
-    assert "Add --set dequantize=true" in printed
-
-
-def test_dynamic_quantization_is_to_be_undone_for_an_ep_of_which_nothing_is_known(
-    cli: Cli, tmp_path: Path
-) -> None:
-    path = save(onnx.parser.parse_model(DYNAMIC), tmp_path / "m.onnx")
-    assert "Add --set dequantize=true" in cli("inspect", path, "-p", "vitisai").stdout
-
-
-def test_an_open_dimension_is_named_before_the_ep_is_asked(cli: Cli, tmp_path: Path) -> None:
-    path = save(network("batch"), tmp_path / "m.onnx")
-    printed = cli("inspect", path, "-p", "qnn").stdout
-    assert "Add --dim batch=1" in printed
-    assert "itself was not tried" in printed
-
-
-@pytest.mark.parametrize("flags", [("--dim", "a=1"), ("-O", "soc_model=60")])
-def test_flags_for_a_provider_need_one(cli: Cli, tmp_path: Path, flags: tuple[str, str]) -> None:
-    path = save(network(1), tmp_path / "m.onnx")
-    assert "give --provider too" in cli("inspect", path, *flags, code=2).stderr
-
-
-def test_a_provider_is_for_a_source_model(cli: Cli, tmp_path: Path) -> None:
-    compiled = network(1)
-    del compiled.graph.node[:]
-    context = onnx.helper.make_node("EPContext", ["x"], ["y"], "c", domain="com.microsoft")
-    compiled.graph.node.append(context)
-    path = save(compiled, tmp_path / "m_ctx.onnx")
-    assert "for a source model" in cli("inspect", path, "-p", "qnn", code=2).stderr
