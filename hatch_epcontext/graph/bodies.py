@@ -55,16 +55,23 @@ def keep_weights(model: onnx.ModelProto) -> frozenset[str]:
     main = model.graph
     if graph.opset(model) < _FIRST_OPSET:
         return frozenset()
+    move_weights(model)
     builder = Builder(model)
-    for part in [*graph.graphs(main)][1:]:
-        _move_large(part, builder)
-    main.initializer.extend(builder.stored)
     stored = {tensor.name for tensor in main.initializer}
     stored |= {name for node in main.node if graph.constant_tensor(node) for name in node.output}
     read = (name for n in main.node if graph.inner_graphs(n) for name in graph.read_by(n))
     outputs = {name: builder.fresh(f"{name}_kept") for name in read if name in stored}
     main.node.extend(helper.make_node(_READER, [name], [new]) for name, new in outputs.items())
     return frozenset(outputs.values())
+
+
+def move_weights(model: onnx.ModelProto) -> bool:
+    """Move large tensors of inner graphs of ``model`` to the main graph, in place; whether there are any."""
+    builder = Builder(model)
+    for part in [*graph.graphs(model.graph)][1:]:
+        _move_large(part, builder)
+    model.graph.initializer.extend(builder.stored)
+    return bool(builder.stored)
 
 
 def remove_readers(model: onnx.ModelProto, outputs: frozenset[str]) -> None:

@@ -12,6 +12,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import is_noisy
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
@@ -156,9 +157,11 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> Path:
     model, source = request.model, Path(request.model.path)
     onnx_model = reading.read(source, model.key)
     data = external.external_data(onnx_model, source, model.key)
-    # onnx, with which the quantizer reads the model, refuses external data that is a hard link.
+    # In bodies ONNX Runtime reads external data as onnx does, and writes it wrong.
+    moves = bool(data) and move_weights(onnx_model)
+    # onnx, with which the quantizer reads the model, refuses external data with several hard links.
     quantizes = request.precision is not None and request.precision.quantize is not None
-    copy = shutil.copyfile if quantizes else link_or_copy
+    copy = shutil.copyfile if quantizes or moves else link_or_copy
     for name in data:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -369,12 +369,16 @@ def test_a_graph_that_onnx_runtime_broke_itself_is_explained(
 
 @needs_qnn
 @newer_runtime
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "write"), [*((place, save) for place in PLACES), ("in the body", save_with_data)]
+)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_bodies_on_the_cpu_keep_their_weights(tmp_path: Path, operator: str, place: str) -> None:
-    source = with_body(operator, place)
+def test_bodies_on_the_cpu_keep_their_weights(
+    tmp_path: Path, operator: str, place: str, write: Callable[[onnx.ModelProto, Path], Path]
+) -> None:
     to = target("qnn", X_ELITE)
-    reply, folder = compiled(save(source, tmp_path / "a.onnx"), to, tmp_path)
+    source = write(with_body(operator, place), tmp_path / "models" / "a.onnx")
+    reply, folder = compiled(source, to, tmp_path)
     coverage = reply.contexts[0].coverage
     assert coverage is not None
     # What is before the body is compiled, and what is after it, too.
@@ -385,7 +389,7 @@ def test_bodies_on_the_cpu_keep_their_weights(tmp_path: Path, operator: str, pla
         open_session(path, each).run(["y"], feeds_of(operator))[0]
         for path, each in (
             (context, context_options(to, "context")),
-            (tmp_path / "a.onnx", cpu_options()),
+            (source, cpu_options()),
         )
     )
     # QNN compiles an If that has all its weights, and its Tanh is inexact.
