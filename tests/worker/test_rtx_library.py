@@ -47,7 +47,9 @@ def engine_of(made: onnx.ModelProto, tmp_path: Path, to: Target) -> bytes:
 
 
 def test_an_engine_for_several_gpus_is_beside_the_context_model(tmp_path: Path) -> None:
-    path = save(network(1), tmp_path / "models" / "a.onnx")
+    source = network(1)
+    helper.set_model_props(source, {"sample_rate": "22050"})
+    path = save(source, tmp_path / "models" / "a.onnx")
     reply, folder = compiled(path, rtx(), tmp_path)
     (context,) = reply.contexts
     assert sorted(file.name for file in folder.iterdir()) == ["a_ctx.engine", "a_ctx.onnx"]
@@ -56,6 +58,8 @@ def test_an_engine_for_several_gpus_is_beside_the_context_model(tmp_path: Path) 
     assert [each.shape for each in context.inputs] == [(1, 1, 8, 8)]
     made = onnx.load(folder / "a_ctx.onnx")
     onnx.checker.check_model(made)
+    properties = {entry.key: entry.value for entry in made.metadata_props}
+    assert properties["sample_rate"] == "22050"
     (node,) = made.graph.node
     assert graph.text(node, "ep_cache_context") == "a_ctx.engine"
     assert graph.text(node, "hardware_architecture") == "86,89,120"
