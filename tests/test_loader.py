@@ -246,14 +246,13 @@ def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shipper:
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a context that QNN compiled, with the prepared model."""
-    from hatch_epcontext.worker.actions.compile import handle
-    from tests.worker.actions.test_compile import X_ELITE, compile_request, target
+    from tests.worker.actions.test_compile import X_ELITE, compile_request, run_compile, target
 
     folder = tmp_path_factory.mktemp("context")
     source = save(network(1), folder / "models" / "a.onnx")
     to = target("qnn", X_ELITE, recompile=True)
     request = compile_request(Model("a", source, Key()), to, folder)
-    handle(request)
+    run_compile(request)
     return Path(request.folder)
 
 
@@ -262,16 +261,15 @@ def openvino_context(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ta
     """The folder of a context that OpenVINO compiled for its CPU device, and its variant."""
     if importlib.util.find_spec("onnxruntime_ep_openvino") is None:
         pytest.skip("onnxruntime-ep-openvino has no wheels for this Python or platform")
-    from hatch_epcontext.worker.actions.compile import handle
     from hatch_epcontext.worker.libraries import UnavailableError
-    from tests.worker.actions.test_compile import compile_request, target
+    from tests.worker.actions.test_compile import compile_request, run_compile, target
 
     folder = tmp_path_factory.mktemp("openvino")
     source = save(network(1), folder / "models" / "a.onnx")
     to = target("openvino", device="cpu", recompile=True)
     request = compile_request(Model("a", source, Key()), to, folder)
     try:
-        reply = handle(request)
+        reply = run_compile(request)
     except UnavailableError as error:
         pytest.skip(f"OpenVINO offers no CPU device on this processor ({error})")
     entry = variant(

@@ -114,6 +114,26 @@ def name_nodes(graph: onnx.GraphProto) -> None:
             taken.add(name)
 
 
+def order_layout_changes(graph: onnx.GraphProto) -> None:
+    """Give the nodes of ``graph`` an order and names that are the same in every run, in place.
+
+    ONNX Runtime adds ReorderOutput, which changes the layout for a CPU, in the order of addresses in memory.
+    Graphs without it stay as they are.
+    """
+    for part in graphs(graph):
+        added = [node for node in part.node if node.op_type == "ReorderOutput"]
+        for node in added:
+            node.name = f"{node.op_type}_{node.output[0]}"
+        if added:
+            depths: dict[str, int] = {}
+            for node in part.node:
+                depth = 1 + max((depths.get(name, 0) for name in read_by(node)), default=0)
+                depths.update(dict.fromkeys(node.output, depth))
+            order = sorted(part.node, key=lambda node: (depths[node.output[0]], node.output[0]))
+            del part.node[:]
+            part.node.extend(order)
+
+
 def contexts(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Return the EPContext nodes of ``graph``, nested ones too."""
     return [node for node in nodes(graph) if node.op_type == CONTEXT_OP]

@@ -4,7 +4,7 @@ The format, schema 1.0: ``model_package/README.md`` and
 ``onnxruntime/core/session/model_package/README.md`` in ONNX Runtime's repository. A package is a folder
 with a ``manifest.json``; it has components (models), and each component has variants. What only we know
 (hashes, coverage, validation, settings and versions) stands in ``additional_metadata``, below our own name.
-There are no times in it, so that two builds from one cache write the same bytes.
+There are no times in it, so that two builds of the same sources write the same bytes.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def _variant(built: Built, model: str) -> Variant:
         load_options=only_ours,
         compiled_with=record.versions,
         # What an EP says when it fails, with paths and numbers, is for the report.
-        preparation=dataclasses.replace(record.preparations[index], tried=()),
+        preparation=dataclasses.replace(record.preparations[index], failed=(), tried=()),
         coverage=context.coverage,
         validation=built.validations[model],
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,

@@ -149,12 +149,14 @@ def test_it_has_no_times(project: Path, artifact: Artifact) -> None:
 def test_it_has_what_was_rewritten_and_not_what_was_tried(
     project: Path, artifact: Artifact
 ) -> None:
-    prepared = Preparation("onnxruntime", 5, 4, rewrites=("a rewrite",), tried=("an attempt",))
+    prepared = Preparation("onnxruntime", 5, 4, rewrites=("a rewrite",))
+    prepared = dataclasses.replace(prepared, failed=("a simplifier",), tried=("an attempt",))
     record = dataclasses.replace(artifact.record, preparations=(prepared,))
     artifact = dataclasses.replace(artifact, record=record)
     text = write(package_of(resulting(configured(project), artifact)))
     assert "a rewrite" in text
     assert "an attempt" not in text
+    assert "a simplifier" not in text
 
 
 def test_equal_results_are_written_as_the_same_bytes(project: Path, tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ from onnx import helper, numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.actions.compile import handle
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.requests import CompileRequest
 from hatch_epcontext.worker.sharing import _equalize_spill_fill, compile_group
 from tests.conftest import needs_qnn
 from tests.models import save, transformer, value
-from tests.worker.actions.test_compile import X_ELITE, target
+from tests.worker.actions.test_compile import X_ELITE, run_compile, target
 
 
 def request_for(tmp_path: Path, **models: onnx.ModelProto) -> CompileRequest:
@@ -40,7 +39,7 @@ def blob_of(request: CompileRequest) -> int:
 @needs_qnn
 def test_two_lengths_of_one_network_share_a_sidecar_of_the_size_of_one(tmp_path: Path) -> None:
     together = request_for(tmp_path, prefill=transformer(64), decode=transformer(1))
-    prefill, decode = handle(together).contexts
+    prefill, decode = run_compile(together).contexts
     assert (prefill.model_file, decode.model_file) == ("prefill_ctx.onnx", "decode_ctx.onnx")
     assert prefill.inputs[0].shape == (1, 64, 256)
     assert decode.inputs[0].shape == (1, 1, 256)
@@ -51,7 +50,7 @@ def test_two_lengths_of_one_network_share_a_sidecar_of_the_size_of_one(tmp_path:
         (node,) = model.graph.node
         assert graph.attribute(node, "ep_cache_context", b"") == b"prefill_ctx_qnn.bin"
     alone = request_for(tmp_path, alone=transformer(64))
-    handle(alone)
+    run_compile(alone)
     one, both = blob_of(alone), blob_of(together)
     assert one < both < 1.2 * one
 

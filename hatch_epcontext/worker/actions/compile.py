@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import onnx
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Setting
 from hatch_epcontext.files import link_or_copy
+from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.loader import PREPARED
@@ -34,6 +36,11 @@ def handle(request: CompileRequest) -> CompileReply:
     """
     step(f"compiling for {request.target.provider.ep}")
     start = time.monotonic()
+    paths = (
+        str(_at_fixed_path(model, Path(path)))
+        for model, path in zip(request.models, request.prepared, strict=True)
+    )
+    request = replace(request, prepared=tuple(paths))
     if len(request.models) > 1:
         contexts = compile_group(request)
     else:
@@ -48,6 +55,22 @@ def handle(request: CompileRequest) -> CompileReply:
     if request.target.settings.recompile:
         _add_prepared(request)
     return CompileReply(product, contexts, time.monotonic() - start)
+
+
+def _at_fixed_path(model: Model, prepared: Path) -> Path:
+    """A path to ``prepared`` that is the same in every build, relative to the worker's folder.
+
+    EPs such as QNN derive names in the compiled blob from the path that ONNX Runtime gets.
+    """
+    folder = Path(PREPARED) / model.name
+    folder.parent.mkdir(exist_ok=True)
+    try:
+        # Not its files: ONNX Runtime refuses some external data that is a link.
+        folder.symlink_to(prepared.parent, target_is_directory=True)
+    except OSError:
+        # Windows allows links to few users.
+        shutil.copytree(prepared.parent, folder, copy_function=link_or_copy)
+    return folder / prepared.name
 
 
 def _add_prepared(request: CompileRequest) -> None:
@@ -66,6 +89,7 @@ def _finish(onnx_model: onnx.ModelProto, model: Model, result: Path) -> None:
     """Write ``onnx_model``, which was made of ``model``, for apps: with its metadata, for older releases."""
     keep_metadata(onnx.load(model.path, load_external_data=False), onnx_model)
     lower_versions(onnx_model)
+    graph.order_layout_changes(onnx_model.graph)
     onnx.save(onnx_model, result)
 
 

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Setting
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare as prepare_worker
@@ -85,11 +86,18 @@ def compile_request(spec: Model, to: Target, tmp_path: Path) -> CompileRequest:
     return CompileRequest((spec,), (reply.path,), to, str(folder))
 
 
+def run_compile(request: CompileRequest) -> CompileReply:
+    """The reply to ``request``, in a working directory of its own, as each request to a worker has."""
+    with temp_dir() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return compile_worker.handle(request)
+
+
 def compiled(path: Path, to: Target, tmp_path: Path) -> tuple[CompileReply, Path]:
     """Compile the model at ``path``; returns the reply and the artifact's folder."""
     spec = Model("a", path, MODEL, {"batch": 1} if "batch" in path.name else {})
     request = compile_request(spec, to, tmp_path)
-    return compile_worker.handle(request), Path(request.folder)
+    return run_compile(request), Path(request.folder)
 
 
 def compile_context_of(made: onnx.ModelProto, tmp_path: Path, options: Mapping[str, str]) -> Path:

@@ -17,7 +17,6 @@ from hatch_epcontext.graph.number_format import FOR_RANGES
 from hatch_epcontext.graph.rewrites import REWRITES
 from hatch_epcontext.graph.rewrites import rewrite as rewritten_in_place
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare, rewrite
 from hatch_epcontext.worker.requests import (
     CompileRequest,
@@ -29,7 +28,7 @@ from tests.conftest import needs_qnn
 from tests.graph.rewrites.equal import made, operators
 from tests.graph.rewrites.test_branches import NEGATIVE, TWICE, choosing
 from tests.models import save, save_with_data
-from tests.worker.actions.test_compile import X_ELITE, target
+from tests.worker.actions.test_compile import X_ELITE, run_compile, target
 
 FLOAT = TensorProto.FLOAT
 
@@ -328,6 +327,6 @@ def test_qnn_compiles_what_it_refused(tmp_path: Path) -> None:
     folder.mkdir()
     spec = Model("a", source, Key(("models", 0)))
     request = CompileRequest((spec,), (reply.path,), target("qnn", X_ELITE), str(folder))
-    (context,) = compile_worker.handle(request).contexts
+    (context,) = run_compile(request).contexts
     assert context.coverage is not None
     assert context.coverage.uncovered == ()

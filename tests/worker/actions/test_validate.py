@@ -14,14 +14,19 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions.validate import handle
 from hatch_epcontext.worker.comparison.runs import read_reference, write_reference
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.session import context_options
 from tests.conftest import needs_qnn
 from tests.models import interrupted, model, network, save, value, with_weights_left_over
-from tests.worker.actions.test_compile import MODEL, X_ELITE, compile_request, target
+from tests.worker.actions.test_compile import (
+    MODEL,
+    X_ELITE,
+    compile_request,
+    run_compile,
+    target,
+)
 from tests.worker.comparison.test_emulation import detector
 
 STRICT = Tolerance(50, 0.9999)
@@ -43,7 +48,7 @@ def built(
     spec = Model("a", path, MODEL, dims, {}, constants or {}, ValidateTable(inputs=inputs))
     to = target(provider, X_ELITE if provider == "qnn" else {}, embed=embed)
     request = compile_request(spec, to, tmp_path)
-    reply = compile_worker.handle(request)
+    reply = run_compile(request)
     return ValidateRequest(spec, to, reply.product, reply.contexts[0], request.folder, HALF)
 
 
@@ -271,7 +276,7 @@ def test_initializers_outside_the_contexts_are_in_a_file_of_their_own(
     spec = Model("a", path, MODEL)
     to = target("qnn", X_ELITE, embed=embed, external_initializers=100)
     request = compile_request(spec, to, tmp_path)
-    reply = compile_worker.handle(request)
+    reply = run_compile(request)
     names = {file.name for file in Path(request.folder).iterdir()}
     assert names == {"a_ctx.onnx", "a_ctx.data"} | (set() if embed else {"a_ctx_qnn.bin"})
     moved = shutil.move(request.folder, tmp_path / "elsewhere")
@@ -286,7 +291,7 @@ def test_an_optimized_graph_can_have_external_initializers(tmp_path: Path) -> No
     path = save(network(1), tmp_path / "models" / "a.onnx")
     to = target("cpu", external_initializers=1000)
     request = compile_request(Model("a", path, MODEL), to, tmp_path)
-    compile_worker.handle(request)
+    run_compile(request)
     data = Path(request.folder) / "a_optimized.data"
     # The matrix, but not the small tensors.
     assert data.stat().st_size == 256 * 10 * 4

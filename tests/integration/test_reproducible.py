@@ -1,0 +1,155 @@
+"""Cold builds of the same sources, each in a folder and with a cache of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import helper
+
+from tests.conftest import needs, needs_qnn
+from tests.integration.conftest import run
+from tests.models import (
+    interrupted,
+    model,
+    network,
+    save,
+    save_with_data,
+    transformer,
+    value,
+    weights,
+)
+from tests.projects import PROJECT
+
+MODELS = """
+wheel.sbom = true
+[[tool.epcontext.models]]
+path = "models/a.onnx"
+dims = { batch = 1 }
+[[tool.epcontext.models]]
+path = "models/parts.onnx"
+"""
+
+GROUP = """
+[[tool.epcontext.models]]
+path = "models/prefill.onnx"
+share-weights = "decoder"
+[[tool.epcontext.models]]
+path = "models/decode.onnx"
+share-weights = "decoder"
+"""
+
+QNN = """
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+min-coverage = 0.5
+"""
+
+TARGETS = {
+    "qnn": f"""
+{MODELS}{GROUP}
+[tool.epcontext.targets.beside]{QNN}
+""",
+    "qnn with other files": f"""
+{MODELS}
+[tool.epcontext.targets.embedded]{QNN}embed = true
+[tool.epcontext.targets.weights]{QNN}external-initializers = true
+recompile = true
+""",
+    "cpu": f"""
+{MODELS}
+[[tool.epcontext.models]]
+path = "models/branches.onnx"
+[tool.epcontext.targets.basic]
+provider = "cpu"
+[tool.epcontext.targets.for-this-cpu]
+provider = "cpu"
+optimization = "all"
+external-initializers = true
+""",
+    "rtx": f"""
+{MODELS}
+[tool.epcontext.targets.library]
+provider = "tensorrt-rtx"
+compute-capabilities = ["8.6", "8.9"]
+""",
+    "openvino": f"""
+{MODELS}
+[tool.epcontext.targets.beside]
+provider = "openvino"
+device = "cpu"
+[tool.epcontext.targets.embedded]
+provider = "openvino"
+device = "cpu"
+embed = true
+""",
+}
+
+
+def branches() -> onnx.ModelProto:
+    """Convolutions whose layout ONNX Runtime changes back on a CPU, for an operator that has one layout."""
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c0"])]
+    for index in range(20):
+        nodes += [
+            helper.make_node("Conv", [f"c{index}", "w"], [f"c{index + 1}"], pads=[1, 1, 1, 1]),
+            helper.make_node("Softmax", [f"c{index + 1}"], [f"s{index}"], axis=1),
+        ]
+    summed = [f"s{index}" for index in range(20)]
+    nodes.append(helper.make_node("Sum", summed, ["y"]))
+    shape = [1, 16, 8, 8]
+    return model(
+        nodes, [value("x", [1, 16, 10, 10])], [value("y", shape)], [weights("w", 16, 16, 3, 3)]
+    )
+
+
+def cold_wheel(folder: Path, toml: str) -> Path:
+    (folder / "my_app").mkdir(parents=True)
+    (folder / "my_app" / "__init__.py").touch()
+    (folder / "pyproject.toml").write_text(PROJECT + toml, encoding="utf-8")
+    save(network(), folder / "models" / "a.onnx")
+    save(interrupted(), folder / "models" / "parts.onnx")
+    save(branches(), folder / "models" / "branches.onnx")
+    for name, length in (("prefill", 64), ("decode", 1)):
+        path = folder / "models" / f"{name}.onnx"
+        save_with_data(transformer(length), path, f"{name}.data")
+    env = {
+        **os.environ,
+        "HATCH_EPCONTEXT_CACHE_DIR": str(folder / "cache"),
+        "SOURCE_DATE_EPOCH": "1700000000",
+    }
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=folder, env=env)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qnn", marks=needs_qnn),
+        pytest.param("qnn with other files", marks=needs_qnn),
+        "cpu",
+        pytest.param("rtx", marks=needs("tensorrt_rtx_bindings")),
+        "openvino",
+    ],
+)
+def test_two_cold_builds_write_the_same_wheel(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if name == "openvino":
+        request.getfixturevalue("openvino_cpu")
+    folders = (tmp_path / "one", tmp_path / "another" / "deeper")
+    wheels = [cold_wheel(folder, TARGETS[name]) for folder in folders]
+    first, second = (contents(wheel) for wheel in wheels)
+    assert [
+        file for file in first.keys() | second.keys() if first.get(file) != second.get(file)
+    ] == []
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
