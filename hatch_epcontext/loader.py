@@ -273,7 +273,8 @@ class Package:
         file: Path = self.root / variant.file
         if reason := damage(self.root, files, verify=verify):
             raise LoadError(reason)
-        if not file.is_file():
+        # `Path.is_file` raises an error for a name that is too long.
+        if not os.path.isfile(file):  # noqa: PTH113
             raise LoadError(f"{variant.file} is missing in {self.root}")
         return file
 

@@ -1583,7 +1583,7 @@ def places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 STRANGE: list[Any] = [
-    None, True, -1, 2**70, 1e308, "", "x", "..", "\0", [], [None], {}, {"x": 1}, {"": {}},
+    None, True, -1, 2**70, 1e308, "", "x", "..", "\0", "a" * 5000, [], [None], {}, {"x": 1}, {"": {}},
 ]  # fmt: skip
 
 
