@@ -327,7 +327,8 @@ class Source:
 class Built:
     """A finished job: its artifact, and the validation of each of its models by name.
 
-    ``saved``: bytes by which the artifact is smaller than its models compiled alone for each chip.
+    ``saved``: bytes by which the artifact is smaller than its models compiled alone for each chip; 0 if
+    they were not compiled alone.
     ``loads``: the seconds to open a session on each model that validation opened; ``days``: when it ran them.
     """
 

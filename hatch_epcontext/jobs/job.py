@@ -130,7 +130,9 @@ class JobRunner:
             key, artifact, cached, runs = self._chosen(job)
             self._cache(job).set_latest(settings_key, key)
         alone = self._alone(job)
-        saved = sum(built.artifact.size for built in alone) - artifact.size if alone else 0
+        saved = 0
+        if {each.job.name for each in alone} == {model.name for model in job.models}:
+            saved = sum(each.artifact.size for each in alone) - artifact.size
         validations = {name: run.validation for name, run in runs.items()}
         loads = {name: run.load for name, run in runs.items() if run.load is not None}
         days = {name: run.day for name, run in runs.items() if run.day}
@@ -187,10 +189,7 @@ class JobRunner:
             return self.executor.compile(recipe.form_of(job), recipe, folder)
 
     def _alone(self, job: Job) -> Sequence[Built]:
-        """The results of `Job.alone`, built once.
-
-        They are run where the job's own artifact cannot be, and show what sharing weights saves.
-        """
+        """The results of `Job.alone`, built once."""
         key = job.folder
         if key not in self._built_alone:
             try:

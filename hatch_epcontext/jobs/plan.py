@@ -70,12 +70,11 @@ class Job:
 
     @property
     def alone(self) -> tuple[Job, ...]:
-        """A job for each of the models on each of the chips; empty for one model on one chip."""
-        if not self.group and not self.has_several_chips:
-            return ()
+        """A job for each model on each chip whose result is run instead; empty where nothing is to be run."""
         return tuple(
             Job((model,), with_options(self.target, options), chip=chip)
             for model in self.models
+            if self.needs_device and model.validate.mode == "auto"
             for chip, options in self._chips().items()
         )
 

@@ -237,12 +237,12 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
 
     ``alone``: the validations of the same model compiled alone, one for each chip.
     """
-    if not model.validate.mode:
-        return Validation(ValidationStatus.NOT_VALIDATED)
     reason = reason_not_to_open(job)
     assert reason is not None, "only such a job is compiled alone"
     if model.validate.mode == "require":
         raise not_run_error(job, model, reason)
+    if without_run := validation_without_run(job, model, None):
+        return without_run
     not_run = next((each for each in alone if each.status is not ValidationStatus.RAN), None)
     if not_run or not alone:
         return not_run or Validation(ValidationStatus.RAN_ALONE, (), reason)

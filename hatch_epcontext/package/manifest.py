@@ -90,7 +90,7 @@ class ComponentMetadata:
 class Sharing:
     """A weight-sharing group and its members.
 
-    ``saved``: the bytes by which the group is smaller than its members compiled alone.
+    ``saved``: the bytes by which the group is smaller than its members compiled alone; 0 if they were not.
     """
 
     group: str
