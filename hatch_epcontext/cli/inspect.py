@@ -31,7 +31,7 @@ _MAX_NAMED = 3
 @click.option(
     "--verify",
     is_flag=True,
-    help="Check that all files exist, as the manifest and the wheel's RECORD have them.",
+    help="Check that all files exist, as the manifest has them.",
 )
 def command(path: Path, as_json: bool, verify: bool) -> None:
     """Show the facts of a model, a wheel or a model package.
@@ -39,8 +39,8 @@ def command(path: Path, as_json: bool, verify: bool) -> None:
     PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package of any tool. An ONNX
     model needs onnx, but not ONNX Runtime.
 
-    --verify fails if a file is missing, or differs from the manifest or the wheel's RECORD, or if a wheel has
-    no models. It also names the plain models that a wheel has beside its packages.
+    --verify fails if a file is missing or differs from the manifest (in a wheel: by the hashes in RECORD), or
+    if a wheel has no models. It also names the plain models that a wheel has beside its packages.
     """
     found = tool.inspect(path)
     verified = tool.verify(path, found) if verify else None
@@ -64,12 +64,11 @@ def command(path: Path, as_json: bool, verify: bool) -> None:
 
 
 def _describe(verified: tool.Verification) -> str:
-    if not verified.files and verified.recorded is None:
+    if not verified.files:
         return "it names no other files"
     text = count(verified.files, "file")
-    if verified.recorded is not None:
-        models, variants = count(verified.models, "model"), count(verified.variants, "variant")
-        text += f" of {models} with {variants}, and {count(verified.recorded, 'file')} as in RECORD"
+    if verified.models:
+        text += f" of {count(verified.models, 'model')} with {count(verified.variants, 'variant')}"
     return text
 
 

@@ -34,7 +34,6 @@ Editable = Literal["source", "compile", "skip"]
 ValidationMode = Literal["auto", "require", "structure", False]
 Trust = Literal["signed", "all"]
 ExecutorName = Literal["local", "dask"]
-Verification = Literal["record", "full"]
 Dequantize = Literal["all"] | bool
 QuantizedType = Literal["uint8", "int8", "uint16", "int16"]
 
@@ -522,11 +521,6 @@ class WheelTable:
         'Fail if the wheel is larger: bytes, or a size such as `"250 MB"`. Without it a wheel beyond 100 MB, '
         "which indexes refuse by default, is a warning.",
         check=_size,
-    )
-    verify: Verification = _key(
-        "How the finished wheel is compared with the manifest: `record` by the hashes in RECORD, `full` by "
-        "reading every file again, also those of the models.",
-        "record",
     )
     sbom: bool = _key(
         "Write a CycloneDX SBOM of the models into the wheel: see `docs/model-package.md`.",

@@ -55,11 +55,10 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     if not config.use_cache:
         return Cache(None, warn)
     root, settings = config.cache_dir or default_root(), config.build
-    read_all = config.wheel.verify == "full"
     if root is None:
         warn(f"{NO_HOME}; this build does not use one. Set HATCH_EPCONTEXT_CACHE_DIR to a folder.")
     if settings.cache is None:
-        return Cache(root, warn, read_all=read_all)
+        return Cache(root, warn)
     # Imported here: few builds have a shared cache.
     from hatch_epcontext.jobs.cache.shared import SharedCache
 
@@ -71,7 +70,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
         key=settings.cache_key,
         timeout=settings.cache_timeout,
     )
-    return Cache(root, warn, shared, read_all=read_all)
+    return Cache(root, warn, shared)
 
 
 def _may_write(settings: BuildSettings, warn: Callable[[str], None]) -> bool:

@@ -16,8 +16,6 @@ from hatch_epcontext.errors import (
     InspectionError,
     Kind,
     Problem,
-    WheelError,
-    collect,
 )
 from hatch_epcontext.files import for_windows, is_regular, temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
@@ -68,15 +66,15 @@ def inspect(path: Path) -> Inspection:
         folders = {each.relative_to(path).as_posix(): FolderFiles(each) for each in parents}
         return Inspection(str(path), _read_all(folders, path))
     # Not a pipe, which would block.
-    if is_regular(path) and (path.suffix == _WHEEL or zipfile.is_zipfile(path)):
-        return _inspect_archive(path)
+    if is_regular(path) and path.suffix == _WHEEL:
+        return _inspect_wheel(path)
     if is_regular(path) and path.name.endswith(".tar.gz"):
         hint = "Unpack it, and name the folder of a model package or an ONNX file in it."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), "is an sdist.", hint))
     return Inspection(str(path), {}, inspect_model(path))
 
 
-def _inspect_archive(path: Path) -> Inspection:
+def _inspect_wheel(path: Path) -> Inspection:
     try:
         with zipfile.ZipFile(path) as archive:
             names = [PurePosixPath(each) for each in archive.namelist() if each[-1:] != "/"]
@@ -119,45 +117,40 @@ def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
 class Verification:
     """A comparison of files with their records.
 
-    ``files``: the number of files that the manifests or the model name; ``recorded``: the number in RECORD,
-    None if it is not a wheel; ``models`` and ``variants``: their numbers in the packages; ``plain``: the ONNX
-    files of an archive that are in none of its packages.
+    ``files``: the number of files that the manifests or the model name; ``models`` and ``variants``: their
+    numbers in the packages; ``plain``: the ONNX files of a wheel that are in none of its packages.
     """
 
     files: int
-    recorded: int | None = None
     models: int = 0
     variants: int = 0
     plain: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
     def check(self) -> None:
-        """Raise InspectionError, or WheelError for a wheel, with all that is missing or changed."""
+        """Raise InspectionError with all that is missing or changed."""
         if self.problems:
-            raise (InspectionError if self.recorded is None else WheelError)(*self.problems)
+            raise InspectionError(*self.problems)
 
 
 def verify(path: Path, inspection: Inspection) -> Verification:
-    """Compare the files that the manifests or the model name with their records, and a wheel with RECORD."""
+    """Compare the files that the manifests or the model name with their records; a wheel's by its RECORD."""
     if inspection.model is not None:
         problems = tuple(_check_files(path, inspection.model))
         return Verification(_named_files(inspection.model), problems=problems)
     packages = inspection.packages
-    recorded = None
     plain: tuple[str, ...] = ()
     found: list[Problem] = []
-    if path.is_dir():
-        for folder, package in packages.items():
+    for folder, package in packages.items():
+        if path.is_dir():
             found += damaged_files(path / folder, package)
-    else:
-        is_wheel = path.suffix == _WHEEL
-        number, found = collect(finished.check(path, packages, is_wheel=is_wheel))
-        recorded = number if is_wheel else None
+        else:
+            found += finished.differences(path, PurePosixPath(folder), package.files)
+    if not path.is_dir():
         plain = _plain_models(path, packages)
     components = [each for package in packages.values() for each in package.components.values()]
     return Verification(
         sum(len(each.files) + len(each.unrecorded) for each in packages.values()),
-        recorded,
         len(components),
         sum(len(component.variants) for component in components),
         plain,

@@ -60,7 +60,6 @@ def test_all_variables(tmp_path: Path) -> None:
         FAIL_FAST="on",
         EXECUTOR="dask",
         SCHEDULER="tls://host:8786",
-        VERIFY="full",
         SBOM="1",
         TAG="any",
         MAX_SIZE="250 MB",
@@ -89,7 +88,6 @@ def test_all_variables(tmp_path: Path) -> None:
     assert settings.wheel == {
         "tag": "any",
         "max_size": "250 MB",
-        "verify": "full",
         "sbom": True,
     }
     assert settings.cache_write
@@ -191,7 +189,6 @@ SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
     ("build", "memory_limit"): ("7", "1.5 kB", 1500, "much"),
     ("build", "cache_timeout"): ("7", "2.5", 2.5, "0"),
     ("build", "fail_fast"): ("false", "1", True, "maybe"),
-    ("wheel", "verify"): ('"record"', "full", "full", "half"),
     ("wheel", "sbom"): ("false", "1", True, "maybe"),
     ("wheel", "tag"): ('"any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
     ("wheel", "max_size"): ("7", "1.5 kB", 1500, "many"),

@@ -44,7 +44,7 @@ class Cache:
     ``root`` is None when the build does not use the user's cache. ``warn`` gets a line for each damaged
     artifact, and one when the folder cannot be used; the build then goes on without it. What the
     folder lacks is read from ``shared``, and what is stored is also sent there if the build may write
-    to it. With ``read_all`` each file is read, whatever its status.
+    to it.
     """
 
     def __init__(
@@ -52,8 +52,6 @@ class Cache:
         root: Path | None,
         warn: Callable[[str], None],
         shared: SharedCache | None = None,
-        *,
-        read_all: bool = False,
     ) -> None:
         self._root = root
         self._warn = warn
@@ -63,14 +61,13 @@ class Cache:
             warn(
                 f"the cache folder {root} is not used, because {reason}. {PREFIX}CACHE_DIR names another."
             )
-        self._read_all = read_all
         self._index = self.index()
         self._damaged: set[Path] = set()
 
     def index(self) -> Index:
         """An index of files in the cache, if there is one, for one build."""
         folder = None if self._root is None else self._root / LAYOUT / "index"
-        return Index(folder, self.shared, self._read_all)
+        return Index(folder, self.shared)
 
     @property
     def trouble(self) -> str:

@@ -114,13 +114,11 @@ def _read_mounts() -> Iterator[tuple[str, bool]]:
 class Index:
     """An index in ``folder``; with None it only remembers what it read itself.
 
-    Facts of models are also read from ``shared``, and written to it if the build may write. With
-    ``read_all`` it reads each file, whatever its status.
+    Facts of models are also read from ``shared``, and written to it if the build may write.
     """
 
     folder: Path | None = None
     shared: SharedCache | None = None
-    read_all: bool = False
     _states: dict[Path, FileState] = field(default_factory=dict)
     _absent: dict[Path, FileRecord] = field(default_factory=dict)
     _mounts: Mounts = field(default_factory=Mounts)
@@ -166,7 +164,7 @@ class Index:
         status = path.stat()
         key = _digest_of(path, status)
         # A file that was just written may be written again without another status.
-        trusted = not self.read_all and self._mounts.have_true_status(path)
+        trusted = self._mounts.have_true_status(path)
         settled = trusted and _is_settled(status)
         found = self._read_sha256(key) if settled else None
         if found is None:
@@ -204,7 +202,7 @@ class Index:
         """Whether a file of the cache is unchanged; it is read if its status has changed."""
         try:
             key = _digest_of_own(path)
-            if self.read_all or self._read_sha256(key) != recorded.sha256:
+            if self._read_sha256(key) != recorded.sha256:
                 if record_file(path) != recorded:
                     return False
                 self._write(key, recorded.sha256)

@@ -70,18 +70,6 @@ def test_a_file_that_has_just_been_written_is_read_by_each_build(
     assert read == ["a.onnx"] * 2
 
 
-def test_everything_is_read_if_that_is_asked_for(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settle(monkeypatch)
-    file = tmp_path / "a.onnx"
-    file.write_bytes(b"model")
-    Index(tmp_path / "index").sha256(file)
-    Index(tmp_path / "index", read_all=True).sha256(file)
-    Index(tmp_path / "index", read_all=True).check(file)
-    assert read == ["a.onnx"] * 3
-
-
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mount a file system in a folder, in place of what was mounted there; the user must be root."""
