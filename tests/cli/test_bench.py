@@ -162,8 +162,10 @@ def test_an_artifact_that_cannot_be_opened_is_an_error_beside_the_other_times(
     cli: Cli, tmp_path: Path
 ) -> None:
     source = save(network(1), tmp_path / "net.onnx")
-    missing = "load-options={ backend_path = '/nowhere/libNothing.so' }"
-    settings = ("--set", missing, "--set", "validate=false", "--set", "allow-unknown-options=true")
+    broken = tmp_path / "libQnnHtp.so"
+    broken.touch()
+    options = f"load-options={{ backend_path = '{broken.as_posix()}' }}"
+    settings = ("--set", options, "--set", "validate=false", "--set", "allow-unknown-options=true")
     result = cli("bench", source, "-p", "qnn", "-n", "1", *settings, code=1)
     load = next(line for line in result.stdout.splitlines() if " load " in line)
     assert (load.count(" s ("), load.count("failed")) == (2, 1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -246,7 +247,7 @@ def test_what_was_there_comes_back_when_a_file_cannot_be_replaced(
 
     def fails(path: Path, target: Path) -> Path:
         if "complete" in path.parts and target.name == "manifest.json":
-            raise PermissionError(f"{target} is in use")
+            raise PermissionError(errno.EACCES, "it is in use", str(target))
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", fails)
