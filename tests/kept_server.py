@@ -25,7 +25,7 @@ class _KeptServer(ForkServer):
     def close(self) -> None:
         """Leave it to the next build."""
 
-    def kill(self) -> None:
+    def give_up(self) -> None:
         self._process.kill()
         self.end()
 

@@ -54,7 +54,7 @@ class JobReport:
     """One job.
 
     ``size``: bytes of all its ``files``.
-    ``saved``: bytes saved by sharing weights, and by one context for several chips; 0 if that was not measured.
+    ``saved``: bytes saved by sharing weights, and by one context for several chips; 0 if it is unknown.
     ``times``: those of the build that compiled it.
     """
 

@@ -280,7 +280,11 @@ def _children() -> list[int]:
         lists = [each.read_text("ascii") for each in Path("/proc/self/task").glob("*/children")]
         if lists:
             return [int(number) for number in " ".join(lists).split()]
-    names = (each.name for each in Path("/proc").iterdir())
+    try:
+        names = [each.name for each in Path("/proc").iterdir()]
+    except OSError:
+        # Too many open files: its own end ends them.
+        return []
     return [int(name) for name in names if name.isdigit() and _parent(name) == own]
 
 
@@ -335,7 +339,11 @@ def _supervise(server: int) -> int:
 if __name__ == "__main__":
     _descriptor, _supervisor = int(sys.argv[1]), os.getpid()
     # Before this process has threads and much memory.
-    _process = os.fork()
+    try:
+        _process = os.fork()
+    except OSError:
+        # The build process notices that no worker has started.
+        sys.exit(0)
     if not _process:
         _leave(lambda: _serve(_descriptor, _supervisor, sys.argv[2:]))
     os.close(_descriptor)

@@ -34,12 +34,12 @@ _MODULE = "hatch_epcontext.worker.fork_server"
 
 _GRACE, _BUSY = 10.0, 60.0
 """Seconds in which the server must end, and at most those in which it must end a worker: it may be importing
-something. After that it is killed, and its workers end with it.
+something. A server that does not end is killed, and one that does not end a worker starts no more.
 """
 
 
-class ServerGoneError(Exception):
-    """The server has ended, and the worker's fate is unknown: it never started, or the server crashed."""
+class NotStartedError(Exception):
+    """The worker never started, or its server crashed, which leaves its fate unknown."""
 
 
 def is_supported() -> bool:
@@ -66,7 +66,7 @@ class Fork:
             self._connection.sendall(command.order)
 
     def wait(self, seconds: float) -> int | None:
-        """Raises ServerGoneError as `ForkServer.exit_code` does."""
+        """Raises NotStartedError as `ForkServer.exit_code` does."""
         end = time.monotonic() + seconds
         while self._messages.exit_code is None:
             self._connection.settimeout(max(end - time.monotonic(), 0.001))
@@ -92,11 +92,11 @@ class Fork:
     def close(self) -> None:
         self.kill()
         end = time.monotonic() + self._patience
-        with contextlib.suppress(ServerGoneError), contextlib.closing(self._connection):
+        with contextlib.suppress(NotStartedError), contextlib.closing(self._connection):
             # It may answer before it ends.
             while self._messages.exit_code is None:
                 if self.wait(end - time.monotonic()) is None:
-                    self._server.kill()
+                    self._server.give_up()
                     return
         self._server.left()
 
@@ -111,9 +111,12 @@ class ForkServer:
     def __init__(self, log: Path | None = None, providers: Iterable[str] = ()) -> None:
         self._lock = threading.Lock()
         self._is_for_one = log is not None
+        self._is_stuck = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flags = [PRELOAD, *providers] if log is None else []
         with theirs, contextlib.ExitStack() as stack:
+            closing = stack.enter_context(contextlib.ExitStack())
+            closing.callback(ours.close)
             output = subprocess.DEVNULL if log is None else stack.enter_context(log.open("wb"))
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(theirs.fileno()), *flags],
@@ -127,10 +130,13 @@ class ForkServer:
                 # Not in the project's folder: Python 3.10 would import its modules before all others.
                 cwd="/",
             )
+            closing.pop_all()
         self._control = ours
 
     def start(self) -> Fork:
-        """Start a worker; raises ServerGoneError when the server cannot."""
+        """Start a worker; raises NotStartedError when the server cannot, and OSError."""
+        if self._is_stuck:
+            raise NotStartedError
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -139,31 +145,42 @@ class ForkServer:
             except OSError as error:
                 if not self._is_for_one:
                     ours.close()
-                    raise ServerGoneError from error
+                    raise NotStartedError from error
         return Fork(ours, self)
 
     def exit_code(self, is_started: bool) -> int:
         """The exit code of a worker for which this server sent none, because the server itself has ended.
 
-        Raises ServerGoneError if the worker is not the cause: it never started, or the server crashed.
+        Raises NotStartedError if the worker is not the cause: it never started, or the server crashed.
         """
         if self._is_for_one:
             self.close()
-            return -signal.SIGKILL if is_started else self._process.wait()
+            code = -signal.SIGKILL if is_started else self._process.wait()
+            if code:
+                return code
+            # It ended well, but could not fork.
+            raise NotStartedError
         with contextlib.suppress(subprocess.TimeoutExpired):
             if is_started and self._process.wait(_GRACE) != CRASHED:
                 return -signal.SIGKILL
-        raise ServerGoneError
+        raise NotStartedError
 
     def left(self) -> None:
         """End the server if its only worker has ended."""
         if self._is_for_one:
             self.close()
 
-    def kill(self) -> None:
-        """End the server at once, and all its workers with it: it is suspended or stuck."""
-        self._process.terminate()
-        self.close()
+    def give_up(self) -> None:
+        """Wait no longer for the end of a worker: the server or that worker is suspended or stuck.
+
+        A server of its own ends with it. Another one starts no more, and ends with the build: its other
+        workers still run.
+        """
+        if self._is_for_one:
+            self._process.terminate()
+            self.close()
+        else:
+            self._is_stuck = True
 
     def close(self) -> None:
         """End the server and all its workers, and wait for them."""

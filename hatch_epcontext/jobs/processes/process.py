@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.processes.forks import ForkServer, ServerGoneError, is_supported
+from hatch_epcontext.jobs.processes.forks import ForkServer, NotStartedError, is_supported
 from hatch_epcontext.jobs.processes.running import (
     MAX_REPLY,
     Interpreter,
@@ -136,12 +136,18 @@ class _Processes:
         if server is not None:
             server.close()
 
-    def start(self, log_path: Path, memory_limit: int | None) -> WorkerProcess:
-        """Start a process, whose first output goes to ``log_path``; raises BuildError after `stop`."""
+    def start(self, log_path: Path, memory_limit: int | None, *, alone: bool) -> WorkerProcess:
+        """Start a process, whose first output goes to ``log_path``; ``alone``: it imports everything itself.
+
+        Raises BuildError after `stop`, and NotStartedError if the system refuses it.
+        """
         with self._lock:
             if self.stopped:
                 raise _interrupted()
-            process = self._start(log_path, memory_limit)
+            try:
+                process = self._start(log_path, memory_limit, alone=alone)
+            except OSError as error:
+                raise NotStartedError from error
             self._running.add(process)
             return process
 
@@ -157,10 +163,10 @@ class _Processes:
             for process in self._running:
                 process.kill()
 
-    def _start(self, log_path: Path, memory_limit: int | None) -> WorkerProcess:
+    def _start(self, log_path: Path, memory_limit: int | None, *, alone: bool) -> WorkerProcess:
         if not is_supported():
             return Interpreter(log_path, memory_limit)
-        if not self._shares:
+        if alone or not self._shares:
             return ForkServer(log_path).start()
         if self._server is None:
             self._server = ForkServer(providers=self.simulated)
@@ -321,19 +327,24 @@ class Worker:
 
     def _run(self, order: WorkerCommand, location: str) -> int | None:
         """The code of the answer, or the exit code; None after the timeout."""
-        while True:
-            try:
-                if self._process is None:
-                    self._process = self._processes.start(
-                        order.log.path, self._workers.memory_limit
-                    )
-                beat = Heartbeat()
-                self._process.send(order, self._workers.timeout)
-                return self._wait(self._process, order, location, beat)
-            except ServerGoneError:
-                # For example, an import in the server crashes: the log of a worker of its own shows more.
-                self._end()
-                self._processes.exit()
+        try:
+            return self._run_once(order, location)
+        except NotStartedError:
+            # For example, an import in the server crashes: the log of a worker of its own shows more. Others
+            # stay with the server.
+            self._end()
+        try:
+            return self._run_once(order, location, alone=True)
+        except NotStartedError as error:
+            raise BuildError(_not_started(error.__cause__)) from error
+
+    def _run_once(self, order: WorkerCommand, location: str, *, alone: bool = False) -> int | None:
+        if self._process is None:
+            limit = self._workers.memory_limit
+            self._process = self._processes.start(order.log.path, limit, alone=alone)
+        beat = Heartbeat()
+        self._process.send(order, self._workers.timeout)
+        return self._wait(self._process, order, location, beat)
 
     def _end(self) -> None:
         if self._process is not None:
@@ -450,6 +461,16 @@ def _too_slow(order: WorkerCommand, timeout: float) -> Problem:
 def _flooded(order: WorkerCommand) -> Problem:
     message = f"the worker was stopped, because its log had more than {show_size(LOG_LIMIT)}."
     return Problem(Kind.INVALID_REPLY, "", message, log=order.log.tail())
+
+
+def _not_started(error: BaseException | None) -> Problem:
+    reason = (isinstance(error, OSError) and error.strerror) or "the system refuses a fork"
+    return Problem(
+        Kind.SYSTEM_ERROR,
+        "",
+        f"the worker cannot be started: {reason}.",
+        "Run fewer jobs at once (build.jobs), or allow more processes and open files (ulimit -u, ulimit -n).",
+    )
 
 
 def _interrupted() -> BuildError:

@@ -41,16 +41,26 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH with which workers run ``body.py`` there for check requests."""
+    """A folder for PYTHONPATH with which workers run ``body.py`` there for check requests.
+
+    As many forks fail as the file ``failing`` there says.
+    """
     folder = tmp_path_factory.mktemp("site")
-    body = folder / "body.py"
+    body, failing = folder / "body.py", folder / "failing"
     # Python runs it when it starts, and the server later imports the same module.
     source = f"""
-        import pathlib
+        import os, pathlib
         from hatch_epcontext.worker.actions import check
         def handle(request):
             exec(pathlib.Path({str(body)!r}).read_text(), {{"request": request}})
         check.handle = handle
+        failing, fork = pathlib.Path({str(failing)!r}), os.fork
+        def limited():
+            if failing.exists() and (times := int(failing.read_text())):
+                failing.write_text(str(times - 1))
+                raise BlockingIOError
+            return fork()
+        os.fork = limited
         """
     write_start_code(folder, source)
     return folder
@@ -408,6 +418,73 @@ def test_workers_end_with_their_server_and_the_next_ones_are_interpreters(
     check.write_text("raise OSError('another')\n", encoding="utf-8")
     (tmp_path / "two").mkdir()
     assert problem(workers, tmp_path / "two").message == "OSError: another"
+
+
+@contextlib.contextmanager
+def another_job(workers: Workers, folder: Path, check: Path) -> Iterator[None]:
+    """A job that runs meanwhile, and answers after that."""
+    (folder / "other").mkdir()
+    check.write_text(
+        "import pathlib, time\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
+        "(folder / 'runs').touch()\n"
+        "while not (folder / 'end').exists(): time.sleep(0.02)\n"
+        "raise OSError('of its own')\n",
+        encoding="utf-8",
+    )
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(problem, workers, folder / "other")
+        wait_for((folder / "runs").exists)
+        try:
+            yield
+        finally:
+            (folder / "end").touch()
+        assert called.result(60).message == "OSError: of its own"
+
+
+def test_a_worker_falls_back_alone_where_the_server_has_too_many_open_files(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    import resource
+
+    with another_job(workers, tmp_path, check):
+        (server,) = children_of(server_of(workers))
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (3, 3))
+        check.write_text("raise OSError('another')\n", encoding="utf-8")
+        assert problem(workers, tmp_path).message == "OSError: another"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_fork_that_fails_ends_its_worker_alone(
+    tmp_path: Path, site: Path, check: Path, workers: Workers, times: int
+) -> None:
+    with another_job(workers, tmp_path, check):
+        (site / "failing").write_text(str(times), encoding="ascii")
+        check.write_text("raise OSError('another')\n", encoding="utf-8")
+        found = problem(workers, tmp_path)
+    assert (site / "failing").read_text(encoding="ascii") == "0"
+    if times == 1:
+        assert found.message == "OSError: another"
+    else:
+        assert found.kind is Kind.SYSTEM_ERROR
+        assert found.message == "the worker cannot be started: the system refuses a fork."
+
+
+def test_a_worker_that_does_not_end_leaves_the_others_alone(
+    tmp_path: Path, check: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_GRACE", "_BUSY"):
+        monkeypatch.setattr(f"hatch_epcontext.jobs.processes.forks.{name}", 1.0)
+    with another_job(workers, tmp_path, check):
+        (server,) = children_of(server_of(workers))
+        check.write_text(
+            f"import os, time\nos.kill({server}, 19)\ntime.sleep(600)\n", encoding="utf-8"
+        )
+        slow = dataclasses.replace(workers, timeout=1)
+        assert problem(slow, tmp_path).kind is Kind.WORKER_TIMEOUT
+        (tmp_path / "next").mkdir()
+        check.write_text("raise OSError('another')\n", encoding="utf-8")
+        assert problem(workers, tmp_path / "next").message == "OSError: another"
 
 
 def test_workers_that_end_when_they_are_killed_do_not_end_the_server(
