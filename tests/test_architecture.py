@@ -27,6 +27,7 @@ LAYERS = [
         "_constants",
         "_recompile",
         "loader",
+        "recorder",
         "serialize",
         "system",
         "text",
@@ -44,7 +45,7 @@ LAYERS = [
 """The folders and modules of the package by layer, the lowest first."""
 
 BORDER = {
-    "worker": {"protocol", "recorder", "requests", "results"},
+    "worker": {"protocol", "requests", "results"},
     "graph": {"facts", "limits", "number_format"},
 }
 """The modules of ``worker`` and ``graph`` that others import: what crosses the border of the processes."""
@@ -152,8 +153,8 @@ def test_only_workers_import_onnxruntime_and_they_and_graph_onnx() -> None:
         if part_of(module) == "graph":
             allowed = HEAVY - {"onnxruntime"}
             assert parts_imported(module) <= {"errors", "files", "graph", "text"}, name_of(module)
-        # They are shipped in other wheels, and not run by a build. onnxruntime brings numpy along.
-        elif module.stem in {"loader", "_constants"}:
+        # They run in apps, and not in a build. onnxruntime brings numpy along.
+        elif module.stem in {"loader", "_constants", "recorder"}:
             allowed = {"onnxruntime", "numpy"}
         roots = {name.split(".")[0] for name in imported(module)}
         if found := roots & HEAVY - allowed:
@@ -161,8 +162,8 @@ def test_only_workers_import_onnxruntime_and_they_and_graph_onnx() -> None:
     assert not refused
 
 
-@pytest.mark.parametrize("name", ["loader", "_constants", "_recompile"])
-def test_what_is_shipped_imports_only_the_standard_library_and_onnxruntime(name: str) -> None:
+@pytest.mark.parametrize("name", ["loader", "_constants", "_recompile", "recorder"])
+def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(name: str) -> None:
     shipped = PACKAGE / f"{name}.py"
     roots = {each.split(".")[0] for each in imported(shipped)}
     # Types of the loader, which are not imported where it is shipped.
@@ -170,7 +171,7 @@ def test_what_is_shipped_imports_only_the_standard_library_and_onnxruntime(name:
     assert roots <= {*sys.stdlib_module_names, "onnxruntime", "numpy"}
     at_once = {each.split(".")[0] for each in imported_at_once(shipped)}
     assert name == "_constants" or "numpy" not in at_once, (
-        "importing the loader must be fast: import numpy in a function"
+        "importing it must be fast: import numpy in a function"
     )
 
 

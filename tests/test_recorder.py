@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+from hatch_epcontext.errors import Key
+from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.recorder import SAMPLES, Recorder
+from hatch_epcontext.worker.dummy.given import given_samples
+from tests.models import model, value
+
+Array = np.ndarray[Any, Any]
+
+STATE = np.array([0.5, 1], np.float32)
+
+
+class App:
+    """An app that feeds ``x`` and a state to a model, and is recorded below ``folder``."""
+
+    def __init__(self, folder: Path, dtype: int = TensorProto.FLOAT) -> None:
+        content = model(
+            [helper.make_node("Add", ["state", "state"], ["state_out"])],
+            [value("x", ["n"], dtype), value("state", [2])],
+            [value("state_out", [2])],
+        ).SerializeToString()
+        digest = hashlib.sha256(content).hexdigest()
+        settings = {"size": len(content), "sha256": digest, "dims": {}, "shapes": {}}
+        session = type("Session", (onnxruntime.InferenceSession,), {})
+        folder.mkdir(exist_ok=True)
+        Recorder(folder, {"a": settings})._wrap(session)
+        self._session = session(content)
+        self._folder = folder
+
+    def run(self, x: Any, state: Array = STATE) -> Array:
+        outputs: list[Array] = self._session.run(None, {"x": x, "state": state})
+        return outputs[0]
+
+    @property
+    def samples(self) -> list[Path]:
+        """The folders of the samples that are kept."""
+        return sorted(self._folder.glob("*/a/*"), key=lambda sample: int(sample.name))
+
+
+def kept(sample: Path, step: int = 1) -> Array:
+    """``x`` in a step."""
+    with np.load(sample / f"{step}.npz", allow_pickle=False) as arrays:
+        return np.asarray(arrays["x"])
+
+
+def test_the_first_sample_and_a_random_choice_of_the_others_are_kept(tmp_path: Path) -> None:
+    chosen = []
+    for name in ("one", "other"):
+        app = App(tmp_path / name)
+        for index in range(400):
+            app.run(np.full(3, index, np.float32))
+        chosen.append([int(kept(sample)[0]) for sample in app.samples])
+    first, *others = chosen[0]
+    assert first == 0
+    assert len(others) == SAMPLES - 1
+    assert min(others) < 200 < max(others)
+    assert chosen[0] == chosen[1]
+
+
+def test_a_sample_of_a_recurrent_model_has_consecutive_steps(tmp_path: Path) -> None:
+    app = App(tmp_path)
+    for stream in range(40):
+        state = STATE
+        for step in range(10):
+            state = app.run(np.full(1, 100 * stream + step, np.float32), state)
+    steps = [[int(kept(sample, n)[0]) for n in (1, 2)] for sample in app.samples]
+    assert steps[0] == [0, 1]
+    assert len(steps) == SAMPLES
+    assert all(second == first + 1 for first, second in steps)
+    # After eight steps a sample ends, and the rest of the stream is another one.
+    assert {len(list(sample.iterdir())) for sample in app.samples} <= {8, 2}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (TensorProto.STRING, np.array(["a", "bc"], object)),
+        (TensorProto.STRING, ["a", "bc"]),
+        (TensorProto.BOOL, np.array([True, False])),
+        (TensorProto.FLOAT, np.zeros(0, np.float32)),
+        (TensorProto.DOUBLE, [1.0, 1e300]),
+        (TensorProto.INT64, onnxruntime.OrtValue.ortvalue_from_numpy(np.array([1, 2**40]))),
+    ],
+)
+def test_values_of_all_types_are_read_back(tmp_path: Path, dtype: int, values: Any) -> None:
+    app = App(tmp_path, dtype)
+    app.run(values)
+    expected = values.numpy() if isinstance(values, onnxruntime.OrtValue) else np.asarray(values)
+    (sample,) = app.samples
+    assert kept(sample).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("type_", "packed", "numbers"),
+    [
+        # The first value is in the lowest bits of a byte.
+        ("INT4", [0x81, 0x0F], [1, -8, -1]),
+        ("UINT4", [0x81, 0x0F], [1, 8, 15]),
+        ("INT2", [0b01_11_10_00, 0b01], [0, -2, -1, 1, 1]),
+        ("FLOAT4E2M1", [0x71, 0x0A], [0.5, 6, -1]),
+        ("FLOAT8E5M2", [0x3E, 0xC0], [1.5, -2]),
+        ("BFLOAT16", [0xC0, 0x3F, 0x00, 0xC0], [1.5, -2]),
+    ],
+)
+def test_types_that_numpy_lacks_are_kept_by_value(
+    tmp_path: Path, type_: str, packed: list[int], numbers: list[float]
+) -> None:
+    number = TensorProto.DataType.Value(type_)
+    shape = (len(numbers),)
+    tensor = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, number)
+    ctypes.memmove(tensor.data_ptr(), bytes(packed), len(packed))
+    app = App(tmp_path, number)
+    app._session.run(None, {"x": tensor, "state": onnxruntime.OrtValue.ortvalue_from_numpy(STATE)})
+    dtype = helper.tensor_dtype_to_np_dtype(number).name
+    (folder,) = app.samples
+    ((_, sample),) = given_samples(folder, [TensorFacts("x", dtype, shape)], Key())
+    assert sample["x"].astype(float).tolist() == numbers
