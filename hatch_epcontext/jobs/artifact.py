@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
@@ -119,10 +119,6 @@ class Recipe:
     ) -> Recipe:
         """This recipe with one more `Change`."""
         return dataclasses.replace(self, changes=(*self.changes, Change(kind, refused)))
-
-
-CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
-"""The problems of a worker that crashed, or whose reply cannot be read: both can be transient."""
 
 
 @dataclass(frozen=True)

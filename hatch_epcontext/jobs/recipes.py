@@ -30,10 +30,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from hatch_epcontext.errors import BuildError, Setting
+from hatch_epcontext.errors import BuildError, Kind, Setting
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, REMEDIES, RewriteName
-from hatch_epcontext.jobs.artifact import CRASHES, Artifact, Operators, Recipe, Refused
+from hatch_epcontext.jobs.artifact import Artifact, Operators, Recipe, Refused
 from hatch_epcontext.jobs.coverage import reaches_minimum
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.text import count
@@ -101,7 +101,7 @@ class Attempt:
     def has_crashed(self) -> bool:
         """Whether a process has crashed."""
         problems = self.result.problems if isinstance(self.result, Refused) else ()
-        return bool(problems) and all(each.kind in CRASHES for each in problems)
+        return bool(problems) and all(each.kind is Kind.WORKER_CRASHED for each in problems)
 
     @property
     def artifact(self) -> Artifact:

@@ -39,7 +39,6 @@ from hatch_epcontext.worker.results import Context
 _ABOUT_THIS_MACHINE = frozenset(
     {
         Kind.NOT_RUN,
-        Kind.MISSING_EP,
         Kind.UNLOADABLE_LIBRARY,
         Kind.NO_DEVICE,
         Kind.MISSING_REQUIREMENT,

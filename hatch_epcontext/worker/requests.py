@@ -5,9 +5,8 @@ What they carry is in `results`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from hatch_epcontext.config.settings import Model, Target
@@ -16,7 +15,6 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Product, Tolerance
-from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
     Agreement,
     Context,
@@ -49,10 +47,6 @@ class WorkerRequest(Generic[ReplyT]):
         cls.action, (cls.reply_type,) = action, get_args(base)
         REQUESTS[action] = cls
 
-    def misfit(self, reply: ReplyT) -> str | None:
-        """Why ``reply``, which has the right type, cannot answer this request; None if it can."""
-        return None
-
 
 @dataclass(frozen=True)
 class CheckReply:
@@ -80,22 +74,12 @@ class CutRequest(WorkerRequest[CutReply], action="cut"):
     forms: tuple[Model, ...]
     folder: str
 
-    def misfit(self, reply: CutReply) -> str | None:
-        if len(reply.forms) != len(self.forms):
-            return "it is about other forms of the model"
-        return _misfit_files(self.folder, (str(Path(self.folder, name)) for name in reply.files))
-
 
 @dataclass(frozen=True)
 class CheckRequest(WorkerRequest[CheckReply], action="check"):
     """Read the models, and check that they fit their configuration and can be compiled for their targets."""
 
     models: tuple[Model, ...]
-
-    def misfit(self, reply: CheckReply) -> str | None:
-        if len(reply.models) == len(self.models):
-            return None
-        return f"it is about {count(len(reply.models), 'model')} instead of {len(self.models)}"
 
 
 @dataclass(frozen=True)
@@ -133,9 +117,6 @@ class PrepareRequest(WorkerRequest[PrepareReply], action="prepare"):
     reference: str | None = None
     precision: Precision | None = None
     fuse: bool = True
-
-    def misfit(self, reply: PrepareReply) -> str | None:
-        return _misfit_files(self.folder, filter(None, (reply.path, reply.reference)))
 
 
 @dataclass(frozen=True)
@@ -178,9 +159,6 @@ class RewriteRequest(WorkerRequest[RewriteReply], action="rewrite"):
     remedies: tuple[RewriteName, ...] = ()
     target: Target | None = None
 
-    def misfit(self, reply: RewriteReply) -> str | None:
-        return _misfit_files(self.folder, filter(None, (reply.path,)))
-
 
 @dataclass(frozen=True)
 class CompileReply:
@@ -200,13 +178,6 @@ class CompileRequest(WorkerRequest[CompileReply], action="compile"):
     prepared: tuple[str, ...]
     target: Target
     folder: str
-
-    def misfit(self, reply: CompileReply) -> str | None:
-        found = [context.model for context in reply.contexts]
-        if found != [model.name for model in self.models]:
-            return "it is about other models"
-        files = (str(Path(self.folder, context.model_file)) for context in reply.contexts)
-        return _misfit_files(self.folder, files)
 
 
 @dataclass(frozen=True)
@@ -443,15 +414,3 @@ class Refusal:
     """The answer to a request that failed; a problem with an empty location is about the request."""
 
     problems: tuple[Problem, ...]
-
-
-def _misfit_files(folder: str, paths: Iterable[str]) -> str | None:
-    """Why a worker cannot have written the files ``paths`` into ``folder``; None if it can."""
-    for path in paths:
-        try:
-            inside = Path(path).resolve(strict=True).is_relative_to(Path(folder).resolve())
-        except (OSError, ValueError):
-            inside = False
-        if not inside:
-            return f"it names {path[:200]!r}, which is no file in the folder of the step"
-    return None

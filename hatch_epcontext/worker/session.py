@@ -184,7 +184,7 @@ def add_built_in(
     if provider.ep not in available:
         raise UnavailableError(
             Problem(
-                Kind.MISSING_EP,
+                Kind.MISSING_REQUIREMENT,
                 "",
                 f"this ONNX Runtime ({ort.__version__}) has no {provider.ep}.\n"
                 f"It has {', '.join(available)}.",

@@ -83,7 +83,7 @@ def test_a_loop_that_does_not_end_is_stopped(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as raised:
         prepare.handle(endless_request(tmp_path, 0.3))
     (problem,) = raised.value.problems
-    assert problem.kind is Kind.RUN_TIMEOUT
+    assert problem.kind is Kind.WORKER_TIMEOUT
     assert f"{RUNNING} was stopped after 0.3 seconds" in problem.message
     assert "opening it took" in problem.message
     assert [str(each) for each in problem.settings] == [

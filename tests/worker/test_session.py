@@ -124,7 +124,7 @@ def test_a_fully_optimized_graph_needs_the_ep(tmp_path: Path) -> None:
 
 def test_an_ep_of_another_distribution_is_an_error(tmp_path: Path) -> None:
     found = problem(target("migraphx", optimization="all"), tmp_path)
-    assert found.kind is Kind.MISSING_EP
+    assert found.kind is Kind.MISSING_REQUIREMENT
     assert "has no MIGraphXExecutionProvider.\nIt has " in found.message
     assert found.hint == "Install onnxruntime-migraphx instead of it."
 

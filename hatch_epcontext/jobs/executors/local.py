@@ -19,7 +19,6 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import (
-    CRASHES,
     Artifact,
     Recipe,
     Record,
@@ -49,12 +48,15 @@ REFUSALS = frozenset(
 )
 """The problems with an EP that another form of the model may avoid."""
 
-_FAULTS_OF_SIMPLIFIERS = CRASHES | {
-    Kind.COMPILE_FAILED,
-    Kind.OUTPUT_DIFFERS,
-    Kind.NOT_FINITE,
-    Kind.OUTPUT_SHAPE,
-}
+_FAULTS_OF_SIMPLIFIERS = frozenset(
+    {
+        Kind.WORKER_CRASHED,
+        Kind.COMPILE_FAILED,
+        Kind.OUTPUT_DIFFERS,
+        Kind.NOT_FINITE,
+        Kind.OUTPUT_SHAPE,
+    }
+)
 """The faults of a simplifier itself. After any other problem, such as a killed worker, the next simplifier's
 weaker result would stay in the cache although this one works."""
 
@@ -174,7 +176,9 @@ class LocalExecutor:
             return self.preparations.get(job, recipe, worker)
         except BuildError as error:
             # The rewrites for all models make no other form that the EP may accept.
-            if _has_accident(error) or (recipe.is_plain and not error.is_only(CRASHES)):
+            if _has_accident(error) or (
+                recipe.is_plain and not error.is_only((Kind.WORKER_CRASHED,))
+            ):
                 raise
             return Refused("change", error.problems)
 

@@ -18,15 +18,10 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.processes.forks import ForkServer, NotStartedError, is_supported
-from hatch_epcontext.jobs.processes.running import (
-    MAX_REPLY,
-    Interpreter,
-    WorkerCommand,
-    WorkerProcess,
-)
+from hatch_epcontext.jobs.processes.running import Interpreter, WorkerCommand, WorkerProcess
 from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT
 from hatch_epcontext.providers import Provider, missing, variables_in
-from hatch_epcontext.serialize import to_json
+from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import full_disk_problem, removed_problem, writing
 from hatch_epcontext.text import hide_values, show_size
 from hatch_epcontext.worker.protocol import DONE, FAILED, MEMORY_LIMIT, REFUSED, TEMPORARY, VERBOSE
@@ -278,7 +273,7 @@ class Worker:
 
     def _call(self, request: WorkerRequest[ReplyT], folder: Path, location: str) -> ReplyT:
         # Imported here: a build that finds everything in the cache makes no requests.
-        from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
+        from hatch_epcontext.worker.requests import Refusal
 
         text, memory_limit = to_json(request, indent=None), self._workers.memory_limit
         secrets = _secrets(text)
@@ -298,7 +293,7 @@ class Worker:
         try:
             code = self._run(order, location)
         finally:
-            if code != DONE or order.reply is None or len(order.reply) > MAX_REPLY:
+            if code != DONE or order.reply is None:
                 self._end()
             order.log.forward(is_last=True)
             if log is not None:
@@ -315,13 +310,14 @@ class Worker:
             if reply is None:
                 problems: tuple[Problem, ...] = (_ended(code, order.last_step),)
             elif code == DONE:
-                return read_reply(reply, request)
+                reply_type: type[ReplyT] = request.reply_type
+                return from_json(reply, reply_type)
             else:
-                problems = read_refusal(reply).problems
+                problems = from_json(reply, Refusal).problems
                 error = ModelError if code == REFUSED else BuildError
-        except InvalidReplyError as invalid:
-            message = f"the worker's reply cannot be used: {invalid}."
-            problems = (Problem(Kind.INVALID_REPLY, "", message),)
+        except ValueError as invalid:
+            message = f"the worker's reply cannot be read: {invalid}."
+            problems = (Problem(Kind.WORKER_CRASHED, "", message),)
         has_log = error is not ModelError
         raise error(*(_explained(each, order, memory_limit, has_log) for each in problems))
 
@@ -460,7 +456,7 @@ def _too_slow(order: WorkerCommand, timeout: float) -> Problem:
 
 def _flooded(order: WorkerCommand) -> Problem:
     message = f"the worker was stopped, because its log had more than {show_size(LOG_LIMIT)}."
-    return Problem(Kind.INVALID_REPLY, "", message, log=order.log.tail())
+    return Problem(Kind.WORKER_CRASHED, "", message, log=order.log.tail())
 
 
 def _not_started(error: BaseException | None) -> Problem:

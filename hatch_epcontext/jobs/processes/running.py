@@ -19,7 +19,6 @@ from hatch_epcontext.config.settings import CREDENTIALS
 from hatch_epcontext.jobs.processes.worker_log import WorkerLog
 from hatch_epcontext.worker.protocol import (
     ANSWERED,
-    DONE,
     ENDED,
     LOG,
     NO_TELEMETRY,
@@ -48,9 +47,6 @@ def worker_environment() -> dict[str, str]:
 PIECE = 1 << 18
 """Bytes that are read at once from a worker."""
 
-MAX_REPLY = 64 * 10**6
-"""The most bytes of a reply: that of a graph with a million nodes has less."""
-
 
 class WorkerCommand:
     """A request to a worker, as JSON: the action, the ``folder`` where the worker works, and flags.
@@ -74,7 +70,6 @@ class WorkerCommand:
         # The line of JSON that the worker gets.
         self.order = json.dumps([action, request, str(folder), *flags]).encode() + b"\n"
         self.reply: bytes | None = None
-        """The worker's reply. It can be arbitrary bytes: workers run vendors' code."""
         self._step, self._since = "", 0.0
 
     def note(self, step: str) -> None:
@@ -110,8 +105,6 @@ class Messages:
             code = self._read_line(bytes(self._unread[:end]), code)
             del self._unread[: end + 1]
             seen = 0
-        if len(self._unread) > MAX_REPLY and self._command is not None:
-            self._command.reply, code = bytes(self._unread), DONE
         return self.exit_code if code is None else code
 
     def _read_line(self, line: bytes, code: int | None) -> int | None:

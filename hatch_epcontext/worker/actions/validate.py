@@ -288,7 +288,7 @@ def _check_assignment(
     if provider.ep not in assigned and (assigned or request.product == "context"):
         raise BuildError(
             Problem(
-                Kind.WRONG_ASSIGNMENT,
+                Kind.WRONG_RESULT,
                 "",
                 f"the {request.product} graph was loaded from {loaded_from}, but ONNX Runtime assigned "
                 f"no node of it to {provider.ep}.",

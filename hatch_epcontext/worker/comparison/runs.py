@@ -183,7 +183,7 @@ def run_model(
         raise ModelError(
             Problem.at(
                 model.key,
-                Kind.RUN_TIMEOUT,
+                Kind.WORKER_TIMEOUT,
                 f"running {what} was stopped after {model.validate.timeout:g} seconds{more}.",
                 "Give the model smaller inputs, or more time (not tried).",
                 Setting(model.key / "validate" / "timeout", round(2 * model.validate.timeout, 3)),

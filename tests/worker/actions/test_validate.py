@@ -113,7 +113,7 @@ def test_a_model_that_runs_on_the_cpu_instead_of_a_context_is_an_error(tmp_path:
         BuildError, match="assigned no node of it to QNNExecutionProvider"
     ) as raised:
         handle(request)
-    assert raised.value.problems[0].kind is Kind.WRONG_ASSIGNMENT
+    assert raised.value.problems[0].kind is Kind.WRONG_RESULT
 
 
 @needs_qnn

@@ -60,7 +60,7 @@ def test_an_error_of_the_package_is_raised_at_once() -> None:
 
     def run(sample: Sample) -> None:
         runs.append(sample.name)
-        raise ModelError(Problem(Kind.RUN_TIMEOUT, "", "too slow"))
+        raise ModelError(Problem(Kind.WORKER_TIMEOUT, "", "too slow"))
 
     with pytest.raises(ModelError, match="too slow"):
         run_samples(run, [X, N], SPEC, RANGES)
