@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import onnx
@@ -32,6 +33,9 @@ def rehearse(folder: Path) -> ValidateReply:
     model = Model("model", path, Key() / "models" / 0)
     settings = CompileSettings(provider="cpu", ep="CPUExecutionProvider", device="any")
     target = Target("cpu", settings)
+    before = Path.cwd()
+    # As each request to a worker has it: actions write into their working directory.
+    os.chdir(folder)
     try:
         ready = _answer(PrepareRequest(model, "onnxruntime", str(prepared), compare=True))
         made = _answer(CompileRequest((model,), (ready.path,), target, str(compiled)))
@@ -47,6 +51,7 @@ def rehearse(folder: Path) -> ValidateReply:
             )
         )
     finally:
+        os.chdir(before)
         end_watch()
 
 

@@ -12,6 +12,8 @@ import pytest
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks workers")
 def test_a_rehearsal_works_and_leaves_no_threads(tmp_path: Path) -> None:
+    for name in ("rehearsal", "elsewhere"):
+        (tmp_path / name).mkdir()
     script = textwrap.dedent(f"""
         import os
         import time
@@ -20,12 +22,14 @@ def test_a_rehearsal_works_and_leaves_no_threads(tmp_path: Path) -> None:
         from hatch_epcontext.worker.rehearsal import rehearse
         _preload((*_FIRST, *_NEXT))
         before = os.listdir("/proc/self/task")
-        reply = rehearse(Path({str(tmp_path)!r}))
+        reply = rehearse(Path({str(tmp_path / "rehearsal")!r}))
         end = time.monotonic() + 10
         # The system lists a thread for a moment after it was joined.
         while os.listdir("/proc/self/task") != before and time.monotonic() < end:
             time.sleep(0.05)
         assert os.listdir("/proc/self/task") == before
         assert [each.status.name for each in reply.agreements] == ["AGREES"]
+        # The server's own working directory is the root of the file system.
+        assert os.listdir() == []
         """)
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path / "elsewhere")
