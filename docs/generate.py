@@ -311,8 +311,7 @@ wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
 
 _ABOUT: Mapping[str, str] = {
     "[tool.epcontext]": """\
-With `provider` this is the short form: one target with the name of its provider, whose keys are in this
-table too.""",
+The models, and what to compile them for.""",
     "[tool.epcontext.build]": """\
 How the build runs.""",
     "[tool.epcontext.wheel]": """\
@@ -348,9 +347,8 @@ def configuration() -> str:
     """The page about all keys and variables."""
     narrowable = _names(tables.NarrowableTable)
     of_targets = _names(tables.TargetTable)
-    own = [name for name in _names(tables.RootTable) if name not in of_targets]
     shown: Mapping[str, tuple[type[Any], Iterable[str]]] = {
-        "[tool.epcontext]": (tables.RootTable, ["provider", *own]),
+        "[tool.epcontext]": (tables.RootTable, _names(tables.RootTable)),
         "[tool.epcontext.build]": (tables.BuildTable, _names(tables.BuildTable)),
         "[tool.epcontext.wheel]": (tables.WheelTable, _names(tables.WheelTable)),
         "[tool.epcontext.targets.<name>]": (tables.TargetTable, ["provider", *of_targets]),

@@ -27,7 +27,7 @@ from hatch_epcontext.worker.results import Context, Coverage, ModelFacts
 
 MODULES = modules("my_app.epcontext", ())
 
-TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 
 def configured(root: Path, toml: str = TOML) -> Config:

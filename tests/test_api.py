@@ -200,7 +200,7 @@ def test_invalid_arguments_for_bytes_are_errors(
     ("name", "value"), [("device", "tpu"), ("optimization", "foo"), ("timeout", -1)]
 )
 def test_each_invalid_argument_for_bytes_is_named(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"tool\.epcontext\.(build\.)?{name}: EPC"):
+    with pytest.raises(ConfigError, match=rf"tool\.epcontext\.(build|targets\.qnn)\.{name}: EPC"):
         compile_to_bytes(b"", "qnn", OPTIONS, **{name: value})
 
 

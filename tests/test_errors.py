@@ -143,7 +143,7 @@ def test_a_key_contains_itself_and_what_is_inside() -> None:
 
 def test_a_setting_without_a_value_is_for_the_user_to_choose() -> None:
     assert str(Setting(Key() / "output")) == "tool.epcontext.output"
-    assert str(Setting(Key() / "embed", value=False)) == "tool.epcontext.embed = false"
+    assert str(Setting(Key() / "x", value=False)) == "tool.epcontext.x = false"
     assert str(Setting(Key() / "x", {"a b": [1, "c"]})) == (
         'tool.epcontext.x = { "a b" = [1, "c"] }'
     )

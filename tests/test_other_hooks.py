@@ -35,8 +35,8 @@ class Hook(BuildHookInterface):
 
 OURS, OTHER = "[tool.hatch.build.hooks.epcontext]\n", "[tool.hatch.build.hooks.custom]\n"
 
-GLOB = 'provider = "cpu"\nmodels = ["my_app/models/*.onnx"]\n'
-PATH = 'provider = "cpu"\nmodels = ["my_app/models/a.onnx"]\n'
+GLOB = 'targets.cpu.provider = "cpu"\nmodels = ["my_app/models/*.onnx"]\n'
+PATH = 'targets.cpu.provider = "cpu"\nmodels = ["my_app/models/a.onnx"]\n'
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_build_whose_other_hook_fails_leaves_nothing(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    configure(root, hooks, 'provider = "cpu"\nmodels = ["a.bin"]\n')
+    configure(root, hooks, 'targets.cpu.provider = "cpu"\nmodels = ["a.bin"]\n')
     (root / "hatch_build.py").write_text(
         CUSTOM.replace(
             "if self.target_name", "raise LookupError('no hub')\n        if self.target_name"

@@ -27,7 +27,7 @@ from tests.models import model, network, save, save_with_data, unknown_operator,
 PROJECT = (
     projects.PROJECT
     + """
-provider = "cpu"
+targets.cpu.provider = "cpu"
 models = ["models/*.onnx"]
 """
 )
@@ -156,7 +156,7 @@ def test_the_hook_for_pyinstaller_is_there_if_the_project_names_it(root: Path) -
 def test_the_source_is_not_shipped_where_any_machine_runs_a_target(root: Path) -> None:
     names = zipfile.ZipFile(make(root)).namelist()
     assert not [name for name in names if "source" in name]
-    configure(root, 'platforms = ["win_arm64"]\n')
+    configure(root, 'targets.cpu.platforms = ["win_arm64"]\n')
     names = zipfile.ZipFile(make(root)).namelist()
     assert "my_app/epcontext/a/source/a.onnx" in names
 
@@ -195,7 +195,7 @@ def test_a_changed_model_or_setting_is_a_cache_miss(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(root)
-    configure(root, 'optimization = "all"\n')
+    configure(root, 'targets.cpu.optimization = "all"\n')
     make(root)
     changed = network()
     changed.graph.initializer[0].raw_data = changed.graph.initializer[0].raw_data[::-1]
@@ -280,7 +280,7 @@ def test_an_app_that_cannot_run_what_is_compiled_is_refused(
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     needs = 'optional-dependencies.gpu = ["onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.6"]\n'
     text = text.replace("[project]\n", f"[project]\n{needs}")
-    text = text.replace('"cpu"', '"tensorrt-rtx"\ncompile-with = "library"')
+    text = text.replace('"cpu"', '"tensorrt-rtx"\ntargets.cpu.compile-with = "library"')
     (root / "pyproject.toml").write_text(text, encoding="utf-8")
     assert ": EPC102\n" in failure(root, capsys)
 
@@ -339,7 +339,7 @@ def test_all_failed_jobs_are_reported_and_the_others_are_cached(
 
 
 def test_the_tag_is_set_for_the_targets_platforms(root: Path) -> None:
-    configure(root, 'platforms = ["win_arm64"]\n')
+    configure(root, 'targets.cpu.platforms = ["win_arm64"]\n')
     path = make(root)
     assert path.name == "my_app-1.0-py3-none-win_arm64.whl"
     text = zipfile.ZipFile(path).read("my_app-1.0.dist-info/WHEEL").decode()
@@ -354,7 +354,7 @@ def test_without_platforms_hatch_sets_the_tag(root: Path) -> None:
 def test_the_tag_of_another_hook_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(
         root,
-        'platforms = ["win_arm64"]\n[tool.hatch.build.hooks.custom]\npath = "custom.py"\n',
+        'targets.cpu.platforms = ["win_arm64"]\n[tool.hatch.build.hooks.custom]\npath = "custom.py"\n',
     )
     # Hatch runs the hooks in the order of their tables.
     text = (root / "pyproject.toml").read_text(encoding="utf-8")

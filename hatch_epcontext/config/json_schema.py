@@ -26,9 +26,9 @@ def make() -> dict[str, Any]:
     """The schema, in JSON Schema draft 7, without references: not every tool resolves them."""
     root = _table(RootTable)
     names = ", ".join(PROVIDERS)
-    for table in (root, root["properties"]["targets"]["additionalProperties"]):
-        # No enumeration: ONNX Runtime's names and other spellings are valid too.
-        table["properties"]["provider"]["description"] += f" One of {names}."
+    target = root["properties"]["targets"]["additionalProperties"]
+    # No enumeration: ONNX Runtime's names and other spellings are valid too.
+    target["properties"]["provider"]["description"] += f" One of {names}."
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "$id": "urn:hatch-epcontext:tool.epcontext",

@@ -80,7 +80,7 @@ def _load(
             Kind.INVALID_PYPROJECT,
             f"[{ROOT}]",
             "is missing in pyproject.toml.",
-            'The shortest configuration: provider = "qnn" and models = ["models/name.onnx"].',
+            'The shortest configuration: models = ["models/name.onnx"] and targets.npu.provider = "qnn".',
         )
         return None
     parsed, mistyped = collect(from_toml(table, RootTable, Key()))

@@ -123,24 +123,18 @@ class Resolver:
 
     def _read_targets(self) -> Diagnosed[Mapping[str, NamedTarget | None]]:
         """The targets by name; None for those with an unknown provider."""
-        table = self._table
-        found: dict[str, tuple[Key, TargetTable]] = {}
-        if table.targets:
-            found = {n: (Key() / "targets" / n, each) for n, each in table.targets.items()}
-        elif table.provider is not None:
-            names = (f.name for f in dataclasses.fields(TargetTable))
-            short = TargetTable(**{name: getattr(table, name) for name in names})
-            found = {table.provider: (Key(), short)}
         targets: dict[str, NamedTarget | None] = {}
-        for name, (key, each) in found.items():
-            yield from check_target_name(key, name, each.provider)
-            targets[name] = target = named_target(name, key, each, self._root)
+        keys = {name: Key() / "targets" / name for name in self._table.targets}
+        for name, table in self._table.targets.items():
+            key = keys[name]
+            yield from check_target_name(key, name, table.provider)
+            targets[name] = target = named_target(name, key, table, self._root)
             if target is None:
                 continue
             yield from check_target(target)
             if target.provider.plugin is not None and (path := target.provider.plugin.path):
-                yield from self._finder.library(key / "library", each.library, Path(path))
-        yield from check_duplicates(((key, name) for name, (key, _) in found.items()), "target")
+                yield from self._finder.library(key / "library", table.library, Path(path))
+        yield from check_duplicates(((key, name) for name, key in keys.items()), "target")
         return targets
 
     def _check_names(self, names: Iterable[str] | None, location: Key | str) -> Diagnosed[None]:

@@ -257,9 +257,14 @@ class NarrowableTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WholeTarget(NarrowableTable):
-    """Keys of a target that no model can narrow."""
+class TargetTable(NarrowableTable):
+    """``[tool.epcontext.targets.<name>]``."""
 
+    provider: str = _key(
+        "The execution provider: its name in `docs/providers.md`, or ONNX Runtime's name.",
+        "",
+        required=True,
+    )
     platforms: tuple[str, ...] = _key(
         "Wheel platform tags that this target is for, such as `win_arm64`.", (), when_missing="any"
     )
@@ -297,17 +302,6 @@ class _WholeTarget(NarrowableTable):
     ep_name: str | None = _key("ONNX Runtime's name of the EP, for the provider `plugin`.")
     registration_name: str | None = _key(
         "The name to register its library under.", when_missing="`ep-name`"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetTable(_WholeTarget):
-    """``[tool.epcontext.targets.<name>]``."""
-
-    provider: str = _key(
-        "The execution provider: its name in `docs/providers.md`, or ONNX Runtime's name.",
-        "",
-        required=True,
     )
 
 
@@ -529,12 +523,11 @@ class WheelTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RootTable(_WholeTarget):
-    """``[tool.epcontext]``: with ``provider`` the short form, which has one target named after it."""
+class RootTable:
+    """``[tool.epcontext]``."""
 
-    provider: str | None = _key("The short form: the provider of the only target.")
     models: tuple[str | ModelTable, ...] = _key("Paths, globs or tables.", (), required=True)
-    targets: Mapping[str, TargetTable] = _key("The long form: targets by name.", dict)
+    targets: Mapping[str, TargetTable] = _key("What to compile for, by name.", dict, required=True)
     default_targets: tuple[str, ...] | None = _key(
         "Targets of models that name none.", when_missing="all"
     )

@@ -141,7 +141,7 @@ def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettin
                 table[key] = {**table[key], **_validate_table(value)}
             else:
                 _assign(table, dotted, value)
-    root: _Tables = {**target, "models": tables, "build": build}
+    root: _Tables = {"targets": {provider: target}, "models": tables, "build": build}
     if job_settings.fallback is not None:
         root["fallback"] = job_settings.fallback
     config = load(Path.cwd(), root, {}, _environ(build, job_settings), confined=False)

@@ -188,7 +188,7 @@ def test_an_invalid_model_is_an_error(cli: Cli, app_project: Path) -> None:
 def test_a_chosen_member_of_a_group_is_built_with_the_others(cli: Cli, app_project: Path) -> None:
     toml = """
 [tool.epcontext]
-provider = "qnn"
+targets.qnn.provider = "qnn"
 [[tool.epcontext.models]]
 path = "models/a.onnx"
 share-weights = "both"

@@ -36,7 +36,7 @@ def named(tmp_path: Path) -> Path:
         [value(f"y{TITLE}", [2])],
     )
     toml = 'models = [{ path = "models/a.onnx", validate = "require" }]'
-    root = make_project(tmp_path / "project", f'provider = "cpu"\n{toml}\n')
+    root = make_project(tmp_path / "project", f'targets.cpu.provider = "cpu"\n{toml}\n')
     save(made, root / "models" / "a.onnx")
     return root
 

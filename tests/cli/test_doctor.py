@@ -120,14 +120,15 @@ def test_the_environment_is_printed(cli: Cli, tmp_path: Path) -> None:
     ("toml", "message", "code"),
     [
         ("[project]\n", "This project does not use hatch-epcontext.", 0),
-        (f'{HOOK}[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]', "with 1 job.", 0),
-        (('[tool.hatch.build.hooks.epcontext]\n[tool.epcontext]\nprovider = "cpu"\n'
+        (f'{HOOK}[tool.epcontext]\ntargets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]',
+         "with 1 job.", 0),
+        (('[tool.hatch.build.hooks.epcontext]\n[tool.epcontext]\ntargets.cpu.provider = "cpu"\n'
          'models = ["models/*.onnx"]'), "with 2 jobs.", 0),
-        ('[tool.epcontext]\nprovider = "cpu"\n', "- [tool.epcontext]: EPC025", 1),
-        (('[build-system]\nbuild-backend = "maturin"\n[tool.epcontext]\nprovider = "cpu"\n'
+        ('[tool.epcontext]\ntargets.cpu.provider = "cpu"\n', "- [tool.epcontext]: EPC025", 1),
+        (('[build-system]\nbuild-backend = "maturin"\n[tool.epcontext]\ntargets.cpu.provider = "cpu"\n'
          'models = ["models/a.onnx"]'), "maturin builds this project and runs no hooks", 0),
         (HOOK, "- [tool.epcontext]: EPC025\n        is missing in pyproject.toml", 1),
-        (f'{HOOK}[tool.epcontext]\nprovder = "cpu"\n', 'Did you mean "provider"?', 1),
+        (f'{HOOK}[tool.epcontext]\nmodls = []\n', 'Did you mean "models"?', 1),
         ("[tool", "cannot be read", 1),
         ("tool = 3", "cannot be read", 1),
     ],

@@ -17,7 +17,7 @@ from tests.projects import HEAD
 
 TOML = f"""{HEAD}
 [tool.epcontext]
-provider = "cpu"  # for all
+targets.cpu.provider = "cpu"  # for all
 
 # The first one.
 [[tool.epcontext.models]]
@@ -211,7 +211,7 @@ def test_a_hub_that_answers_anything(cli: Cli, app: Path, hub: Hub, answer: byte
 def test_models_in_a_list_are_pinned(cli: Cli, app: Path, hub: Hub) -> None:
     text = f"""{HEAD}
 [tool.epcontext]
-provider = "cpu"
+targets.cpu.provider = "cpu"
 models = [
     {{ url = "{hub.url}/org/repo/blob/main/onnx/b.onnx", license = "MIT" }},  # one
 ]
@@ -251,7 +251,7 @@ def test_nothing_is_written_if_a_location_cannot_be_pinned(cli: Cli, app: Path, 
 )
 def test_what_cannot_be_pinned_says_why(cli: Cli, app: Path, url: str, id_: str) -> None:
     (app / "pyproject.toml").write_text(
-        f'{HEAD}\n[tool.epcontext]\nprovider = "cpu"\n[[tool.epcontext.models]]\nurl = "{url}"\n',
+        f'{HEAD}\n[tool.epcontext]\ntargets.cpu.provider = "cpu"\n[[tool.epcontext.models]]\nurl = "{url}"\n',
         encoding="utf-8",
     )
     result = cli("pin", app, code=1)
@@ -328,7 +328,7 @@ def test_builds_without_a_network_find_what_was_fetched(
 def test_data_that_is_not_pinned_is_an_error_with_the_remedy(cli: Cli, app: Path, hub: Hub) -> None:
     digest = sha256(hub.files["b.onnx"])
     (app / "pyproject.toml").write_text(
-        f'{HEAD}\n[tool.epcontext]\nprovider = "cpu"\nmodels = [\n'
+        f'{HEAD}\n[tool.epcontext]\ntargets.cpu.provider = "cpu"\nmodels = [\n'
         f'    {{ url = "{hub.web("b.onnx")}", sha256 = "{digest}" }},\n]\n',
         encoding="utf-8",
     )

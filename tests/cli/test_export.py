@@ -118,8 +118,8 @@ def test_a_folder_without_a_project_is_an_error(cli: Cli, tmp_path: Path) -> Non
 def test_contexts_are_exported_and_validated(cli: Cli, app_project: Path, tmp_path: Path) -> None:
     toml = """
 [tool.epcontext]
-provider = "qnn"
-provider-options = { soc_model = 60 }
+targets.qnn.provider = "qnn"
+targets.qnn.provider-options = { soc_model = 60 }
 [[tool.epcontext.models]]
 path = "models/a.onnx"
 shapes = [{ x = [1, 1, 8, 8] }, { x = [2, 1, 8, 8] }]

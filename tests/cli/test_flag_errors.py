@@ -35,20 +35,18 @@ def printed(error: EpcontextError) -> str:
 @pytest.mark.parametrize(
     ("place", "flag"),
     [
-        (key("provider"), "--provider"),
         (key(), "--provider"),
         (key("targets"), "--provider"),
         (key("targets", "qnn"), "--provider"),
-        (key("targets", "qnn", "min-coverage"), "--set min-coverage"),
         (key("models"), "MODEL"),
-        (key("device"), "--device"),
-        (key("embed"), "--embed"),
-        (key("provider-options"), "--option"),
-        (key("provider-options", "soc_model"), "--option soc_model"),
-        (key("session-options", "a.b"), '--config "a.b"'),
-        (key("min-coverage"), "--set min-coverage"),
-        (key("device-filter", "type"), "--set device-filter.type"),
-        (key("profiles", 0, "x"), "--set profiles[0].x"),
+        (key("targets", "qnn", "device"), "--device"),
+        (key("targets", "qnn", "embed"), "--embed"),
+        (key("targets", "qnn", "provider-options"), "--option"),
+        (key("targets", "qnn", "provider-options", "soc_model"), "--option soc_model"),
+        (key("targets", "qnn", "session-options", "a.b"), '--config "a.b"'),
+        (key("targets", "qnn", "min-coverage"), "--set min-coverage"),
+        (key("targets", "qnn", "device-filter", "type"), "--set device-filter.type"),
+        (key("targets", "qnn", "profiles", 0, "x"), "--set profiles[0].x"),
         (key("build", "timeout"), "--set build.timeout"),
         (key("models", 1, "dims", "n"), "b.onnx: --dim n"),
         (key("models", 0, "shapes", "x", 2), "models/a.onnx: --shape x[2]"),
@@ -98,14 +96,14 @@ def test_a_job_is_named_as_in_the_log_with_target_and_step() -> None:
         (key("models", 0, "validate", "tolerance"), False, "--set validate.tolerance=false"),
         (key("models", 0, "external-initializers"), True, "--set external-initializers=true"),
         (key("targets", "qnn", "min-coverage"), 0.9, "--set min-coverage=0.9"),
-        (key("provider-options", "soc_model"), 60, "--option soc_model=60"),
-        (key("provider-options", "soc_model"), None, "--option soc_model=..."),
-        (key("session-options", "a.b"), "1", "--config a.b=1"),
-        (key("allow-unknown-options"), True, "--set allow-unknown-options=true"),
+        (key("targets", "qnn", "provider-options", "soc_model"), 60, "--option soc_model=60"),
+        (key("targets", "qnn", "provider-options", "soc_model"), None, "--option soc_model=..."),
+        (key("targets", "qnn", "session-options", "a.b"), "1", "--config a.b=1"),
+        (key("targets", "qnn", "allow-unknown-options"), True, "--set allow-unknown-options=true"),
         (key("build", "timeout"), None, "--set build.timeout=..."),
-        (key("device"), "npu", "--device npu"),
-        (key("embed"), False, "--no-embed"),
-        (key("embed"), True, "--embed"),
+        (key("targets", "qnn", "device"), "npu", "--device npu"),
+        (key("targets", "qnn", "embed"), False, "--no-embed"),
+        (key("targets", "qnn", "embed"), True, "--embed"),
         (key(), None, "--provider ..."),
     ],
 )
@@ -136,7 +134,7 @@ def test_only_a_failed_model_has_the_headline_of_the_command() -> None:
 
 
 def test_a_command_without_flags_for_keys_names_keys() -> None:
-    error = ConfigError(Problem.at(key("provider"), Kind.INVALID_VALUE, "is wrong."))
+    error = ConfigError(Problem.at(key("output"), Kind.INVALID_VALUE, "is wrong."))
     with click.Context(click.Command("build")) as context:
         assert error_text(error, context) == str(error)
-    assert "tool.epcontext.provider: EPC005" in str(error)
+    assert "tool.epcontext.output: EPC005" in str(error)

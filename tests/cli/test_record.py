@@ -19,8 +19,8 @@ from tests.worker.comparison.test_states import lstm
 
 TOML = """
 [tool.epcontext]
-provider = "cpu"
-static-shapes = true
+targets.cpu.provider = "cpu"
+targets.cpu.static-shapes = true
 [[tool.epcontext.models]]
 path = "models/image.onnx"
 dims = { batch = 1 }

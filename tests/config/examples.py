@@ -20,8 +20,8 @@ from hatch_epcontext.errors import ConfigError, Problem
 MODELS = 'models = ["models/a.onnx"]\n'
 
 SHORT = """
-provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+targets.qnn.provider = "qnn"
+targets.qnn.provider-options = { soc_model = 60, htp_arch = 73 }
 models = ["models/a.onnx"]
 """
 

@@ -14,7 +14,7 @@ from hatch_epcontext.text import toml_key
 from tests.config.examples import MODELS, problems
 from tests.config.examples import read as load
 
-CPU = f'{MODELS}provider = "cpu"\n'
+CPU = f'{MODELS}targets.cpu.provider = "cpu"\n'
 
 PRIVATE, PUBLIC = new_keys()
 KEYS = f'cache-keys = ["{PUBLIC}"]'

@@ -47,7 +47,7 @@ def test_all_configurations_in_the_documentation_pass() -> None:
             table = parse(block).get("tool", {}).get("epcontext")
             if table is not None:
                 # A page about one key shows only its table.
-                validate({"models": ["models/a.onnx"], **table})
+                validate({"models": ["models/a.onnx"], "targets": {}, **table})
                 found += 1
     assert found >= 3
 
@@ -61,14 +61,15 @@ def test_the_examples_configuration_passes() -> None:
     "wrong",
     [
         {"provder": "qnn"},
-        {"provider": 3},
+        {"provider": "qnn"},
+        {"targets": {"a": {"provider": 3}}},
         {"models": "models/a.onnx"},
         {"models": [{"name": "a"}]},
         {"models": [{"path": "a.onnx", "dims": {"batch": "one"}}]},
         {"targets": {"a": {}}},
         {"targets": {"a": {"provider": "qnn", "device": "tpu"}}},
-        {"profiles": [{"x": {"min": [1], "opt": [1]}}]},
-        {"embed": "yes"},
+        {"targets": {"a": {"provider": "rtx", "profiles": [{"x": {"min": [1], "opt": [1]}}]}}},
+        {"targets": {"a": {"provider": "qnn", "embed": "yes"}}},
         {"build": {"jobs": "many"}},
         {"build": {"job": 1}},
         {"wheel": {"tag": 3}},
@@ -80,7 +81,7 @@ def test_the_examples_configuration_passes() -> None:
     ],
 )
 def test_invalid_configurations_do_not_pass(wrong: dict[str, Any]) -> None:
-    good = {"provider": "qnn", "models": ["models/a.onnx"]}
+    good = {"targets": {"npu": {"provider": "qnn"}}, "models": ["models/a.onnx"]}
     validate(good)
     with pytest.raises(ValidationError):
         validate(good | wrong)

@@ -24,7 +24,7 @@ from tests.config.examples import (
     read,
 )
 
-CPU = 'provider = "cpu"\n'
+CPU = 'targets.cpu.provider = "cpu"\n'
 
 RTOL = ToleranceTable(rtol=0.1)
 
@@ -112,7 +112,7 @@ def test_a_license_that_is_no_expression_is_an_error(project: Path, text: str) -
 def test_every_problem_of_any_kind_is_reported_at_once(project: Path) -> None:
     toml = """
     fallback = "x"
-    provider = "qn"
+    targets.qn.provider = "qn"
     unknown = 1
     models = ["nope.onnx", 3, { path = "models/a.onnx", dims = { n = "1" } }]
     build = { jobs = 0 }
@@ -121,7 +121,7 @@ def test_every_problem_of_any_kind_is_reported_at_once(project: Path) -> None:
         "HATCH_EPCONTEXT_JOB",
         "build.jobs",
         "fallback",
-        "provider",
+        "targets.qn.provider",
         "unknown",
         "models[0]",
         "models[1]",
@@ -208,7 +208,7 @@ def test_a_table_that_is_none_is_an_error(project: Path, table: Any) -> None:
 
 def test_a_model_has_the_fallback_of_the_root_or_its_own(project: Path) -> None:
     toml = """
-        provider = "cpu"
+        targets.cpu.provider = "cpu"
         fallback = "none"
         models = [
             { path = "models/a.onnx" },
@@ -220,9 +220,9 @@ def test_a_model_has_the_fallback_of_the_root_or_its_own(project: Path) -> None:
 
 
 def test_only_contexts_of_plugins_can_be_recompiled(project: Path) -> None:
-    location, problem = only_problem(project, f"{CPU}recompile = true\n")
+    location, problem = only_problem(project, f"{CPU}targets.cpu.recompile = true\n")
     assert problem.kind is Kind.NOT_APPLICABLE
-    assert location == "recompile"
+    assert location == "targets.cpu.recompile"
     several = """
         [targets.npu]
         provider = "qnn"
@@ -238,8 +238,8 @@ def test_only_contexts_of_plugins_can_be_recompiled(project: Path) -> None:
 
 def test_weight_sharing_groups_cannot_be_recompiled(project: Path) -> None:
     toml = """
-        provider = "qnn"
-        recompile = true
+        targets.qnn.provider = "qnn"
+        targets.qnn.recompile = true
         models = [
             { path = "models/a.onnx", share-weights = "g" },
             { path = "models/a.onnx", name = "b", share-weights = "g" },
@@ -253,9 +253,7 @@ def test_weight_sharing_groups_cannot_be_recompiled(project: Path) -> None:
     ("name", "shown"), [('name = "digits", ', "digits, models/a.onnx"), ("", "models/a.onnx")]
 )
 def test_a_mistyped_key_of_a_model_names_the_model(project: Path, name: str, shown: str) -> None:
-    toml = (
-        f'provider = "cpu"\nmodels = [{{ path = "models/a.onnx", {name}fallback = 1, foo = 2 }}]\n'
-    )
+    toml = f'{CPU}models = [{{ path = "models/a.onnx", {name}fallback = 1, foo = 2 }}]\n'
     with pytest.raises(ConfigError) as raised:
         load(project, parse(toml), {}, {})
     for key in ("fallback", "foo"):

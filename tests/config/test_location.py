@@ -119,7 +119,7 @@ def test_a_revision_is_no_password() -> None:
         assert "pw" not in hide_credentials(secret) + hide_url_credentials(secret)
 
 
-TABLE = 'provider = "cpu"\n[[models]]\n'
+TABLE = 'targets.cpu.provider = "cpu"\n[[models]]\n'
 
 
 @pytest.mark.parametrize(

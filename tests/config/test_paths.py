@@ -14,7 +14,7 @@ from tests.config.examples import only_problem, problems, read
 
 KEY = Key() / "models" / 0
 
-CPU = 'provider = "cpu"\n'
+CPU = 'targets.cpu.provider = "cpu"\n'
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_inputs_may_be_a_folder_and_a_model_may_not(project: Path) -> None:
 def test_a_library_that_does_not_exist_is_an_error(project: Path) -> None:
     (project / "ep").mkdir()
     for missing in ("ep/other.so", "ep", f"{'x' * 300}/plugin.so"):
-        toml = f'provider = "plugin"\nep-name = "SomeEP"\nlibrary = "./{missing}"'
+        toml = f'[targets.plugin]\nprovider = "plugin"\nep-name = "SomeEP"\nlibrary = "./{missing}"'
         location, found = only_problem(project, toml)
-        assert location == "library"
+        assert location == "targets.plugin.library"
         assert found.message.startswith("there is no file")
 
 

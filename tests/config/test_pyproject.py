@@ -10,8 +10,8 @@ from hatch_epcontext.errors import ConfigError, Key, Kind, Setting
 
 def test_the_table_of_a_project(tmp_path: Path) -> None:
     file = tmp_path / "pyproject.toml"
-    file.write_text('[tool.epcontext]\nprovider = "qnn"\n', encoding="utf-8")
-    assert tool_table(tmp_path) == {"provider": "qnn"}
+    file.write_text('[tool.epcontext]\ntargets.qnn.provider = "qnn"\n', encoding="utf-8")
+    assert tool_table(tmp_path) == {"targets": {"qnn": {"provider": "qnn"}}}
     file.write_text("[project]\n", encoding="utf-8")
     assert tool_table(tmp_path) is None
 
@@ -43,7 +43,7 @@ text = '''
 [tool.epcontext]
 '''
 [tool.epcontext]
-provider = "cpu"
+targets.cpu.provider = "cpu"
 [tool.epcontext.targets.x]
 provider-options = { soc_model = 60, htp_arch = 73 }
 [[tool.epcontext.models]]
@@ -81,7 +81,7 @@ output = "x"
     ("text", "parts", "line"),
     [
         (TABLES, (), 5),
-        (TABLES, ("provider",), 6),
+        (TABLES, ("targets", "cpu", "provider"), 6),
         (TABLES, ("output",), 5),
         (TABLES, ("targets", "x", "provider-options", "htp_arch"), 8),
         (TABLES, ("models", 0), 9),
@@ -117,9 +117,7 @@ def test_messages_name_the_line_of_a_key(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(TABLES, encoding="utf-8")
     names = PyprojectNames(tmp_path)
     assert names.key(key) == "pyproject.toml:9: tool.epcontext.models[0].shapes.x"
-    assert (
-        names.setting(Setting(Key(("provider",)), "qnn")) == 'Set tool.epcontext.provider = "qnn"'
-    )
+    assert names.setting(Setting(Key(("output",)), "a")) == 'Set tool.epcontext.output = "a"'
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,10 @@ allow-unknown-options = true
 
 @pytest.mark.parametrize("provider", ["tensorrt", "tensorrt-rtx"])
 def test_profiles_become_options(project: Path, provider: str) -> None:
-    found = target(project, f'provider = "{provider}"\nprofiles = [{PROFILE}, {PROFILE}]')
+    found = target(
+        project,
+        f'[targets.{provider}]\nprovider = "{provider}"\nprofiles = [{PROFILE}, {PROFILE}]',
+    )
     known = PROVIDERS[provider].profiles
     assert known is not None
     options = found.settings.provider_options
@@ -94,20 +97,22 @@ provider = "tensorrt"
 
 
 def test_the_settings_that_choose_a_device(project: Path) -> None:
-    toml = (
-        'provider = "openvino"\ndevice = "npu"\ndevice-filter = { vendor = "Intel", device-id = 3 }'
-    )
-    found = target(project, toml).settings
+    openvino = '[targets.openvino]\nprovider = "openvino"\ndevice = "npu"\n'
+    device_filter = 'device-filter = { vendor = "Intel", device-id = 3 }'
+    found = target(project, openvino + device_filter).settings
     assert (found.device, found.device_filter) == ("npu", {"vendor": "Intel", "device-id": "3"})
     assert (
-        target(project, 'provider = "qnn"\npolicy = "prefer-npu"').settings.policy == "prefer-npu"
+        target(project, '[targets.qnn]\nprovider = "qnn"\npolicy = "prefer-npu"').settings.policy
+        == "prefer-npu"
     )
-    virtual = target(project, 'provider = "openvino"\nvirtual-devices = true').settings
+    virtual = target(
+        project, '[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true'
+    ).settings
     assert (virtual.device, virtual.virtual_devices) == ("npu", True)
 
 
 def test_external_initializers_have_a_smallest_size(project: Path) -> None:
-    cpu = 'provider = "cpu"\n'
+    cpu = '[targets.cpu]\nprovider = "cpu"\n'
     assert target(project, cpu).settings.external_initializers is None
     switched_on = cpu + "external-initializers = true"
     assert target(project, switched_on).settings.external_initializers == 1024
@@ -121,12 +126,12 @@ def test_external_initializers_have_a_smallest_size(project: Path) -> None:
 def test_contexts_are_beside_the_model_by_default(
     project: Path, written: str | None, embed: bool
 ) -> None:
-    toml = 'provider = "qnn"\n' + (f"embed = {written}" if written else "")
+    toml = '[targets.qnn]\nprovider = "qnn"\n' + (f"embed = {written}" if written else "")
     assert target(project, toml).settings.embed is embed
 
 
 def test_a_model_compiled_in_memory_contains_its_contexts(project: Path) -> None:
-    found = target(project, 'provider = "qnn"\nin-memory = true').settings
+    found = target(project, '[targets.qnn]\nprovider = "qnn"\nin-memory = true').settings
     assert (found.in_memory, found.embed) == (True, True)
 
 
@@ -149,48 +154,69 @@ def test_a_model_compiled_in_memory_contains_its_contexts(project: Path) -> None
 def test_validation_is_a_mode_or_a_table(
     project: Path, validate: str, settings: ValidateTable
 ) -> None:
-    toml = f'provider = "cpu"\nmodels = [{{ path = "models/a.onnx", validate = {validate} }}]'
-    assert read(project, toml).models[0].validate == settings
+    models = f'models = [{{ path = "models/a.onnx", validate = {validate} }}]'
+    assert read(project, f'targets.cpu.provider = "cpu"\n{models}').models[0].validate == settings
 
 
 LIBRARY = 'ep-name = "X"\nlibrary = "ep.so"\n'
 
 SAMPLES: dict[str, tuple[str, Any]] = {
-    "provider": ('provider = "QNNExecutionProvider"', "qnn"),
+    "provider": ('[targets.QNNExecutionProvider]\nprovider = "QNNExecutionProvider"', "qnn"),
     "provider_options": (
-        'provider = "openvino"\nprovider-options = { load_config = { A = 1 } }',
+        '[targets.openvino]\nprovider = "openvino"\nprovider-options = { load_config = { A = 1 } }',
         {"load_config": '{"A":1}'},
     ),
     "session_options": (
-        'provider = "cpu"\nsession-options = { "session.intra_op_num_threads" = 3 }',
+        '[targets.cpu]\nprovider = "cpu"\nsession-options = { "session.intra_op_num_threads" = 3 }',
         {"session.intra_op_num_threads": "3"},
     ),
-    "device": ('provider = "openvino"\ndevice = "gpu"', "gpu"),
+    "device": ('[targets.openvino]\nprovider = "openvino"\ndevice = "gpu"', "gpu"),
     "device_filter": (
-        'provider = "openvino"\ndevice-filter = { vendor-id = 3 }',
+        '[targets.openvino]\nprovider = "openvino"\ndevice-filter = { vendor-id = 3 }',
         {"vendor-id": "3"},
     ),
-    "policy": ('provider = "openvino"\npolicy = "max-efficiency"', "max-efficiency"),
-    "virtual_devices": ('provider = "openvino"\nvirtual-devices = true', True),
-    "compile_with": ('provider = "tensorrt-rtx"\ncompile-with = "library"', "library"),
+    "policy": (
+        '[targets.openvino]\nprovider = "openvino"\npolicy = "max-efficiency"',
+        "max-efficiency",
+    ),
+    "virtual_devices": (
+        '[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true',
+        True,
+    ),
+    "compile_with": (
+        '[targets.tensorrt-rtx]\nprovider = "tensorrt-rtx"\ncompile-with = "library"',
+        "library",
+    ),
     "compute_capabilities": (
-        'provider = "tensorrt-rtx"\ncompute-capabilities = ["8.9", "12.0"]',
+        '[targets.tensorrt-rtx]\nprovider = "tensorrt-rtx"\ncompute-capabilities = ["8.9", "12.0"]',
         ("8.9", "12.0"),
     ),
-    "optimization": ('provider = "cpu"\noptimization = "all"', "all"),
-    "static_shapes": ('provider = "cpu"\nstatic-shapes = true', True),
-    "embed": ('provider = "qnn"\nembed = true', True),
-    "in_memory": ('provider = "qnn"\nin-memory = true', True),
-    "external_initializers": ('provider = "cpu"\nexternal-initializers = true', 1024),
-    "unroll_limit": ('provider = "qnn"\nunroll-limit = 0', 0),
-    "without_rewrites": ('provider = "qnn"\nwithout-rewrites = ["mean"]', ("mean",)),
-    "recompile": ('provider = "qnn"\nrecompile = true', True),
-    "dequantize": ('provider = "qnn"\ndequantize = "all"', "all"),
+    "optimization": ('[targets.cpu]\nprovider = "cpu"\noptimization = "all"', "all"),
+    "static_shapes": ('[targets.cpu]\nprovider = "cpu"\nstatic-shapes = true', True),
+    "embed": ('[targets.qnn]\nprovider = "qnn"\nembed = true', True),
+    "in_memory": ('[targets.qnn]\nprovider = "qnn"\nin-memory = true', True),
+    "external_initializers": (
+        '[targets.cpu]\nprovider = "cpu"\nexternal-initializers = true',
+        1024,
+    ),
+    "unroll_limit": ('[targets.qnn]\nprovider = "qnn"\nunroll-limit = 0', 0),
+    "without_rewrites": (
+        '[targets.qnn]\nprovider = "qnn"\nwithout-rewrites = ["mean"]',
+        ("mean",),
+    ),
+    "recompile": ('[targets.qnn]\nprovider = "qnn"\nrecompile = true', True),
+    "dequantize": ('[targets.qnn]\nprovider = "qnn"\ndequantize = "all"', "all"),
     "quantize": (
-        'provider = "qnn"\nquantize = { inputs = "models", activation = "int8", per-channel = true }',
+        (
+            '[targets.qnn]\nprovider = "qnn"\n'
+            'quantize = { inputs = "models", activation = "int8", per-channel = true }'
+        ),
         Quantize("int8", "uint8", per_channel=True),
     ),
-    "registration_name": (f'provider = "plugin"\n{LIBRARY}registration-name = "y"', "y"),
+    "registration_name": (
+        f'[targets.plugin]\nprovider = "plugin"\n{LIBRARY}registration-name = "y"',
+        "y",
+    ),
 }
 """For each key of a target that is a field of `CompileSettings`: TOML, and the value of the field."""
 
@@ -207,7 +233,7 @@ def test_each_key_that_decides_how_a_target_is_compiled_reaches_its_settings(
 ) -> None:
     (project / "ep.so").touch()
     toml, value = SAMPLES[name]
-    provider = toml.splitlines()[0]
+    provider = "\n".join(toml.splitlines()[:2])
     default = target(project, f"{provider}\n{LIBRARY}" if "plugin" in provider else provider)
     if name != "provider":
         assert getattr(default.settings, name) != value
@@ -218,7 +244,7 @@ def test_a_library_counts_by_its_content_and_not_by_its_path(project: Path) -> N
     for folder, content in (("one", b"same"), ("two", b"same"), ("three", b"other")):
         (project / folder).mkdir()
         (project / folder / "ep.so").write_bytes(content)
-    toml = 'provider = "plugin"\nep-name = "X"\nlibrary = "{}/ep.so"'
+    toml = '[targets.plugin]\nprovider = "plugin"\nep-name = "X"\nlibrary = "{}/ep.so"'
     one, two, three = (
         target(project, toml.format(folder)).settings for folder in ("one", "two", "three")
     )
@@ -242,13 +268,13 @@ def test_a_library_is_read_once_for_all_models(
         return "00"
 
     monkeypatch.setattr(targets, "file_sha256", sha256)
-    toml = f'provider = "plugin"\n{LIBRARY}models = ["models/*.onnx"]'
+    toml = f'models = ["models/*.onnx"]\n[targets.plugin]\nprovider = "plugin"\n{LIBRARY}'
     hashes = [found.settings.library_sha256 for found in read(project, toml).targets]
     assert (hashes, read_files) == (["00", "00"], [project / "ep.so"])
 
 
 def test_a_library_in_a_package_has_no_sha256(project: Path) -> None:
-    toml = 'provider = "plugin"\nep-name = "X"\nlibrary = "some_ep"'
+    toml = '[targets.plugin]\nprovider = "plugin"\nep-name = "X"\nlibrary = "some_ep"'
     assert target(project, toml).settings.library_sha256 is None
 
 
@@ -283,7 +309,10 @@ provider = "openvino"
 
 def test_another_library_package_gives_other_settings(project: Path) -> None:
     settings = [
-        target(project, f'provider = "plugin"\nlibrary = "{name}"\nep-name = "X"').settings
+        target(
+            project,
+            f'[targets.plugin]\nprovider = "plugin"\nlibrary = "{name}"\nep-name = "X"',
+        ).settings
         for name in ("one_ep", "other_ep")
     ]
     assert settings[0] != settings[1]
@@ -291,14 +320,14 @@ def test_another_library_package_gives_other_settings(project: Path) -> None:
 
 
 def test_a_model_of_a_glob_is_named_in_its_problems(project: Path) -> None:
-    config = read(project, 'provider = "cpu"\nmodels = ["models/*.onnx"]\n')
+    config = read(project, 'targets.cpu.provider = "cpu"\nmodels = ["models/*.onnx"]\n')
     assert [model.key.model for model in config.models] == ["models/a.onnx", "models/b.onnx"]
 
 
 def test_a_model_can_switch_off_what_its_target_quantizes(project: Path) -> None:
     toml = """
-    provider = "qnn"
-    quantize = { inputs = "models" }
+    targets.qnn.provider = "qnn"
+    targets.qnn.quantize = { inputs = "models" }
     models = ["models/a.onnx", { path = "models/b.onnx", quantize = false }]
     """
     one, other = (model.targets[0] for model in read(project, toml).models)
@@ -308,7 +337,7 @@ def test_a_model_can_switch_off_what_its_target_quantizes(project: Path) -> None
 
 def test_other_numbers_than_those_of_the_source_have_limits_of_their_own(project: Path) -> None:
     toml = """
-    provider = "qnn"
+    targets.qnn.provider = "qnn"
     models = [
         "models/a.onnx",
         { path = "models/a.onnx", name = "b", dequantize = "all" },

@@ -53,7 +53,10 @@ def test_limits_of_outputs_and_targets_win(project: Path) -> None:
 def test_only_contexts_and_optimizations_of_the_ep_need_it(
     project: Path, provider: str, optimization: str, needs_ep: bool
 ) -> None:
-    found = target(project, f'provider = "{provider}"\noptimization = "{optimization}"')
+    found = target(
+        project,
+        f'[targets.{provider}]\nprovider = "{provider}"\noptimization = "{optimization}"',
+    )
     assert found.needs_ep is needs_ep
 
 

@@ -15,7 +15,7 @@ from hatch_epcontext.jobs.cache.signing import new_keys, public_key
 from tests.config.examples import MODELS, problems
 from tests.config.examples import read as load
 
-CPU = f'{MODELS}provider = "cpu"\n'
+CPU = f'{MODELS}targets.cpu.provider = "cpu"\n'
 PRIVATE, PUBLIC = new_keys()
 SHARED = f'{CPU}build = {{ cache = "s3://bucket/team", %s }}'
 

@@ -15,7 +15,7 @@ from tests.config.examples import target
     ids=lambda provider: provider.name,
 )
 def test_every_provider_needs_no_more_than_its_name(project: Path, provider: Provider) -> None:
-    found = target(project, f'provider = "{provider.ep}"')
+    found = target(project, f'targets.{provider.ep}.provider = "{provider.ep}"')
     assert found.provider is provider
     # The target has the name that the provider was given by.
     assert found.name == provider.ep
@@ -25,7 +25,8 @@ def test_every_provider_needs_no_more_than_its_name(project: Path, provider: Pro
 
 
 def test_the_library_of_any_other_ep(project: Path) -> None:
-    toml = 'provider = "plugin"\nlibrary = "some_ep"\nep-name = "SomeEP"\nprovider-options = { x = true }'
+    library = 'library = "some_ep"\nep-name = "SomeEP"\nprovider-options = { x = true }'
+    toml = f'[targets.plugin]\nprovider = "plugin"\n{library}'
     found = target(project, toml)
     assert found.provider.ep == found.settings.ep == "SomeEP"
     assert found.provider.plugin == Plugin("some_ep", "some_ep", "SomeEP")
@@ -41,7 +42,7 @@ def test_the_library_of_any_other_ep(project: Path) -> None:
 def test_a_library_may_be_a_path(project: Path) -> None:
     (project / "ep").mkdir()
     (project / "ep" / "plugin.so").touch()
-    toml = 'provider = "plugin"\nep-name = "SomeEP"\nlibrary = '
+    toml = '[targets.plugin]\nprovider = "plugin"\nep-name = "SomeEP"\nlibrary = '
     found = target(project, f'{toml}"ep/plugin.so"').provider.plugin
     assert found == Plugin("", "its library", "SomeEP", str(project / "ep" / "plugin.so"))
     absolute = target(project, f'{toml}"{(project / "ep" / "plugin.so").as_posix()}"').provider
@@ -50,7 +51,7 @@ def test_a_library_may_be_a_path(project: Path) -> None:
 
 
 def test_a_known_ep_may_be_a_library_too(project: Path) -> None:
-    found = target(project, 'provider = "vitisai"\nlibrary = "amd_ep"').provider
+    found = target(project, '[targets.vitisai]\nprovider = "vitisai"\nlibrary = "amd_ep"').provider
     assert (found.ep, found.options) == ("VitisAIExecutionProvider", PROVIDERS["vitisai"].options)
     assert found.plugin == Plugin("amd_ep", "amd_ep", "VitisAIExecutionProvider")
     assert "onnxruntime" in found.distributions

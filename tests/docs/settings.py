@@ -41,8 +41,8 @@ dims = { batch = 1 }
 
 TWO_SHAPES = """
 [tool.epcontext]
-provider = "cpu"
-static-shapes = true
+targets.cpu.provider = "cpu"
+targets.cpu.static-shapes = true
 
 [[tool.epcontext.models]]
 name = "det"

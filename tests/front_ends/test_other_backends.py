@@ -28,7 +28,7 @@ requires-python = ">=3.10"
 dependencies = ["onnxruntime"]
 
 [tool.epcontext]
-provider = "cpu"
+targets.cpu.provider = "cpu"
 models = [{ path = "models/digits.onnx", dims = { batch = 1 } }]
 """
 

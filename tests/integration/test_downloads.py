@@ -26,7 +26,7 @@ from tests.projects import HEAD
 
 CONFIGURATION = """
 [tool.epcontext]
-provider = "cpu"
+targets.cpu.provider = "cpu"
 fallback = "source"
 wheel = { sbom = true }
 

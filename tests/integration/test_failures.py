@@ -14,12 +14,12 @@ from tests.models import network, save
 from tests.projects import PROJECT
 
 QNN = """
-provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+targets.qnn.provider = "qnn"
+targets.qnn.provider-options = { soc_model = 60, htp_arch = 73 }
 models = ["models/a.onnx"]
 """
 
-CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 # The server imports it, which never ends: the build waits as long as the timeout before it kills the server.
 IMPATIENT = """
@@ -99,12 +99,12 @@ def test_a_broken_configuration(project: Project) -> None:
 
 
 def test_a_missing_model(project: Project) -> None:
-    project.configure('provider = "cpu"\nmodels = ["models/b.onnx"]\n')
+    project.configure('targets.cpu.provider = "cpu"\nmodels = ["models/b.onnx"]\n')
     assert 'there is no model at "models/b.onnx"' in project.failure()
 
 
 def test_corrupt_models(project: Project) -> None:
-    project.configure('provider = "cpu"\nmodels = ["models/*.onnx"]\n')
+    project.configure('targets.cpu.provider = "cpu"\nmodels = ["models/*.onnx"]\n')
     contents = {
         "text": b"hello, I am text\n",
         "lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
@@ -147,7 +147,7 @@ def test_an_open_dimension(project: Project) -> None:
 def test_an_impossible_chip(project: Project) -> None:
     project.configure(QNN.replace("htp_arch = 73", "htp_arch = 999"))
     assert (
-        "tool.epcontext.provider-options.htp_arch: EPC014\n    must be one of 0, 68"
+        "tool.epcontext.targets.qnn.provider-options.htp_arch: EPC014\n    must be one of 0, 68"
         in project.failure()
     )
 
@@ -155,7 +155,7 @@ def test_an_impossible_chip(project: Project) -> None:
 @needs_qnn
 def test_a_chip_that_the_ep_does_not_know(project: Project) -> None:
     project.configure(
-        'provider = "qnn"\nprovider-options = { soc_model = 9999 }\n'
+        'targets.qnn.provider = "qnn"\ntargets.qnn.provider-options = { soc_model = 9999 }\n'
         'models = [{ path = "models/a.onnx", dims = { batch = 1 } }]\n'
     )
     text = project.failure()

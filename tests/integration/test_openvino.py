@@ -18,8 +18,8 @@ from tests.projects import make_project
 pytestmark = pytest.mark.usefixtures("openvino_cpu")
 
 TOML = """
-provider = "openvino"
-provider-options = { load_config = { CPU = { INFERENCE_PRECISION_HINT = "f32" } } }
+targets.openvino.provider = "openvino"
+targets.openvino.provider-options = { load_config = { CPU = { INFERENCE_PRECISION_HINT = "f32" } } }
 fallback = "none"
 models = [
     { path = "models/a.onnx", shapes = { x = [3, 1, 8, 8] } },

@@ -33,7 +33,7 @@ class Hook(BuildHookInterface):
             model.write_bytes(Path(self.root, "network.bin").read_bytes())
 """
 
-TOML = 'provider = "cpu"\nmodels = ["models/[d]*.onnx", "models/m*.onnx"]\n'
+TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/[d]*.onnx", "models/m*.onnx"]\n'
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_of_more_than_ten_seconds_is_seen(
     wheels: Path, tmp_path: Path, front_end: tuple[str, ...]
 ) -> None:
-    toml = 'provider = "cpu"\nmodels = ["models/*.onnx"]\n'
+    toml = 'targets.cpu.provider = "cpu"\nmodels = ["models/*.onnx"]\n'
     project = make_project(tmp_path / "project", toml, network(1))
     text = (project / "pyproject.toml").read_text(encoding="utf-8")
     text = text.replace('"hatch-epcontext"]', '"hatch-epcontext", "slow-worker"]')

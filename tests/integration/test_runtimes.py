@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 TENSORRT = """
-provider = "tensorrt"
+targets.tensorrt.provider = "tensorrt"
 models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 """
 

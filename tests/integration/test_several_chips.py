@@ -14,8 +14,8 @@ from tests.projects import make_project
 pytestmark = needs_qnn
 
 TOML = """
-provider = "qnn"
-provider-options = { soc_model = [60, 57] }
+targets.qnn.provider = "qnn"
+targets.qnn.provider-options = { soc_model = [60, 57] }
 models = [{ name = "net", path = "models/a.onnx", dims = { batch = 1 } }]
 """
 

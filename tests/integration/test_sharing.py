@@ -18,8 +18,8 @@ from tests.projects import PROJECT
 pytestmark = needs_qnn
 
 TOML = """
-provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+targets.qnn.provider = "qnn"
+targets.qnn.provider-options = { soc_model = 60, htp_arch = 73 }
 
 [[tool.epcontext.models]]
 path = "models/prefill.onnx"

@@ -22,7 +22,7 @@ from tests.altered_workers import workers_with
 from tests.models import network, save
 
 TOML = """
-provider = "cpu"
+targets.cpu.provider = "cpu"
 models = [{ path = "models/a.onnx", validate = { inputs = "models/a.npz" } }]
 """
 

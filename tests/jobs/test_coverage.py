@@ -12,7 +12,7 @@ from tests.results import configured
 
 
 def failure(coverage: Coverage, project: Path, toml: str = "") -> str:
-    text = f'provider = "cpu"\nmodels = ["models/a.onnx"]\n{toml}'
+    text = f'models = ["models/a.onnx"]\n[targets.cpu]\nprovider = "cpu"\n{toml}'
     (model,) = configured(project, text).models
     with pytest.raises(BuildError) as raised:
         check_coverage(coverage, model.targets[0], model)
@@ -21,7 +21,8 @@ def failure(coverage: Coverage, project: Path, toml: str = "") -> str:
 
 def test_enough_coverage_is_no_error(project: Path) -> None:
     (model,) = configured(
-        project, 'provider = "cpu"\nmodels = ["models/a.onnx"]\nmin-coverage = 0.5'
+        project,
+        'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\ntargets.cpu.min-coverage = 0.5',
     ).models
     (target,) = model.targets
     check_coverage(Coverage(4, 2, 1, (NodeFacts("a", "Op"),) * 2), target, model)
@@ -46,7 +47,7 @@ def test_shapes_that_depend_on_the_data_are_named_as_the_reason(project: Path) -
 
 def test_the_largest_covered_part_is_named_as_a_cut(project: Path) -> None:
     toml = 'models = [{ path = "models/a.onnx", cut = { outputs = ["y"] } }]'
-    (model,) = configured(project, f'provider = "cpu"\n{toml}').models
+    (model,) = configured(project, f'targets.cpu.provider = "cpu"\n{toml}').models
     coverage = Coverage(3, 2, 1, (NodeFacts("n", "Op"),), Cut(inputs=("hidden",)))
     with pytest.raises(BuildError) as raised:
         check_coverage(coverage, model.targets[0], model)

@@ -32,7 +32,7 @@ from tests.models import network, save, save_with_data
 from tests.results import MODULES
 
 CUT = """
-provider = "cpu"
+targets.cpu.provider = "cpu"
 fallback = "source"
 models = [{ path = "models/a.onnx", dims = { batch = 2 }, cut = { inputs = ["c"] } }]
 """

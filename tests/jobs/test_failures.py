@@ -82,8 +82,8 @@ def test_a_target_is_named_beside_the_key_of_a_model_with_several(project: Path)
 
 def test_a_problem_for_one_of_several_chips_names_it_and_its_model(project: Path) -> None:
     toml = """
-    provider = "qnn"
-    provider-options = { soc_model = "60", htp_arch = "73" }
+    targets.qnn.provider = "qnn"
+    targets.qnn.provider-options = { soc_model = "60", htp_arch = "73" }
     models = ["models/a.onnx"]
     """
     (job,) = plan(configured(project, toml)).jobs

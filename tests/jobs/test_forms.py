@@ -15,7 +15,7 @@ from hatch_epcontext.jobs.preparation import Preparations
 from hatch_epcontext.jobs.processes.process import Workers
 from tests.models import network, save, weights
 
-TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 
 def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(

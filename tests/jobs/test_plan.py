@@ -39,8 +39,8 @@ def test_each_model_and_target_is_a_job_in_order(project: Path) -> None:
 
 def test_inputs_with_profiles_get_the_shape_to_optimize_for(project: Path) -> None:
     toml = """
-provider = "tensorrt"
-profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
+targets.tensorrt.provider = "tensorrt"
+targets.tensorrt.profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
 models = [{ path = "models/a.onnx", shapes = { y = [4] } }]
 """
     (model,) = config(project, toml).models
@@ -79,7 +79,7 @@ def test_without_an_ep_that_can_share_there_is_no_group(project: Path) -> None:
 
 @newer_python
 def test_a_shared_sidecar_cannot_be_embedded(project: Path) -> None:
-    toml = GROUP.replace('provider = "qnn"', 'provider = "qnn"\nembed = true')
+    toml = GROUP.replace('"qnn"', '"qnn"\nembed = true')
     with pytest.raises(ConfigError, match="embed = true puts it inside each") as raised:
         plan(config(project, toml))
     assert [problem.location for problem in raised.value.problems] == [
@@ -145,9 +145,9 @@ def test_the_facts_of_a_model_are_those_of_its_fixed_form_if_it_has_one(project:
 
 def test_profiles_win_over_sizes_that_are_not_fixed(project: Path) -> None:
     toml = """
-provider = "tensorrt"
-static-shapes = false
-profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
+targets.tensorrt.provider = "tensorrt"
+targets.tensorrt.static-shapes = false
+targets.tensorrt.profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
 models = [{ path = "models/a.onnx", dims = { n = 4 } }]
 """
     (model,) = config(project, toml).models
@@ -157,7 +157,7 @@ models = [{ path = "models/a.onnx", dims = { n = 4 } }]
 
 
 def test_an_ep_that_may_share_weights_gets_the_group_too(project: Path) -> None:
-    toml = GROUP.replace('provider = "cpu"', 'provider = "openvino"')
+    toml = GROUP.replace('"cpu"', '"openvino"')
     assert [job.location for job in plan(config(project, toml, TARGETS="cpu")).jobs] == [
         "a -> cpu",
         "b -> cpu",
@@ -174,7 +174,7 @@ CHIPS = "provider-options = { soc_model = [60, 57], vtcm_mb = 8 }"
 
 @newer_python
 def test_a_job_for_several_chips_is_also_one_for_each(project: Path) -> None:
-    toml = BOTH.replace('provider = "qnn"', f'provider = "qnn"\n{CHIPS}')
+    toml = BOTH.replace('"qnn"', f'"qnn"\n{CHIPS}')
     both, cpu, _ = plan(config(project, toml)).jobs
     assert (both.has_several_chips, both.needs_device, both.folder) == (True, True, "a/npu")
     first, second = both.alone
@@ -190,7 +190,7 @@ def test_a_job_for_several_chips_is_also_one_for_each(project: Path) -> None:
 
 @newer_python
 def test_a_group_for_several_chips_is_also_a_job_for_each_model_and_chip(project: Path) -> None:
-    toml = GROUP.replace('provider = "qnn"', f'provider = "qnn"\n{CHIPS}')
+    toml = GROUP.replace('"qnn"', f'"qnn"\n{CHIPS}')
     job, *_ = plan(config(project, toml)).jobs
     chips = ("soc_model 60, htp_arch 73, vtcm_mb 8", "soc_model 57, htp_arch 75, vtcm_mb 8")
     assert job.needs_device
@@ -201,7 +201,7 @@ def test_a_group_for_several_chips_is_also_a_job_for_each_model_and_chip(project
 
 @newer_python
 def test_a_chip_alone_is_compiled_as_for_a_target_of_that_chip(project: Path) -> None:
-    several = BOTH.replace('provider = "qnn"', f'provider = "qnn"\n{CHIPS}')
+    several = BOTH.replace('"qnn"', f'"qnn"\n{CHIPS}')
     one = "provider-options = { soc_model = 57, htp_arch = 75, vtcm_mb = 8 }"
     expected = plan(config(project, several.replace(CHIPS, one))).jobs[0].target.settings
     assert plan(config(project, several)).jobs[0].alone[1].target.settings == expected
@@ -209,10 +209,7 @@ def test_a_chip_alone_is_compiled_as_for_a_target_of_that_chip(project: Path) ->
 
 @newer_python
 def test_the_same_chip_twice_is_one_job_alone(project: Path) -> None:
-    toml = BOTH.replace(
-        'provider = "qnn"',
-        'provider = "qnn"\nallow-unknown-options = true\n'
-        "provider-options = { soc_model = [60, 60] }",
-    )
+    keys = "allow-unknown-options = true\nprovider-options = { soc_model = [60, 60] }"
+    toml = BOTH.replace('"qnn"', f'"qnn"\n{keys}')
     job = plan(config(project, toml)).jobs[0]
     assert (job.needs_device, len(job.alone)) == (True, 1)

@@ -25,7 +25,7 @@ from tests.models import network, save
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 
-TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 
 @pytest.fixture(scope="module")

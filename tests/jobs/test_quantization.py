@@ -30,7 +30,7 @@ from tests.graph.test_dequantize import int4_blocks, recurrent
 from tests.models import network, save
 
 CPU = """
-provider = "cpu"
+targets.cpu.provider = "cpu"
 [[models]]
 path = "models/a.onnx"
 dims = { batch = 1 }
@@ -39,7 +39,8 @@ dims = { batch = 1 }
 QUANTIZE = f'{CPU}quantize = {{ inputs = "samples" }}\n'
 
 QNN = QUANTIZE.replace(
-    'provider = "cpu"', 'provider = "qnn"\nprovider-options = { soc_model = 60 }'
+    'targets.cpu.provider = "cpu"',
+    'targets.qnn.provider = "qnn"\ntargets.qnn.provider-options = { soc_model = 60 }',
 )
 
 QNN_ALONE = QNN.replace('quantize = { inputs = "samples" }', "")

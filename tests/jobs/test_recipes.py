@@ -48,8 +48,9 @@ Outcome = Sequence[str] | Refused | Problem
 
 CRASH = Refused("compile", (Problem(Kind.WORKER_CRASHED, "a -> npu", "the compiler crashed."),))
 TOML = """
-provider = "qnn"
 models = [{ path = "models/a.onnx", validate = { tolerance = { cosine = 0.9 } } }]
+[targets.qnn]
+provider = "qnn"
 """
 
 
@@ -311,14 +312,14 @@ def test_what_an_ep_refuses_may_compile_with_the_sizes_that_are_known(
     builder: Builder, keys: str, advised: bool
 ) -> None:
     builder.toml = f"""
-    provider = "openvino"
+    targets.openvino.provider = "openvino"
     models = [{{ path = "models/a.onnx", {keys} }}]
     """
     with pytest.raises(BuildError) as raised:
         builder.build(Compiler({"plain": CRASH}))
     (problem,) = raised.value.problems
     settings = [str(each) for each in problem.settings]
-    assert settings == (["tool.epcontext.static-shapes = true"] if advised else [])
+    assert settings == (["tool.epcontext.targets.openvino.static-shapes = true"] if advised else [])
     assert bool(problem.causes) is advised
 
 

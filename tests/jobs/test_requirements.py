@@ -40,7 +40,8 @@ def test_targets_that_are_not_selected_need_nothing(project: Path) -> None:
 
 
 def test_a_target_may_name_its_requirements(project: Path) -> None:
-    toml = 'models = ["models/a.onnx"]\nprovider = "cpu"\nrequirements = ["onnxruntime==1.23.2"]'
+    table = '[targets.cpu]\nprovider = "cpu"\nrequirements = ["onnxruntime==1.23.2"]'
+    toml = f'models = ["models/a.onnx"]\n{table}'
     assert plan(config(project, toml)).requirements == ("onnxruntime==1.23.2", *TOOLS)
 
 
@@ -52,7 +53,8 @@ def test_a_target_may_name_its_requirements(project: Path) -> None:
 def test_a_target_may_name_its_distribution(
     project: Path, installed: dict[str, str], provider: str, requirement: str
 ) -> None:
-    toml = f'models = ["models/a.onnx"]\nprovider = "{provider}"\nrequirements = ["{requirement}"]'
+    table = f'[targets.{provider}]\nprovider = "{provider}"\nrequirements = ["{requirement}"]'
+    toml = f'models = ["models/a.onnx"]\n{table}'
     assert plan(config(project, toml)).requirements == (requirement, *TOOLS)
 
 
@@ -67,7 +69,8 @@ def test_a_target_may_name_its_distribution(
 def test_two_distributions_are_refused(
     project: Path, installed: dict[str, str], requirements: str, clash: str
 ) -> None:
-    toml = f'models = ["models/a.onnx"]\nprovider = "qnn"\nrequirements = [{requirements}]'
+    table = f'[targets.qnn]\nprovider = "qnn"\nrequirements = [{requirements}]'
+    toml = f'models = ["models/a.onnx"]\n{table}'
     with pytest.raises(ConfigError, match=f"{clash} cannot be installed together"):
         plan(config(project, toml))
 
@@ -180,14 +183,16 @@ def test_an_installed_distribution_is_taken_if_it_fits(
 
 def test_a_library_without_a_distribution_has_no_version(project: Path) -> None:
     (project / "plugin.so").write_bytes(b"one")
-    toml = 'models = ["models/a.onnx"]\nprovider = "plugin"\nlibrary = "plugin.so"\nep-name = "X"\n'
+    table = '[targets.plugin]\nprovider = "plugin"\nlibrary = "plugin.so"\nep-name = "X"\n'
+    toml = f'models = ["models/a.onnx"]\n{table}'
     target = config(project, toml).models[0].targets[0]
     versions = versions_of(target, {"onnxruntime": "1.31.1", "numpy": "2.0"})
     assert versions == {"onnxruntime": "1.31.1"}
 
 
 def test_a_library_in_a_package_counts_by_its_version(project: Path) -> None:
-    toml = 'models = ["models/a.onnx"]\nprovider = "plugin"\nlibrary = "packaging"\nep-name = "X"\n'
+    table = '[targets.plugin]\nprovider = "plugin"\nlibrary = "packaging"\nep-name = "X"\n'
+    toml = f'models = ["models/a.onnx"]\n{table}'
     target = config(project, toml).models[0].targets[0]
     assert versions_of(target, {}) == {"packaging": metadata.version("packaging")}
 
@@ -220,7 +225,8 @@ def test_a_machine_without_packages_of_the_provider(
 def test_the_app_needs_an_ep_that_runs_what_the_library_compiles(
     project: Path, installed: dict[str, str], dependency: str, fits: bool
 ) -> None:
-    toml = 'provider = "tensorrt-rtx"\ncompute-capabilities = ["8.9"]\nmodels = ["models/a.onnx"]'
+    keys = 'provider = "tensorrt-rtx"\ncompute-capabilities = ["8.9"]'
+    toml = f'models = ["models/a.onnx"]\n[targets.rtx]\n{keys}'
     target = config(project, toml).targets[0]
     # Of a release without a known EP nothing is known.
     for version in ("", "9.1.2"):

@@ -35,12 +35,13 @@ from tests.models import half_for_the_cpu, interrupted, network, save, transform
 pytestmark = pytest.mark.slow
 
 QNN = """
+models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
+[targets.qnn]
 provider = "qnn"
 provider-options = { soc_model = 60, htp_arch = 73 }
-models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 """
 
-CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 Run = Callable[..., Result]
 
@@ -377,7 +378,7 @@ def test_only_one_step_at_once_uses_a_device_for_one_user(
 
 FAILING = """
 models = ["models/bad.onnx", "models/a.onnx"]
-provider = "cpu"
+targets.cpu.provider = "cpu"
 build = { jobs = 1, fail-fast = false }
 """
 
@@ -439,8 +440,8 @@ def test_a_cache_that_is_removed_in_the_middle_costs_nothing_but_itself(
 
 
 SHARED = """
-provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+targets.qnn.provider = "qnn"
+targets.qnn.provider-options = { soc_model = 60, htp_arch = 73 }
 [[models]]
 path = "models/prefill.onnx"
 share-weights = "lm"
@@ -564,7 +565,7 @@ def test_open_shapes_are_run_with_the_sizes_of_the_dummy_inputs(
     np.savez(project / "x.npz", x=np.ones((2, 1, 8, 8), np.float32))
     in_file = toml.replace("dims", 'validate = { inputs = "x.npz" }, dims')
     assert run(in_file).built[0].cached, "a file has its own sizes"
-    (fixed,) = run(f"static-shapes = true\n{toml}").built
+    (fixed,) = run(f"{toml}targets.cpu.static-shapes = true\n").built
     assert fixed.artifact.record.contexts[0].inputs[0].shape == (3, 1, 8, 8)
 
 
@@ -636,11 +637,11 @@ def test_a_group_for_several_chips_is_refused_with_the_reason(run: Run) -> None:
 
 
 UNKNOWN_EP = """
-provider = "plugin"
-library = "onnxruntime_qnn"
-ep-name = "QNNExecutionProvider"
-device = "any"
-provider-options = { backend_type = "htp", soc_model = 60 }
+targets.plugin.provider = "plugin"
+targets.plugin.library = "onnxruntime_qnn"
+targets.plugin.ep-name = "QNNExecutionProvider"
+targets.plugin.device = "any"
+targets.plugin.provider-options = { backend_type = "htp", soc_model = 60 }
 """
 
 
@@ -686,8 +687,9 @@ def test_a_model_that_is_too_large_to_embed_is_refused_before_compiling(
 @pytest.mark.usefixtures("lengths")
 def test_a_group_of_an_ep_that_opens_shared_contexts_is_opened_together(run: Run) -> None:
     toml = SHARED.replace(
-        'provider = "qnn"',
-        'provider = "plugin"\nlibrary = "onnxruntime_qnn"\nep-name = "QNNExecutionProvider"',
+        'targets.qnn.provider = "qnn"',
+        'targets.plugin.provider = "plugin"\ntargets.plugin.library = "onnxruntime_qnn"\n'
+        'targets.plugin.ep-name = "QNNExecutionProvider"',
     ).replace("{ soc", '{ backend_type = "htp", soc')
     # An unknown plugin EP is expected to open them. QNN's simulator refuses, or crashes: both happen.
     with pytest.raises(BuildError, match=r"QNN_COMMON_ERROR_NOT_SUPPORTED|SIGSEGV") as raised:

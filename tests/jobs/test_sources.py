@@ -20,7 +20,7 @@ from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.text import to_toml
 from tests.models import network, save, save_with_data
 
-TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 
 class Reader:
@@ -126,7 +126,7 @@ def test_a_model_from_elsewhere_is_known_only_with_all_its_files(
 
     def toml(data: dict[str, str]) -> str:
         return f"""
-            provider = "cpu"
+            targets.cpu.provider = "cpu"
             [[models]]
             url = "https://models.invalid/a.onnx"
             sha256 = "{hashes["a.onnx"]}"

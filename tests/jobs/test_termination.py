@@ -19,7 +19,7 @@ from tests.models import network, save
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signal")
 
-PYPROJECT = '[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]\n'
+PYPROJECT = '[tool.epcontext]\ntargets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 
 def test_the_process_ends_as_after_an_error_and_the_handler_is_restored() -> None:

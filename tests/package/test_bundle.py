@@ -146,7 +146,7 @@ def test_external_data_is_shipped_in_the_sources_folder(project: Path, tmp_path:
 
 def test_models_that_name_one_file_ship_it_once(project: Path, tmp_path: Path) -> None:
     toml = """
-provider = "cpu"
+targets.cpu.provider = "cpu"
 fallback = "source"
 models = ["models/a.onnx", "models/b.onnx"]
 """
@@ -168,7 +168,10 @@ models = ["models/a.onnx", "models/b.onnx"]
 
 
 CPU_ONLY = TOML
-NPU_ONLY = 'provider = "openvino"\ndevice = "npu"\nmodels = ["models/a.onnx"]\n'
+NPU_ONLY = """
+models = ["models/a.onnx"]
+targets.openvino = { provider = "openvino", device = "npu" }
+"""
 
 
 @pytest.mark.parametrize(
@@ -180,8 +183,8 @@ NPU_ONLY = 'provider = "openvino"\ndevice = "npu"\nmodels = ["models/a.onnx"]\n'
         (NPU_ONLY, True),
         (NPU_ONLY + 'fallback = "none"', False),
         # These run on some machines only.
-        (CPU_ONLY + 'platforms = ["win_amd64"]', True),
-        (CPU_ONLY + 'optimization = "all"', True),
+        (CPU_ONLY + 'targets.cpu.platforms = ["win_amd64"]', True),
+        (CPU_ONLY + 'targets.cpu.optimization = "all"', True),
         (NPU_ONLY.replace('"npu"', '"cpu"'), True),
     ],
 )
@@ -200,7 +203,7 @@ def test_the_source_is_shipped_unless_any_machine_runs_a_target(
 
 def test_the_fallback_of_a_model_is_its_own(project: Path, tmp_path: Path) -> None:
     toml = """
-provider = "cpu"
+targets.cpu.provider = "cpu"
 models = [
     { path = "models/a.onnx", fallback = "source" },
     { path = "models/b.onnx" },

@@ -189,17 +189,17 @@ def test_components_and_variants_keep_the_configured_order(project: Path, tmp_pa
 @pytest.mark.parametrize(
     ("target", "ep", "device"),
     [
-        ('provider = "openvino"\ndevice = "npu"', "OpenVINOExecutionProvider", "npu"),
-        ('provider = "openvino"\ndevice = "gpu"', "OpenVINOExecutionProvider", "gpu"),
-        ('provider = "openvino"\ndevice = "cpu"', "OpenVINOExecutionProvider", None),
-        ('provider = "cuda"', "CUDAExecutionProvider", "gpu"),
-        ('provider = "cpu"', "CPUExecutionProvider", None),
+        ('"openvino"\ndevice = "npu"', "OpenVINOExecutionProvider", "npu"),
+        ('"openvino"\ndevice = "gpu"', "OpenVINOExecutionProvider", "gpu"),
+        ('"openvino"\ndevice = "cpu"', "OpenVINOExecutionProvider", None),
+        ('"cuda"', "CUDAExecutionProvider", "gpu"),
+        ('"cpu"', "CPUExecutionProvider", None),
     ],
 )
 def test_the_device_is_named_for_npus_and_gpus_only(
     target: str, ep: str, device: str | None, project: Path, tmp_path: Path
 ) -> None:
-    toml = f'models = ["models/a.onnx"]\n[targets.it]\n{target}\n'
+    toml = f'models = ["models/a.onnx"]\n[targets.it]\nprovider = {target}\n'
     variant, about = only_variant(made(project, toml, tmp_path / "artifacts"), "it")
     assert (variant.ep, variant.device) == (ep, device)
     assert about.settings.device == (device or "cpu")
@@ -392,7 +392,7 @@ def test_a_model_with_several_shapes_has_a_component_for_each(
 
 
 def test_the_values_of_frozen_inputs_are_in_it(project: Path, tmp_path: Path) -> None:
-    toml = 'provider = "cpu"\nmodels = [{ path = "models/a.onnx", constants = { sr = 16000 } }]\n'
+    toml = 'targets.cpu.provider = "cpu"\nmodels = [{ path = "models/a.onnx", constants = { sr = 16000 } }]\n'
     (component,) = made(project, toml, tmp_path / "artifacts").components.values()
     about = ours(component.metadata, ComponentMetadata)
     assert about is not None
@@ -403,10 +403,10 @@ def test_the_values_of_frozen_inputs_are_in_it(project: Path, tmp_path: Path) ->
 
 
 def test_the_prepared_model_is_named_if_it_is_shipped(project: Path, tmp_path: Path) -> None:
-    toml = 'provider = "openvino"\nmodels = ["models/a.onnx"]\n'
+    toml = 'targets.openvino.provider = "openvino"\nmodels = ["models/a.onnx"]\n'
     _, about = only_variant(made(project, toml, tmp_path / "no"), "openvino")
     assert about.prepared is None
-    toml += "recompile = true\n"
+    toml += "targets.openvino.recompile = true\n"
     _, about = only_variant(made(project, toml, tmp_path / "yes"), "openvino")
     assert about.prepared == "prepared/a.onnx"
 

@@ -135,10 +135,8 @@ def test_models_that_share_weights_are_one_component(project: Path, tmp_path: Pa
 
 
 def test_the_shapes_of_one_model_are_of_one_source(project: Path, tmp_path: Path) -> None:
-    toml = (
-        'provider = "cpu"\nmodels = [{ path = "models/a.onnx", dims = [{ n = 1 }, { n = 2 }] }]\n'
-    )
-    content = written(project, tmp_path, toml)
+    table = 'models = [{ path = "models/a.onnx", dims = [{ n = 1 }, { n = 2 }] }]\n'
+    content = written(project, tmp_path, f'targets.cpu.provider = "cpu"\n{table}')
     models = [each["bom-ref"] for each in content["components"] if "model:" in each["bom-ref"]]
     assert models == ["model:a"]
 

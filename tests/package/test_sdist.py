@@ -15,7 +15,7 @@ from hatch_epcontext.package.sdist import RECORDED_IGNORE
 from tests.models import network, save, save_with_data
 from tests.projects import PROJECT
 
-CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 CUSTOM = """\
 from pathlib import Path
@@ -126,7 +126,7 @@ def test_ignored_inputs_are_not_published_unasked(
     for name in ("input_0.pb", "notes.txt"):
         (folder / name).touch()
     toml = """
-provider = "cpu"
+targets.cpu.provider = "cpu"
 models = [{ path = "models/a.onnx", validate = { inputs = "inputs" } }]
 """
     configure(root, toml=toml)

@@ -20,7 +20,7 @@ from hatch_epcontext.package.reader import own_files
 from hatch_epcontext.tools.exporting import export
 from tests.results import configured, resulting
 
-TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\nfallback = "source"\n'
+TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\nfallback = "source"\n'
 
 Run = Callable[[Plan, Path], Result]
 Tree = dict[str, bytes | None]
@@ -264,7 +264,7 @@ def test_a_folder_with_a_source_model_is_never_replaced(
     with pytest.raises(OutputError, match="is a file of the source model"):
         export(config, project, never, loader=False, overwrite=True)
     export(config, out, run, loader=False, overwrite=False)
-    exported = configured(out, 'provider = "cpu"\nmodels = ["a/source/a.onnx"]\n')
+    exported = configured(out, 'targets.cpu.provider = "cpu"\nmodels = ["a/source/a.onnx"]\n')
     with pytest.raises(OutputError, match="is a file of the source model"):
         export(exported, out, never, loader=False, overwrite=True)
     assert (out / "a/source/a.onnx").read_bytes() == b"model a"

@@ -172,7 +172,7 @@ def test_a_second_run_adds_only_new_models(project: Path) -> None:
 
 
 def test_models_are_added_to_an_existing_list(project: Path) -> None:
-    before = '[tool.epcontext]\nprovider = "cpu"\nmodels = [\n    "models/a.onnx",  # first\n]\n'
+    before = '[tool.epcontext]\ntargets.cpu.provider = "cpu"\nmodels = [\n    "models/a.onnx",  # first\n]\n'
     static = TensorFacts("x", "float32", (1,))
     more = add_models(project, before, [new("models/b.onnx", static)], [])
     assert models_of(more) == ["models/a.onnx", "models/b.onnx"]
@@ -183,8 +183,11 @@ def test_models_are_added_to_an_existing_list(project: Path) -> None:
 
 def test_globs_and_names_of_configured_models_count(project: Path) -> None:
     before = (
-        '[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/*.onnx"]\n',
-        '[tool.epcontext]\nprovider = "cpu"\n[[tool.epcontext.models]]\npath = "models/a.onnx"\nname = "b"\n',
+        '[tool.epcontext]\ntargets.cpu.provider = "cpu"\nmodels = ["models/*.onnx"]\n',
+        (
+            '[tool.epcontext]\ntargets.cpu.provider = "cpu"\n'
+            '[[tool.epcontext.models]]\npath = "models/a.onnx"\nname = "b"\n'
+        ),
     )
     made = add_models(project, before[0], [new(), new("models/b.onnx")], [])
     assert models_of(made) == ["models/*.onnx"]
@@ -303,7 +306,10 @@ def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> Non
     ("before", "message"),
     [
         ("[tool", "is not TOML"),
-        ('[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]', "exists already"),
+        (
+            '[tool.epcontext]\ntargets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]',
+            "exists already",
+        ),
         ("tool = { ruff = {} }", "has inline tables"),
         (f'{HATCHLING}requires = "hatchling"', r"build-system\.requires: .*\n.*is not a list"),
         (

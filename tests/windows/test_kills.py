@@ -24,7 +24,7 @@ from tests.windows.conftest import EPCONTEXT, kernel, only_windows, python, vari
 
 pytestmark = only_windows
 
-PYPROJECT = '[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]\n'
+PYPROJECT = '[tool.epcontext]\ntargets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 SYNCHRONIZE, SIGNALED = 0x100000, 0
 

@@ -16,8 +16,11 @@ pytestmark = only_windows
 @pytest.mark.parametrize(
     ("location", "toml"),
     [
-        ("models[0].name", 'provider = "cpu"\n[[models]]\npath = "models/a.onnx"\nname = "con"'),
-        ("targets.Source", f'{MODELS}[targets.Source]\nprovider = "cpu"'),
+        (
+            "models[0].name",
+            'targets.cpu.provider = "cpu"\n[[models]]\npath = "models/a.onnx"\nname = "con"',
+        ),
+        ("targets.Source", f'{MODELS}[targets.Source]\ntargets.cpu.provider = "cpu"'),
     ],
     ids=["con", "Source"],
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hatch_epcontext.config.tables import RootTable, TargetTable
-from hatch_epcontext.errors import ROOT, Key, Kind, Problem, Setting
+from hatch_epcontext.config.tables import RootTable
+from hatch_epcontext.errors import ROOT, Key, Kind, Problem
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.text import quoted_key, show, toml_key
+from hatch_epcontext.text import quoted_key, show
 
 _HOOK_KEYS = frozenset(
     {
@@ -50,36 +49,10 @@ def check_root(table: RootTable) -> Iterator[Problem]:
             "is required: the models to build.",
             'For example ["models/name.onnx"].',
         )
-    if table.provider is None and not table.targets:
+    if not table.targets:
         yield Problem.at(
-            root,
-            Kind.UNKNOWN_TARGET,
-            "names no target.",
-            f'Add provider = "..." or a table [{ROOT}.targets.<name>]. '
-            f"Providers: {', '.join(PROVIDERS)}.",
+            root / "targets",
+            Kind.MISSING_KEY,
+            "is required: what to compile for.",
+            f"Add a table [{ROOT}.targets.<name>] with a provider: {', '.join(PROVIDERS)}.",
         )
-    if table.targets:
-        yield from _check_target_keys(table)
-
-
-def _check_target_keys(table: RootTable) -> Iterator[Problem]:
-    for field in dataclasses.fields(TargetTable):
-        value = getattr(table, field.name)
-        empty = {} if field.default is dataclasses.MISSING else field.default
-        if value not in (None, empty):
-            name = toml_key(field.name)
-            yield Problem.at(
-                Key() / name,
-                Kind.NOT_APPLICABLE,
-                "belongs to a target, and this configuration has [targets].",
-                "Move it into the tables of the targets that need it.",
-                *(
-                    Setting(Key() / "targets" / target / name, _plain(value))
-                    for target, its in table.targets.items()
-                    if getattr(its, field.name) in (None, empty, "")
-                ),
-            )
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | bool | int | float) else None

@@ -6,7 +6,7 @@ import pytest
 
 from tests.config.examples import LONG, PROFILE, assert_one_problem, problems, read
 
-CPU = 'provider = "cpu"\n'
+CPU = 'targets.cpu.provider = "cpu"\n'
 
 
 def model(keys: str) -> str:
@@ -82,7 +82,7 @@ provider = "qnn"
 
 def groups(first: str, second: str, provider: str = "qnn") -> str:
     return f"""
-provider = "{provider}"
+targets.{provider}.provider = "{provider}"
 models = [
     {{ path = "models/a.onnx", share-weights = "{first}" }},
     {{ path = "models/b.onnx", share-weights = "{second}" }},
@@ -108,13 +108,13 @@ def test_an_invalid_weight_sharing_group_is_an_error(
 def test_sharing_by_an_ep_that_is_not_known_to_share_can_be_allowed(project: Path) -> None:
     toml = groups("x", "x", "openvino")
     found = problems(project, toml)["models[0].share-weights"]
-    assert "Set tool.epcontext.allow-unknown-options = true" in found.text()
-    (model, _) = read(project, f"allow-unknown-options = true\n{toml}").models
+    assert "Set tool.epcontext.targets.openvino.allow-unknown-options = true" in found.text()
+    (model, _) = read(project, f"targets.openvino.allow-unknown-options = true\n{toml}").models
     assert model.targets[0].provider.shares_weights
 
 
 def test_optimized_graphs_never_share_weights(project: Path) -> None:
-    toml = f"allow-unknown-options = true\n{groups('x', 'x', 'cpu')}"
+    toml = f"targets.cpu.allow-unknown-options = true\n{groups('x', 'x', 'cpu')}"
     found = problems(project, toml)["models[0].share-weights"]
     assert "none of the model's targets" in found.message
     assert found.settings == ()

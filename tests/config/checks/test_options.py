@@ -70,7 +70,7 @@ def test_an_option_for_compiling_names_its_place() -> None:
 def test_a_variable_that_nobody_looks_up_is_an_error(
     project: Path, table: str, message: str
 ) -> None:
-    text = f'provider = "vitisai"\n{table} = {{ log_level = "a{{env:KEY}}" }}\n'
+    text = f'[targets.vitisai]\nprovider = "vitisai"\n{table} = {{ log_level = "a{{env:KEY}}" }}\n'
     _, found = only_problem(project, f"{text}allow-unknown-options = true\n")
     assert message in found.message
 
@@ -80,9 +80,10 @@ def test_a_variable_that_nobody_looks_up_is_an_error(
 def test_a_secret_in_the_configuration_is_refused_and_not_shown(
     project: Path, table: str, unchecked: str
 ) -> None:
-    text = f'provider = "vitisai"\n{table} = {{ encryption_key = "hunter2" }}\n{unchecked}\n'
+    keys = f'{table} = {{ encryption_key = "hunter2" }}\n{unchecked}\n'
+    text = f'[targets.vitisai]\nprovider = "vitisai"\n{keys}'
     message, found = only_problem(project, text)
-    assert found.location == f"tool.epcontext.{table}.encryption_key"
+    assert found.location == f"tool.epcontext.targets.vitisai.{table}.encryption_key"
     assert "a secret" in found.message
     assert found.settings[0].value == "{env:ENCRYPTION_KEY}"
     assert "hunter2" not in f"{message} {found}"
@@ -133,14 +134,17 @@ def misspelled() -> Iterator[tuple[str, str, str]]:
 def test_an_option_that_misses_one_letter_is_refused_with_the_right_one(project: Path) -> None:
     accepted = []
     for provider, option, wrong in misspelled():
-        toml = f'provider = "{provider}"\nprovider-options = {{ {wrong} = 1 }}'
+        toml = (
+            f'[targets.{provider}]\nprovider = "{provider}"\nprovider-options = {{ {wrong} = 1 }}'
+        )
         location, found = only_problem(project, toml)
         if (
-            location != f"provider-options.{quoted_key(wrong)}"
+            location != f"targets.{provider}.provider-options.{quoted_key(wrong)}"
             or found.kind is not Kind.UNKNOWN_OPTION
             or provider not in found.message
             or f'"{option}"' not in (found.hint or "")
-            or found.settings != (Setting(Key() / "allow-unknown-options", value=True),)
+            or found.settings
+            != (Setting(Key() / "targets" / provider / "allow-unknown-options", value=True),)
         ):
             accepted.append((provider, wrong, found))
     assert accepted == []
@@ -163,10 +167,13 @@ def out_of_range() -> Iterator[tuple[str, str, str]]:
 def test_an_impossible_value_is_refused_with_the_allowed_ones(project: Path) -> None:
     accepted = []
     for provider, option, value in out_of_range():
-        toml = f'provider = "{provider}"\nprovider-options = {{ {option} = {value} }}'
+        toml = f'[targets.{provider}]\nprovider = "{provider}"\nprovider-options = {{ {option} = {value} }}'
         location, found = only_problem(project, toml)
         allowed = PROVIDERS[provider].options[option].allowed
-        if location != f"provider-options.{option}" or allowed not in found.message:
+        if (
+            location != f"targets.{provider}.provider-options.{option}"
+            or allowed not in found.message
+        ):
             accepted.append((provider, option, value, found))
     assert accepted == []
 
@@ -182,7 +189,7 @@ def test_an_impossible_value_is_refused_with_the_allowed_ones(project: Path) -> 
 def test_a_deprecated_option_is_refused_with_its_replacement(
     project: Path, provider: str, option: str, replacement: str
 ) -> None:
-    toml = f'provider = "{provider}"\nprovider-options = {{ {option} = "x" }}'
+    toml = f'[targets.{provider}]\nprovider = "{provider}"\nprovider-options = {{ {option} = "x" }}'
     _, found = only_problem(project, toml)
     assert found.message.startswith("is deprecated")
     assert found.hint is not None
@@ -190,15 +197,15 @@ def test_a_deprecated_option_is_refused_with_its_replacement(
 
 
 def test_a_reserved_option_is_refused(project: Path) -> None:
-    toml = 'provider = "tensorrt"\nprovider-options = { trt_engine_cache_path = "x" }'
+    toml = '[targets.tensorrt]\nprovider = "tensorrt"\nprovider-options = { trt_engine_cache_path = "x" }'
     _, found = only_problem(project, toml)
     assert found.message == "is reserved: the paths of the files in the wheel are fixed."
 
 
 def test_only_the_app_can_give_an_address(project: Path) -> None:
-    toml = 'provider = "tensorrt-rtx"\nload-options = { user_compute_stream = 12345 }'
+    toml = '[targets.tensorrt-rtx]\nprovider = "tensorrt-rtx"\nload-options = { user_compute_stream = 12345 }'
     location, found = only_problem(project, toml)
-    assert location == "load-options.user_compute_stream"
+    assert location == "targets.tensorrt-rtx.load-options.user_compute_stream"
     assert "an address in the app's memory" in found.message
     assert found.hint is not None
     assert "load(..., provider_options={'user_compute_stream': ...})" in found.hint
@@ -209,7 +216,7 @@ def test_engines_without_weights_are_refused(project: Path) -> None:
         ("tensorrt", "trt_weight_stripped_engine_enable"),
         ("tensorrt-rtx", "nv_weight_stripped_engine_enable_experimental"),
     ):
-        toml = f'provider = "{provider}"\nprovider-options = {{ {option} = true }}'
+        toml = f'[targets.{provider}]\nprovider = "{provider}"\nprovider-options = {{ {option} = true }}'
         _, found = only_problem(project, toml)
         assert "can only be opened together with the source model" in found.message
 
@@ -225,8 +232,8 @@ def test_engines_without_weights_are_refused(project: Path) -> None:
 def test_options_that_contradict_the_chip_are_refused(
     project: Path, toml: str, location: str, message: str
 ) -> None:
-    found_at, found = only_problem(project, f'provider = "qnn"\n{toml}')
-    assert found_at == location
+    found_at, found = only_problem(project, f'[targets.qnn]\nprovider = "qnn"\n{toml}')
+    assert found_at == f"targets.qnn.{location}"
     assert message in found.message
 
 
@@ -234,7 +241,10 @@ def test_options_that_contradict_the_chip_are_refused(
 def test_a_list_names_several_chips_and_their_architectures_follow(
     project: Path, chips: str
 ) -> None:
-    found = target(project, f'provider = "qnn"\nprovider-options = {{ soc_model = {chips} }}')
+    found = target(
+        project,
+        f'[targets.qnn]\nprovider = "qnn"\nprovider-options = {{ soc_model = {chips} }}',
+    )
     assert found.settings.provider_options == {
         "backend_type": "htp",
         "soc_model": "60,57",
@@ -266,7 +276,7 @@ def test_a_list_names_several_chips_and_their_architectures_follow(
 def test_valid_lists_of_chips_become_what_the_ep_takes(
     project: Path, options: str, expected: dict[str, str]
 ) -> None:
-    found = target(project, f'provider = "qnn"\nprovider-options = {{ {options} }}')
+    found = target(project, f'[targets.qnn]\nprovider = "qnn"\nprovider-options = {{ {options} }}')
     assert found.settings.provider_options == {"backend_type": "htp", **expected}
 
 
@@ -313,23 +323,23 @@ def test_valid_lists_of_chips_become_what_the_ep_takes(
 def test_an_invalid_list_of_chips_is_an_error(
     project: Path, options: str, option: str, message: str
 ) -> None:
-    toml = f'provider = "qnn"\nprovider-options = {{ {options} }}'
+    toml = f'[targets.qnn]\nprovider = "qnn"\nprovider-options = {{ {options} }}'
     location, found = only_problem(project, toml)
-    assert location == f"provider-options.{option}"
+    assert location == f"targets.qnn.provider-options.{option}"
     assert message in found.message
 
 
 @pytest.mark.parametrize("item", ["[1]", "{ a = 1 }", "2020-01-01"])
 def test_a_list_has_no_lists_tables_or_dates(project: Path, item: str) -> None:
-    toml = f'provider = "qnn"\nprovider-options = {{ soc_model = [60, {item}] }}'
+    toml = f'[targets.qnn]\nprovider = "qnn"\nprovider-options = {{ soc_model = [60, {item}] }}'
     location, found = only_problem(project, toml)
-    assert location == "provider-options.soc_model[1]"
+    assert location == "targets.qnn.provider-options.soc_model[1]"
     assert found.message.startswith("must be ")
 
 
 def test_the_lists_of_a_newer_ep_are_taken_as_they_are(project: Path) -> None:
     toml = (
-        'provider = "qnn"\nallow-unknown-options = true\n'
+        '[targets.qnn]\nprovider = "qnn"\nallow-unknown-options = true\n'
         "provider-options = { soc_model = [60, 60], newer = [1, true], device_id = [0, 1] }"
     )
     assert target(project, toml).settings.provider_options == {
@@ -345,7 +355,7 @@ def test_options_newer_than_this_package_can_be_allowed(project: Path) -> None:
     wrong = (
         '{ soc_model = 60, htp_arch = 99, no_such = true, backend_type = "x", backend_path = "y" }'
     )
-    toml = f'provider = "qnn"\nprovider-options = {wrong}\n'
+    toml = f'[targets.qnn]\nprovider = "qnn"\nprovider-options = {wrong}\n'
     assert len(problems(project, MODELS + toml)) == 4
     found = target(project, f"{toml}allow-unknown-options = true")
     assert found.settings.provider_options == {
@@ -359,7 +369,7 @@ def test_options_newer_than_this_package_can_be_allowed(project: Path) -> None:
 
 def test_a_table_becomes_json(project: Path) -> None:
     toml = (
-        'provider = "openvino"\n'
+        '[targets.openvino]\nprovider = "openvino"\n'
         'provider-options = { load_config = { CPU = { INFERENCE_PRECISION_HINT = "f32" } } }'
     )
     found = target(project, toml)
@@ -401,9 +411,8 @@ def test_an_option_has_what_its_files_contain_and_no_path(
         expected = expected.replace(f"{{{name}}}", f"{{file}}/{sha256}/{name}")
     value = value.replace("{root}", project.as_posix())
     library = 'library = "x_ep"\nep-name = "X"\n' if provider == "plugin" else ""
-    found = target(
-        project, f'provider = "{provider}"\n{library}provider-options = {{ {option} = {value} }}'
-    )
+    keys = f"{library}provider-options = {{ {option} = {value} }}"
+    found = target(project, f'[targets.{provider}]\nprovider = "{provider}"\n{keys}')
     assert found.settings.provider_options[option] == expected
     assert found.load_options.get(option, expected) == expected
     named = [Path(file.path).name for file in found.files]
@@ -428,15 +437,14 @@ def test_an_option_that_names_no_such_file_is_an_error(
     if contents is not None:
         (project / "named").mkdir()
         (project / "named" / "file").write_text(contents)
-    toml = f'provider = "qnn"\nprovider-options = {{ {option} = "named/file" }}'
+    toml = f'[targets.qnn]\nprovider = "qnn"\nprovider-options = {{ {option} = "named/file" }}'
     location, found = only_problem(project, toml)
-    assert (location, found.kind) == (f"provider-options.{option}", kind)
+    assert (location, found.kind) == (f"targets.qnn.provider-options.{option}", kind)
 
 
 def test_dates_in_a_table_of_options_become_strings(project: Path) -> None:
-    toml = (
-        'provider = "openvino"\nprovider-options = { load_config = { CPU = { A = 2020-01-01 } } }'
-    )
+    options = "provider-options = { load_config = { CPU = { A = 2020-01-01 } } }"
+    toml = f'[targets.openvino]\nprovider = "openvino"\n{options}'
     expected = {"load_config": '{"CPU":{"A":"2020-01-01"}}'}
     assert target(project, toml).settings.provider_options == expected
 
@@ -448,15 +456,15 @@ def test_dates_in_a_table_of_options_become_strings(project: Path) -> None:
 def test_a_session_option_cannot_be_a_table_or_a_list(
     project: Path, value: str, message: str, allowed: str
 ) -> None:
-    toml = f'provider = "cpu"\n{allowed}session-options = {{ "session.log_id" = {value} }}'
+    toml = f'[targets.cpu]\nprovider = "cpu"\n{allowed}session-options = {{ "session.log_id" = {value} }}'
     _, found = only_problem(project, toml)
     assert found.message.startswith(message)
 
 
 def test_session_options_newer_than_this_package_can_be_allowed(project: Path) -> None:
-    toml = 'provider = "cpu"\nsession-options = { "session.newer" = true }\n'
+    toml = '[targets.cpu]\nprovider = "cpu"\nsession-options = { "session.newer" = true }\n'
     _, found = only_problem(project, toml)
-    assert "Set tool.epcontext.allow-unknown-options = true" in found.text()
+    assert "Set tool.epcontext.targets.cpu.allow-unknown-options = true" in found.text()
     allowed = target(project, f"{toml}allow-unknown-options = true")
     assert allowed.settings.session_options == {"session.newer": "1"}
 
@@ -465,7 +473,7 @@ def test_a_reserved_session_option_is_refused_even_if_unknown_ones_are_allowed(
     project: Path,
 ) -> None:
     toml = (
-        'provider = "cpu"\nallow-unknown-options = true\n'
+        '[targets.cpu]\nprovider = "cpu"\nallow-unknown-options = true\n'
         'session-options = { "ep.context_enable" = 0 }'
     )
     _, found = only_problem(project, toml)
@@ -473,7 +481,9 @@ def test_a_reserved_session_option_is_refused_even_if_unknown_ones_are_allowed(
 
 
 def test_a_misspelled_session_option_has_the_near_name_and_the_reason(project: Path) -> None:
-    toml = 'provider = "cpu"\nsession-options = { "session.intra_op_num_thread" = 1 }'
+    toml = (
+        '[targets.cpu]\nprovider = "cpu"\nsession-options = { "session.intra_op_num_thread" = 1 }'
+    )
     _, found = only_problem(project, toml)
     assert found.hint is not None
     assert found.hint.startswith('Did you mean "session.intra_op_num_threads"? ONNX Runtime ')

@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.errors import Kind
 from tests.config.examples import MODELS, assert_one_problem, only_problem, problems
 
-CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 
 @pytest.mark.parametrize(
     ("toml", "location", "message"),
     [
-        ('provider = "cpu"', "models", "is required"),
-        (MODELS, "tool.epcontext", "names no target"),
+        ('targets.cpu.provider = "cpu"', "models", "is required"),
+        (MODELS, "targets", "is required"),
         (f"{CPU}jbs = 1", "jbs", "is not a known key"),
         (f"{CPU}build = {{ jbs = 1 }}", "build.jbs", "is not a known key"),
         (f"{CPU}build = {{ jobs = 0 }}", "build.jobs", "must be at least 1"),
@@ -35,7 +34,7 @@ CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
         (f'{CPU}wheel = {{ tag = "x" }}', "wheel.tag", "or a wheel tag such as"),
         (f'{CPU}output = "my-app"', "output", "a package's path"),
         (f'{CPU}output = "../x"', "output", "a package's path"),
-        (f'{MODELS}embed = true\n[targets.q]\nprovider = "qnn"', "embed", "belongs to a target"),
+        (f"{CPU}embed = true", "embed", "is not a known key"),
         (f'{MODELS}default-targets = ["z"]\n[targets.q]\nprovider = "qnn"',
          "default-targets", '"z" is not a target'),
     ],
@@ -49,22 +48,8 @@ def test_an_invalid_root_is_reported_with_its_key(
 
 @pytest.mark.parametrize("written", ["0", "-1", '"many"', '"10 MiB"', "true", "1.5"])
 def test_an_invalid_size_of_the_wheel(project: Path, written: str) -> None:
-    location, found = only_problem(project, f'provider = "cpu"\nwheel = {{ max-size = {written} }}')
+    location, found = only_problem(
+        project, f'targets.cpu.provider = "cpu"\nwheel = {{ max-size = {written} }}'
+    )
     assert location == "wheel.max-size"
     assert found.message.startswith("must be ")
-
-
-def test_a_key_of_a_target_beside_targets_names_its_place_there(project: Path) -> None:
-    toml = 'min-coverage = 0.5\n[targets."x elite"]\nprovider = "cpu"\n'
-    found = problems(project, MODELS + toml)["min-coverage"]
-    assert found.kind is Kind.NOT_APPLICABLE
-    assert 'Set tool.epcontext.targets."x elite".min-coverage = 0.5' in found.text()
-    location, found = only_problem(
-        project,
-        'min-coverage = 0\n[targets.npu]\nprovider = "qnn"\n[targets.cpu]\nprovider = "cpu"',
-    )
-    assert location == "min-coverage"
-    assert [str(setting) for setting in found.settings] == [
-        "tool.epcontext.targets.npu.min-coverage = 0.0",
-        "tool.epcontext.targets.cpu.min-coverage = 0.0",
-    ]

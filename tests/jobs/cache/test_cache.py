@@ -365,7 +365,9 @@ def test_the_users_cache_folder_is_named_after_the_package() -> None:
 @pytest.mark.usefixtures("no_home")
 def test_without_a_home_folder_the_build_goes_on_without_the_users_cache(project: Path) -> None:
     lines: list[str] = []
-    config = load(project, parse('provider = "cpu"\nmodels = ["models/a.onnx"]\n'), {}, {})
+    config = load(
+        project, parse('targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'), {}, {}
+    )
     cache = open_cache(config, lines.append)
     assert default_root() is None
     assert cache.store_report("a", "text") is None

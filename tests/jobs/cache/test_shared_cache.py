@@ -39,7 +39,7 @@ PRIVATE_KEY, PUBLIC_KEY = new_keys()
 
 ONE = """
 models = ["models/a.onnx"]
-provider = "cpu"
+targets.cpu.provider = "cpu"
 """
 
 MATRIX = """
@@ -167,7 +167,7 @@ def test_a_build_without_a_key_reads_what_others_signed_and_writes_nothing(
     request.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1", CACHE_KEY="")
     (warning,) = request.warnings
     assert "CACHE_WRITE is set without HATCH_EPCONTEXT_CACHE_KEY" in warning
-    other = ONE.replace('"cpu"', '"cpu"\noptimization = "basic"')
+    other = f'{ONE}targets.cpu.optimization = "basic"\n'
     compiling.build(other, CACHE=server.url, CACHE_WRITE="1", CACHE_KEY="")
     assert {method for method, _ in server.requests} == {"GET"}
 

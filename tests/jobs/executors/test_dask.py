@@ -472,7 +472,7 @@ def test_another_version_of_the_package_is_refused(run: Builder) -> None:
 
 
 def test_what_a_worker_misses_is_an_error_that_names_it(run: Builder) -> None:
-    toml = CPU.replace('provider = "cpu"', 'provider = "cpu"\nrequirements = ["only-there>=1"]')
+    toml = f'{CPU}requirements = ["only-there>=1"]\n'
     with pytest.raises(BuildError) as raised:
         run(toml)
     (problem,) = raised.value.problems
@@ -519,7 +519,8 @@ def test_a_dry_run_knows_the_fingerprints(run: Builder) -> None:
 
 def test_this_environment_needs_only_what_reads_models(project: Path) -> None:
     # Not for this Python, or not for this system.
-    toml = 'models = ["models/a.onnx"]\nprovider = "directml"\noptimization = "all"\n'
+    target = '[targets.directml]\nprovider = "directml"\noptimization = "all"\n'
+    toml = f'models = ["models/a.onnx"]\n{target}'
     environ = {
         "HATCH_EPCONTEXT_EXECUTOR": "dask",
         "HATCH_EPCONTEXT_SCHEDULER": "tcp://127.0.0.1:9",
