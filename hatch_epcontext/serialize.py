@@ -62,7 +62,6 @@ class _Style(NamedTuple):
 _TOML = _Style(toml_key, strict=True)
 # Other versions of the package read what this one writes: unknown keys are no errors.
 _JSON = _Style(str, strict=False)
-_STRICT_JSON = _Style(str, strict=True)
 
 
 def describe_type(type_: Any) -> str:
@@ -284,18 +283,6 @@ def from_plain(value: Any, type_: type[T]) -> T:
         reasons = (each.reason for each in wrong)
         raise ValueError("; ".join(map(": ".join, zip(places, reasons, strict=True))))
     return found
-
-
-def valid_part(
-    value: Any, type_: type[T], *, strict: bool
-) -> tuple[T | None, list[tuple[_Place, str]]]:
-    """The ``type_`` of plain values without what is wrong in them, and a message for each wrong place.
-
-    None if nothing is left. With ``strict`` unknown keys are wrong.
-    """
-    wrong: list[_Wrong] = []
-    found = _reader(type_, _STRICT_JSON if strict else _JSON)(value, (), wrong)
-    return None if found is _NOTHING else found, [(each.place, each.reason) for each in wrong]
 
 
 def to_plain(value: Any) -> Any:

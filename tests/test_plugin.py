@@ -17,12 +17,12 @@ from onnx import helper
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs.requirements import TOOLS
 from hatch_epcontext.package import bundle as package_bundle
-from hatch_epcontext.package.reader import FolderFiles, read
 from hatch_epcontext.plugin import EpcontextBuildHook
 from hatch_epcontext.text import printable
 from tests import projects
 from tests.conftest import needs
 from tests.models import model, network, save, save_with_data, unknown_operator, value
+from tests.package.conftest import opened
 
 PROJECT = (
     projects.PROJECT
@@ -163,8 +163,7 @@ def test_the_source_is_not_shipped_where_any_machine_runs_a_target(root: Path) -
 
 def test_the_folder_in_the_wheel_is_a_model_package(root: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(make(root)).extractall(tmp_path / "installed")
-    files = FolderFiles(tmp_path / "installed" / "my_app" / "epcontext")
-    package = read(files, "package")
+    package = opened(tmp_path / "installed" / "my_app" / "epcontext")
     variants = {name: list(each.variants) for name, each in package.components.items()}
     assert (package.layout, variants) == ("portable", {"a": ["cpu"]})
 

@@ -28,7 +28,7 @@ SUMMARIES: Mapping[str, str] = {
     "pin": "Pin the models from elsewhere.",
     "record": "Run the app, and keep some inputs of its models.",
     "schema": "Print the JSON schema of [tool.epcontext].",
-    "validate": "Validate a context model or a model package of any tool.",
+    "validate": "Validate a context model or a model package.",
 }
 """What each command does. The command itself is ``command`` in the module with its name, which the help of
 the group does not import.

@@ -36,8 +36,8 @@ _MAX_NAMED = 3
 def command(path: Path, as_json: bool, verify: bool) -> None:
     """Show the facts of a model, a wheel or a model package.
 
-    PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package of any tool. An ONNX
-    model needs onnx, but not ONNX Runtime.
+    PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package that epcontext wrote.
+    An ONNX model needs onnx, but not ONNX Runtime.
 
     --verify fails if a file is missing or differs from the manifest (in a wheel: by the hashes in RECORD), or
     if a wheel has no models. It also names the plain models that a wheel has beside its packages.
@@ -107,22 +107,20 @@ def _show_model(model: InspectReply) -> None:
 
 
 def _show_package(folder: str, package: ModelPackage) -> None:
-    files, parts = package.files, [folder]
-    if about := package.about:
-        total = show_size(sum(file.size for file in files.values()))
-        parts = [f"{folder}: {about.generator}", count(len(files), "file"), total]
-    echo(", ".join(parts))
+    files = package.files
+    total = show_size(sum(file.size for file in files.values()))
+    echo(f"{folder}: {package.about.generator}, {count(len(files), 'file')}, {total}")
     made = table("model", "target", "EP", "for", "coverage", "validation", "size")
     for name, component in package.components.items():
         for target, variant in component.variants.items():
             size = sum(s.size for f, s in files.items() if f.startswith(f"{variant.directory}/"))
             its = variant.about
-            provider = its.settings.provider if its else variant.ep or ""
+            provider = its.settings.provider if its else variant.ep
             compatibility = variant.compatibility_string or ""
             cells = (
                 name,
                 target,
-                variant.ep or "",
+                variant.ep,
                 pairs(_compiled_for(provider, compatibility)) or compatibility,
                 describe_coverage(its.coverage) if its else "",
                 _summarize(its.validation) if its else "",
@@ -131,8 +129,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
             add_row(made, *cells)
     show(made)
     for name, component in package.components.items():
-        if about_model := component.about:
-            _show_forms(name, about_model)
+        _show_forms(name, component.about)
 
 
 def _show_forms(component: str, about: ComponentMetadata) -> None:
@@ -153,7 +150,7 @@ def _shape(shape: Sequence[Size] | None) -> str:
 
 
 def _compiled_for(name: str, compatibility: str) -> Mapping[str, str]:
-    # Another version of the package, or another tool, may have other providers.
+    # Another version of the package may have other providers.
     provider = find(name)
     return provider.compiled_for(compatibility) if provider else {}
 

@@ -1,4 +1,4 @@
-"""``epcontext validate``: validates an artifact or a model package of any tool."""
+"""``epcontext validate``: validates a context model or a model package."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def command(
     quiet: bool,
     verbose: int,
 ) -> None:
-    """Validate a context model or a model package of any tool.
+    """Validate a context model, or a model package that epcontext wrote.
 
     PATH is a context model, or the folder of a model package.
 

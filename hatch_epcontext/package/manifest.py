@@ -13,12 +13,11 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from pathlib import Path, PurePath
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import CompileSettings
@@ -28,10 +27,8 @@ from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
 from hatch_epcontext.loader import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
 from hatch_epcontext.providers import Plugin, Product, secrets_in
-from hatch_epcontext.serialize import from_plain, to_plain
+from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.results import Coverage
-
-T = TypeVar("T")
 
 FILE = "manifest.json"
 """The name of the manifest."""
@@ -40,9 +37,6 @@ SCHEMA_VERSION = "1.0"
 
 Layout = Literal["portable", "installed"]
 """``"installed"`` allows absolute paths and ``..``; a portable package can be moved."""
-
-ASSET = re.compile(r"(sha256:[0-9a-f]{64})(?:/(.*))?", re.DOTALL)
-"""The name of a shared asset, and a path in it."""
 
 UNSEALED = "0" * 64
 """Stands in the manifest where `seal` puts the sha256 of its text."""
@@ -137,19 +131,6 @@ class SourceMetadata:
     product: str = field(default=SOURCE)
 
 
-def ours(metadata: Any, type_: type[T]) -> T | None:
-    """Our part of the ``additional_metadata`` of a manifest, a component or a variant.
-
-    None if there is none, or if it is not a ``type_``.
-    """
-    if not isinstance(metadata, Mapping) or METADATA not in metadata:
-        return None
-    try:
-        return from_plain(metadata[METADATA], type_)
-    except ValueError:
-        return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class OrtInfo:
     """What ONNX Runtime needs to open a variant.
@@ -164,39 +145,24 @@ class OrtInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One form of a component. ``directory`` is relative to the package, with forward slashes.
-
-    ``asset_folder``: where the manifest puts the shared asset that ``ort`` names, if it says so.
-    ``metadata`` is what any tool has written there, ``about`` what we have.
-    """
+    """One form of a component. ``directory`` is relative to the package, with forward slashes."""
 
     directory: str
-    ep: str | None
-    device: str | None = None
+    ep: str
+    ort: OrtInfo
+    metadata: VariantMetadata | SourceMetadata
+    device: Literal["cpu", "gpu", "npu"] | None = None
     compatibility_string: str | None = None
-    ort: OrtInfo | None = None
-    asset_folder: str | None = None
-    metadata: Any = None
 
     @property
-    def model_file(self) -> str | None:
-        """The model file's path from the package; None if the variant is not for ONNX Runtime."""
-        if self.ort is None:
-            return None
-        if asset := ASSET.fullmatch(self.ort.model_file):
-            return joined(self.asset_folder or default_folder(asset[1]), asset[2] or "")
-        return joined(self.directory, self.ort.model_file)
+    def model_file(self) -> str:
+        """The model file's path from the package; that of an editable install's source can be absolute."""
+        return PurePath(self.directory, self.ort.model_file).as_posix()
 
     @property
     def about(self) -> VariantMetadata | None:
-        """Our metadata of a compiled model."""
-        return ours(self.metadata, VariantMetadata)
-
-    @property
-    def is_source(self) -> bool:
-        """Whether it is the source model of a package that we wrote."""
-        about = ours(self.metadata, SourceMetadata)
-        return about is not None and about.product == SOURCE
+        """The metadata of a compiled model; None for the source."""
+        return self.metadata if isinstance(self.metadata, VariantMetadata) else None
 
 
 @dataclass(frozen=True)
@@ -204,12 +170,7 @@ class Component:
     """A model, with its variants in order of preference."""
 
     variants: Mapping[str, Variant]
-    metadata: Any = None
-
-    @property
-    def about(self) -> ComponentMetadata | None:
-        """Our metadata of a model."""
-        return ours(self.metadata, ComponentMetadata)
+    about: ComponentMetadata
 
 
 @dataclass(frozen=True)
@@ -217,27 +178,21 @@ class ModelPackage:
     """A model package, whose components are all read."""
 
     components: Mapping[str, Component]
+    about: PackageMetadata
     layout: Layout = "portable"
-    metadata: Any = None
-    schema_version: str = SCHEMA_VERSION
-
-    @property
-    def about(self) -> PackageMetadata | None:
-        """Our metadata of the whole package."""
-        return ours(self.metadata, PackageMetadata)
 
     @property
     def files(self) -> Mapping[str, FileRecord]:
-        """Its files with their records, by path; none if we did not write it."""
-        return self.about.files if self.about else {}
+        """Its files with their records, by path."""
+        return self.about.files
 
     @property
     def unrecorded(self) -> tuple[str, ...]:
-        """The model files, by path, that have no record."""
-        recorded = self.files
+        """The model files, by path, that have no record: the sources of an editable install."""
         variants = (v for each in self.components.values() for v in each.variants.values())
-        files = dict.fromkeys(variant.model_file for variant in variants)
-        return tuple(file for file in files if file and file not in recorded)
+        return tuple(
+            dict.fromkeys(v.model_file for v in variants if v.model_file not in self.files)
+        )
 
 
 def _metadata(value: Any) -> dict[str, Any]:
@@ -262,8 +217,8 @@ def make(
         # A model with several shapes is no component itself: each shape has its variants with open shapes.
         if shape_set is None or name != shape_set.name:
             variants = _variants(source, source_files.get(name), result.built)
-            components[name] = Component(variants, _metadata(_about(source, sources)))
-    return ModelPackage(components, layout, _metadata(PackageMetadata(generator, files)))
+            components[name] = Component(variants, _about(source, sources))
+    return ModelPackage(components, PackageMetadata(generator, files), layout)
 
 
 def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dict[str, Variant]:
@@ -282,7 +237,7 @@ def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dic
         folder, _, name = file.rpartition("/")
         frozen = {each.name for each in source.facts.constants}
         inputs = tuple(each for each in source.facts.own_inputs if each.name not in frozen)
-        ort, metadata = OrtInfo(model_file=name), _metadata(SourceMetadata(inputs))
+        ort, metadata = OrtInfo(model_file=name), SourceMetadata(inputs)
         variants[SOURCE] = Variant(directory=folder, ep=CPU_EP, ort=ort, metadata=metadata)
     return variants
 
@@ -363,7 +318,7 @@ def _variant(built: Built, model: str) -> Variant:
                 if name not in only_ours and name not in given
             },
         ),
-        metadata=_metadata(about),
+        metadata=about,
     )
 
 
@@ -393,16 +348,6 @@ def source_folders(sources: Iterable[Source]) -> dict[str, str]:
     return folders
 
 
-def default_folder(uri: str) -> str:
-    """The folder of a shared asset that the manifest does not put elsewhere."""
-    return f"shared_assets/{uri.replace(':', '-')}"
-
-
-def joined(*parts: str) -> str:
-    """A path with forward slashes; parts of an installed package can be absolute on this system."""
-    return PurePath(*parts).as_posix()
-
-
 def save(package: ModelPackage, folder: Path) -> Path:
     """Write the manifest of ``package``, sealed: the loader's ``verify`` compares it with its own sha256."""
     file = folder / FILE
@@ -419,16 +364,16 @@ def seal(unsealed: str) -> str:
 def write(package: ModelPackage) -> str:
     """The text of the manifest of ``package``, the same for equal packages."""
     content = _given(
-        schema_version=package.schema_version,
+        schema_version=SCHEMA_VERSION,
         layout=package.layout,
         components={
             name: _given(
                 variants={name: _written(each) for name, each in component.variants.items()},
-                additional_metadata=component.metadata,
+                additional_metadata=_metadata(component.about),
             )
             for name, component in package.components.items()
         },
-        additional_metadata=package.metadata,
+        additional_metadata=_metadata(package.about),
     )
     # Not sorted: the order of the variants is that of preference.
     return json.dumps(_portable(content), indent=2, allow_nan=False) + "\n"
@@ -440,8 +385,8 @@ def _written(variant: Variant) -> dict[str, Any]:
         ep=variant.ep,
         device=variant.device,
         compatibility_string=variant.compatibility_string,
-        executor_info={"ort": to_plain(variant.ort)} if variant.ort else None,
-        additional_metadata=variant.metadata,
+        executor_info={"ort": to_plain(variant.ort)},
+        additional_metadata=_metadata(variant.metadata),
     )
 
 

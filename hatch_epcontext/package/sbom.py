@@ -187,7 +187,7 @@ def _artifacts(package: ModelPackage) -> Mapping[tuple[str, str], _Contexts]:
     artifacts: dict[tuple[str, str], dict[str | None, tuple[str, Variant, VariantMetadata]]] = {}
     for component in package.components.values():
         for target, variant in component.variants.items():
-            if component.about and variant.about:
+            if variant.about:
                 # Components of several shapes have one context with open shapes.
                 contexts = artifacts.setdefault((variant.directory, target), {})
                 contexts[variant.model_file] = (component.about.model, variant, variant.about)

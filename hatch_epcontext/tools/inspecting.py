@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
@@ -17,19 +18,12 @@ from hatch_epcontext.errors import (
     Kind,
     Problem,
 )
-from hatch_epcontext.files import for_windows, is_regular, temp_dir
+from hatch_epcontext.files import for_windows, is_regular, read_regular, temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_environment
 from hatch_epcontext.package import finished
 from hatch_epcontext.package.manifest import FILE, ModelPackage
-from hatch_epcontext.package.reader import (
-    ArchiveFiles,
-    Files,
-    FolderFiles,
-    damaged_files,
-    is_package,
-    read,
-)
+from hatch_epcontext.package.reader import DAMAGED_ARCHIVE, damaged_files, read
 from hatch_epcontext.providers import find
 from hatch_epcontext.worker.requests import InspectReply, InspectRequest
 
@@ -62,9 +56,11 @@ def inspect(path: Path) -> Inspection:
     is not installed.
     """
     if path.is_dir():
-        parents = [file.parent for file in sorted(path.rglob(FILE)) if file.is_file()]
-        folders = {each.relative_to(path).as_posix(): FolderFiles(each) for each in parents}
-        return Inspection(str(path), _read_all(folders, path))
+        files = [file for file in sorted(path.rglob(FILE)) if file.is_file()]
+        manifests = {
+            file.parent.relative_to(path).as_posix(): partial(read_regular, file) for file in files
+        }
+        return Inspection(str(path), _read_all(manifests, path))
     # Not a pipe, which would block.
     if is_regular(path) and path.suffix == _WHEEL:
         return _inspect_wheel(path)
@@ -78,9 +74,12 @@ def _inspect_wheel(path: Path) -> Inspection:
     try:
         with zipfile.ZipFile(path) as archive:
             names = [PurePosixPath(each) for each in archive.namelist() if each[-1:] != "/"]
-            places = [each.parent for each in names if each.name == FILE]
-            inside = {str(each): ArchiveFiles(archive, each) for each in places}
-            return Inspection(str(path), _read_all(inside, path))
+            manifests = {
+                str(name.parent): partial(archive.read, str(name))
+                for name in names
+                if name.name == FILE
+            }
+            return Inspection(str(path), _read_all(manifests, path))
     except zipfile.BadZipFile as error:
         message = f"is damaged, or not a wheel: it cannot be opened ({error})."
         raise InspectionError(
@@ -207,27 +206,45 @@ def _wrong_blobs(path: Path, model: InspectReply) -> Iterator[Problem]:
             yield Problem(Kind.CHANGED_FILE, str(path), f"{reason}.")
 
 
-def _read_all(found: Mapping[str, Files], path: Path) -> dict[str, ModelPackage]:
-    """The packages by folder; raises InspectionError with all problems, also if there is no package."""
-    found = {folder: files for folder, files in found.items() if is_package(files)}
-    if not found:
-        hint = "Name a wheel or a package that was built with models, or an ONNX file."
-        if path.suffix == _WHEEL:
-            hint = (
-                "The models were not there when it was built, or the build backend left them out. Without "
-                "Hatch, write them into the import package before the build (epcontext export -o DIR), and "
-                f"let the build backend pack DIR. With Hatch, check that pyproject.toml has "
-                f"[{HOOK}], and that {PREFIX}SKIP was not set."
-            )
-        message = f"has no {FILE} of a model package."
-        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
+def _read_all(manifests: Mapping[str, Callable[[], bytes]], path: Path) -> dict[str, ModelPackage]:
+    """The packages by folder; raises InspectionError with all problems, also if there is no package.
+
+    ``manifests``: for each folder, what reads the manifest in it.
+    """
     packages: dict[str, ModelPackage] = {}
     problems: list[Problem] = []
-    for folder, files in found.items():
+    for folder, content in manifests.items():
+        location = str(path) if folder == "." else f"{path}: {folder}"
         try:
-            packages[folder] = read(files, str(path) if folder == "." else f"{path}: {folder}")
+            package = read(content(), location)
         except InspectionError as error:
             problems += error.problems
+        except (OSError, *DAMAGED_ARCHIVE) as error:
+            message = f"{FILE} cannot be read: {error}."
+            problems.append(Problem(Kind.INVALID_PACKAGE, location, message))
+        else:
+            if package is not None:
+                packages[folder] = package
     if problems:
         raise InspectionError(*problems)
+    if not packages:
+        message = f"has no {FILE} of a model package that hatch-epcontext wrote."
+        hint = _hint(path, is_foreign=bool(manifests))
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
     return packages
+
+
+def _hint(path: Path, *, is_foreign: bool) -> str:
+    if is_foreign:
+        return (
+            "ONNX Runtime's C API opens the model packages of other tools, and onnxruntime-genai those with "
+            "a genai_config.json. A single context model in them can be named here."
+        )
+    if path.suffix == _WHEEL:
+        return (
+            "The models were not there when it was built, or the build backend left them out. Without "
+            "Hatch, write them into the import package before the build (epcontext export -o DIR), and "
+            f"let the build backend pack DIR. With Hatch, check that pyproject.toml has "
+            f"[{HOOK}], and that {PREFIX}SKIP was not set."
+        )
+    return "Name a wheel or a package that was built with models, or an ONNX file."

@@ -1,4 +1,4 @@
-"""Validates a model package, whoever made it: its manifest, its files, and the outputs of its variants."""
+"""Validates a model package of ours: its manifest, its files, and the outputs of its variants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, get_args
+from typing import Any
 
 from hatch_epcontext.config.settings import CompileSettings, Config, Target
 from hatch_epcontext.errors import (
@@ -24,11 +24,11 @@ from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.jobs.validation import reason_not_to_run_here, validation_of
-from hatch_epcontext.loader import CPU_EP, OPTION_FILE, OPTION_FILES
-from hatch_epcontext.package.manifest import FILE, ModelPackage, OrtInfo, Variant
+from hatch_epcontext.loader import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
+from hatch_epcontext.package.manifest import FILE, ModelPackage, Variant
 from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
-from hatch_epcontext.providers import PROVIDERS, Device, Provider, find, secrets_in
-from hatch_epcontext.text import count, listing, show, suggestion
+from hatch_epcontext.providers import PROVIDERS, Provider, secrets_in
+from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect, inspect_model, verify_model
 from hatch_epcontext.tools.validating import (
@@ -44,8 +44,6 @@ from hatch_epcontext.worker.results import Context
 
 _ELSEWHERE = re.compile(r"(?:^|[\"'])(?:[/\\]|[A-Za-z]:[/\\])|(?:^|[/\\])\.\.(?:[/\\]|$)")
 """What an absolute path and a parent folder have, alone or in JSON."""
-
-_DEVICES: Mapping[str, Device] = {name: name for name in get_args(Device)}
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ def _chosen(
     Raises ConfigError for unknown ones, and for several models if they have a source, which is that of one.
     """
     # The components of a model's shapes have its name too.
-    models = {n: each.about.model if each.about else n for n, each in package.components.items()}
+    models = {name: each.about.model for name, each in package.components.items()}
     known_variants = dict.fromkeys(v for c in package.components.values() for v in c.variants)
     known = dict.fromkeys((*models, *models.values()))
     problems = [
@@ -249,10 +247,11 @@ class _Validator:
     def validate(self, component: str, variant: str) -> ValidatedVariant:
         """Validate one variant; all that is wrong with it is in the result."""
         found = self._components[component].variants[variant]
-        result = ValidatedVariant(component, variant, found.ep or CPU_EP, None, None)
+        result = ValidatedVariant(component, variant, found.ep, None, None)
         location = f"{self._read.location}: {result.name}"
         try:
-            file = self._file(found)
+            self._refuse_damaged(found)
+            file = self._read.folder / found.model_file
             model = inspect_model(file, self._readers)
             result = replace(result, model=model)
             verify_model(file, model)
@@ -280,28 +279,10 @@ class _Validator:
             result = replace(result, problems=not_run.problems)
         return replace(result, validation=validation)
 
-    def _file(self, variant: Variant) -> Path:
-        """The model file of ``variant``, after a check of all its recorded files."""
-        self._refuse_damaged(variant)
-        files = self._model_files(variant)
-        if len(files) == 1:
-            return files[0]
-        number = count(len(files), "ONNX file")
-        reason = f"the manifest names no model (executor_info.ort), and its folder has {number}"
-        raise _not_run(reason)
-
     def _refuse_damaged(self, variant: Variant) -> None:
         damaged = [each for file, each in self._read.damaged.items() if _owns(variant, file)]
         if damaged:
             raise InspectionError(*damaged)
-
-    def _model_files(self, variant: Variant) -> list[Path]:
-        """The model file of ``variant``; if its manifest names none, all that there are."""
-        folder, name = self._read.folder, variant.model_file
-        if name is not None:
-            return [folder / name]
-        # Packages for onnxruntime-genai have no entry for ONNX Runtime itself.
-        return sorted((folder / variant.directory).glob("*.onnx"))
 
     def _configure(self, component: str) -> Config:
         """The configuration with what the user's settings say of ``component``."""
@@ -331,7 +312,7 @@ class _Validator:
         reference, constants = self._reference(component, target.name)
         about = self._components[component].about
         names = {each.name for each in opened.inputs}
-        shapes = fixed_shapes(each for each in about.inputs if each.name in names) if about else {}
+        shapes = fixed_shapes(each for each in about.inputs if each.name in names)
         to_run = replace(
             model,
             name=component,
@@ -359,7 +340,7 @@ class _Validator:
         validation = validation_of(request.product, reply, inputs, provider)
         if reference is not None or reply.unavailable is not None:
             return validation
-        is_reference = found.ep in (None, CPU_EP)
+        is_reference = found.ep == CPU_EP
         reason = "it is the reference" if is_reference else "the package has no reference for it"
         return replace(validation, reason=reason)
 
@@ -370,31 +351,28 @@ class _Validator:
         frozen, which a CPU variant does not have. Raises InspectionError if it is damaged.
         """
         variants, about = self._components[component].variants, self._components[component].about
-        frozen = {name: each.value for name, each in about.constants.items()} if about else {}
-        source = next((name for name, each in variants.items() if each.is_source), None)
-        if variant == source:
+        frozen = {name: each.value for name, each in about.constants.items()}
+        if variant == SOURCE:
             return None, frozen
         if self._source is not None:
             return self._source.absolute(), frozen
-        for name, each in variants.items():
-            files = self._model_files(each)
-            is_reference = each.ep in (None, CPU_EP) if source is None else name == source
-            if is_reference and len(files) == 1:
-                if name == variant:
-                    break
-                self._refuse_damaged(each)
-                return files[0].absolute(), frozen if source else {}
-        return None, frozen
+        on_cpu = (name for name, each in variants.items() if each.ep == CPU_EP)
+        name = SOURCE if SOURCE in variants else next(on_cpu, variant)
+        if name == variant:
+            return None, frozen
+        self._refuse_damaged(variants[name])
+        file = self._read.folder / variants[name].model_file
+        return file.absolute(), frozen if name == SOURCE else {}
 
     def _sharing(self, variant: str, found: Variant, context: Context) -> tuple[Context, ...]:
         """The contexts of the variant's weight-sharing group, with its own as the last."""
         if found.about is None or found.about.sharing is None:
             return ()
         others = (
-            Context(member, PurePosixPath(file).name, (), ())
+            Context(member, PurePosixPath(its.model_file).name, (), ())
             for member in found.about.sharing.members
             if member != context.model and member in self._components
-            if (its := self._components[member].variants.get(variant)) and (file := its.model_file)
+            if (its := self._components[member].variants.get(variant))
         )
         return (*others, context)
 
@@ -405,29 +383,19 @@ def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Targe
     Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
     of its EP, or when it needs a secret or names files elsewhere.
     """
-    ep, about = found.ep or CPU_EP, found.about
-    provider = PROVIDERS.get(about.settings.provider) if about else find(ep)
-    if provider is None:
-        raise _not_run(f"{ep} is not a known execution provider")
-    plugin = about.plugin if about else provider.plugin
-    options = found.ort or OrtInfo(model_file=file.name)
-    if about:
-        session_options = {**about.settings.session_options, **options.session_options}
-        settings = replace(about.settings, session_options=session_options)
-        load_options = {**options.provider_options, **about.load_options}
-    else:
-        settings = CompileSettings(
-            provider=provider.name,
-            ep=ep,
-            device=_DEVICES.get(found.device or "any", "any"),
-            provider_options=options.provider_options,
-            session_options=options.session_options,
-        )
-        load_options = provider.complete(settings.device, options.provider_options)
-    target = Target(name, settings, plugin, load_options)
+    about, options = found.about, found.ort
+    # The source is for the CPU.
+    settings = about.settings if about else CompileSettings(provider="cpu", ep=CPU_EP, device="cpu")
+    if settings.provider not in PROVIDERS:
+        raise _not_run(f"{settings.provider} is not a known provider")
+    settings = replace(
+        settings, session_options={**settings.session_options, **options.session_options}
+    )
+    load_options = {**options.provider_options, **(about.load_options if about else {})}
+    target = Target(name, settings, about.plugin if about else None, load_options)
     _check_contexts(found, target.provider, file, model)
     secrets = (*(about.secrets if about else ()), *secrets_in(load_options))
-    if reason := next(_reasons_not_to_open(target, options, secrets), None):
+    if reason := next(_reasons_not_to_open(target, secrets), None):
         raise _not_run(reason)
     check_chip(file, model, target.provider, settings)
     shipped = str(file.parent / OPTION_FILES)
@@ -437,7 +405,7 @@ def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Targe
     return replace(target, load_options=load_options)
 
 
-def _reasons_not_to_open(target: Target, options: OrtInfo, secrets: Sequence[str]) -> Iterator[str]:
+def _reasons_not_to_open(target: Target, secrets: Sequence[str]) -> Iterator[str]:
     """What is missing, and what an app may do but a package of somebody else may not: names files elsewhere,
     or read the environment of who validates it.
     """
@@ -446,7 +414,7 @@ def _reasons_not_to_open(target: Target, options: OrtInfo, secrets: Sequence[str
         yield f"it names a library elsewhere: {plugin.path}"
     if target.provider.needs_library and not (plugin and plugin.module):
         yield f"no package contains the library of {ep}"
-    if places := sorted(PATH_OPTIONS & options.session_options.keys()):
+    if places := sorted(PATH_OPTIONS & settings.session_options.keys()):
         yield f"its session option {places[0]} names files elsewhere"
     if secrets:
         yield f"its option {secrets[0]} is a secret, or names a file elsewhere, and only an app gives that"
@@ -458,7 +426,7 @@ def _reasons_not_to_open(target: Target, options: OrtInfo, secrets: Sequence[str
 
 def _check_contexts(found: Variant, provider: Provider, file: Path, model: InspectReply) -> None:
     """Raise InspectionError if the model's contexts are not those that the manifest names."""
-    message, ep = "", found.ep or CPU_EP
+    message, ep = "", found.ep
     written, named = model.compatibility.get(ep), found.compatibility_string
     sources = dict.fromkeys(context.source for context in model.contexts)
     # The manifest may name another EP than the settings in it.
@@ -494,7 +462,6 @@ def _copy(folder: Path, file: Path, model: InspectReply, moved: Path) -> str:
         copy_named_files(file, model, moved)
         return file.name
     # All of them: an EP may look for files that no node names.
-    own = folder if file.is_relative_to(folder) else file.parent
     # What a link names, because its place is another one.
-    shutil.copytree(own, moved, copy_function=lambda a, b: link_or_copy(Path(a).resolve(), b))
-    return file.relative_to(own).as_posix()
+    shutil.copytree(folder, moved, copy_function=lambda a, b: link_or_copy(Path(a).resolve(), b))
+    return file.relative_to(folder).as_posix()

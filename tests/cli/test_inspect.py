@@ -15,7 +15,6 @@ from hatch_epcontext.package import editable
 from tests.cli.conftest import Cli, build_wheel, problems
 from tests.conftest import needs_qnn
 from tests.models import network, save, save_with_data
-from tests.package import foreign
 from tests.results import MODULES, configured, resulting
 from tests.worker.actions.test_compile import X_ELITE, compile_context_of
 
@@ -50,14 +49,14 @@ def test_a_wheel_as_json(cli: Cli, wheel: Path) -> None:
         "files": 7, "models": 2, "variants": 6, "plain": [], "problems": []
     }  # fmt: skip
     package = found["packages"]["my_app/epcontext"]
-    assert (package["schema_version"], package["layout"]) == ("1.0", "portable")
-    assert package["metadata"]["hatch-epcontext"]["files"].keys() >= {"a/source/a.onnx"}
+    assert package["layout"] == "portable"
+    assert package["about"]["files"].keys() >= {"a/source/a.onnx"}
     assert list(package["components"]) == ["a", "b"]
     variants = package["components"]["a"]["variants"]
     # In the order of preference.
     assert list(variants) == ["one", "two", "source"]
     assert variants["one"]["ort"]["model_file"] == "a_optimized.onnx"
-    assert variants["two"]["metadata"]["hatch-epcontext"]["settings"]["optimization"] == "extended"
+    assert variants["two"]["metadata"]["settings"]["optimization"] == "extended"
 
 
 def test_changed_and_missing_files_of_a_package_are_found(
@@ -161,84 +160,51 @@ def test_a_folder_without_a_manifest_is_an_error(cli: Cli, tmp_path: Path) -> No
     assert problems(cli("inspect", tmp_path, code=1)) == [f"{tmp_path}: EPC508"]
 
 
-def test_a_package_of_another_tool_is_shown(cli: Cli, tmp_path: Path) -> None:
-    npu = {
-        "variant_directory": "det/cpu",
-        "ep": "QNNExecutionProvider",
-        "device": "npu",
-        "compatibility_string": "v2:6:2.51.0:5.51.0:73:60:0:0",
-        "executor_info": {"ort": {"model_file": "det.onnx"}},
-    }
-    other = {**npu, "ep": "OtherEP", "compatibility_string": "some text"}
-    content = foreign.manifest(
-        foreign.put(f"{foreign.DET}.variants", npu=npu, other=other),
-        foreign.put("", additional_metadata="anything"),
-    )
-    foreign.save(tmp_path, content)
-    printed = cli("inspect", tmp_path, "--verify").stdout
-    assert printed.startswith(f"{tmp_path}\n")
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines()]
-    assert [cells for cells in lines if cells and cells[0]] == [
-        ["det", "cpu", "CPUExecutionProvider", "", "", "", ""],
-        ["det", "npu", "QNNExecutionProvider", "soc_model 60, htp_arch 73", "", "", ""],
-        ["det", "other", "OtherEP", "some text", "", "", ""],
-    ]
-    # The model file is the same for all.
-    assert printed.endswith("verified: 1 file of 1 model with 3 variants\n")
-    variants = json.loads(cli("inspect", tmp_path, "--json").stdout)["packages"]["."]["components"]
-    assert list(variants["det"]["variants"]) == ["cpu", "npu", "other"]
+def altered(folder: Path, **values: object) -> Path:
+    """The package in ``folder``, whose manifest has ``values`` too."""
+    content = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    (folder / "manifest.json").write_text(json.dumps(content | values), encoding="utf-8")
+    return folder
 
 
-def test_a_missing_model_file_of_another_tools_package_is_found(cli: Cli, tmp_path: Path) -> None:
-    foreign.save(tmp_path, foreign.manifest())
-    assert cli("inspect", tmp_path, "--verify").stdout.endswith(
-        "verified: 1 file of 1 model with 1 variant\n"
-    )
-    (tmp_path / foreign.MODEL).unlink()
-    cli("inspect", tmp_path)
-    result = cli("inspect", tmp_path, "--verify", code=1)
-    assert problems(result) == [f"{tmp_path / foreign.MODEL}: EPC506"]
-
-
-def test_names_of_another_tool_are_shown_as_they_are(cli: Cli, tmp_path: Path) -> None:
-    content = foreign.manifest()
-    (body,) = content["components"].values()
-    content["components"] = {"[/red] :smile: [b]x": body}
-    foreign.save(tmp_path, content)
-    assert "[/red] :smile: [b]x" in cli("inspect", tmp_path).stdout
-
-
-def test_all_that_is_wrong_with_packages_is_one_message(cli: Cli, tmp_path: Path) -> None:
-    foreign.save(tmp_path / "one", foreign.manifest(foreign.put("", producer="x")))
-    foreign.save(
-        tmp_path / "two", foreign.manifest(foreign.put(foreign.CPU, variant_directory="none"))
-    )
-    foreign.save(tmp_path / "three", foreign.manifest(foreign.put("", schema_version="2.0")))
-    foreign.save(tmp_path / "valid", foreign.manifest())
+def test_all_that_is_wrong_with_packages_is_one_message(
+    cli: Cli, wheel: Path, tmp_path: Path
+) -> None:
+    for name in ("one", "two", "valid"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path / name)
+    altered(tmp_path / "one" / "my_app" / "epcontext", schema_version="2.0")
+    altered(tmp_path / "two" / "my_app" / "epcontext", layout="flat")
     assert problems(cli("inspect", tmp_path, code=1)) == [
-        f"{tmp_path}: one: producer: EPC508",
-        f"{tmp_path}: three: schema_version: EPC508",
-        f"{tmp_path}: two: {foreign.CPU}.variant_directory: EPC508",
+        f"{tmp_path}: {name}/my_app/epcontext: EPC508" for name in ("one", "two")
     ]
 
 
-def test_a_manifest_of_something_else_is_no_package(cli: Cli, tmp_path: Path) -> None:
-    web = tmp_path / "static"
-    foreign.save(web, {"name": "My app", "icons": []}, [])
-    assert problems(cli("inspect", tmp_path, code=1)) == [f"{tmp_path}: EPC505"]
-    foreign.save(tmp_path / "models", foreign.manifest())
-    (tmp_path / "odd" / "manifest.json").mkdir(parents=True)
-    found = json.loads(cli("inspect", tmp_path, "--json").stdout)
-    assert list(found["packages"]) == ["models"]
-    path = tmp_path / "a.whl"
-    with zipfile.ZipFile(path, "w") as archive:
+def test_names_are_shown_as_they_are(cli: Cli, wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    folder = tmp_path / "my_app" / "epcontext"
+    component = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["components"]
+    altered(folder, components={"[/red] :smile: [b]x": component["a"]})
+    assert "[/red] :smile: [b]x" in cli("inspect", folder).stdout
+
+
+def test_manifests_of_others_beside_a_package_are_ignored(
+    cli: Cli, wheel: Path, tmp_path: Path
+) -> None:
+    both = Path(shutil.copy(wheel, tmp_path))
+    with zipfile.ZipFile(both, "a") as archive:
         archive.writestr("odd/manifest.json/", "")
-        archive.write(web / "manifest.json", "static/manifest.json")
-        archive.write(tmp_path / "models" / "manifest.json", "models/manifest.json")
-        archive.write(tmp_path / "models" / foreign.MODEL, f"models/{foreign.MODEL}")
-    found = json.loads(cli("inspect", path, "--json").stdout)
-    assert list(found["packages"]) == ["models"]
-    assert problems(cli("inspect", path, "--verify", code=1)) == ["a.whl: EPC502"]
+        archive.writestr("static/manifest.json", '{"name": "My app", "icons": []}')
+        archive.writestr("other/manifest.json", '{"schema_version": "1.0", "components": {}}')
+        archive.writestr("other/det.onnx", "")
+    found = json.loads(cli("inspect", both, "--json").stdout)
+    assert list(found["packages"]) == ["my_app/epcontext"]
+    assert "other/det.onnx" in cli("inspect", both, "--verify").stderr
+    with zipfile.ZipFile(both) as archive:
+        archive.extractall(tmp_path / "installed")
+    found = json.loads(cli("inspect", tmp_path / "installed", "--json").stdout)
+    assert list(found["packages"]) == ["my_app/epcontext"]
 
 
 def test_an_sdist_is_called_so(cli: Cli, tmp_path: Path) -> None:
@@ -261,8 +227,8 @@ def test_a_wheel_without_models_names_the_hook(cli: Cli, tmp_path: Path) -> None
 def test_a_damaged_archive_is_an_error(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "a.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("models/manifest.json", json.dumps(foreign.manifest()))
-    path.write_bytes(path.read_bytes().replace(b"det.onnx", b"x" * 8))
+        archive.writestr("models/manifest.json", '{"name": "x"}')
+    path.write_bytes(path.read_bytes().replace(b'"name"', b'"nema"', 1))
     assert problems(cli("inspect", path, code=1)) == [f"{path}: models: EPC508"]
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.package.bundle import bundle
+from hatch_epcontext.package.manifest import FILE, ModelPackage
+from hatch_epcontext.package.reader import read
 from tests.results import MODULES, TOML, configured, resulting
 
 OUTPUT = PurePosixPath("my_app/epcontext")
@@ -20,3 +22,10 @@ def finished(project: Path, artifact: Artifact, tmp_path: Path) -> dict[str, byt
     return {name: Path(source).read_bytes() for source, name in made.entries(OUTPUT).items()} | {
         "my_app/__init__.py": b""
     }
+
+
+def opened(folder: Path) -> ModelPackage:
+    """The package in ``folder``, which this package wrote."""
+    package = read((folder / FILE).read_bytes(), "package")
+    assert package is not None
+    return package

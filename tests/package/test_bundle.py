@@ -10,8 +10,7 @@ from hatch_epcontext import loader
 from hatch_epcontext.files import record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.package.bundle import Bundle, bundle, shipped_sources
-from hatch_epcontext.package.manifest import PackageMetadata, ours
-from tests.package.foreign import reading
+from tests.package.conftest import opened
 from tests.package.test_manifest import SEVERAL, TWO, newer_python
 from tests.projects import GROUP
 from tests.results import MODULES, TOML, compiled, configured, resulting
@@ -25,15 +24,11 @@ def make(project: Path, toml: str, folder: Path, *, with_loader: bool = True) ->
 
 def recorded(made: Bundle) -> set[str]:
     """The names of the files that the manifest lists, which must be as they are recorded."""
-    package, problems = reading(made.folder)
-    assert problems == []
-    assert package is not None
-    about = ours(package.metadata, PackageMetadata)
-    assert about is not None
+    package = opened(made.folder)
     found = record_files(made.folder)
     del found["manifest.json"]
-    assert about.files == found
-    return set(about.files)
+    assert package.files == found
+    return set(package.files)
 
 
 def test_it_has_all_files_and_the_manifest_lists_them(
@@ -51,8 +46,7 @@ def test_it_has_all_files_and_the_manifest_lists_them(
         "manifest.json",
     }
     assert recorded(made) == set(made.files) - {"manifest.json"}
-    package, _ = reading(made.folder)
-    assert package is not None
+    package = opened(made.folder)
     models = {name: v.model_file for name, v in package.components["a"].variants.items()}
     assert models == {"cpu": "a/cpu/a_ctx.onnx", "source": "a/source/a.onnx"}
     entries = made.entries(PurePosixPath("my_app/epcontext"))
@@ -112,9 +106,7 @@ def test_two_shapes_have_one_source(project: Path, tmp_path: Path) -> None:
     toml = SEVERAL.replace("[targets.cpu]", 'fallback = "source"\n[targets.cpu]')
     made = make(project, toml, tmp_path)
     assert [name for name in made.files if "source" in name] == ["det/source/a.onnx"]
-    package, problems = reading(made.folder)
-    assert problems == []
-    assert package is not None
+    package = opened(made.folder)
     sources = {c.variants["source"].model_file for c in package.components.values()}
     assert sources == {"det/source/a.onnx"}
     recorded(made)
@@ -160,9 +152,7 @@ models = ["models/a.onnx", "models/b.onnx"]
     made = bundle(Result(sources, result.built), tmp_path, MODULES)
     names = {"a/source/a.onnx", "a/source/b.onnx", "a/source/w.bin"}
     assert {name for name in recorded(made) if "source" in name} == names
-    package, problems = reading(made.folder)
-    assert problems == []
-    assert package is not None
+    package = opened(made.folder)
     files = {name: c.variants["source"].model_file for name, c in package.components.items()}
     assert files == {"a": "a/source/a.onnx", "b": "a/source/b.onnx"}
 

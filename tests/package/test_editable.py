@@ -11,7 +11,7 @@ from hatch_epcontext.errors import ConfigError, Kind
 from hatch_epcontext.files import record_file
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.package import editable
-from tests.package.foreign import reading
+from tests.package.conftest import opened
 from tests.package.test_manifest import SEVERAL
 from tests.results import MODULES, compiled, configured, resulting
 
@@ -59,9 +59,7 @@ def test_it_has_the_loader_the_artifacts_and_the_path_of_the_source(
     editable.write(result, folder, MODULES)
     assert (folder / "__init__.py").is_file()
     assert (folder / "a" / "cpu" / "a_ctx.onnx").read_bytes() == b"context"
-    package, problems = reading(folder)
-    assert problems == []
-    assert package is not None
+    package = opened(folder)
     assert package.layout == "installed"
     source = package.components["a"].variants["source"]
     assert (source.directory, source.model_file) == ("../../models", "../../models/a.onnx")
@@ -84,9 +82,7 @@ def test_the_loader_opens_the_source_where_it_is(
     assert loader.models(package=folder) == ["det"]
     with loader.path("det", package=folder) as path:
         assert path.resolve() == (project / "models" / "a.onnx").resolve()
-    package, problems = reading(folder)
-    assert problems == []
-    assert package is not None
+    package = opened(folder)
     assert [list(each.variants) for each in package.components.values()] == [["source"], ["source"]]
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,6 @@ from hatch_epcontext.jobs.artifact import (
 )
 from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import (
-    ComponentMetadata,
     Constant,
     ModelPackage,
     PackageMetadata,
@@ -28,7 +26,6 @@ from hatch_epcontext.package.manifest import (
     Variant,
     VariantMetadata,
     make,
-    ours,
     write,
 )
 from hatch_epcontext.package.reader import damaged_files, own_files
@@ -66,11 +63,6 @@ def about() -> VariantMetadata:
     )
 
 
-def in_metadata(value: Any) -> Any:
-    """Metadata as a manifest has it after it was written and read."""
-    return json.loads(json.dumps({"another tool": 1, METADATA: to_plain(value)}))
-
-
 def made(root: Path, toml: str, folder: Path) -> ModelPackage:
     """The package of a project that is configured by ``toml``; all sources are in it."""
     result = compiled(configured(root, toml), folder)
@@ -86,39 +78,9 @@ def only_variant(package: ModelPackage, target: str) -> tuple[Variant, VariantMe
     """The variant for ``target`` of the only component, and what we know of it."""
     (component,) = package.components.values()
     variant = component.variants[target]
-    about = ours(variant.metadata, VariantMetadata)
+    about = variant.about
     assert about is not None
     return variant, about
-
-
-def test_our_metadata_is_the_same_after_json(about: VariantMetadata) -> None:
-    assert ours(in_metadata(about), VariantMetadata) == about
-    constant = Constant("int64", ("n", None, 2), [[1.5, "x"]])
-    component = ComponentMetadata("a", "00", (), (), {"sr": constant}, {"a.1": {"x": (1, "n")}})
-    assert ours(in_metadata(component), ComponentMetadata) == component
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        None,
-        "text",
-        [],
-        {},
-        {"another tool": {"files": {}}},
-        {METADATA: None},
-        {METADATA: {"files": 1}},
-    ],
-)
-def test_metadata_that_is_not_ours_is_none(metadata: Any) -> None:
-    assert ours(metadata, PackageMetadata) is None
-
-
-def test_metadata_of_a_newer_version_may_have_more_keys() -> None:
-    about = PackageMetadata("hatch-epcontext 9.0", {"a": FileRecord(1, "00")})
-    metadata = in_metadata(about)
-    metadata[METADATA]["newer"] = True
-    assert ours(metadata, PackageMetadata) == about
 
 
 @pytest.mark.parametrize(
@@ -128,7 +90,7 @@ def test_files_are_ours_if_this_package_wrote_the_manifest(
     tmp_path: Path, generator: str, is_ours: bool
 ) -> None:
     files = {"a": FileRecord(1, "00")}
-    content = {"additional_metadata": in_metadata(PackageMetadata(generator, files))}
+    content = {"additional_metadata": {METADATA: to_plain(PackageMetadata(generator, files))}}
     (tmp_path / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
     assert own_files(tmp_path) == (files if is_ours else None)
 
@@ -214,7 +176,6 @@ provider-options = { encryption_key = "{env:MODEL_KEY}", target = "X1" }
 """
     variant, about = only_variant(made(project, toml, tmp_path / "artifacts"), "npu")
     assert about.secrets == ("encryption_key",)
-    assert variant.ort is not None
     assert variant.ort.provider_options == {"target": "X1"}
     assert about.settings.provider_options["encryption_key"] == "{env:MODEL_KEY}"
 
@@ -232,7 +193,6 @@ allow-unknown-options = true
 """
     variant, about = only_variant(made(project, toml, tmp_path / "artifacts"), "gpu")
     assert about.load_options == {"nv_runtime_cache_path": "{user-cache}/rtx"}
-    assert variant.ort is not None
     assert "nv_runtime_cache_path" not in variant.ort.provider_options
     assert variant.ort.provider_options["nv_cuda_graph_enable"] == "1"
 
@@ -286,8 +246,7 @@ def test_the_source_is_a_variant_of_the_cpu(project: Path, tmp_path: Path) -> No
         None,
         None,
     )
-    about = ours(source.metadata, SourceMetadata)
-    assert about == SourceMetadata((TensorFacts("x", "float32", ("batch", 4)),))
+    assert source.metadata == SourceMetadata((TensorFacts("x", "float32", ("batch", 4)),))
     (component,) = make(result, {}, {}).components.values()
     assert list(component.variants) == ["cpu"]
 
@@ -335,7 +294,6 @@ def test_the_variants_of_a_group_are_in_one_folder(project: Path, tmp_path: Path
     package = made(project, GROUP, tmp_path / "artifacts")
     for name, component in package.components.items():
         variant = component.variants["npu"]
-        assert variant.ort is not None
         assert (variant.directory, variant.model_file) == (
             "both/npu",
             f"both/npu/{name}_ctx.onnx",
@@ -344,7 +302,7 @@ def test_the_variants_of_a_group_are_in_one_folder(project: Path, tmp_path: Path
             "session.disable_model_compile": "1",
             "ep.share_ep_contexts": "1",
         }
-        about = ours(variant.metadata, VariantMetadata)
+        about = variant.about
         assert about is not None
         assert about.sharing is not None
         assert (about.sharing.group, about.sharing.members) == ("both", ("a", "b"))
@@ -353,9 +311,8 @@ def test_the_variants_of_a_group_are_in_one_folder(project: Path, tmp_path: Path
         assert about.needs_device
         alone = component.variants["cpu"]
         assert alone.directory == f"{name}/cpu"
-        assert alone.ort is not None
         assert alone.ort.session_options == {}
-        about = ours(alone.metadata, VariantMetadata)
+        about = alone.about
         assert about is not None
         assert (about.sharing, about.needs_device) == (None, False)
 
@@ -383,9 +340,7 @@ def test_a_model_with_several_shapes_has_a_component_for_each(
         folders = {target: each.directory for target, each in component.variants.items()}
         assert list(folders) == ["cpu", "npu", "source"]
         assert (folders["cpu"], folders["npu"]) == ("det/cpu", f"{name}/npu")
-    first, second = (ours(c.metadata, ComponentMetadata) for c in package.components.values())
-    assert first is not None
-    assert second is not None
+    first, second = (c.about for c in package.components.values())
     assert first.model == second.model == "det"
     assert first.shapes == {"det.1x8": {"x": (1, 8)}, "det.1x16": {"x": (1, 16)}}
     assert second.shapes == {}
@@ -394,11 +349,9 @@ def test_a_model_with_several_shapes_has_a_component_for_each(
 def test_the_values_of_frozen_inputs_are_in_it(project: Path, tmp_path: Path) -> None:
     toml = 'targets.cpu.provider = "cpu"\nmodels = [{ path = "models/a.onnx", constants = { sr = 16000 } }]\n'
     (component,) = made(project, toml, tmp_path / "artifacts").components.values()
-    about = ours(component.metadata, ComponentMetadata)
-    assert about is not None
+    about = component.about
     assert about.constants == {"sr": Constant("int64", (), 16000)}
-    source = ours(component.variants["source"].metadata, SourceMetadata)
-    assert source is not None
+    source = component.variants["source"].metadata
     assert [each.name for each in source.inputs] == ["x"]
 
 
@@ -416,5 +369,5 @@ def test_changed_files_are_those_that_differ_from_their_record(tmp_path: Path) -
     (tmp_path / "b").write_bytes(b"x")
     empty = FileRecord(0, "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855")
     about = PackageMetadata("hatch-epcontext 1.0", {"c": empty, "b": empty, "a": empty})
-    found = damaged_files(tmp_path, ModelPackage({}, metadata=in_metadata(about)))
+    found = damaged_files(tmp_path, ModelPackage({}, about))
     assert [Path(problem.location).name for problem in found] == ["b", "c"]

@@ -11,7 +11,7 @@ from hatch_epcontext.files import record_file
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package import wheel
 from hatch_epcontext.package.bundle import Bundle
-from hatch_epcontext.package.manifest import ModelPackage
+from hatch_epcontext.package.manifest import ModelPackage, PackageMetadata
 from tests.models import save, value
 from tests.package.conftest import OUTPUT
 from tests.results import TOML, compiled, configured
@@ -175,7 +175,9 @@ def test_the_bound_that_opens_the_files_is_named(
     opsets = [helper.make_opsetid("ai.onnx.ml", 5), helper.make_opsetid("", opset)]
     made = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
     path = save(made, tmp_path / "a.onnx")
-    package = Bundle(tmp_path, {path.name: record_file(path)}, {}, ModelPackage({}, "portable", {}))
+    package = Bundle(
+        tmp_path, {path.name: record_file(path)}, {}, ModelPackage({}, PackageMetadata("", {}))
+    )
     found = list(wheel.too_new_files(package, [dependency]))
     assert len(found) == (bound is not None)
     assert bound is None or "cannot open a.onnx: the IR" in found[0]
