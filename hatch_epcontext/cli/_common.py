@@ -131,7 +131,7 @@ verbose_option = click.option(
     "-v",
     "--verbose",
     count=True,
-    help="Print the steps of workers and their log; twice: ONNX Runtime's whole log.",
+    help="Print the workers' log; -vv: all of it.",
 )
 
 
@@ -155,7 +155,7 @@ def report_options(command: Command) -> Command:
         type=click.Path(dir_okay=False, path_type=Path),
         callback=_report_path,
         metavar="F.html",
-        help="Write a report, as .html or .json. Overwrites only a report.",
+        help="Write a report: .html or .json.",
     )
     return report(as_json(command))
 

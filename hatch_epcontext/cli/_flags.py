@@ -54,7 +54,7 @@ def provider_option(*, required: bool = True) -> Callable[[Command], Command]:
         required=required,
         metavar="P",
         shell_complete=_providers,
-        help=f"The execution provider: {', '.join(PROVIDERS)}; or ONNX Runtime's name of the EP.",
+        help="The execution provider; epcontext doctor lists them.",
     )
 
 
@@ -83,15 +83,15 @@ def _pairs(*names: str, help: str, metavar: str) -> Command:  # noqa: A002
 _LOADING = (
     _pairs(
         "-O", "--option", "options", metavar="K=V",
-        help="A provider option; repeatable.",
+        help="An option of the provider.",
     ),
     _pairs(
         "-C", "--config", "configs", metavar="K=V",
-        help="An ONNX Runtime session option; repeatable.",
+        help="A session option of ONNX Runtime.",
     ),
     click.option(
         "-d", "--device", type=click.Choice(get_args(Device)),
-        help="The device to compile for and to run on. The default depends on the provider.",
+        help="The device; the provider has a default.",
     ),
 )  # fmt: skip
 """Flags about opening a session."""
@@ -99,20 +99,19 @@ _LOADING = (
 _INPUTS = (
     _pairs(
         "--dim", "dims", metavar="N=V",
-        help="The size of an open dimension, such as batch=1; repeatable.",
+        help="The size of a dimension, such as batch=1.",
     ),
     _pairs(
         "--shape", "shapes", metavar="X=1,3,224,224",
-        help="The whole shape of an input; repeatable.",
+        help="The whole shape of an input.",
     ),
     _pairs(
         "--constant", "constants", metavar="X=V",
-        help="An input that is frozen to a value, such as sr=16000; repeatable.",
+        help="The value that an input is frozen to.",
     ),
     click.option(
-        "-i", "--inputs",
-        help=f"Dummy inputs: {', '.join(SYNTHETIC)}, an .npz, a folder with input_*.pb, or a folder with "
-        "one of these for each sample. The default is random.",
+        "-i", "--inputs", metavar="X",
+        help=f"Dummy inputs: {', '.join(SYNTHETIC)} or a path.",
     ),
 )  # fmt: skip
 """Flags about a model's inputs."""
@@ -121,7 +120,8 @@ _OPTIMIZATION = click.option(
     "-l",
     "--optimization",
     type=click.Choice(get_args(Optimization)),
-    help="ONNX Runtime's graph optimization before partitioning. The default is basic.",
+    metavar="L",
+    help="Of the graph: none, basic, extended or all.",
 )
 
 # Not a mapping: tables of one key are merged.
@@ -131,8 +131,7 @@ _SETTING = click.option(
     type=_Pair(),
     multiple=True,
     metavar="KEY=TOML",
-    help="Any other key of a target, a model or the build, such as min-coverage=0.9, "
-    "'validate.tolerance={atol=0.1}' or build.timeout=600; repeatable.",
+    help="Any other key, such as min-coverage=0.9.",
 )
 
 _SETTINGS = (

@@ -40,7 +40,7 @@ Examples:
     type=click.IntRange(1),
     default=5,
     show_default=True,
-    help="How often to open each, in a fresh process each time.",
+    help="How often to open each.",
 )
 @click.option(
     "--json",
@@ -77,8 +77,7 @@ def command(
     which compiles it at each start; and the compiled form. The table has the median, and the least and the
     most of all runs. The cache is not used.
 
-    Without MODEL: the models of the project in the current folder, as configured for the only target, or for
-    --target.
+    Without MODEL: the models of the project in the current folder, for the only target or --target.
     """
     _check_outputs(json_path, plot_path)
     if not models:

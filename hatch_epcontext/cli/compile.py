@@ -43,40 +43,39 @@ Examples:
     "--output",
     type=click.Path(path_type=Path),
     metavar="OUT",
-    help="The context model (a name that ends with .onnx, for a single MODEL), or a folder.",
+    help="The context model (.onnx), or a folder.",
 )
 @click.option(
     "--package",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Instead of OUT: the folder of a model package, with a manifest and the source models.",
+    help="Instead of OUT: a folder for a model package.",
 )
 @click.option(
     "--fallback",
     type=click.Choice(get_args(Fallback)),
-    help="Whether the model package contains the source models. The default is auto: those that no "
-    "other variant replaces on the CPU.",
+    help="The source models in the package (default auto).",
 )
 @job_flags()
 @click.option(
     "--embed/--no-embed",
     default=None,
-    help="Put the compiled blob inside the context model, or beside it (the default).",
+    help="The blob inside the context model, or beside it.",
 )
 @click.option(
     "--share-weights",
     is_flag=True,
-    help="Compile the models together, with one sidecar for all.",
+    help="Compile all models into one sidecar.",
 )
 @click.option(
     "--no-validate",
     is_flag=True,
-    help="Do not run anything, on the CPU either: no result is loaded or compared.",
+    help="Run nothing, on the CPU neither.",
 )
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace existing files; with --package the whole folder, if epcontext wrote it.",
+    help="Replace files; of folders only epcontext's own.",
 )
 @report_options
 @verbosity_options
@@ -101,7 +100,8 @@ def command(
     Each MODEL is compiled and validated as in a build. The results go to OUT, or to DIR as a model package,
     which ONNX Runtime and the loader open. Names of dimensions and inputs apply to all models; to one model
     with its name before them: --dim decoder:length=1. If shapes stay open, as for the CPU, --dim and --shape
-    only size the dummy inputs; --set static-shapes=true fixes them.
+    only size the dummy inputs; --set static-shapes=true fixes them. --option, --dim and other flags with K=V
+    are repeatable.
     """
     if share_weights and len(models) == 1:
         raise click.UsageError("--share-weights is for two models or more.")

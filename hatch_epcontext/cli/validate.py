@@ -41,7 +41,7 @@ Examples:
     "-s",
     "--source",
     type=ExistingPath(dir_okay=False),
-    help="The source model, to compare with. It gets the fixed shapes of the compiled model.",
+    help="The source model, to compare with.",
 )
 @provider_option(required=False)
 @loading_flags
@@ -50,20 +50,20 @@ Examples:
     "--component",
     "components",
     multiple=True,
-    help="Only this model of a model package; repeatable.",
+    help="Only this model of a package; repeatable.",
 )
 @click.option(
     "-t",
     "--variant",
     "variants",
     multiple=True,
-    help="Only this variant, such as a target, of a model package; repeatable.",
+    help="Only this variant of a package; repeatable.",
 )
 @click.option("--structure", is_flag=True, help="Check the files only, and run nothing.")
 @click.option(
     "--allow-not-run",
     is_flag=True,
-    help="Accept variants that this machine cannot run, if their files are intact.",
+    help="Accept variants that cannot be run here.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @verbosity_options
@@ -82,20 +82,15 @@ def command(
 ) -> None:
     """Validate a context model, or a model package that epcontext wrote.
 
-    PATH is a context model, or the folder of a model package.
+    PATH is a context model, or the folder of a model package. It is valid if its files are complete, and a
+    copy in another folder loads without compiling and runs. A context model names its provider, and with
+    --source its outputs must agree with the source's on the CPU; an optimized graph needs --provider.
 
-    A context model is valid if its files are complete, and a copy in another folder loads without compiling
-    and runs. With --source its outputs must agree with those of the source on the CPU. It names its
-    provider, and options that name a chip must fit it; an optimized graph needs --provider.
+    The variants of a package have their own options, and are compared with its source model, or else its
+    first variant for the CPU. What this machine cannot run is an error: choose variants, or check only the
+    files with --allow-not-run or --structure.
 
-    A model package is valid if its manifest and all variants are. They are compared with the package's
-    source model, or else its first variant for the CPU. The package has their options: --provider, --option,
-    --config and --device do not apply. Variants with a secret, or an option that names a file outside of
-    the package, are not run.
-
-    The command fails if this machine cannot run something. For a package with variants for several machines,
-    choose some with --variant, check only the files of the others with --allow-not-run, or all files with
-    --structure.
+    --option, --dim and other flags with K=V are repeatable.
     """
     use_flag_names({path.stem: source or path}, _HEADLINE)
     verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)

@@ -28,7 +28,9 @@ def test_help_and_version(cli: Cli) -> None:
     assert hatch_epcontext.__version__ in cli("--version").stdout
     for command in app.commands:
         assert command in cli("--help").stdout
-        assert "Usage: " in cli(command, "--help").stdout
+        printed = cli(command, "--help").stdout
+        assert "Usage: " in printed
+        assert printed.count("\n") <= 48, f"the help of {command} does not fit a screen"
 
 
 def test_schema_prints_the_json_schema(cli: Cli) -> None:
