@@ -24,13 +24,12 @@ from hatch_epcontext.graph.rewrites.branches import BRANCHES
 from hatch_epcontext.graph.rewrites.einsum import EINSUM
 from hatch_epcontext.graph.rewrites.fused import DEFINITIONS, FUNCTIONS, FUSED
 from hatch_epcontext.graph.rewrites.integers import INTEGERS
-from hatch_epcontext.graph.rewrites.old import GIVEN_UP, NEWER
+from hatch_epcontext.graph.rewrites.old import NEWER
 from hatch_epcontext.graph.rewrites.ranks import FEW_DIMENSIONS
 from hatch_epcontext.graph.rewrites.sequences import SEQUENCES
 from hatch_epcontext.graph.scope import Types
 
 REWRITES: tuple[Rewrite, ...] = (
-    GIVEN_UP,
     NEWER,
     BRANCHES,
     SEQUENCES,

@@ -13,7 +13,6 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, by_node
 from hatch_epcontext.graph.rewrites.precise import log_softmax
 from hatch_epcontext.graph.scope import Scope, Types
-from hatch_epcontext.graph.unrolling.activations import Activation
 
 
 def _activated(builder: Builder, value: str, name: str, numbers: list[float]) -> str | None:
@@ -316,7 +315,8 @@ def _softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _softsign(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    return [Activation("softsign").apply(node.input[0], builder)]
+    size = builder.add("Add", builder.add("Abs", node.input[0]), builder.number(1))
+    return [builder.add("Div", node.input[0], size)]
 
 
 def _prelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:

@@ -82,7 +82,8 @@ def unroll_recurrent(
 ) -> tuple[int, list[str]] | None:
     """Unroll ``node``, an LSTM, GRU or RNN; returns the number of its steps, and the outputs.
 
-    None if its input has open dimensions, or if it has unknown functions. Raises TooManyNodesError.
+    None if its input has open dimensions, or if it has peepholes, coupled gates or other functions. Raises
+    TooManyNodesError.
     """
     layer = _layer(node, scope, builder)
     if layer is None:
@@ -112,6 +113,8 @@ def unroll_recurrent(
 
 
 def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | None:
+    if graph.operand(node, 7) or graph.number(node, "input_forget", 0):
+        return None
     x, r = (scope.sizes(name) or () for name in (node.input[0], node.input[2]))
     if len(x) != 3 or len(r) != 3 or scope.dtype(node.input[0]) is None:
         return None
@@ -182,25 +185,14 @@ def _lstm(
 ) -> tuple[Step, list[str], str]:
     f, g, h = functions
     weight = layer.weight(2, direction)
-    peephole = graph.operand(layer.node, 7)
-    inner = layer.parts(layer.of_direction(7, direction), 0, 3) if peephole else ["", "", ""]
-    coupled = graph.number(layer.node, "input_forget", 0) != 0
-    one = layer.builder.number(1) if coupled else ""
-
-    def gate(value: str, cell: str, peephole: str) -> str:
-        if not peephole:
-            return layer.active(f, value, is_sum=False)
-        return layer.active(f, layer.add("Add", value, layer.add("Mul", peephole, cell)))
 
     def step(given: str, states: Sequence[str]) -> list[str]:
         hidden, cell = states
         gates = layer.add("Add", given, layer.add("MatMul", hidden, weight))
-        i, o, forget, c = layer.parts(gates, 1, 4)
-        i = gate(i, cell, inner[0])
-        forget = layer.add("Sub", one, i) if coupled else gate(forget, cell, inner[2])
+        *parts, c = layer.parts(gates, 1, 4)
+        i, o, forget = (layer.active(f, each, is_sum=False) for each in parts)
         new = layer.add("Mul", i, layer.active(g, c, is_sum=False))
         cell = layer.add("Add", layer.add("Mul", forget, cell), new)
-        o = gate(o, cell, inner[1])
         # The node's clip does not apply to the output.
         bounded = layer.clipped(cell, _FLAT) if h.is_flat else cell
         return [layer.add("Mul", o, h.apply(bounded, layer.builder)), cell]

@@ -25,6 +25,7 @@ from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
 from hatch_epcontext.graph.rounding import hidden_faults
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
+from hatch_epcontext.graph.unrolling.recurrent import RECURRENT
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import (
     SIMPLIFIED,
@@ -117,24 +118,26 @@ def _unroll(work: _RewriteSession, limit: int) -> RewriteReply:
             folder = Path(tempfile.mkdtemp(prefix="unrolled-", dir=request.folder))
             path, session = work.write_model(model, path.parent, folder)
         if not done:
-            return RewriteReply(None, dropped=_unknown_lengths(model, work.refused))
+            return RewriteReply(None, dropped=_not_unrolled(model, work.refused))
         work.compare(session, path)
     except Exception as error:
         return RewriteReply(None, dropped=(_dropped("; ".join(done) or "Unrolling", error),))
     return _reply(path, done)
 
 
-def _unknown_lengths(model: onnx.ModelProto, refused: frozenset[str]) -> tuple[str, ...]:
+def _not_unrolled(model: onnx.ModelProto, refused: frozenset[str]) -> tuple[str, ...]:
     """Why the refused loops and layers in ``model``, if there are any, were not unrolled."""
     operators = {graph.operator(node) for node in graph.nodes(model.graph)}
     found = sorted(operators & refused & UNROLLED)
     if not found:
         return ()
     fixed = all(graph.facts(value).is_fixed for value in graph.inputs(model.graph))
-    hint = (
-        "" if fixed else ", because the shapes of inputs are open; static-shapes = true fixes them"
-    )
-    return (f"unrolling {' and '.join(found)}: no length is fixed{hint}",)
+    reason = "no length is fixed"
+    if not fixed:
+        reason += ", because the shapes of inputs are open; static-shapes = true fixes them"
+    elif RECURRENT.issuperset(found):
+        reason = "only usual gates and activations are supported"
+    return (f"unrolling {' and '.join(found)}: {reason}",)
 
 
 def _reply(path: Path, done: Iterable[str]) -> RewriteReply:

@@ -118,7 +118,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
         unavailable,
         load,
         checked.samples,
-        tuple(filter(None, (*checked.warnings, expected.facts.possible_state))),
+        checked.warnings,
         emulation,
         expected.facts.float_form_db,
     )

@@ -39,7 +39,7 @@ from hatch_epcontext.worker.comparison.runs import (
     with_telling,
 )
 from hatch_epcontext.worker.comparison.selections import selections
-from hatch_epcontext.worker.comparison.states import possible_state, state_pairs
+from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.configured import ranges_for
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
@@ -130,9 +130,6 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
         )
         if model.validate.inputs in SYNTHETIC
         else (),
-        None
-        if states or model.validate.inputs not in SYNTHETIC
-        else possible_state(fixed, {**runs[0].feeds[0], **runs[0].outputs[0]}),
     )
     return Reference(tuple(runs), facts)
 

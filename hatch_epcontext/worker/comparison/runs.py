@@ -58,7 +58,7 @@ class Facts:
     selects (``selections``).
 
     ``long_steps``: the number of steps that show how errors in lasting states add up; 0 if states decay, as
-    in an LSTM. ``unbounded``: the synthetic float inputs that nothing bounds. ``possible_state``: see there.
+    in an LSTM. ``unbounded``: the synthetic float inputs that nothing bounds.
 
     Of quantized models: ``float_form_db``, the decibels by which dynamic integers differ from the float form,
     if that is the reference; ``noise``, those by which outputs differ after other rounding.
@@ -73,7 +73,6 @@ class Facts:
     selections: Selections = Selections()
     long_steps: int = 0
     unbounded: tuple[str, ...] = ()
-    possible_state: str | None = None
     float_form_db: float | None = None
     noise: Mapping[str, float] = field(default_factory=dict)
 

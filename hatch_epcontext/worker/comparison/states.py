@@ -11,9 +11,8 @@ import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.text import suggestion, to_toml
+from hatch_epcontext.text import suggestion
 
 _SAME_VALUES = graph.RESHAPING | {
     *("Cast", "Concat", "Expand", "Gather", "Slice", "Split", "Transpose")
@@ -73,30 +72,6 @@ def state_pairs(model: onnx.ModelProto, given: Mapping[str, str], key: Key) -> d
             found.setdefault(first, last)
     # An app does not feed one output back to two inputs.
     return found if len(set(found.values())) == len(found) else {}
-
-
-def possible_state(model: onnx.ModelProto, arrays: Arrays) -> str | None:
-    """A sentence about an input and an output of ``model`` that may be a state; the model has no known ones.
-
-    ``arrays``: the values of one run, by the names of inputs and outputs. The two are the only floats of the
-    same size, and not the model's only input and output, as a picture may be.
-    """
-    inputs, outputs = list(graph.inputs(model.graph)), list(model.graph.output)
-    pairs = [
-        (first.name, last.name)
-        for first, last in itertools.product(map(graph.facts, inputs), map(graph.facts, outputs))
-        if first.shape
-        and "float" in first.dtype
-        and _fit(first, last)
-        and arrays[first.name].shape == arrays[last.name].shape
-    ]
-    if len(pairs) != 1 or min(len(inputs), len(outputs)) < 2:
-        return None
-    first, last = pairs[0]
-    return (
-        f"if the app feeds the output {last!r} to the input {first!r} of the next step, set validate.states "
-        f"= {to_toml({first: last})}; without it, single steps are compared"
-    )
 
 
 def _check(

@@ -35,7 +35,6 @@ ATTENTION = (
 )
 HEADS = "(float[2, 2, 5, 4] q, float[2, 2, 7, 4] k, float[2, 2, 7, 4] v)"
 INTEGERS = "<float s = {0.1}, float t = {0.2}, uint8 z = {128}, int32[4] b = {1, 2, 3, 4}>"
-FUNCTIONS = '["HardSigmoid", "ThresholdedRelu", "Softsign"]'
 NUMBERS = "float two = {2}, float half = {0.5}, float small = {1e-3}, float six = {6}"
 WEIGHTS = "w = QuantizeLinear (v, s, z)"
 
@@ -80,12 +79,6 @@ def ours(node: str) -> Forms:
 
 
 FORMS: Mapping[str, Forms] = {
-    "Affine": {7: f"{X} {{ y = Affine <alpha = 2.0, beta = 0.5> (x) }}", 10: ""},
-    "Crop": {7: f"{IMAGES.format('2, 2')} {{ y = Crop <border = [1, 2, 3, 1]> (x) }}", 10: ""},
-    "ImageScaler": {
-        7: f"{IMAGES.format('5, 6')} {{ y = ImageScaler <bias = [0.1, 0.2, 0.3], scale = 2.0> (x) }}",
-        10: "",
-    },
     "TopK": {
         7: "(float[3, 5] x) => (float[3, 2] y, int64[3, 2] i) { y, i = TopK <k = 2> (x) }",
         10: "(float[3, 5] x) => (float[3, 2] y, int64[3, 2] i) <int64[1] k = {2}> "
@@ -381,7 +374,7 @@ UNROLLABLE: Mapping[str, Forms] = {
             (
                 "LSTM",
                 4,
-                f", activations = {FUNCTIONS}, activation_alpha = [0.2, 0.1]",
+                ', activations = ["HardSigmoid", "Relu", "Tanh"], activation_alpha = [0.3]',
             ),
             ("GRU", 3, ""),
             ("RNN", 1, ""),

@@ -76,6 +76,12 @@ def test_a_length_that_is_not_fixed_is_named(tmp_path: Path, size: str, hint: st
     assert hint in note
 
 
+def test_a_layer_with_other_gates_is_named(tmp_path: Path) -> None:
+    path = save(recurrent("LSTM", input_forget=1), tmp_path / "a.onnx")
+    (note,) = unroll(path, tmp_path / "out", compare=False).dropped
+    assert note == "unrolling LSTM: only usual gates and activations are supported"
+
+
 def test_the_limit_is_named(tmp_path: Path) -> None:
     path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", limit=5)

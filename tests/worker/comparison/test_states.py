@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError
-from hatch_epcontext.worker.comparison.states import first_states, possible_state, state_pairs
+from hatch_epcontext.worker.comparison.states import first_states, state_pairs
 from tests.models import model, value, weights
 
 KEY = Key(("states",))
@@ -115,33 +115,6 @@ def test_only_layers_have_states_unless_they_are_given() -> None:
     )
     assert state_pairs(made, {}, KEY) == {}
     assert state_pairs(made, {"state": "next"}, KEY) == {"state": "next"}
-
-
-def test_what_may_be_a_state_under_another_name_is_asked_for() -> None:
-    def asked(*inputs: int, outputs: tuple[int, ...], computed: tuple[int, ...] = ()) -> str | None:
-        made = model(
-            [helper.make_node("Relu", [f"i{n}"], [f"o{n}"]) for n in range(len(outputs))],
-            [value(f"i{number}", [1, size]) for number, size in enumerate(inputs)],
-            [
-                value(f"o{number}", [1, "n" if computed else size])
-                for number, size in enumerate(outputs)
-            ],
-        )
-        fed = {f"i{number}": np.zeros([1, size]) for number, size in enumerate(inputs)}
-        run = {f"o{number}": np.zeros([1, size]) for number, size in enumerate(computed or outputs)}
-        return possible_state(made, {**fed, **run})
-
-    found = asked(16, 32, outputs=(1, 32))
-    assert found is not None
-    assert 'validate.states = { i1 = "o1" }' in found
-    # A picture that goes in and comes out, two of a size, and two pairs.
-    assert asked(16, outputs=(16,)) is None
-    assert asked(16, 32, outputs=(16,)) is None
-    assert asked(32, 32, outputs=(1, 32)) is None
-    assert asked(16, 32, outputs=(16, 32)) is None
-    # One of which only a run shows the size.
-    assert asked(16, 32, outputs=(1, 32), computed=(1, 62)) is None
-    assert asked(16, 32, outputs=(1, 32), computed=(1, 32)) == found
 
 
 def test_an_output_of_unknown_rank_can_be_a_state() -> None:
