@@ -9,6 +9,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.builder import renamed, restore_inlined
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.worker.session import LEVELS, cpu_options, near, open_session, options
@@ -62,6 +63,7 @@ def optimize(
         _optimize_for_no_ep(source, result, level, session_options, data, threshold)
         restored = restore_inlined(model.graph, onnx.load(result, load_external_data=False))
         onnx.save(restored, result)
+        _move_external(result, data)
         return open_session(result, session_options)
     session_options.optimized_model_filepath = near(result)
     if data is not None:
@@ -75,7 +77,20 @@ def optimize(
     session = open_session(source, session_options)
     if _INSERTED.encode() in result.read_bytes():
         onnx.save(renamed(onnx.load(result, load_external_data=False), _INSERTED), result)
+    _move_external(result, data)
     return session
+
+
+def _move_external(result: Path, data: str | None) -> None:
+    """Move the external tensors of bodies to the main graph of ``result``.
+
+    In bodies ONNX Runtime refuses data with several hard links, which installers and caches make.
+    """
+    if data is None:
+        return
+    model = onnx.load(result, load_external_data=False)
+    if move_weights(model):
+        onnx.save(model, result)
 
 
 def _optimize_for_no_ep(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -114,3 +115,34 @@ def test_an_optimized_graph_has_casts_only_for_an_ep_without_float16(
     operators = [node.op_type for node in onnx.load(tmp_path / "result.onnx").graph.node]
     assert ("Cast" in operators) is casts
     assert ("Softmax" in operators) is not casts
+
+
+def test_external_weights_of_bodies_open_from_hard_links(tmp_path: Path) -> None:
+    def branch(name: str, factor: float) -> onnx.GraphProto:
+        weights = numpy_helper.from_array(np.full((2, 300), factor, np.float32), f"{name}_weights")
+        nodes = [helper.make_node("Mul", ["x", f"{name}_weights"], [name])]
+        return helper.make_graph(nodes, name, [], [value(name, [2, 300])], [weights])
+
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
+        helper.make_node("Greater", ["most", "limit"], ["condition"]),
+        helper.make_node(
+            "If",
+            ["condition"],
+            ["y"],
+            then_branch=branch("then", 2),
+            else_branch=branch("else", 3),
+        ),
+    ]
+    limit = numpy_helper.from_array(np.float32(1), "limit")
+    source = model(nodes, [value("x", [2, 300])], [value("y", [2, 300])], [limit])
+    result = tmp_path / "result.onnx"
+    spec = target("cpu")
+    settings = dataclasses.replace(spec.settings, external_initializers=1024)
+    spec = dataclasses.replace(spec, settings=settings)
+    optimize(save(source, tmp_path / "source.onnx"), result, "all", spec)
+    (data,) = tmp_path.glob("*.data")
+    (tmp_path / "second").hardlink_to(data)
+    x = np.full((2, 300), 0.5, np.float32)
+    (y,) = open_session(result, cpu_options()).run(None, {"x": x})
+    assert y.min() == y.max() == 1.5
