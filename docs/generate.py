@@ -23,7 +23,6 @@ from hatch_epcontext import api as python_api
 from hatch_epcontext.cli.app import app
 from hatch_epcontext.config import json_schema, tables
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
-from hatch_epcontext.errors import Kind
 from hatch_epcontext.graph.number_format import Fault
 from hatch_epcontext.providers import PROVIDERS, Option, Provider
 from hatch_epcontext.serialize import describe_type
@@ -531,10 +530,9 @@ def api() -> str:
     for function in functions:
         lines.append(f"## {function.__name__}\n\n```python\n{_signature(function)}\n```\n")
         lines.append(f"{_markdown(inspect.getdoc(function) or '')}\n")
-    lines.append("## Results\n")
-    for result in results:
-        lines.append(f"### {result.__name__}\n\n{_markdown(inspect.getdoc(result) or '')}\n")
-        lines += _members(result)
+    lines.append("## Results\n\nEditors and `help(Report)` show the fields of each.\n")
+    rows = ((f"`{each.__name__}`", _first_line(each)) for each in results)
+    lines += [*_table(("result", "meaning"), rows), ""]
     lines.append("## Exceptions\n")
     rows = ((f"`{each.__name__}`", _bases(each), _first_line(each)) for each in raised)
     lines += [*_table(("exception", "is a", "meaning"), rows), ""]
@@ -551,17 +549,6 @@ def _bases(error: type[Any]) -> str:
 
 def _first_line(member: Any) -> str:
     return _markdown(inspect.getdoc(member) or "").splitlines()[0]
-
-
-def _members(result: Any) -> list[str]:
-    """The fields of a dataclass, or the members of an Enum with their values."""
-    if dataclasses.is_dataclass(result):
-        members = [f"{field.name}: {field.type}" for field in dataclasses.fields(result)]
-    elif result is Kind:
-        return ["Each member is on the page [errors](errors.md).\n"]
-    else:
-        members = [f"{member.name} = {show(member.value)}" for member in result]
-    return ["```python", *members, "```", ""]
 
 
 def _signature(function: Any) -> str:
