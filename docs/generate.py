@@ -531,8 +531,8 @@ def api() -> str:
         lines.append(f"## {function.__name__}\n\n```python\n{_signature(function)}\n```\n")
         lines.append(f"{_markdown(inspect.getdoc(function) or '')}\n")
     lines.append("## Results\n\nEditors and `help(Report)` show the fields of each.\n")
-    rows = ((f"`{each.__name__}`", _first_line(each)) for each in results)
-    lines += [*_table(("result", "meaning"), rows), ""]
+    meanings = ((f"`{each.__name__}`", _first_line(each)) for each in results)
+    lines += [*_table(("result", "meaning"), meanings), ""]
     lines.append("## Exceptions\n")
     rows = ((f"`{each.__name__}`", _bases(each), _first_line(each)) for each in raised)
     lines += [*_table(("exception", "is a", "meaning"), rows), ""]

@@ -75,9 +75,6 @@ class Assessment:
         return self.margin < 0
 
 
-NOT_COMPARED = Assessment(True, math.inf)
-
-
 @dataclass(frozen=True)
 class Attempt:
     """A recipe that was tried: its artifact, or why there is none. ``key``: the artifact's in the cache."""

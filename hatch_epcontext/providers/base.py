@@ -276,10 +276,6 @@ class Provider:
     limits: Limits | None = None
     """The nodes that the EP cannot compile; None if unknown."""
 
-    lacks: frozenset[str] = frozenset()
-    """Operators that the EP lacks, as far as that was tried. It may still compile a model with them:
-    preparation folds and replaces operators."""
-
     lacks_dtypes: frozenset[str] = frozenset()
     """NumPy's names of types that the EP supports only inside quantized nodes, or not at all."""
 

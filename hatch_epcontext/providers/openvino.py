@@ -73,16 +73,6 @@ def _error_in_words(message: str) -> str | None:
     return f"OpenVINO cannot convert the node {found['op']} that makes {found['name']!r}{reason}."
 
 
-_LACKS = frozenset(
-    {
-        "AffineGrid", "BitCast", "Col2Im", "CumProd", "DeformConv", "Det", "LpPool", "MaxUnpool",
-        "QLinearConv", "QLinearMatMul", "TensorScatter", "TfIdfVectorizer",
-        "com.microsoft.DynamicQuantizeLSTM", "com.microsoft.FusedConv",
-    }
-)  # fmt: skip
-"""The operators of ONNX's own test models of which the CPU device compiled none."""
-
-
 def _number_format(device: Device, options: Mapping[str, str]) -> NumberFormat | None:
     if '"f32"' in options.get("load_config", ""):
         return None
@@ -131,7 +121,6 @@ PROVIDER = Provider(
         "layout": "a model that is exported with this layout",
     },
     error_in_words=_error_in_words,
-    lacks=_LACKS,
     compiled_for=_compiled_for,
     disagreement=_disagreement,
     sources=("the options that the library of onnxruntime-ep-openvino 1.8.1 reads",),

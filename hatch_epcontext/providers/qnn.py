@@ -433,22 +433,6 @@ def _number_format(device: Device, options: Mapping[str, str]) -> NumberFormat |
     return None if options.get("enable_htp_fp16_precision") == "0" else _FLOAT16
 
 
-_LACKS = frozenset(
-    {
-        "Acos", "Acosh", "AffineGrid", "Asinh", "Atanh", "BitCast", "BitwiseAnd", "BitwiseNot",
-        "BitwiseOr", "BitwiseXor", "BlackmanWindow", "Col2Im", "Cosh", "CumProd",
-        "DFT", "DeformConv", "Det", "EyeLike", "HammingWindow",
-        "HannWindow", "Hardmax", "Loop", "MaxUnpool", "MelWeightMatrix", "RNN",
-        "ReduceL1", "ReduceSumSquare", "Scan", "Scatter", "Sinh", "Softsign", "TensorScatter",
-        "TfIdfVectorizer", "Trilu", "com.microsoft.DynamicQuantizeLSTM", "com.microsoft.FusedConv",
-    }
-)  # fmt: skip
-"""The operators that the EP's log names as not supported, tried with ONNX's own test models.
-
-Without ConvInteger, MatMulInteger and DynamicQuantizeLinear, which it refuses alone, but compiles together.
-"""
-
-
 PROVIDER = Provider(
     name="qnn",
     ep="QNNExecutionProvider",
@@ -505,7 +489,6 @@ PROVIDER = Provider(
     disagreement=_disagreement,
     runs_on=_runs_on,
     reasons=_reasons,
-    lacks=_LACKS,
     # Tried with Transpose, Cast, Mul, Relu and Add.
     lacks_dtypes=frozenset({"float64", "bfloat16", "int8", "int16", "uint16", "uint64"}),
     max_rank=5,
