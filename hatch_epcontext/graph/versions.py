@@ -24,7 +24,7 @@ _LAST_OF_MEANING = 13
 an attribute that it adds changes nothing by default. Before, some got negative axes, for example.
 """
 
-_OTHER_DEFAULT = frozenset({("RoiAlign", 16)})
+_OTHER_MEANING = frozenset({("GroupNormalization", 21), ("RoiAlign", 16)})
 """The exceptions: the operator, and its version."""
 
 _DEFINED = ("", "ai.onnx.ml")
@@ -106,7 +106,7 @@ def _takes(older: OpSchema, newer: OpSchema, node: onnx.NodeProto, scope: Scope)
     """Whether ``node``, of the version ``newer``, is the same in the version before, ``older``."""
     known = {name: _default(attribute) for name, attribute in older.attributes.items()}
     is_same = (
-        (node.op_type, newer.since_version) not in _OTHER_DEFAULT
+        (node.op_type, newer.since_version) not in _OTHER_MEANING
         and _parameters(older) == _parameters(newer)
         and known.items() <= {n: _default(each) for n, each in newer.attributes.items()}.items()
     )

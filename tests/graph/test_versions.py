@@ -9,6 +9,7 @@ import pytest
 from hatch_epcontext.graph.versions import lower_versions
 
 ROI = "roi (float[1, 2, 8, 8] x, float[1, 4] b, int64[1] i) => (float[1, 2, 4, 4] y)"
+NORM = "norm (float[1, 4, 2] x, float[4] s) => (float[1, 4, 2] y)"
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,8 @@ ROI = "roi (float[1, 2, 8, 8] x, float[1, 4] b, int64[1] i) => (float[1, 2, 4, 4
             13,
         ),
         (22, f"{ROI} {{ y = RoiAlign<output_height = 4, output_width = 4>(x, b, i) }}", 16, 8),
+        # The meaning of its scale changed, from one number for each group to one for each channel.
+        (22, f"{NORM} {{ y = GroupNormalization<num_groups = 2>(x, s, s) }}", 21, 10),
         # The meaning of an axis changed.
         (13, "f (float[2, 3, 4] x) => (float[2, 3, 4] y) { y = Softmax<axis = 1>(x) }", 13, 8),
         # An unknown type stays.
