@@ -172,6 +172,8 @@ def _build_system(document: tomlkit.TOMLDocument, before: Mapping[str, Any]) -> 
     names = {canonicalize_name(each.name) for each in requirements(requires)}
     if _PACKAGE not in names:
         requires.append(_PACKAGE)
+    # Without one front ends take setuptools.
+    document["build-system"].setdefault("build-backend", _BACKEND)
 
 
 def _list(document: tomlkit.TOMLDocument, *names: str, default: Sequence[str] = ()) -> Any:

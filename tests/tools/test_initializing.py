@@ -147,6 +147,7 @@ def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project:
         "[tool.hatch.build.hooks.epcontext]\n",
         f'{HATCHLING}[project]\nname = "a"\n',
         'build-system.build-backend = "hatchling.build"\n',
+        "[build-system]\n",
         "# a comment at the end",
     ],
 )
@@ -156,6 +157,7 @@ def test_existing_tables_and_comments_stay(project: Path, before: str) -> None:
     requires = kept.get("build-system", {}).get("requires", [])
     assert values["build-system"]["requires"][: len(requires)] == requires
     assert len([r for r in values["build-system"]["requires"] if "epcontext" in r.lower()]) == 1
+    assert values["build-system"]["build-backend"] == "hatchling.build"
     for name, table in kept.get("project", {}).items():
         assert values["project"][name] == table
     for line in before.splitlines():
