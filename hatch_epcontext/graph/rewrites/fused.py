@@ -181,13 +181,17 @@ def _embedded(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _product_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A product with quantized weights of a matrix as that of a batch of one."""
-    shape, columns = scope.shape(node.input[0]), graph.number(node, "N", 0)
-    if shape is None or len(shape) == 3:
+    """A product with quantized weights as that of a batch of one matrix, and a sum with the bias."""
+    value, *operands, bias = graph.operands(node, 6)
+    shape, columns = scope.shape(value), graph.number(node, "N", 0)
+    if shape is None or (len(shape) == 3 and not bias):
         return None
-    batch = builder.reshape(node.input[0], [1, -1, shape[-1]])
-    (result,) = builder.add_like(node, node.op_type, [batch, *node.input[1:]], node.domain)
-    return [builder.reshape(result, [*shape[:-1], columns])]
+    if len(shape) != 3:
+        value = builder.reshape(value, [1, -1, shape[-1]])
+    (result,) = builder.add_like(node, node.op_type, [value, *operands], node.domain)
+    if bias:
+        result = builder.add("Add", result, bias)
+    return [result if len(shape) == 3 else builder.reshape(result, [*shape[:-1], columns])]
 
 
 def _attention(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:

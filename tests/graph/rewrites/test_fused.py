@@ -217,19 +217,26 @@ def test_a_layer_normalization_is_taken_apart(opset: int, axis: int) -> None:
     assert "LayerNormalization" not in operators(rewritten(model, FUNCTIONS))
 
 
-@pytest.mark.parametrize("shape", [[3, 32], [2, 2, 3, 32]])
-def test_a_product_with_blocks_is_one_of_a_batch(shape: list[int]) -> None:
-    node = ours("MatMulNBits", ["x", "w", "s"], K=32, N=5, bits=4, block_size=32)
+@pytest.mark.parametrize(
+    ("shape", "bias", "expected"),
+    [
+        ([3, 32], [], ["Reshape", "com.microsoft.MatMulNBits", "Reshape"]),
+        ([2, 2, 3, 32], ["", "", "b"], ["Reshape", "com.microsoft.MatMulNBits", "Add", "Reshape"]),
+        ([2, 3, 32], ["", "", "b"], ["com.microsoft.MatMulNBits", "Add"]),
+        ([2, 3, 32], [], None),
+    ],
+)
+def test_a_product_with_blocks_is_one_of_a_batch_and_a_sum(
+    shape: list[int], bias: list[str], expected: list[str] | None
+) -> None:
+    node = ours("MatMulNBits", ["x", "w", "s", *bias], K=32, N=5, bits=4, block_size=32)
     stored = {"w": RNG.integers(0, 256, (5, 1, 16)).astype(np.uint8), "s": array(5)}
-    outputs = {"y": (FLOAT, [*shape[:-1], 5])}
-    after = rewritten(made([node], {"x": (FLOAT, shape)}, outputs, stored), FUSED)
-    assert operators(after) == ["Reshape", "com.microsoft.MatMulNBits", "Reshape"]
-    assert untouched(
-        made(
-            [node], {"x": (FLOAT, [1, *shape[-2:]])}, {"y": (FLOAT, [1, *shape[-2:-1], 5])}, stored
-        ),
-        FUSED,
-    )
+    stored |= {"b": array(5)} if bias else {}
+    model = made([node], {"x": (FLOAT, shape)}, {"y": (FLOAT, [*shape[:-1], 5])}, stored)
+    if expected is None:
+        assert untouched(model, FUSED)
+    else:
+        assert operators(rewritten(model, FUSED)) == expected
 
 
 @pytest.mark.parametrize("segments", [False, True])
