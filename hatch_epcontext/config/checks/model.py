@@ -34,7 +34,11 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
         for name, size in dims.items():
             if size < 1:
                 message = f"must be at least 1, not {size}."
-                hint = None if size else "A tensor without values has its whole shape in shapes."
+                hint = (
+                    None
+                    if size
+                    else "For an input without values, write its whole shape in shapes."
+                )
                 yield Problem.at(place / name, Kind.INVALID_VALUE, message, hint)
     for place, shapes in places(key / "shapes", table.shapes):
         yield from _check_sizes(place, shapes, table.constants)

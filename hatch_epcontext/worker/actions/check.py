@@ -129,8 +129,8 @@ def _check_target(
             yield Problem.at(
                 model.key,
                 Kind.UNSUPPORTED_OUTPUT,
-                f"the model lists the output {listing(map(repr, twice))} more than once, which EP contexts "
-                "cannot.",
+                f"the model lists the output {listing(map(repr, twice))} more than once, and an EP context "
+                "can have it only once.",
                 "Keep each output once:",
                 Setting(model.key / "cut", {"outputs": list(names)}),
             )
