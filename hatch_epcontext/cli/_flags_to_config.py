@@ -31,7 +31,7 @@ def job_settings(
     ``settings``: a key may occur several times. Its tables are merged; of other values the last one counts.
     """
     return JobSettings(
-        provider_options=options,
+        provider_options=_read(options, _table),
         session_options=configs,
         device=device,
         optimization=optimization,
@@ -66,6 +66,12 @@ def _whole(text: str) -> Any:
 
 def _sizes(text: str) -> Any:
     return [_whole(size.strip()) for size in text.split(",")] if text.strip() else []
+
+
+def _table(text: str) -> Any:
+    """``text`` as a table, as messages show it, or ``text`` itself."""
+    table = value(text)
+    return table if isinstance(table, dict) else text
 
 
 def value(text: str) -> Any:

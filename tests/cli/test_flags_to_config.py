@@ -25,7 +25,7 @@ def test_a_value_is_toml_or_the_text_itself(text: str, read: object) -> None:
 
 def test_the_texts_of_flags_become_values() -> None:
     found = job_settings(
-        options={"soc_model": "60"},
+        options={"soc_model": "60", "a": "{ op = { Relu = 'cpu' } }", "b": '{"op": {}}'},
         configs={},
         device=None,
         dims={"n": "1", "a:m": "-2", "k": "many"},
@@ -39,7 +39,11 @@ def test_the_texts_of_flags_become_values() -> None:
             ("validate.tolerance", "{atol=0.2, outputs={b={snr=20}}}"),
         ],
     )
-    assert found.provider_options == {"soc_model": "60"}
+    assert found.provider_options == {
+        "soc_model": "60",
+        "a": {"op": {"Relu": "cpu"}},
+        "b": '{"op": {}}',
+    }
     assert found.dims == {"n": 1, "a:m": -2, "k": "many"}
     assert found.shapes == {"x": [1, 3], "y": [], "z": [1, "n"]}
     assert found.constants == {"c": [1.5], "d": "text"}
