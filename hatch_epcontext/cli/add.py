@@ -19,7 +19,6 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.tools.initializing import NewModel, new_model
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.tools.pinning import complete, pin_location
-from hatch_epcontext.tools.project import find_samples
 
 
 @click.command("add")
@@ -56,7 +55,7 @@ def command(
                 message = "is a context model already."
                 hint = "Name its source model."
                 raise BuildError(Problem(Kind.COMPILED_MODEL, url, message, hint))
-            model = new_model(root, str(pinned.path), facts, find_samples(root), workers)
+            model = new_model(root, str(pinned.path), facts, workers)
             found[pinned.download.url] = replace(model, path=pinned.download.url, pinned=pinned)
     add_tables(root, [*found.values()], chosen_providers(root, providers), dry_run=dry_run)
 

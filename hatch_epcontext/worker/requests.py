@@ -341,26 +341,17 @@ class SuggestedConstant:
 
 @dataclass(frozen=True)
 class SuggestReply:
-    """All open dimensions of a model, and the inputs that can be constants.
-
-    ``samples``: the shapes of the inputs in those of the request's samples that have exactly the inputs.
-    """
+    """All open dimensions of a model, and the inputs that can be constants."""
 
     sizes: tuple[OpenSize, ...] = ()
     constants: tuple[SuggestedConstant, ...] = ()
-    samples: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SuggestRequest(WorkerRequest[SuggestReply], action="suggest"):
-    """Suggest a configuration for the ONNX file at ``path``; with ``run`` also by trying sizes on the CPU.
-
-    ``samples``: paths that may have inputs of the model, each an ``.npz`` or a folder of ONNX test data.
-    """
+    """Suggest a configuration for the ONNX file at ``path``."""
 
     path: str
-    run: bool
-    samples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -375,28 +375,3 @@ def test_what_somebody_downloads_is_not_removed(cli: Cli, app: Path, tmp_path: P
     cli("fetch", app)
     assert "2 models from elsewhere" in cli("cache", "prune", "--all").stdout
     assert not any(part.exists() for part in parts)
-
-
-def test_init_names_the_models_that_the_code_downloads(cli: Cli, app: Path) -> None:
-    (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
-    (app / "my_app" / "speech.py").write_text(
-        "from huggingface_hub import hf_hub_download\n"
-        'path = hf_hub_download(\n    repo_id="org/repo",\n    filename="onnx/a.onnx",\n)\n'
-        'other = hf_hub_download("org/repo", "config.json")\n'
-        'more = ORTModel.from_pretrained("org/more", file_name="b.onnx")\n'
-        'REPO = "org/third"\n'
-        'hf_hub_download(filename="c.onnx", subfolder="fp16", repo_id=REPO, revision="v1")\n'
-        '# hf_hub_download("org/comment", "d.onnx")\n',
-        encoding="utf-8",
-    )
-    (app / "tests").mkdir()
-    (app / "tests" / "test.py").write_text('hf_hub_download("org/x", "x.onnx")', encoding="utf-8")
-    refused = cli("init", "--project", app, code=2).stderr
-    assert "epcontext add hf://org/repo/onnx/a.onnx" in refused
-    assert "epcontext add hf://org/more/b.onnx" in refused
-    assert "epcontext add hf://org/third@v1/fp16/c.onnx" in refused
-    assert "org/x" not in refused
-    assert "org/comment" not in refused
-    printed = cli("add", "hf://org/repo/onnx/a.onnx", "--project", app, "-p", "cpu").stdout
-    assert "epcontext add hf://org/more/b.onnx" in printed
-    assert "epcontext add hf://org/repo" not in printed

@@ -12,7 +12,6 @@ from hatch_epcontext.errors import HOOK, ConfigError
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.initializing import NewModel, add_models
-from hatch_epcontext.tools.project import Project
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestedConstant, SuggestReply
 
 QNN, CPU = PROVIDERS["qnn"], PROVIDERS["cpu"]
@@ -57,12 +56,11 @@ def test_open_dimensions_are_a_comment_if_the_ep_takes_them(project: Path) -> No
 
 
 def test_the_shape_of_an_unknown_rank_is_asked_for(project: Path) -> None:
-    tensor = TensorFacts("x", "float32", None)
-    asked = replace(new("models/a.onnx", tensor), suggested=SuggestReply())
-    assert models_of(add_models(project, "", [asked], [QNN])) == [{"path": "models/a.onnx"}]
+    asked = NewModel("models/a.onnx", new("models/a.onnx", TensorFacts("x", "float32", None)).facts)
+    made = add_models(project, "", [asked], [QNN])
+    assert models_of(made) == [{"path": "models/a.onnx"}]
     assert asked.open_keys == ("shapes = { x = ? }  # x: which shape, such as [1, 3]?",)
-    # A single number is no answer.
-    assert not asked.questions
+    assert f"\n# {asked.open_keys[0]}\n" in made
 
 
 def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(project: Path) -> None:
@@ -80,16 +78,17 @@ def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(projec
     )
     asked = replace(new("models/a.onnx", *tensors), suggested=suggested)
     made = add_models(project, "", [asked], [QNN])
-    (model,) = models_of(made)
-    assert model == {"path": "models/a.onnx", "dims": {"new\nline": 1}}
-    question = "axis 3 of im:age.0: how wide are the images?"
-    assert asked.questions == (question,)
-    assert question not in made
+    assert models_of(made) == [{"path": "models/a.onnx", "dims": {"new\nline": 1}}]
     (line,) = asked.open_keys
-    assert line.startswith('shapes = { "im:age.0" = [1, 3, 48, ?] }  # 1 is a guess; ')
-    answered = add_models(project, "", [asked.answered({question: 320})], [QNN])
-    assert models_of(answered)[0] == {
-        **model,
+    assert line == (
+        'shapes = { "im:age.0" = [1, 3, 48, ?] }  # 1 is a guess; from the metadata of the file; '
+        "axis 3 of im:age.0: how wide are the images?"
+    )
+    answered = made.replace(f"# {line}", line.replace("?]", "320]"))
+    (model,) = models_of(answered)
+    assert model == {
+        "path": "models/a.onnx",
+        "dims": {"new\nline": 1},
         "shapes": {"im:age.0": [1, 3, 48, 320]},
     }
 
@@ -123,7 +122,7 @@ def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project:
     model = replace(new("models/a.onnx", *tensors), suggested=SuggestReply((), constants))
     made = add_models(project, "", [model], [QNN])
     assert models_of(made) == [{"path": "models/a.onnx", "constants": {"sr": 16000}}]
-    others = '"quo\\"ted" = 2, n = 32 }  # another length; the length'
+    others = '"quo\\"ted" = 2, n = 32 }  # compared; another length; the length'
     assert f"# constants = {{ sr = 16000, {others}" in made
     made = add_models(project, "", [model], [CPU])
     assert models_of(made) == [{"path": "models/a.onnx"}]
@@ -198,90 +197,6 @@ def test_globs_and_names_of_configured_models_count(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (
-            "",
-            f"[tool.hatch.build.targets.wheel]\n{{}}\n\n[{HOOK}]",
-        ),
-        (
-            "[tool.hatch.build.targets.wheel]\npackages = [\n    'my_app',\n]  # one\n\n[tool.ruff]\n",
-            "[tool.hatch.build.targets.wheel]\npackages = [\n    'my_app',\n]  # one\n{}\n\n[tool.ruff]\n",
-        ),
-        (
-            "[tool.hatch.build.targets.wheel]\nexclude = ['x']  # no\n[tool.ruff]\n",
-            "[tool.hatch.build.targets.wheel]\nexclude = ['x', \"my_app/c.onnx\"]  # no\n[tool.ruff]\n",
-        ),
-        (
-            "[tool.hatch.build]\nexclude = ['x']\n",
-            '    "x",\n    "my_app/c.onnx",\n]\n',
-        ),
-        (
-            "[tool.hatch.build.targets]\nwheel.packages = ['my_app']\n",
-            None,
-        ),
-    ],
-)
-def test_the_wheel_leaves_out_the_plain_files(
-    project: Path, before: str, after: str | None
-) -> None:
-    (project / "my_app" / "c.onnx").touch()
-    project_table = '[project]\nname = "my-app"\nversion = "1"\n'
-    models = [new(), new("my_app/c.onnx")]
-    if after is None:
-        with pytest.raises(ConfigError, match="has inline tables"):
-            add_models(project, project_table + before, models, [CPU])
-        return
-    made = add_models(project, project_table + before, models, [CPU])
-    line = 'exclude = ["my_app/c.onnx"]  # the app opens these models with load()'
-    assert after.format(line) in made
-    build = parse(made)["tool"]["hatch"]["build"]
-    assert "my_app/c.onnx" in build["targets"]["wheel"]["exclude"]
-    tree = Project(project, parse(made)).hatch_tree()
-    assert tree is not None
-    assert set(tree) == {"my_app/__init__.py"}
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_the_models_of_a_project_that_moved_to_hatchling_are_left_out_of_its_wheel(
-    project: Path, *, kept: bool
-) -> None:
-    (project / "my_app" / "c.onnx").touch()
-    head = '[build-system]\nrequires = []\nbuild-backend = "{}"\n[project]\nname = "my-app"\nversion = "1"\n'
-    models = [new("my_app/c.onnx")]
-    old, moved = (head.format(name) for name in ("setuptools.build_meta", "hatchling.build"))
-    configured = add_models(project, old, models, [CPU]).replace(old, moved)
-    if kept:
-        configured += 'fallback = "none"\n'
-    made = add_models(project, configured, models, [])
-    assert ("exclude = " in made) is not kept
-    assert models_of(made) == models_of(configured)
-    assert add_models(project, made, models, []) == made
-
-
-def test_output_is_chosen_if_the_wheel_has_several_packages(project: Path) -> None:
-    (project / "other").mkdir()
-    (project / "other" / "__init__.py").touch()
-    (project / "other" / "epcontext.py").touch()
-    (project / "other" / "c.onnx").touch()
-    wheel = '[tool.hatch.build.targets.wheel]\npackages = ["my_app", "other"]\n'
-    before = f'[project]\nname = "x"\nversion = "1"\n{wheel}'
-    made = add_models(project, before, [new("other/c.onnx")], [CPU])
-    assert parse(made)["tool"]["epcontext"]["output"] == "other/epcontext_models"
-    made = add_models(project, before.replace('"x"', '"my-app"'), [new("other/c.onnx")], [CPU])
-    assert parse(made)["tool"]["epcontext"]["output"] == "my_app/epcontext"
-
-
-def test_hatch_is_told_where_a_package_with_another_name_is(project: Path) -> None:
-    (project / "src").mkdir()
-    (project / "my_app").rename(project / "src" / "my_app")
-    made = add_models(project, '[project]\nname = "x"\nversion = "1"\n', [new()], [CPU])
-    tree = Project(project, parse(made)).hatch_tree()
-    assert tree is not None
-    assert set(tree) == {"my_app/__init__.py"}
-
-
-@pytest.mark.parametrize(
     "backend", ["setuptools.build_meta", "maturin", "uv_build", "flit_core.buildapi", "mine.build"]
 )
 def test_a_project_of_another_build_backend_gets_only_the_configuration(
@@ -314,16 +229,11 @@ def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> Non
         ),
         ("tool = { ruff = {} }", "has inline tables"),
         (f'{HATCHLING}requires = "hatchling"', r"build-system\.requires: .*\n.*is not a list"),
-        (
-            f'{HATCHLING}[tool.hatch.build.targets.wheel]\nexclude = "models"',
-            r"wheel\.exclude: .*\n.*is not a list",
-        ),
     ],
 )
 def test_an_unusable_pyproject_is_an_error(project: Path, before: str, message: str) -> None:
-    (project / "my_app" / "c.onnx").touch()
     with pytest.raises(ConfigError, match=message):
-        add_models(project, before, [new("my_app/c.onnx")], [QNN])
+        add_models(project, before, [new()], [QNN])
 
 
 @pytest.mark.parametrize(

@@ -2,59 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import onnx
-import onnxruntime as ort
 
-from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph, reading
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.kinds import DimensionKind, dimension_kind, is_length_name
 from hatch_epcontext.graph.values.ranges import input_ranges
-from hatch_epcontext.text import listing
 from hatch_epcontext.worker.comparison.states import first_states
-from hatch_epcontext.worker.dummy.given import shapes_in
-from hatch_epcontext.worker.dummy.inputs import dummy_inputs
 from hatch_epcontext.worker.requests import (
     OpenSize,
     SuggestedConstant,
     SuggestReply,
     SuggestRequest,
 )
-from hatch_epcontext.worker.session import cpu_options, open_session
-from hatch_epcontext.worker.tensors import run
-
-_SIDES = (
-    *(224, 640, 32, 48, 64, 96, 112, 128, 160, 192, 227, 240, 256, 288, 299, 300, 320, 336, 384),
-    *(416, 448, 480, 512, 518, 560, 768, 800, 1024, 28),
-)
-_LENGTHS = (
-    *(16, 20, 33, 128, 512, 8, 10, 24, 30, 32, 40, 48, 50, 60, 64, 76, 77, 80, 96, 98, 100, 101),
-    *(160, 197, 200, 240, 250, 256, 300, 320, 384, 400, 480, 500, 576, 600, 640, 768, 800, 1000),
-    *(1024, 1280, 1500, 1536, 1760, 1920, 2000, 2048, 3000, 4000, 4096, 8000, 12800, 16000, 32000),
-)
-"""Common sizes; the first ones quickly show whether a graph accepts any size."""
-
-_MAX_SIZES = 3
-"""The number of accepted sizes after which a graph counts as accepting any."""
-
-_BASE = 64
-"""A size for the other dimensions, if no size is known that the graph accepts."""
-
-_SECONDS = 20.0
-"""Seconds for trying sizes, and for one run."""
-
-_MAX_MODEL = 100_000_000
-"""Bytes of a model beyond which no sizes are tried."""
 
 _MAX_HALVED = 512
 """The largest product of strides that is suggested as a factor of sizes."""
@@ -75,12 +42,11 @@ _Sizes = dict[_Dim, tuple[int, str]]
 
 
 def handle(request: SuggestRequest) -> SuggestReply:
-    """Return what is known of the request's model; sizes are tried only if the request allows it.
+    """Return what is known of the request's model.
 
     Raises ModelError when the file is not an ONNX model.
     """
-    path = Path(request.path)
-    model = reading.load(path, "")
+    model = reading.load(Path(request.path), "")
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
     kinds, metadata = _kinds(model, inputs), _metadata(model)
     sizes: _Sizes = {dim: (1, "1 is a guess") for dim, kind in kinds.items() if kind == "batch"}
@@ -94,14 +60,8 @@ def handle(request: SuggestRequest) -> SuggestReply:
         "width": _factor(model, inputs, -1),
     }
     hints = {side: f"Multiples of {f} fit, others may not" for side, f in factors.items() if f > 1}
-    of_lengths: list[str] = []
-    if request.run and sizes.keys() < kinds.keys() and path.stat().st_size <= _MAX_MODEL:
-        fitting = _try_sizes(_SizeTrial(path, model, inputs, sizes), kinds, factors)
-        if fitting:
-            of_lengths = [f"For example {listing(map(str, fitting))} fit, but not all others"]
     if _is_int(rate := next((metadata[key] for key in _RATE_KEYS if key in metadata), None)):
-        of_lengths.append(f"The file names a sample rate of {rate}")
-    hints["length"] = ". ".join(of_lengths)
+        hints["length"] = f"The file names a sample rate of {rate}"
 
     def question(kind: DimensionKind) -> str:
         return f"{_QUESTIONS.get(kind, 'which size?')} {hints.get(kind, '')}".strip()
@@ -111,11 +71,7 @@ def handle(request: SuggestRequest) -> SuggestReply:
         for each in inputs
         for axis, dim in _open(each)
     )
-    return SuggestReply(
-        tuple(found),
-        tuple(_constants(model, _sized(inputs, sizes))),
-        {path: shapes for path in request.samples if (shapes := shapes_in(Path(path), inputs))},
-    )
+    return SuggestReply(tuple(found), tuple(_constants(model, _sized(inputs, sizes))))
 
 
 def _open(facts: TensorFacts) -> Iterator[tuple[int, _Dim]]:
@@ -191,77 +147,6 @@ def _sized(inputs: Sequence[TensorFacts], sizes: _Sizes) -> list[TensorFacts]:
         shape = tuple(known.get(axis, size) for axis, size in enumerate(each.sizes))
         found.append(replace(each, shape=shape) if shape else each)
     return found
-
-
-class _SizeTrial:
-    """Runs a model on the CPU with dummy inputs, within a time limit; ``sizes``: the known sizes."""
-
-    def __init__(
-        self, path: Path, model: onnx.ModelProto, inputs: Sequence[TensorFacts], sizes: _Sizes
-    ) -> None:
-        self.sizes = sizes
-        self._model, self._inputs, self._named = model, inputs, Model("model", path, Key(()))
-        self._end = time.monotonic() + _SECONDS
-        self._session: ort.InferenceSession | None = None
-        with contextlib.suppress(Exception):
-            self._session = open_session(path, cpu_options())
-
-    @property
-    def is_over(self) -> bool:
-        return self._session is None or time.monotonic() >= self._end
-
-    def takes(self, others: Mapping[_Dim, int]) -> bool:
-        """Whether the model also runs with the sizes ``others``; False after the time limit."""
-        left = self._end - time.monotonic()
-        if self._session is None or left <= 0:
-            return False
-        with contextlib.suppress(Exception):
-            tried = {dim: (size, "") for dim, size in others.items()}
-            inputs = _sized(self._inputs, {**tried, **self.sizes})
-            feeds = dummy_inputs(inputs, self._named, input_ranges(self._model, inputs))
-            run(self._session, feeds, left)
-            return True
-        return False
-
-
-def _try_sizes(
-    trial: _SizeTrial, kinds: Mapping[_Dim, DimensionKind], factors: Mapping[DimensionKind, int]
-) -> list[int]:
-    """Add to ``trial`` the sizes without which the model does not run on the CPU.
-
-    Returns sizes with which it runs, if it fails with others. ``factors``: the graph's divisors of sides.
-    """
-    unknown = {dim: kind for dim, kind in kinds.items() if dim not in trial.sizes}
-    # Multiples of the factors, so that the graph can refuse only the side that is tried.
-    usual = {dim: -(-_BASE // f) * f for dim in unknown if (f := factors.get(unknown[dim], 1))}
-    found: _Sizes = {}
-    for dim, kind in unknown.items():
-        factor = factors.get(kind, 1)
-        same = [each for each in unknown if unknown[each] == kind]
-        fits = (
-            trial.takes({**usual, **dict.fromkeys(same, factor * times)}) for times in (1, 2, 3)
-        )
-        if factor > 1 and next(fits) and not any(fits):
-            found[dim] = factor, f"{factor} is its only multiple that the graph accepts"
-    if trial.is_over:
-        return []
-    trial.sizes.update(found)
-    unknown = {dim: kind for dim, kind in unknown.items() if dim not in found}
-    is_image = not {"height", "width"}.isdisjoint(unknown.values())
-    taken: list[int] = []
-    refused = 0
-    for size in (_SIDES if is_image else _LENGTHS) if unknown else ():
-        if trial.is_over or len(taken) == _MAX_SIZES:
-            break
-        if trial.takes(dict.fromkeys(unknown, size)):
-            taken.append(size)
-        else:
-            refused += 1
-    if len(taken) == 1 and not trial.is_over:
-        note = f"{taken[0]} is the only size found that the graph accepts"
-        trial.sizes.update(dict.fromkeys(unknown, (taken[0], note)))
-        return []
-    return sorted(taken) if refused else []
 
 
 def _constants(

@@ -7,13 +7,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile, is_zipfile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.files import is_regular, unreadable
+from hatch_epcontext.files import unreadable
 from hatch_epcontext.graph.arrays import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import TensorFacts
 
@@ -200,45 +200,3 @@ def misfit(
         f"takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}."
     )
     return ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
-
-
-def shapes_in(path: Path, inputs: Sequence[TensorFacts]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the arrays at ``path`` if they are exactly ``inputs``, and fit; else nothing.
-
-    ``path`` is an ``.npz``, of which only headers are read, or a folder of ONNX test data.
-    """
-    try:
-        found = _test_data_headers(path, inputs) if path.is_dir() else dict(_npz_headers(path))
-    except (*_UNREADABLE, ModelError):
-        return {}
-    if not inputs or found.keys() != {each.name for each in inputs}:
-        return {}
-    for each in inputs:
-        dtype, shape = found[each.name]
-        wanted = numpy_dtype(each.dtype)
-        is_text = wanted.kind == "O" and dtype.kind == "U"
-        if not (dtype == wanted or is_text or _is_raw(dtype, wanted)) or not each.takes(shape):
-            return {}
-    return {name: shape for name, (_, shape) in found.items()}
-
-
-_Header = tuple[np.dtype[Any], tuple[int, ...]]
-
-
-def _npz_headers(path: Path) -> Iterator[tuple[str, _Header]]:
-    if not is_regular(path):
-        return
-    with ZipFile(path) as archive:
-        for name in archive.namelist():
-            with archive.open(name) as file:
-                version = np.lib.format.read_magic(file)
-                read = np.lib.format.read_array_header_1_0
-                if version != (1, 0):
-                    read = np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(file)
-                yield name.removesuffix(".npy"), (dtype, shape)
-
-
-def _test_data_headers(path: Path, inputs: Sequence[TensorFacts]) -> dict[str, _Header]:
-    arrays = read_test_data(path, "input", inputs, Key())
-    return {name: (array.dtype, array.shape) for name, array in arrays.items()}
