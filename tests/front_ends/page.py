@@ -1,11 +1,11 @@
-"""The tables in ``docs/builds.md``: a row for each way to build, a column for each front end."""
+"""The table in ``docs/builds.md``: a row for each way to build, a column for each front end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from tests.conftest import REPOSITORY
-from tests.front_ends.front_ends import FRONT_ENDS, FrontEnd
+from tests.front_ends.front_ends import FRONT_ENDS
 
 PAGE = REPOSITORY / "docs" / "builds.md"
 
@@ -33,7 +33,7 @@ Cells = dict[str, dict[str, str]]
 def read() -> Cells:
     """The cells of the table in the page."""
     text = PAGE.read_text(encoding="utf-8").split(_BEGIN)[1].split(_END)[0]
-    table = [line.strip("|").split("|") for line in text.split("\n\n")[0].splitlines()]
+    table = [line.strip("|").split("|") for line in text.splitlines()]
     heading, _, *rows = [[cell.strip() for cell in line] for line in table]
     names = [each.partition(" ")[0] for each in heading[1:]]
     by_label = {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows}
@@ -44,34 +44,18 @@ def read() -> Cells:
 
 
 def write(cells: Mapping[str, Mapping[str, str]]) -> None:
-    """Put the table, and the commands, into the page."""
+    """Put the table into the page."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(_BEGIN)
     _, after = rest.split(_END)
-    PAGE.write_text(f"{before}{_BEGIN}{_tables(cells)}{_END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{_BEGIN}{_table(cells)}{_END}{after}", encoding="utf-8")
 
 
-def _tables(cells: Mapping[str, Mapping[str, str]]) -> str:
+def _table(cells: Mapping[str, Mapping[str, str]]) -> str:
     heading = ["", *(each.heading for each in FRONT_ENDS)]
     rows = [
         [label, *(cells.get(each.name, {}).get(key, "not tried") for each in FRONT_ENDS)]
         for key, label in ROWS.items()
     ]
     lines = [heading, ["---"] * len(heading), *rows]
-    table = "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
-    return f"{table}\n\n{commands()}"
-
-
-def commands() -> str:
-    """The commands of the table's first rows, by front end."""
-    return "\n".join(f"- {each.name}: {_listed(each)}" for each in FRONT_ENDS)
-
-
-def _listed(front_end: FrontEnd) -> str:
-    words = {"OUT": "dist", "SDIST": "dist/my_app-1.0.tar.gz", "PYTHON": ".venv/bin/python"}
-    found = []
-    for way in front_end.ways.values():
-        for each in way:
-            shown = " ".join(words.get(word, word) for word in each.split())
-            found.append(f"`{shown}`")
-    return ", ".join(found)
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
