@@ -65,11 +65,11 @@ def command(
     """
     root = project.resolve()
     _text(root / FILE)
-    found = [*_read(root, models)]
-    if not found:
+    new = [*_read(root, models)]
+    if not new:
         message, hint = "has no ONNX models.", "Name them: epcontext init MODEL..."
         raise ConfigError(Problem(Kind.FILE_NOT_FOUND, str(root), message, hint))
-    add_tables(root, found, chosen_providers(root, providers), dry_run=dry_run)
+    add_tables(root, new, chosen_providers(root, providers), dry_run=dry_run)
 
 
 def chosen_providers(root: Path, names: tuple[str, ...]) -> list[Provider]:
@@ -92,17 +92,17 @@ def chosen_providers(root: Path, names: tuple[str, ...]) -> list[Provider]:
 
 
 def add_tables(
-    root: Path, found: list[NewModel], chosen: list[Provider], *, dry_run: bool = False
+    root: Path, models: list[NewModel], chosen: list[Provider], *, dry_run: bool = False
 ) -> None:
-    """Write the tables of the models ``found`` into ``pyproject.toml``, and show the next steps."""
+    """Write the tables of ``models`` into ``pyproject.toml``, and show the next steps."""
     file = root / FILE
     before = _text(file)
     # A file with the line ends of Windows keeps them.
     ends = "\r\n" if "\r\n" in before else "\n"
-    after = add_models(root, before.replace("\r\n", "\n"), found, chosen)
+    after = add_models(root, before.replace("\r\n", "\n"), models, chosen)
     text = after.replace("\n", ends)
     listed = listed_models(root, parse(before))
-    unknown = [f"{m.path}: {line}" for m in found if m.path not in listed for line in m.open_keys]
+    unknown = [f"{m.path}: {line}" for m in models if m.path not in listed for line in m.open_keys]
     if dry_run:
         lines = difflib.unified_diff(
             before.splitlines(), text.splitlines(), str(file), str(file), lineterm=""
@@ -170,4 +170,4 @@ def _inside(path: Path, root: Path) -> Path | None:
     paths = [path.parent.resolve() / path.name, path.resolve()]
     if ".." not in path.parts:
         paths.append(path.absolute())
-    return next((each.relative_to(root) for each in paths if each.is_relative_to(root)), None)
+    return next((p.relative_to(root) for p in paths if p.is_relative_to(root)), None)

@@ -32,6 +32,7 @@ from hatch_epcontext.tools.project import HATCHLING, Project, requirements
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
 
 _PACKAGE = "hatch-epcontext"
+_BACKEND = "hatchling.build"
 
 _TABLES = (
     *("build-system", "project", "project.optional-dependencies"),
@@ -148,15 +149,15 @@ def _error(location: str, message: str, hint: str | None = None) -> ConfigError:
 def _build_system(document: tomlkit.TOMLDocument, values: Mapping[str, Any]) -> Iterator[str]:
     """Add this package to the build requirements; yield the whole table if there is none."""
     if "build-system" not in values:
-        yield f'[build-system]\nrequires = ["hatchling", "{_PACKAGE}"]\nbuild-backend = "hatchling.build"\n'
+        yield f'[build-system]\nrequires = ["hatchling", "{_PACKAGE}"]\nbuild-backend = "{_BACKEND}"\n'
         return
     table: Any = document["build-system"]
     if not isinstance(requires := table.setdefault("requires", ["hatchling"]), list):
         raise _error("pyproject.toml: build-system.requires", "is not a list.", "Make it one.")
-    if _PACKAGE not in {canonicalize_name(each.name) for each in requirements(requires)}:
+    if _PACKAGE not in {canonicalize_name(listed.name) for listed in requirements(requires)}:
         requires.append(_PACKAGE)
     # Without one front ends take setuptools.
-    document["build-system"].setdefault("build-backend", _BACKEND)
+    table.setdefault("build-backend", _BACKEND)
 
 
 def _hook_tables(project: Project) -> Iterator[str]:
@@ -229,7 +230,7 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
 
 def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
     """Each line with sizes of open dimensions, whether some are unknown, and whether all are 1."""
-    suggested = {(each.input, each.axis): each for each in model.suggested.sizes}
+    suggested = {(size.input, size.axis): size for size in model.suggested.sizes}
     dims: dict[str, int | None] = {}
     shapes: dict[str, list[int | None] | None] = {}
     sizes: dict[str, list[tuple[int | None, str]]] = {"dims": [], "shapes": []}
@@ -265,7 +266,7 @@ def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
 def _written(value: object) -> str:
     """``value`` in TOML, with question marks for unknown values."""
     if isinstance(value, Mapping):
-        items = (f"{quoted_key(name)} = {_written(each)}" for name, each in value.items())
+        items = (f"{quoted_key(name)} = {_written(item)}" for name, item in value.items())
         return f"{{ {', '.join(items)} }}"
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"

@@ -31,7 +31,8 @@ _EXPORT = """\
 The build backend is {backend}, which does not run Hatch's hooks, but packs a folder. Write it before each
 build, and once after cloning, because the app imports it:
     epcontext export -o {folder} --overwrite
-    {front_end}"""
+    {front_end}
+Keep the plain models out of {parent}, or exclude them: the backend may pack them too."""
 
 _MOVE = """\
 Or change to hatchling (requires = ["hatchling", "hatch-epcontext"], build-backend = "hatchling.build"), and
@@ -66,7 +67,7 @@ def next_steps(root: Path, text: str) -> list[tuple[str, list[str]]]:
     config = load(root, values["tool"]["epcontext"], {}, {}, pending=pending)
     project = Project(root, values)
     is_hatchling = project.backend == HATCHLING
-    module, notes = (_in_the_wheel if is_hatchling else _exported)(project, config)
+    module, notes = _in_the_wheel(project, config) if is_hatchling else _exported(project)
     # In a clone without the folder, a traceback shows this line.
     origin = "" if is_hatchling else "  # made by: epcontext export"
     with contextlib.suppress(InvalidSpecifier):
@@ -117,7 +118,7 @@ def _tree_of_hatch(project: Project) -> dict[str, Path]:
     return {Path(file.distribution_path).as_posix(): Path(file.path) for file in selected}
 
 
-def _exported(project: Project, _: Config) -> tuple[str, list[str]]:
+def _exported(project: Project) -> tuple[str, list[str]]:
     """The module with ``load`` that another build backend packs, and how it does so."""
     name, is_guess = _import_name(project), True
     parent = PurePosixPath("src", name)
@@ -137,7 +138,9 @@ def _exported(project: Project, _: Config) -> tuple[str, list[str]]:
     if project.table("project"):
         advice.append(_MOVE)
     notes = [
-        text.format(backend=backend, folder=folder, front_end=front_end, package=name)
+        text.format(
+            backend=backend, folder=folder, front_end=front_end, package=name, parent=parent
+        )
         for text in advice
     ]
     if is_guess:
