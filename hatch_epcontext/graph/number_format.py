@@ -13,40 +13,27 @@ RewriteName = Literal[
     "square",
     "mean",
     "clip-inputs",
-    "exp",
     "hypot",
     "log-power",
-    "log-scale",
     "variance",
     "scaled-square",
-    "softplus",
     "barrier",
-    "log-softmax",
-    "sigmoid",
 ]
 """The rewrites of nodes that EPs compute wrong, or inexactly, in float16: see `rewrites.precise`."""
 
 ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
-FOR_RANGES: tuple[RewriteName, ...] = (
-    *("exp", "hypot", "log-power", "log-scale", "variance", "scaled-square", "softplus"),
-)
+FOR_RANGES: tuple[RewriteName, ...] = ("hypot", "log-power", "variance", "scaled-square")
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
-REMEDIES: tuple[tuple[RewriteName, ...], ...] = (
-    FOR_RANGES,
-    ("barrier",),
-    ("log-softmax", "sigmoid"),
-)
+REMEDIES: tuple[tuple[RewriteName, ...], ...] = (FOR_RANGES, ("barrier",))
 """Those that add nodes, in the groups that are tried one after the other if outputs differ, or may differ.
 
 All but `FOR_RANGES` avoid inexact kernels of an EP, which only a run shows.
 """
 
-_FOR_SMALL_RANGES: frozenset[RewriteName] = frozenset(
-    {"mean", "hypot", "log-power", "log-scale", "variance", "scaled-square"}
-)
+_FOR_SMALL_RANGES = frozenset[RewriteName]({"mean", *FOR_RANGES})
 """Those that keep sums, squares and their differences within the range of float16."""
 
 

@@ -54,7 +54,7 @@ provider = "qnn"
 """
 
 
-GROUPS = dict(zip(("ranges", "barrier", "kernels"), REMEDIES, strict=True))
+GROUPS = dict(zip(("ranges", "barrier"), REMEDIES, strict=True))
 
 
 def name_of(recipe: Recipe) -> str:
@@ -489,7 +489,7 @@ def test_layers_with_inexact_kernels_are_unrolled_before_other_kernels_are_avoid
 
 def test_what_may_differ_is_rewritten_until_it_agrees(builder: Builder) -> None:
     compiler = Compiler(
-        {"plain": [], "ranges": [], "ranges barrier": [], "ranges kernels": []},
+        {"plain": [], "ranges": [], "ranges barrier": []},
         sensitive={"plain": 3, "ranges": 9},
         gap=12,
     )
@@ -503,12 +503,12 @@ def test_what_may_differ_is_rewritten_until_it_agrees(builder: Builder) -> None:
 
 def test_a_rewrite_that_hardly_helps_is_not_kept(builder: Builder) -> None:
     compiler = Compiler(
-        {"plain": [], "ranges": [], "barrier": [], "barrier kernels": []},
-        sensitive={"plain": 2, "ranges": 7, "barrier": 8, "barrier kernels": 9},
+        {"plain": [], "ranges": [], "barrier": []},
+        sensitive={"plain": 2, "ranges": 7, "barrier": 8},
         gap=12,
     )
     built = builder.build(compiler)
-    assert compiler.tried[:4] == ["plain", "ranges", "barrier", "barrier kernels"]
+    assert compiler.tried[:3] == ["plain", "ranges", "barrier"]
     # All together are refused here.
     assert name_of(built.artifact.record.recipe) == "barrier"
     (agreement,) = built.validations["a"].agreements

@@ -11,8 +11,10 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, by_node
-from hatch_epcontext.graph.rewrites.precise import log_softmax
 from hatch_epcontext.graph.scope import Scope, Types
+
+_SOFTMAX_OVER_ONE_AXIS = 13
+"""The opset from which LogSoftmax is over one axis, instead of all from that axis on."""
 
 
 def _activated(builder: Builder, value: str, name: str, numbers: list[float]) -> str | None:
@@ -318,6 +320,17 @@ def _softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Add", builder.add("Relu", value), rest)]
 
 
+def _log_softmax(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, is_old = node.input[0], builder.opset < _SOFTMAX_OVER_ONE_AXIS
+    if not (sizes := scope.sizes(value)):
+        return None
+    axis = graph.number(node, "axis", 1 if is_old else -1) % len(sizes)
+    axes = range(axis, len(sizes)) if is_old else [axis]
+    below = builder.add("Sub", value, builder.reduced("ReduceMax", value, axes, keepdims=1))
+    total = builder.reduced("ReduceSum", builder.add("Exp", below), axes, keepdims=1)
+    return [builder.add("Sub", below, builder.add("Log", total))]
+
+
 def _softsign(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     size = builder.add("Add", builder.add("Abs", node.input[0]), builder.number(1))
     return [builder.add("Div", node.input[0], size)]
@@ -371,7 +384,7 @@ FUNCTIONS = by_node(
         "BatchNormalization": _batch_normalized,
         "Gelu": _gelu,
         "LayerNormalization": _normalized,
-        "LogSoftmax": log_softmax,
+        "LogSoftmax": _log_softmax,
         "PRelu": _prelu,
         "RMSNormalization": _normalized,
         "Softplus": _softplus,

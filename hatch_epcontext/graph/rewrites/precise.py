@@ -30,9 +30,6 @@ from hatch_epcontext.graph.scope import Scope, Types
 _BROADCASTING = 8
 """The opset from which Max and Min accept a number beside a tensor."""
 
-_SOFTMAX_OVER_ONE_AXIS = 13
-"""The opset from which it is over one axis, instead of all from that axis on."""
-
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
@@ -136,62 +133,6 @@ def _barrier(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     if maker is None or graph.operator(maker) not in _FUSING:
         return None
     return [builder.add(node.op_type, builder.add("Max", value, builder.number(-60000)))]
-
-
-_EXP_FROM, _EXP_TO = -80.0, 80.0
-"""The range in which Exp is right: QNN's simulator returns arbitrary values beyond 88. The results at both
-ends are beyond float16."""
-
-
-_QUANTIZED = frozenset({"DequantizeLinear", f"{graph.MICROSOFT}.DequantizeLinear"})
-"""Operators after which EPs compute in integers."""
-
-
-def _exp(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    value = node.input[0]
-    if _maker(value, scope) in ("Abs", "Clip", "Max", "Relu", *_QUANTIZED):
-        return None
-    return [builder.add("Exp", builder.add("Max", value, builder.number(_EXP_FROM)))]
-
-
-def _sigmoid(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    if _maker(node.input[0], scope) in _QUANTIZED:
-        return None
-    negative = builder.add("Neg", node.input[0])
-    above = builder.add("Max", negative, builder.number(_EXP_FROM))
-    power = builder.add("Exp", builder.add("Min", above, builder.number(_EXP_TO)))
-    return [builder.add("Reciprocal", builder.add("Add", power, builder.number(1)))]
-
-
-def _softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The larger of x and 0, plus Log(1 + p) as a series, which keeps small p."""
-    value = node.input[0]
-    if _maker(value, scope) in _QUANTIZED:
-        return None
-    negative = builder.add("Neg", builder.add("Abs", value))
-    power = builder.add("Exp", builder.add("Max", negative, builder.number(_EXP_FROM)))
-    part = builder.add("Div", power, builder.add("Add", power, builder.number(2)))
-    square = builder.add("Mul", part, part)
-    series = builder.number(2 / 9)
-    for factor in (2 / 7, 2 / 5, 2 / 3, 2):
-        series = builder.add("Add", builder.add("Mul", series, square), builder.number(factor))
-    return [builder.add("Add", builder.add("Relu", value), builder.add("Mul", part, series))]
-
-
-def log_softmax(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The rule for LogSoftmax, as Exp and Log."""
-    value, is_old = node.input[0], builder.opset < _SOFTMAX_OVER_ONE_AXIS
-    if not (sizes := scope.sizes(value)) or _maker(value, scope) in _QUANTIZED:
-        return None
-    axis = graph.number(node, "axis", 1 if is_old else -1) % len(sizes)
-    axes = range(axis, len(sizes)) if is_old else [axis]
-    below = builder.add("Sub", value, builder.reduced("ReduceMax", value, axes, keepdims=1))
-    if builder.opset < _BROADCASTING:
-        powers = builder.add("Exp", below)
-    else:
-        powers = builder.add("Exp", builder.add("Max", below, builder.number(_EXP_FROM)))
-    total = builder.reduced("ReduceSum", powers, axes, keepdims=1)
-    return [builder.add("Sub", below, builder.add("Log", total))]
 
 
 _MIN_NORMAL = 2.0**-14
@@ -375,22 +316,6 @@ def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return root and [builder.scaled(builder.add("Log", root), 2)]
 
 
-def _log_scale(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The logarithm of factor * x + offset as that of x + offset / factor, and the factor's."""
-    inner = scope.maker(node.input[0])
-    if inner is None or graph.operator(inner) != "Add":
-        return None
-    name, offset = _value_and_number(inner, scope) or ("", 0.0)
-    scaled = scope.maker(name)
-    if offset <= 0 or scaled is None or graph.operator(scaled) != "Mul":
-        return None
-    value, factor = _value_and_number(scaled, scope) or ("", 0.0)
-    if factor <= 1:
-        return None
-    inner_log = builder.add("Log", builder.add("Add", value, builder.number(offset / factor)))
-    return [builder.add("Add", inner_log, builder.number(math.log(factor)))]
-
-
 def _remedy(name: str, rules: Rules) -> Rewrite:
     """A rewrite of single nodes, for which a model of an opset before 8 is first written in a newer one."""
     rewrite = by_node(name, rules)
@@ -415,18 +340,13 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
     "square": _remedy("Pow as Mul or Sqrt", {"Pow": _power}),
     "mean": _remedy("a sum divided by its length as ReduceMean", {"Mul": _mean, "Div": _mean}),
     "clip-inputs": _remedy("Clip with attributes as Max and Min", {"Clip": _clip}),
-    "exp": _remedy("Exp of large negative numbers as 0", {"Exp": _exp}),
     "hypot": _remedy(
         "roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS), "ReduceL2": _norm}
     ),
     "log-power": _remedy("logarithms of roots", {"Log": _log}),
-    "log-scale": _remedy("logarithms of scaled values as sums", {"Log": _log_scale}),
     "variance": _remedy("variances as means of squared differences", {"Sub": _variance}),
     "scaled-square": _remedy("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
-    "softplus": _remedy("Softplus as Exp and a series", {"Softplus": _softplus}),
     "barrier": _remedy("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
-    "log-softmax": _remedy("LogSoftmax as Exp and Log", {"LogSoftmax": log_softmax}),
-    "sigmoid": _remedy("Sigmoid as Exp", {"Sigmoid": _sigmoid}),
 }
 """Those of `ALWAYS`, and then of `REMEDIES`, in the order in which they are applied."""
 

@@ -387,12 +387,8 @@ REMEDIED: Mapping[str, Forms] = {
     "square": {7: f"{X} <{NUMBERS}> {{ y = Pow (x, two) }}"},
     "mean": reducing("a = Neg (x)", "ReduceSum", "y = Div (b, six)"),
     "clip-inputs": {7: f"{X} {{ y = Clip <min = -1.0, max = 0.5> (x) }}", 11: ""},
-    "exp": unary("Exp"),
     "hypot": reducing(SQUARES, "ReduceSum", "y = Sqrt (b)"),
     "log-power": reducing(SQUARES, "ReduceSum", "y = Log (b)"),
-    "log-scale": {
-        7: f"{X} <{NUMBERS}> {{ e = Abs (x) a = Mul (e, six) b = Add (a, small) y = Log (b) }}"
-    },
     "variance": {
         7: """(float[2, 3, 4] x) => (float[1, 1, 4] y) { a = Mul (x, x) m = ReduceMean <axes = [0, 1]> (x)
         b = ReduceMean <axes = [0, 1]> (a) n = Mul (m, m) y = Sub (b, n) }""",
@@ -400,10 +396,7 @@ REMEDIED: Mapping[str, Forms] = {
         { a = Mul (x, x) m = ReduceMean (x, i) b = ReduceMean (a, i) n = Mul (m, m) y = Sub (b, n) }""",
     },
     "scaled-square": reducing(SQUARES, "ReduceMean", "c = Add (b, small) y = Sqrt (c)"),
-    "softplus": unary("Softplus"),
     "barrier": {7: f"{X} <{NUMBERS}> {{ a = Add (x, two) y = Tanh (a) }}"},
-    "log-softmax": unary("LogSoftmax <axis = 1>"),
-    "sigmoid": unary("Sigmoid"),
 }
 """By the id of the rewrite."""
 
