@@ -20,7 +20,7 @@ pytestmark = only_windows
             "models[0].name",
             'targets.cpu.provider = "cpu"\n[[models]]\npath = "models/a.onnx"\nname = "con"',
         ),
-        ("targets.Source", f'{MODELS}[targets.Source]\ntargets.cpu.provider = "cpu"'),
+        ("targets.Source", f'{MODELS}[targets.Source]\nprovider = "cpu"'),
     ],
     ids=["con", "Source"],
 )
