@@ -615,17 +615,9 @@ class Opener:
         if answer == "EP_UNSUPPORTED":
             gpus = ", ".join(map(str, get(self.variant.settings, "compute_capabilities", list, [])))
             raise SkipTargetError(f"{ep} here cannot run what is for {gpus or made[:40]}")
-        policy = self.variant.settings.get("policy")
-        if policy is None:
-            # The devices are interchangeable, and a session takes one.
-            options.add_provider_for_devices([device], provider_options)
-            return f"{ep} on {device.device.type.name.lower()}"
-        # A policy takes no provider options. These keys are where onnxruntime itself keeps them.
-        for name, value in provider_options.items():
-            options.add_session_config_entry(f"ep.{device.ep_name.lower()}.{name}", value)
-        policies = self.ort.OrtExecutionProviderDevicePolicy
-        options.set_provider_selection_policy(getattr(policies, policy.replace("-", "_").upper()))
-        return f"{ep}, by the policy {policy}"
+        # The devices are interchangeable, and a session takes one.
+        options.add_provider_for_devices([device], provider_options)
+        return f"{ep} on {device.device.type.name.lower()}"
 
     def find_devices(self) -> list[Any]:
         """The devices that the target can run on, best first; with `lock` held."""

@@ -55,7 +55,6 @@ def variant(
         "ep": CPU_EP,
         "device": "cpu",
         "device_filter": {},
-        "policy": None,
         "session_options": {},
         "provider_options": {},
         "optimization": "basic",
@@ -917,23 +916,6 @@ def test_without_a_catalogue_windows_ml_changes_nothing(
     for module in (None, SimpleNamespace(EpCatalog=broken)):
         monkeypatch.setitem(sys.modules, "windowsml", module)
         assert app.target_of(app.load("a", windows_ml=True)) == "cpu"
-
-
-@needs_qnn
-def test_a_policy_opens_the_ep_with_its_options(qnn: Shipper) -> None:
-    app = qnn(npu=changed(QNN, settings={"policy": "prefer-npu"}))
-    (npu, _) = app.explain("a", device="any")
-    assert str(npu) == f"npu: opened, {QNN_EP}, by the policy prefer-npu"
-    assert app.load("a", device="any").run(None, X)[0].shape == (1, 10)
-    (npu, _) = qnn(npu=changed(QNN, settings={"policy": "prefer-tpu"})).explain("a", device="any")
-    assert npu.outcome == "failed"
-    assert "PREFER_TPU" in npu.reason
-    # Without a backend the EP itself raises an error.
-    without = changed(QNN, settings={"policy": "prefer-npu"})
-    without["executor_info"]["ort"]["provider_options"] = {}
-    assert qnn(npu=without).explain("a", device="any")[0].outcome == "failed"
-    opened = qnn(npu=without).load("a", device="any", provider_options={"backend_type": "htp"})
-    assert opened.get_providers()[0] == QNN_EP
 
 
 @needs_qnn

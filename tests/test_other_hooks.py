@@ -82,8 +82,10 @@ def test_requirements_do_not_wait_for_models(root: Path, toml: str) -> None:
 
 def test_requirements_are_those_of_the_targets_of_missing_models(root: Path) -> None:
     toml = """
-default-targets = ["npu"]
-models = ["my_app/models/*.onnx", { path = "b.onnx", targets = ["cpu"], validate = { inputs = "b.npz" } }]
+models = [
+    { path = "my_app/models/a.onnx", targets = ["npu"] },
+    { path = "b.onnx", targets = ["cpu"], validate = { inputs = "b.npz" } },
+]
 [tool.epcontext.targets.cpu]
 provider = "cpu"
 [tool.epcontext.targets.npu]

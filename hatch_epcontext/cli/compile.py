@@ -63,6 +63,11 @@ Examples:
     help="The blob inside the context model, or beside it.",
 )
 @click.option(
+    "--from-memory",
+    is_flag=True,
+    help="Let the compiler read and write memory only, with the blob inside the context model.",
+)
+@click.option(
     "--share-weights",
     is_flag=True,
     help="Compile all models into one sidecar.",
@@ -87,6 +92,7 @@ def command(
     provider: str,
     job: JobSettings,
     embed: bool | None,
+    from_memory: bool,
     share_weights: bool,
     no_validate: bool,
     overwrite: bool,
@@ -114,7 +120,12 @@ def command(
     use_flag_names(named, _HEADLINE)
     validate = {**job.validate, "mode": False} if no_validate else job.validate
     job = dataclasses.replace(
-        job, embed=embed, share_weights=share_weights, fallback=fallback, validate=validate
+        job,
+        embed=embed,
+        from_memory=from_memory,
+        share_weights=share_weights,
+        fallback=fallback,
+        validate=validate,
     )
     config = configure(named, provider, job)
     config = dataclasses.replace(config, report=report or config.report)

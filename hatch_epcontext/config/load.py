@@ -141,14 +141,13 @@ def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]
             'is required with executor = "dask": the address of the scheduler.',
             f'For example scheduler = "tcp://host:8786", or the variable {PREFIX}SCHEDULER.',
         )
-    is_shared = build.cache is not None and not environment.no_cache
-    if is_shared and build.cache_trust == "signed" and not build.cache_keys:
+    url = None if environment.no_cache else build.cache
+    if url is not None and not (build.cache_keys or url.startswith("file://")):
         yield Problem.at(
             Key() / "build" / "cache-keys",
             Kind.MISSING_KEY,
             "is required with a shared cache: the trusted public keys.",
-            "Make a pair of keys with `epcontext cache new-key`. Or trust everyone who can write to it:",
-            Setting(Key() / "build" / "cache-trust", "all"),
+            "Make a pair of keys with `epcontext cache new-key`. Only a folder (file://) works without.",
         )
 
 

@@ -61,9 +61,7 @@ class Resolver:
         """Return all models, each with those of its targets that are selected; yield all problems."""
         yield from check_root(self._table)
         self._targets = yield from self._read_targets()
-        defaults = Key() / "default-targets"
         for names, location in (
-            (self._table.default_targets, defaults),
             (self._environment.targets, f"{PREFIX}TARGETS"),
             (_without_all(self._environment.from_cache), f"{PREFIX}FROM_CACHE"),
         ):
@@ -179,8 +177,6 @@ class Resolver:
     def _targets_of(self, key: Key, table: ModelTable) -> Diagnosed[tuple[Target, ...]]:
         yield from self._check_names(table.targets, key / "targets")
         names = table.targets
-        if names is None:
-            names = self._table.default_targets
         if names is None:
             names = tuple(self._targets)
         if not names and self._targets:
@@ -312,8 +308,7 @@ def _compile_settings(
     device = _device(table, provider)
     static_shapes = table.static_shapes
     if static_shapes is None:
-        # With a policy ONNX Runtime chooses any of the EP's devices.
-        static_shapes = not provider.leaves_shapes_open("any" if table.policy else device)
+        static_shapes = not provider.leaves_shapes_open(device)
     known = provider.compiler_library.capabilities if provider.compiler_library else ()
     given = table.compute_capabilities or ()
     derived = {
@@ -332,10 +327,7 @@ def _compile_settings(
         "device_filter": {name: str(value) for name, value in table.device_filter.items()},
         "quantize": _quantize(table, provider),
         # A sidecar by default: large models need one, and no known EP requires embedding.
-        "embed": bool(table.in_memory) if table.embed == "auto" else table.embed,
-        "external_initializers": table.external_initializers_threshold
-        if table.external_initializers
-        else None,
+        "embed": table.embed is True,
     }
     return CompileSettings(**{**copied, **derived})
 

@@ -16,7 +16,6 @@ from hatch_epcontext.config.tables import (
     Editable,
     Fallback,
     Optimization,
-    Policy,
     QuantizedType,
     TargetToleranceTable,
     ToleranceTable,
@@ -26,7 +25,6 @@ from hatch_epcontext.config.tables import (
 from hatch_epcontext.errors import Key
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
-from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.loader import OPTION_FILE
 from hatch_epcontext.providers import (
     QUANTIZED,
@@ -110,12 +108,10 @@ class CompileSettings:
     reaches all three. Settings that matter only for loading or checking do not belong here.
 
     ``library_module`` is the package of the EP's library. ``library_sha256`` replaces the path of a library,
-    which differs between machines. With ``static_shapes`` the model's dims and shapes are fixed.
-    ``external_initializers``: bytes from which an initializer outside the contexts goes into a file of its
-    own, or None. ``dequantize``: whether dynamic quantization is undone, ``"all"`` for static quantization
-    too, None to undo it only if the EP leaves nodes otherwise. ``quantize``: how floats are quantized, or
-    None; the calibration data is the target's. ``without_rewrites``: rewrites for its number format to leave
-    out.
+    which differs between machines. With ``static_shapes`` the model's dims and shapes are fixed. With
+    ``from_memory`` the compiler reads and writes memory only. ``dequantize``: whether dynamic quantization
+    is undone, ``"all"`` for static quantization too, None to undo it only if the EP leaves nodes otherwise.
+    ``quantize``: how floats are quantized, or None; the calibration data is the target's.
     """
 
     provider: str
@@ -127,15 +123,13 @@ class CompileSettings:
     session_options: Mapping[str, str] = field(default_factory=dict)
     device: Device
     device_filter: Mapping[str, str] = field(default_factory=dict)
-    policy: Policy | None = None
     virtual_devices: bool = False
     optimization: Optimization = "basic"
     static_shapes: bool = True
     embed: bool = False
-    in_memory: bool = False
-    external_initializers: int | None = None
+    from_memory: bool = False
+    external_initializers: bool = False
     unroll_limit: int = 5000
-    without_rewrites: tuple[RewriteName, ...] = ()
     recompile: bool = False
     compile_with: CompileWith = "ep"
     compute_capabilities: tuple[str, ...] = ()
@@ -337,8 +331,8 @@ class BuildSettings(BuildTable):
 
     @property
     def trust(self) -> tuple[str, ...] | None:
-        """The trusted public keys of the shared cache; None to trust all statements."""
-        return None if self.cache_trust == "all" else self.cache_keys
+        """The trusted public keys of the shared cache; None to trust a folder without keys."""
+        return self.cache_keys or None
 
 
 @dataclass(frozen=True, kw_only=True)

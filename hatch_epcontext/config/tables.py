@@ -14,25 +14,14 @@ from hatch_epcontext.config.location import check_url
 from hatch_epcontext.config.shared_cache import check_cache_url, check_public_keys
 from hatch_epcontext.files import is_portable, is_sha256
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import parse_size
 
 Optimization = Literal["none", "basic", "extended", "all"]
 CompileWith = Literal["ep", "library"]
-Policy = Literal[
-    "default",
-    "prefer-cpu",
-    "prefer-npu",
-    "prefer-gpu",
-    "max-performance",
-    "max-efficiency",
-    "min-overall-power",
-]
 Fallback = Literal["auto", "source", "none"]
 Editable = Literal["source", "compile", "skip"]
 ValidationMode = Literal["auto", "require", "structure", False]
-Trust = Literal["signed", "all"]
 ExecutorName = Literal["local", "dask"]
 Dequantize = Literal["all"] | bool
 QuantizedType = Literal["uint8", "int8", "uint16", "int16"]
@@ -83,7 +72,6 @@ def _must_be(allowed: str, is_valid: Callable[[Any], bool]) -> Check:
 _COUNT = _must_be("at least 1", lambda value: value == "auto" or value >= 1)
 _SECONDS = _must_be("a number of seconds above 0", lambda value: 0 < value < math.inf)
 _SHARE = _must_be("from 0 to 1", lambda value: 0 <= value <= 1)
-_BYTES = _must_be("at least 0 bytes", lambda value: value >= 0)
 _DECIBELS = _must_be("from -200 to 200 decibels", lambda value: -200 <= value <= 200)
 _NODES = _must_be("at least 0 nodes", lambda value: value >= 0)
 _LIMIT = _must_be("at least 0", lambda value: 0 <= value < math.inf)
@@ -198,7 +186,6 @@ class NarrowableTable:
         'EP\'s metadata, such as `{ npu_platform = "4000" }`.',
         dict,
     )
-    policy: Policy | None = _key("Let ONNX Runtime choose among the EP's devices.")
     profiles: tuple[Mapping[str, ProfileTable], ...] = _key(
         "Optimization profiles (TensorRT, TensorRT RTX), each with `min`, `opt` and `max` shapes by "
         "input.",
@@ -211,15 +198,10 @@ class NarrowableTable:
         "The compiled blob inside the context model (`true`), or beside it, which large models need.",
         otherwise="auto",
     )
-    in_memory: bool | None = _key(
-        "Compile from memory to memory, with the blob inside the context model.", otherwise=False
-    )
     external_initializers: bool | None = _key(
-        "Keep the weights of contexts or of an optimized graph in a file of their own.",
+        "Keep the weights of contexts or of an optimized graph in a file of their own, from 1024 bytes "
+        "each.",
         otherwise=False,
-    )
-    external_initializers_threshold: int | None = _key(
-        "Only weights of at least this many bytes go there.", otherwise=1024, check=_BYTES
     )
     static_shapes: bool | None = _key(
         "Fix the model's dimensions to `dims` and `shapes`. With `false` these are only the sizes "
@@ -231,10 +213,6 @@ class NarrowableTable:
         "see `docs/what-compiles.md`.",
         otherwise=5000,
         check=_NODES,
-    )
-    without_rewrites: tuple[RewriteName, ...] | None = _key(
-        "Rewrites for differing results to leave out: see `docs/what-compiles.md`.",
-        otherwise=(),
     )
     recompile: bool | None = _key(
         'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '
@@ -418,7 +396,7 @@ class ModelTable(NarrowableTable):
     )
     sdist: bool = _key("Whether sdists contain the model at `url`.", False)
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
-    targets: tuple[str, ...] | None = _key("Targets by name.", when_missing="`default-targets`")
+    targets: tuple[str, ...] | None = _key("Targets by name.", when_missing="all")
     fallback: Fallback | None = _key(
         "As `fallback` of the root, for this model.", when_missing="that of the root"
     )
@@ -479,15 +457,6 @@ class BuildTable:
         (),
         check=check_public_keys,
     )
-    cache_trust: Trust = _key(
-        "`signed` uses only statements that one of `cache-keys` signed; `all` uses all.",
-        "signed",
-    )
-    cache_timeout: float = _key(
-        "Seconds that a build waits for the shared cache in all, before it goes on without it.",
-        20.0,
-        check=_SECONDS,
-    )
     executor: ExecutorName = _key(
         "Where jobs run: on this machine, or on the machines of a dask cluster: see `docs/ci.md`.",
         "local",
@@ -528,9 +497,6 @@ class RootTable:
 
     models: tuple[str | ModelTable, ...] = _key("Paths, globs or tables.", (), required=True)
     targets: Mapping[str, TargetTable] = _key("What to compile for, by name.", dict, required=True)
-    default_targets: tuple[str, ...] | None = _key(
-        "Targets of models that name none.", when_missing="all"
-    )
     output: str | None = _key(
         "The package's folder in the wheel.", when_missing="`<import package>/epcontext`"
     )

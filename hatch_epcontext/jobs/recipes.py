@@ -349,14 +349,12 @@ def _unrolled(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
 
 
 def _wanted(job: Job, names: Sequence[RewriteName]) -> tuple[RewriteName, ...]:
-    """Those of ``names`` that help in the EP's number format, and that the target does not leave out."""
+    """Those of ``names`` that help in the EP's number format."""
     settings, provider = job.target.settings, job.target.provider
     format_ = provider.number_format(settings.device, settings.provider_options)
     if format_ is None or provider.product != "context":
         return ()
-    return tuple(
-        each for each in names if each in format_.rewrites and each not in settings.without_rewrites
-    )
+    return tuple(name for name in names if name in format_.rewrites)
 
 
 def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:

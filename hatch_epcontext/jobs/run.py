@@ -68,7 +68,6 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
         can_write=_may_write(settings, warn),
         trust=settings.trust,
         key=settings.cache_key,
-        timeout=settings.cache_timeout,
     )
     return Cache(root, warn, shared)
 

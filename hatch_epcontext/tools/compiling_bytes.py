@@ -24,8 +24,7 @@ def compile_to_bytes(
 ) -> bytes:
     """Compile a model from memory to memory, as `hatch_epcontext.api.compile_to_bytes` describes."""
     _check_provider(provider)
-    settings = {**job_settings.settings, "in-memory": True}
-    job_settings = replace(job_settings, embed=True, settings=settings)
+    job_settings = replace(job_settings, from_memory=True)
     with temp_dir() as folder:
         source, result = folder / "model.onnx", folder / "model_ctx.onnx"
         source.write_bytes(model)

@@ -40,7 +40,8 @@ class JobSettings:
 
     The fields are keys of ``[tool.epcontext]``. A key of ``dims``, ``shapes`` or ``constants`` applies to
     all models, or, with a model's name before it (``"decoder:length"``), to that model. ``fallback`` applies
-    only to a model package. ``validate`` is the mode or the table. ``settings``: other keys in `SETTABLE`.
+    only to a model package. ``validate`` is the mode or the table. With ``from_memory`` the compiler reads
+    and writes memory only, and the blob is inside the context model. ``settings``: other keys in `SETTABLE`.
     """
 
     provider_options: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class JobSettings:
     optimization: str | None = None
     embed: bool | None = None
     share_weights: bool = False
+    from_memory: bool = False
     fallback: Fallback | None = None
     dims: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, Any] = field(default_factory=dict)
@@ -145,9 +147,38 @@ def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettin
     if job_settings.fallback is not None:
         root["fallback"] = job_settings.fallback
     config = load(Path.cwd(), root, {}, _environ(build, job_settings), confined=False)
+    if job_settings.from_memory:
+        config = _from_memory(config, embed=target.get("embed"))
     if job_settings.cache_dir is None:
         return config
     return dataclasses.replace(config, cache_dir=_cache_dir(job_settings.cache_dir))
+
+
+def _from_memory(config: Config, *, embed: object) -> Config:
+    """``config``, whose targets compile from memory to memory; ``embed``: the key, if it is set."""
+    key, replace = Key() / "from-memory", dataclasses.replace
+    for target in config.targets:
+        provider = target.provider
+        if provider.product != "context" or provider.own_context_options or provider.by_library:
+            message = f"what compiles for the {provider.name} provider reads and writes files."
+            raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message))
+        other = "embed = false" if embed is False else "external-initializers = true"
+        if embed is False or target.settings.external_initializers:
+            message = f"makes one context model with everything inside, and there is {other}."
+            raise ConfigError(Problem.at(key, Kind.CONFLICTING_KEYS, message, "Keep one of them."))
+    return replace(
+        config,
+        models=tuple(
+            replace(
+                model,
+                targets=tuple(
+                    replace(each, settings=replace(each.settings, from_memory=True, embed=True))
+                    for each in model.targets
+                ),
+            )
+            for model in config.models
+        ),
+    )
 
 
 def _cache_dir(path: Path) -> Path:

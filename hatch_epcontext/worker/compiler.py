@@ -21,7 +21,7 @@ from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker.reasons import RefusedNodes, refused_nodes
-from hatch_epcontext.worker.session import LEVELS, near, open_session, options
+from hatch_epcontext.worker.session import LEVELS, MIN_EXTERNAL, near, open_session, options
 
 _CHANGE = "Change the model there, or keep only the part before or after it (not tried)."
 
@@ -63,13 +63,13 @@ def _compile(
     prepared: Path, result: Path, target: Target, session_options: Mapping[str, str]
 ) -> None:
     provider = target.provider
-    if target.settings.in_memory:
+    if target.settings.from_memory:
         loaded = onnx.load(prepared, load_external_data=False)
         data = {
             name: (prepared.parent / name).read_bytes()
             for name in external_data(loaded, prepared, prepared.name)
         }
-        result.write_bytes(compile_buffers(prepared.read_bytes(), data, target))
+        result.write_bytes(compile_buffers(prepared.read_bytes(), data, target, session_options))
     elif provider.own_context_options is None:
         _with_model_compiler(prepared, result, target, session_options)
     else:
@@ -102,18 +102,24 @@ _BODY = re.compile("topologically sorted|in-memory address marker")
 """ONNX Runtime's errors about weights of inner graphs that it lost, or cannot write: see `bodies`."""
 
 
-def compile_buffers(model: bytes, data: Mapping[str, bytes], target: Target) -> bytes:
+def compile_buffers(
+    model: bytes,
+    data: Mapping[str, bytes],
+    target: Target,
+    session_options: Mapping[str, str] | None = None,
+) -> bytes:
     """Return the context model of ``model``, an ONNX file's contents, with the compiled blob inside.
 
-    ``data``: the contents of its external data files, by their locations in the model.
+    ``data``: the contents of its external data files, by their locations in the model. ``session_options``
+    are added to the target's.
     """
-    session_options = options(target, target.settings.provider_options)
+    result = options(target, target.settings.provider_options, session_options)
     if data:
-        session_options.add_external_initializers_from_files_in_memory(
+        result.add_external_initializers_from_files_in_memory(
             list(data), list(data.values()), [len(contents) for contents in data.values()]
         )
     compiler = ort.ModelCompiler(
-        session_options,
+        result,
         model,
         # Embedded: ONNX Runtime would otherwise write a sidecar beside the source model.
         embed_compiled_data_into_model=True,
@@ -158,16 +164,15 @@ def _with_model_compiler(
     prepared: Path, result: Path, target: Target, session_options: Mapping[str, str]
 ) -> None:
     settings = target.settings
-    threshold = settings.external_initializers
     compiler = ort.ModelCompiler(
         options(target, settings.provider_options, session_options),
         near(prepared),
         embed_compiled_data_into_model=settings.embed,
         # Relative to the context model; ONNX Runtime accepts no other path.
-        external_initializers_file_path=None
-        if threshold is None
-        else result.with_suffix(".data").name,
-        external_initializers_size_threshold=threshold or 0,
+        external_initializers_file_path=result.with_suffix(".data").name
+        if settings.external_initializers
+        else None,
+        external_initializers_size_threshold=MIN_EXTERNAL,
         # By default it would write a plain copy of the model, and report success.
         flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
         # By default it optimizes nothing, and EPs leave most real models to the CPU.

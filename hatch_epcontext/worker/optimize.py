@@ -12,7 +12,14 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.builder import renamed, restore_inlined
 from hatch_epcontext.graph.external import external_data
-from hatch_epcontext.worker.session import LEVELS, cpu_options, near, open_session, options
+from hatch_epcontext.worker.session import (
+    LEVELS,
+    MIN_EXTERNAL,
+    cpu_options,
+    near,
+    open_session,
+    options,
+)
 
 _FUSIONS = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion")
 """ONNX Runtime's names of the optimizers that fold other nodes into the weights of convolutions."""
@@ -20,9 +27,6 @@ _FUSIONS = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion")
 _INSERTED = "InsertedPrecisionFreeCast_"
 """The prefix of the float32 form of a float16 value. ONNX Runtime uses it in each graph and optimization, and
 refuses its own result if two names are equal."""
-
-_MIN_EXTERNAL = 1024
-"""The bytes from which a session, too, writes tensors into the file for external data."""
 
 
 def optimize(
@@ -54,13 +58,14 @@ def optimize(
             "optimization.disable_specified_optimizers", ";".join(_FUSIONS)
         )
     model = onnx.load(source, load_external_data=False)
-    threshold = target.settings.external_initializers if target else None
     data = None
-    if threshold is not None or external_data(model, source, source.name):
+    if (target and target.settings.external_initializers) or external_data(
+        model, source, source.name
+    ):
         data = f"{result.stem}.data"
     keep_float16 = keep_float16 and (target is None or target.provider.computes_float16)
     if portable and keep_float16 and graph.has_float16(model):
-        _optimize_for_no_ep(source, result, level, session_options, data, threshold)
+        _optimize_for_no_ep(source, result, level, session_options, data)
         restored = restore_inlined(model.graph, onnx.load(result, load_external_data=False))
         onnx.save(restored, result)
         _move_external(result, data)
@@ -69,10 +74,6 @@ def optimize(
     if data is not None:
         session_options.add_session_config_entry(
             "session.optimized_model_external_initializers_file_name", data
-        )
-    if threshold is not None:
-        session_options.add_session_config_entry(
-            "session.optimized_model_external_initializers_min_size_in_bytes", str(threshold)
         )
     session = open_session(source, session_options)
     if _INSERTED.encode() in result.read_bytes():
@@ -99,7 +100,6 @@ def _optimize_for_no_ep(
     level: str,
     session_options: ort.SessionOptions,
     data: str | None,
-    threshold: int | None,
 ) -> None:
     """Write ``source`` to ``result`` before ONNX Runtime inserts the casts that the CPU's kernels need.
 
@@ -109,7 +109,7 @@ def _optimize_for_no_ep(
         session_options,
         near(source),
         external_initializers_file_path=data,
-        external_initializers_size_threshold=_MIN_EXTERNAL if threshold is None else threshold,
+        external_initializers_size_threshold=MIN_EXTERNAL,
         graph_optimization_level=LEVELS[level],
     )
     compiler.compile_to_file(near(result))

@@ -27,6 +27,9 @@ LEVELS = {
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
 
+MIN_EXTERNAL = 1024
+"""The bytes from which ONNX Runtime's sessions write a tensor into the file for external data."""
+
 
 def options(
     target: Target,
@@ -51,14 +54,7 @@ def options(
         return result
     register(provider.plugin, provider.ep, virtual=settings.virtual_devices)
     devices = _devices(provider, settings)
-    if settings.policy is None:
-        result.add_provider_for_devices(devices, dict(provider_options))
-        return result
-    # A policy takes no options; ONNX Runtime itself keeps those of an EP under these keys.
-    for key, value in provider_options.items():
-        result.add_session_config_entry(f"ep.{provider.ep.lower()}.{key}", value)
-    policy = settings.policy.replace("-", "_").upper()
-    result.set_provider_selection_policy(ort.OrtExecutionProviderDevicePolicy.__members__[policy])
+    result.add_provider_for_devices(devices, dict(provider_options))
     return result
 
 
@@ -221,8 +217,8 @@ def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
             kinds = kinds or offered
     chosen = [each for each in kinds if _matches(each, settings.device_filter)]
     if chosen:
-        # Devices that fit are interchangeable, unless a policy chooses among them.
-        return chosen if settings.policy else chosen[:1]
+        # Devices that fit are interchangeable.
+        return chosen[:1]
     wanted: list[str] = [settings.device] if settings.device != "any" else []
     wanted += [f"{name} = {value!r}" for name, value in settings.device_filter.items()]
     raise UnavailableError(

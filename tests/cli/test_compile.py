@@ -259,25 +259,35 @@ def test_variables_about_a_projects_targets_and_models_do_not_count(
 
 
 def test_set_takes_any_other_key(cli: Cli, source: Path, out: Path) -> None:
-    strict = (
-        "--set",
-        "validate.tolerance={atol=0.0, rtol=0.0, cosine=1.0}",
-        "--set",
-        "external-initializers=true",
-    )
-    cli("compile", source, "-o", out, "-p", "cpu", "--constant", "nothing=1", *strict, code=1)
-    cli(
-        "compile",
-        source,
-        "-o",
-        out,
-        "-p",
-        "cpu",
-        *strict,
-        "--set",
-        "external-initializers-threshold=0",
-    )
+    strict = "validate.tolerance={atol=0.0, rtol=0.0, cosine=1.0}"
+    settings = ("--set", strict, "--set", "external-initializers=true")
+    cli("compile", source, "-o", out, "-p", "cpu", "--constant", "nothing=1", *settings, code=1)
+    cli("compile", source, "-o", out, "-p", "cpu", *settings)
     assert names(out) == ["net_optimized.data", "net_optimized.onnx"]
+
+
+@needs_qnn
+def test_compiling_from_memory_gives_one_file(cli: Cli, source: Path, out: Path) -> None:
+    flags = ("--from-memory", "--dim", "batch=1")
+    cli("compile", source, "-o", out, "-p", "qnn", "-O", "soc_model=60", *flags)
+    assert names(out) == ["net_ctx.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("-p", "cpu"), "what compiles for the cpu provider reads and writes files."),
+        (("-p", "tensorrt"), "what compiles for the tensorrt provider reads and writes files."),
+        (("-p", "qnn", "--no-embed"), "there is embed = false."),
+        (("-p", "qnn", "--set", "external-initializers=true"), "external-initializers = true."),
+    ],
+)
+def test_what_excludes_compiling_from_memory(
+    cli: Cli, source: Path, out: Path, flags: tuple[str, ...], message: str
+) -> None:
+    printed = cli("compile", source, "-o", out, "--from-memory", *flags, code=2).stderr
+    assert "\n--from-memory: EPC" in printed
+    assert message in printed
 
 
 @needs_qnn

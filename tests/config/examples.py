@@ -27,7 +27,6 @@ models = ["models/a.onnx"]
 
 LONG = """
 output = "my_app/models"
-default-targets = ["x-elite"]
 fallback = "none"
 editable = "compile"
 
@@ -68,6 +67,7 @@ min-coverage = 0.5
 
 [[models]]
 path = "models/b.onnx"
+targets = ["x-elite"]
 validate = { tolerance = false }
 """
 
@@ -84,7 +84,6 @@ device-filter = { vendor = "nvidia", vendor-id = 4318 }
 [targets.intel]
 provider = "openvino"
 virtual-devices = true
-policy = "prefer-npu"
 allow-unknown-options = true
 provider-options = { load_config = { CPU = { A = "1", B = 2 } }, newer = 1 }
 [targets.other]
@@ -99,15 +98,12 @@ profiles = [{ x = { min = [1, 2], opt = [1, 2], max = [3, 4] } }]
 device-filter = { type = "gpu" }
 [[models]]
 path = "models/b.onnx"
-policy = "default"
 share-weights = "group"
 external-initializers = true
-external-initializers-threshold = 10
 [[models]]
 path = "models/b.onnx"
 name = "c"
 share-weights = "group"
-in-memory = false
 embed = "auto"
 """
 

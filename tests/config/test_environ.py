@@ -50,9 +50,7 @@ def test_all_variables(tmp_path: Path) -> None:
         OFFLINE="1",
         CACHE="s3://bucket/team",
         CACHE_KEYS=f"{PUBLIC},{PUBLIC}",
-        CACHE_TRUST="all",
         CACHE_WRITE="1",
-        CACHE_TIMEOUT="4.5",
         CACHE_KEY=PRIVATE,
         JOBS="3",
         TIMEOUT="2.5",
@@ -80,8 +78,6 @@ def test_all_variables(tmp_path: Path) -> None:
         "fail_fast": True,
         "cache": "s3://bucket/team",
         "cache_keys": (PUBLIC, PUBLIC),
-        "cache_trust": "all",
-        "cache_timeout": 4.5,
         "executor": "dask",
         "scheduler": "tls://host:8786",
     }
@@ -187,7 +183,6 @@ SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
     ("build", "jobs"): ("7", "3", 3, "0"),
     ("build", "timeout"): ("7", "2.5", 2.5, "-1"),
     ("build", "memory_limit"): ("7", "1.5 kB", 1500, "much"),
-    ("build", "cache_timeout"): ("7", "2.5", 2.5, "0"),
     ("build", "fail_fast"): ("false", "1", True, "maybe"),
     ("wheel", "sbom"): ("false", "1", True, "maybe"),
     ("wheel", "tag"): ('"any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
@@ -202,7 +197,7 @@ def keys_with_a_variable() -> list[tuple[str, str]]:
         for name, table in tables
         for key in dataclasses.fields(table)
         # These need one another.
-        if key.name not in ("executor", "scheduler", "cache", "cache_keys", "cache_trust")
+        if key.name not in ("executor", "scheduler", "cache", "cache_keys")
     ]
 
 
@@ -228,8 +223,7 @@ def test_variables_win_over_the_keys_of_the_shared_cache(project: Path) -> None:
     settings = load(project, toml, None, CACHE="s3://other", CACHE_KEYS=f"{other}, {PUBLIC}").build
     assert settings.cache == "s3://other"
     assert settings.cache_keys == (other, PUBLIC)
-    assert load(project, toml, None, CACHE_TRUST="all").build.trust is None
-    invalid = {"CACHE": "ftp://x", "CACHE_KEYS": "x", "CACHE_TRUST": "some"}
+    invalid = {"CACHE": "ftp://x", "CACHE_KEYS": "x"}
     assert problems(project, toml, **invalid).keys() == {f"{PREFIX}{name}" for name in invalid}
     assert "switches it off when empty" in VARIABLES["CACHE"].doc
 
@@ -239,7 +233,7 @@ def test_a_variable_of_a_table_leaves_its_other_keys(project: Path) -> None:
     assert (config.build.jobs, config.build.timeout) == (3, 7)
 
 
-SHARED = {"CACHE": "file:///mnt/shared", "CACHE_TRUST": "all"}
+SHARED = {"CACHE": "file:///mnt/shared"}
 """The cache through which the files of a cluster go."""
 
 

@@ -101,23 +101,10 @@ def test_the_settings_that_choose_a_device(project: Path) -> None:
     device_filter = 'device-filter = { vendor = "Intel", device-id = 3 }'
     found = target(project, openvino + device_filter).settings
     assert (found.device, found.device_filter) == ("npu", {"vendor": "Intel", "device-id": "3"})
-    assert (
-        target(project, '[targets.qnn]\nprovider = "qnn"\npolicy = "prefer-npu"').settings.policy
-        == "prefer-npu"
-    )
     virtual = target(
         project, '[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true'
     ).settings
     assert (virtual.device, virtual.virtual_devices) == ("npu", True)
-
-
-def test_external_initializers_have_a_smallest_size(project: Path) -> None:
-    cpu = '[targets.cpu]\nprovider = "cpu"\n'
-    assert target(project, cpu).settings.external_initializers is None
-    switched_on = cpu + "external-initializers = true"
-    assert target(project, switched_on).settings.external_initializers == 1024
-    both = switched_on + "\nexternal-initializers-threshold = 0"
-    assert target(project, both).settings.external_initializers == 0
 
 
 @pytest.mark.parametrize(
@@ -128,11 +115,6 @@ def test_contexts_are_beside_the_model_by_default(
 ) -> None:
     toml = '[targets.qnn]\nprovider = "qnn"\n' + (f"embed = {written}" if written else "")
     assert target(project, toml).settings.embed is embed
-
-
-def test_a_model_compiled_in_memory_contains_its_contexts(project: Path) -> None:
-    found = target(project, '[targets.qnn]\nprovider = "qnn"\nin-memory = true').settings
-    assert (found.in_memory, found.embed) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +157,6 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         '[targets.openvino]\nprovider = "openvino"\ndevice-filter = { vendor-id = 3 }',
         {"vendor-id": "3"},
     ),
-    "policy": (
-        '[targets.openvino]\nprovider = "openvino"\npolicy = "max-efficiency"',
-        "max-efficiency",
-    ),
     "virtual_devices": (
         '[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true',
         True,
@@ -194,16 +172,11 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "optimization": ('[targets.cpu]\nprovider = "cpu"\noptimization = "all"', "all"),
     "static_shapes": ('[targets.cpu]\nprovider = "cpu"\nstatic-shapes = true', True),
     "embed": ('[targets.qnn]\nprovider = "qnn"\nembed = true', True),
-    "in_memory": ('[targets.qnn]\nprovider = "qnn"\nin-memory = true', True),
     "external_initializers": (
         '[targets.cpu]\nprovider = "cpu"\nexternal-initializers = true',
-        1024,
+        True,
     ),
     "unroll_limit": ('[targets.qnn]\nprovider = "qnn"\nunroll-limit = 0', 0),
-    "without_rewrites": (
-        '[targets.qnn]\nprovider = "qnn"\nwithout-rewrites = ["mean"]',
-        ("mean",),
-    ),
     "recompile": ('[targets.qnn]\nprovider = "qnn"\nrecompile = true', True),
     "dequantize": ('[targets.qnn]\nprovider = "qnn"\ndequantize = "all"', "all"),
     "quantize": (

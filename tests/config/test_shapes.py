@@ -206,7 +206,6 @@ def test_a_name_that_becomes_too_long_is_an_error(project: Path) -> None:
         ('[targets.openvino]\nprovider = "openvino"\ndevice = "npu"', True),
         ('[targets.openvino]\nprovider = "openvino"\ndevice = "any"', True),
         ('[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true', True),
-        ('[targets.openvino]\nprovider = "openvino"\npolicy = "prefer-npu"', True),
         ('[targets.openvino]\nprovider = "openvino"\nstatic-shapes = true', True),
         (
             '[targets.openvino]\nprovider = "openvino"\ndevice = "npu"\nstatic-shapes = false',

@@ -48,14 +48,15 @@ def test_a_private_key_in_the_place_of_a_public_one_is_not_printed(project: Path
     assert PRIVATE not in str(problem)
 
 
-def test_a_shared_cache_needs_keys_or_trusts_everybody(project: Path) -> None:
+def test_a_shared_cache_that_is_no_folder_needs_keys(project: Path) -> None:
     (problem,) = problems(project, SHARED % "jobs = 1").values()
     assert (str(problem.key), problem.kind) == ("tool.epcontext.build.cache-keys", Kind.MISSING_KEY)
-    assert 'cache-trust = "all"' in str(problem)
+    assert "epcontext cache new-key" in str(problem)
     config = load(project, SHARED % f'cache-keys = ["{PUBLIC}"]', None, CACHE_KEY=PRIVATE)
     assert config.build.cache_keys == (PUBLIC,)
     assert config.build.cache_key == PRIVATE
-    assert load(project, SHARED % 'cache-trust = "all"').build.trust is None
+    assert config.build.trust == (PUBLIC,)
+    assert load(project, SHARED % "jobs = 1", None, CACHE="file:///mnt/cache").build.trust is None
     assert load(project, SHARED % "jobs = 1", None, CACHE="").build.cache is None
     assert load(project, SHARED % "jobs = 1", None, NO_CACHE="1").build.cache is None
 

@@ -565,14 +565,6 @@ def test_what_may_differ_is_taken_before_what_differs(builder: Builder) -> None:
     assert compiler.tried == ["plain", "ranges"]
 
 
-def test_rewrites_can_be_left_out(builder: Builder) -> None:
-    compiler = Compiler({"plain": [], "ranges": []}, sensitive={"plain": 3})
-    builder.build(compiler, 'without-rewrites = ["hypot", "square"]')
-    assert compiler.tried == ["plain", "ranges"]
-    assert not any({"hypot", "square"} & {*each.remedies} for each in compiler.recipes)
-    assert all("mean" in each.remedies for each in compiler.recipes)
-
-
 def test_other_forms_keep_the_options_that_coverage_needs(builder: Builder) -> None:
     more = builder.job().target.provider.more_coverage
     assert more is not None

@@ -686,11 +686,7 @@ def test_a_model_that_is_too_large_to_embed_is_refused_before_compiling(
 @needs_qnn
 @pytest.mark.usefixtures("lengths")
 def test_a_group_of_an_ep_that_opens_shared_contexts_is_opened_together(run: Run) -> None:
-    toml = SHARED.replace(
-        'targets.qnn.provider = "qnn"',
-        'targets.plugin.provider = "plugin"\ntargets.plugin.library = "onnxruntime_qnn"\n'
-        'targets.plugin.ep-name = "QNNExecutionProvider"',
-    ).replace("{ soc", '{ backend_type = "htp", soc')
+    toml = UNKNOWN_EP + SHARED[SHARED.index("[[models]]") :]
     # An unknown plugin EP is expected to open them. QNN's simulator refuses, or crashes: both happen.
     with pytest.raises(BuildError, match=r"QNN_COMMON_ERROR_NOT_SUPPORTED|SIGSEGV") as raised:
         run(toml)

@@ -138,7 +138,7 @@ def test_external_weights_of_bodies_open_from_hard_links(tmp_path: Path) -> None
     source = model(nodes, [value("x", [2, 300])], [value("y", [2, 300])], [limit])
     result = tmp_path / "result.onnx"
     spec = target("cpu")
-    settings = dataclasses.replace(spec.settings, external_initializers=1024)
+    settings = dataclasses.replace(spec.settings, external_initializers=True)
     spec = dataclasses.replace(spec, settings=settings)
     optimize(save(source, tmp_path / "source.onnx"), result, "all", spec)
     (data,) = tmp_path.glob("*.data")

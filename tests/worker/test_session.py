@@ -197,14 +197,6 @@ def test_a_library_without_an_ep_is_an_error(tmp_path: Path) -> None:
 
 
 @needs_qnn
-@pytest.mark.parametrize("policy", ["prefer-npu", "max-performance", "min-overall-power"])
-def test_a_policy_keeps_the_provider_options(tmp_path: Path, policy: str) -> None:
-    to = target("qnn", X_ELITE, policy=policy)
-    (context,) = compile_in_a_worker(to, tmp_path).contexts
-    assert ":73:60:" in context.compatibility
-
-
-@needs_qnn
 def test_an_ep_that_cross_compiles_takes_any_of_its_devices() -> None:
     to = target("qnn", X_ELITE, device="npu")
     options(to, to.settings.provider_options)

@@ -150,7 +150,6 @@ _APPLIES: Mapping[str, Callable[[Provider, Any], bool]] = {
     "recompile": lambda provider, _: provider.product == "context" and provider.plugin is not None,
     "profiles": lambda provider, _: provider.profiles is not None,
     "device_filter": lambda provider, _: provider.plugin is not None,
-    "policy": lambda provider, _: provider.plugin is not None,
 }
 """The keys that at least one of a model's targets must support, with a test of a value for a provider."""
 
@@ -207,7 +206,7 @@ def _applicable(
             or (target.unchecked and not any(knows(other, option) for other in targets))
         }
     if provider.product != "context":
-        kept |= {"embed": None, "in_memory": None}
+        kept["embed"] = None
     return dataclasses.replace(table, **kept)
 
 

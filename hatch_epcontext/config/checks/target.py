@@ -129,16 +129,8 @@ def check_narrowable(key: Key, table: NarrowableTable, target: NamedTarget) -> I
     provider = target.provider
     yield from check_options(key, table.provider_options, table.load_options, target)
     yield from check_session_options(key / "session-options", table.session_options, target)
-    if table.in_memory:
-        yield from _check_in_memory(key, table, provider)
     if provider.by_library and provider.compiler_library:
         yield from _check_for_library(key, table, provider, provider.compiler_library)
-    if table.external_initializers_threshold is not None and table.external_initializers is False:
-        yield Problem.at(
-            key / "external-initializers-threshold",
-            Kind.CONFLICTING_KEYS,
-            "is the size of external initializers, and external-initializers is false.",
-        )
     if table.recompile and (provider.plugin is None or provider.product != "context"):
         yield Problem.at(
             key / "recompile",
@@ -169,23 +161,9 @@ def _check_for_library(
     if table.optimization in ("extended", "all"):
         message = "is what ONNX Runtime does for its own EPs, and the library compiles without it."
         yield Problem.at(key / "optimization", Kind.NOT_APPLICABLE, message)
-    for key_ in ("in_memory", "external_initializers"):
-        if getattr(table, key_):
-            message = "is what ONNX Runtime does, and the library compiles without it."
-            yield Problem.at(key / toml_key(key_), Kind.NOT_APPLICABLE, message)
-
-
-def _check_in_memory(key: Key, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
-    key /= "in-memory"
-    if provider.product != "context" or provider.own_context_options is not None:
-        message = f"the {provider.name} provider does not compile in memory."
-        yield Problem.at(key, Kind.NOT_APPLICABLE, message)
-    if table.embed is False:
-        message = "puts the blob inside the context model, and embed is false."
-        yield Problem.at(key, Kind.CONFLICTING_KEYS, message)
     if table.external_initializers:
-        message = "writes no files, and external-initializers needs one."
-        yield Problem.at(key, Kind.CONFLICTING_KEYS, message)
+        message = "is what ONNX Runtime does, and the library compiles without it."
+        yield Problem.at(key / "external-initializers", Kind.NOT_APPLICABLE, message)
 
 
 def _check_device(key: Key, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
@@ -197,25 +175,16 @@ def _check_device(key: Key, table: NarrowableTable, provider: Provider) -> Itera
             f"Allowed: {', '.join(dict.fromkeys((*provider.devices, 'any')))}.",
         )
     if provider.plugin is None:
-        for name in ("device_filter", "policy"):
-            if getattr(table, name):
-                yield Problem.at(
-                    key / toml_key(name),
-                    Kind.NOT_APPLICABLE,
-                    f"chooses among the devices of a plugin EP, and {provider.name} is a part of "
-                    "ONNX Runtime.",
-                    "Use its option device_id." if "device_id" in provider.options else None,
-                )
+        if table.device_filter:
+            yield Problem.at(
+                key / "device-filter",
+                Kind.NOT_APPLICABLE,
+                f"chooses among the devices of a plugin EP, and {provider.name} is a part of ONNX Runtime.",
+                "Use its option device_id." if "device_id" in provider.options else None,
+            )
     elif "library_path" in table.device_filter:
         message = "is a path of this machine, and apps choose by the same properties."
         yield Problem.at(key / "device-filter" / "library_path", Kind.NOT_APPLICABLE, message)
-    elif table.policy and table.device_filter:
-        yield Problem.at(
-            key / "policy",
-            Kind.CONFLICTING_KEYS,
-            "excludes device-filter: with a policy ONNX Runtime chooses the device.",
-            "Keep one of them.",
-        )
 
 
 _MAX_SIZE = 2**31 - 1

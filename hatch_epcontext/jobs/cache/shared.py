@@ -33,6 +33,7 @@ from hatch_epcontext.jobs.cache.statement import (
 )
 from hatch_epcontext.jobs.cache.transport import (
     MAX_DOCUMENT,
+    TIMEOUT,
     FailureReason,
     Transport,
     TransportError,
@@ -68,7 +69,7 @@ class SharedCache:
         can_write: bool = False,
         trust: tuple[str, ...] | None = None,
         key: str | None = None,
-        timeout: float = 20,
+        timeout: float = TIMEOUT,
     ) -> None:
         signs = trust is not None or key is not None
         self.transport = Transport(url, timeout, signs=signs)

@@ -160,6 +160,9 @@ _BACKENDS: Mapping[str, _Backend] = {
 }
 
 
+TIMEOUT = 20.0
+"""Seconds that a build waits for a shared cache, before it goes on without it."""
+
 _LOGGERS = ("aiobotocore", "asyncio", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs")
 """The backends' loggers; without configured logging a build shows nothing of them."""
 
@@ -225,7 +228,7 @@ class Transport:
     def __init__(
         self,
         url: str,
-        timeout: float,
+        timeout: float = TIMEOUT,
         *,
         in_all: bool = True,
         signs: bool = False,
@@ -398,7 +401,7 @@ class Transport:
         if self._stopped:
             raise TransportError(FailureReason.STOPPED, "the build was interrupted")
         if self._stopwatch.left <= 0:
-            reason = f"{self._stopwatch.limit:g} s in all without receiving a byte; see build.cache-timeout"
+            reason = f"{self._stopwatch.limit:g} s in all without receiving a byte"
             raise TransportError(FailureReason.TOO_SLOW, reason)
 
     def _files(self) -> tuple[Any, str]:

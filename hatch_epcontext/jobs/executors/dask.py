@@ -114,7 +114,6 @@ class DaskExecutor:
         self._info = BuildInfo(
             uuid.uuid4().hex,
             settings.cache,
-            settings.cache_timeout,
             workers.timeout,
             workers.memory_limit,
             workers.verbose,
@@ -124,7 +123,7 @@ class DaskExecutor:
         self._workers = workers
         self._sources = sources
         self._index = index
-        self._transport = Transport(settings.cache, settings.cache_timeout, in_all=False)
+        self._transport = Transport(settings.cache, in_all=False)
         self._lock, self._looking, self._sending = (threading.Lock() for _ in range(3))
         self._numbers = itertools.count()
         # By the target's name and whether it needs the EP.

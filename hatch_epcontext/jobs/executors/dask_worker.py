@@ -56,7 +56,6 @@ class BuildInfo:
 
     id: str
     cache: str
-    cache_timeout: float
     timeout: float
     memory_limit: int | None
     verbose: bool
@@ -209,7 +208,7 @@ class _Build:
         with writing("the files of a build", place):
             place.mkdir(parents=True, exist_ok=True)
             self._folder = Path(tempfile.mkdtemp(dir=place))
-        self._transport = Transport(info.cache, info.cache_timeout, in_all=False)
+        self._transport = Transport(info.cache, in_all=False)
         self._stack = contextlib.ExitStack()
         self._workers = self._stack.enter_context(
             Workers(

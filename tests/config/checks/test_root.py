@@ -35,8 +35,6 @@ CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
         (f'{CPU}output = "my-app"', "output", "a package's path"),
         (f'{CPU}output = "../x"', "output", "a package's path"),
         (f"{CPU}embed = true", "embed", "is not a known key"),
-        (f'{MODELS}default-targets = ["z"]\n[targets.q]\nprovider = "qnn"',
-         "default-targets", '"z" is not a target'),
     ],
 )  # fmt: skip
 def test_an_invalid_root_is_reported_with_its_key(

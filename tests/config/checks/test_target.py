@@ -85,7 +85,6 @@ def test_an_invalid_profile_is_an_error(
          "targets.rtx.provider-options.nv_target_sm", Kind.CONFLICTING_OPTIONS),
         (f'{RTX}compile-with = "library"\nprovider-options = {{ nv_dump_subgraphs = true }}',
          "targets.rtx.provider-options.nv_dump_subgraphs", Kind.CONFLICTING_OPTIONS),
-        (f'{RTX}compile-with = "library"\nin-memory = true', "targets.rtx.in-memory", Kind.NOT_APPLICABLE),
         (f'{RTX}profiles = [{{ x = {{ min = [1], opt = [1], max = [2147483648] }} }}]',
          "targets.rtx.profiles[0].x.max", Kind.INVALID_PROFILE),
     ],
@@ -147,24 +146,9 @@ def test_profiles_of_an_ep_without_them_are_an_error(project: Path) -> None:
     ("toml", "location", "message"),
     [
         (
-            '[targets.qnn]\nprovider = "qnn"\npolicy = "prefer"',
-            "policy",
-            'must be "default" or "prefer-cpu" or',
-        ),
-        (
-            '[targets.cuda]\nprovider = "cuda"\npolicy = "prefer-gpu"',
-            "policy",
-            "a part of ONNX Runtime",
-        ),
-        (
             '[targets.cuda]\nprovider = "cuda"\ndevice-filter = { type = "gpu" }',
             "device-filter",
             "a part of ONNX",
-        ),
-        (
-            '[targets.qnn]\nprovider = "qnn"\npolicy = "prefer-npu"\ndevice-filter = { type = "npu" }',
-            "policy",
-            "excludes device-filter",
         ),
         (
             '[targets.qnn]\nprovider = "qnn"\nvirtual-devices = true',
@@ -208,31 +192,3 @@ def test_the_keys_of_a_library_are_for_libraries_only(
     project: Path, toml: str, keys: set[str]
 ) -> None:
     assert {place.split(".", 2)[2] for place in problems(project, MODELS + toml)} == keys
-
-
-def test_external_initializers_exclude_each_other(project: Path) -> None:
-    cpu = '[targets.cpu]\nprovider = "cpu"\n'
-    location, _ = only_problem(project, cpu + "external-initializers-threshold = -1")
-    assert location == "targets.cpu.external-initializers-threshold"
-    wrong = cpu + "external-initializers = false\nexternal-initializers-threshold = 9"
-    location, found = only_problem(project, wrong)
-    assert location == "targets.cpu.external-initializers-threshold"
-    assert "external-initializers is false" in found.message
-
-
-@pytest.mark.parametrize(
-    ("toml", "message"),
-    [
-        ('[targets.qnn]\nprovider = "qnn"\nembed = false', "embed is false"),
-        (
-            '[targets.qnn]\nprovider = "qnn"\nexternal-initializers = true',
-            "external-initializers needs one",
-        ),
-        ('[targets.cpu]\nprovider = "cpu"', "does not compile in memory"),
-        ('[targets.tensorrt]\nprovider = "tensorrt"', "does not compile in memory"),
-    ],
-)
-def test_settings_that_exclude_compiling_in_memory(project: Path, toml: str, message: str) -> None:
-    location, found = only_problem(project, f"{toml}\nin-memory = true")
-    assert location.endswith(".in-memory")
-    assert message in found.message

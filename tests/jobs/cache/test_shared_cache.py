@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import record_files
 from hatch_epcontext.jobs.artifact import Artifact, Built, Result, ValidationRun, ValidationStatus
 from hatch_epcontext.jobs.artifact import Validation as ValidationOf
+from hatch_epcontext.jobs.cache import shared
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cache.shared import SharedCache
@@ -114,18 +116,19 @@ def machine(project: Path, tmp_path: Path) -> Callable[[str], Machine]:
 
 
 def test_a_build_that_needs_a_cache_that_is_dead_names_it(
-    machine: Callable[[str], Machine],
+    machine: Callable[[str], Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared, "SharedCache", partial(shared.SharedCache, timeout=0.5))
     first = machine("first")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/cache"
         with pytest.raises(BuildError) as raised:
-            first.build(ONE, compiles=False, CACHE=url, FROM_CACHE="all", CACHE_TIMEOUT="0.5")
+            first.build(ONE, compiles=False, CACHE=url, FROM_CACHE="all")
     (problem,) = raised.value.problems
     assert problem.kind is Kind.NOT_CACHED
     assert f"The shared cache {url} kept the build waiting for too long" in problem.message
     # One that can compile goes on without it.
-    (built,) = first.build(ONE, CACHE=url, CACHE_TIMEOUT="0.5")
+    (built,) = first.build(ONE, CACHE=url)
     assert built.artifact.record.files
 
 
@@ -200,18 +203,17 @@ def test_a_forged_artifact_is_compiled_again(
     assert not third.warnings
 
 
-def test_a_build_that_trusts_everybody_uses_what_nobody_signed(
-    machine: Callable[[str], Machine], server: WebServer
+def test_a_folder_without_keys_has_what_nobody_signed(
+    machine: Callable[[str], Machine], tmp_path: Path
 ) -> None:
-    everybody: dict[str, Any] = {
-        "CACHE": server.url,
-        "CACHE_TRUST": "all",
+    folder: dict[str, Any] = {
+        "CACHE": (tmp_path / "shared").as_uri(),
         "CACHE_KEYS": "",
         "CACHE_KEY": "",
     }
     first, second = machine("first"), machine("second")
-    first.build(ONE, **everybody, CACHE_WRITE="1")
-    second.build(ONE, compiles=False, **everybody)
+    first.build(ONE, **folder, CACHE_WRITE="1")
+    second.build(ONE, compiles=False, **folder)
     assert not first.warnings + second.warnings
 
 

@@ -213,7 +213,6 @@ class Builder:
             "EXECUTOR": "dask",
             "SCHEDULER": self.cluster.address,
             "CACHE": f"file://{self.shared}",
-            "CACHE_TRUST": "all",
             "CACHE_DIR": str(self.folder / "cache"),
         }
 
@@ -338,14 +337,14 @@ def test_a_build_with_the_key_signs_what_workers_compiled(
 ) -> None:
     private, public = new_keys()
     toml = f'{CPU}[build]\ncache-keys = ["{public}"]\n'
-    signing = {"CACHE_TRUST": "", "CACHE_WRITE": "1", "CACHE_KEY": private}
+    signing = {"CACHE_WRITE": "1", "CACHE_KEY": private}
     run.use_shared = True
     (built,) = run(toml, signing).built
     assert not built.cached
     other = Builder(run.root, tmp_path / "other", run.cluster)
     other.folder.mkdir()
     other.use_shared, other.shared = True, run.shared
-    (taken,) = other(toml, {"CACHE_TRUST": "", "FROM_CACHE": "all"}).built
+    (taken,) = other(toml, {"FROM_CACHE": "all"}).built
     assert taken.artifact.record == built.artifact.record
     assert not [line for line in other.log if "shared cache" in line]
 
@@ -507,7 +506,6 @@ def test_a_dry_run_knows_the_fingerprints(run: Builder) -> None:
         "HATCH_EPCONTEXT_EXECUTOR": "dask",
         "HATCH_EPCONTEXT_SCHEDULER": run.cluster.address,
         "HATCH_EPCONTEXT_CACHE": f"file://{run.shared}",
-        "HATCH_EPCONTEXT_CACHE_TRUST": "all",
     }
     found: list[DryRun] = []
     for environ in (farm, {}):
@@ -525,7 +523,6 @@ def test_this_environment_needs_only_what_reads_models(project: Path) -> None:
         "HATCH_EPCONTEXT_EXECUTOR": "dask",
         "HATCH_EPCONTEXT_SCHEDULER": "tcp://127.0.0.1:9",
         "HATCH_EPCONTEXT_CACHE": "file:///shared",
-        "HATCH_EPCONTEXT_CACHE_TRUST": "all",
     }
     planned = plan(load(project, parse(toml), {}, environ))
     assert planned.requirements == FARM

@@ -228,11 +228,11 @@ def test_an_optimized_graph_of_a_source_with_external_data_can_be_loaded(tmp_pat
 
 @needs_qnn
 @pytest.mark.parametrize("external", [False, True])
-def test_in_memory_compilation_gives_one_file_and_the_same_context(
+def test_compilation_from_memory_gives_one_file_and_the_same_context(
     tmp_path: Path, external: bool
 ) -> None:
     path = (save_with_data if external else save)(network(1), tmp_path / "models" / "a.onnx")
-    to = target("qnn", X_ELITE, embed=True, in_memory=True)
+    to = target("qnn", X_ELITE, embed=True, from_memory=True)
     reply, folder = compiled(path, to, tmp_path)
     assert [file.name for file in folder.iterdir()] == ["a_ctx.onnx"]
     by_file, _ = compiled(path, target("qnn", X_ELITE, embed=True), tmp_path / "file")
@@ -240,9 +240,9 @@ def test_in_memory_compilation_gives_one_file_and_the_same_context(
 
 
 @needs_qnn
-def test_nothing_compiled_in_memory_is_an_error(tmp_path: Path) -> None:
+def test_nothing_compiled_from_memory_is_an_error(tmp_path: Path) -> None:
     path = save(choosing_nothing(), tmp_path / "a.onnx")
-    to = target("qnn", X_ELITE, embed=True, in_memory=True)
+    to = target("qnn", X_ELITE, embed=True, from_memory=True)
     with pytest.raises(BuildError, match="QNNExecutionProvider compiled no node of the model"):
         compiled(path, to, tmp_path)
 

@@ -274,7 +274,7 @@ def test_initializers_outside_the_contexts_are_in_a_file_of_their_own(
 ) -> None:
     path = save(with_weights_left_over(), tmp_path / "models" / "a.onnx")
     spec = Model("a", path, MODEL)
-    to = target("qnn", X_ELITE, embed=embed, external_initializers=100)
+    to = target("qnn", X_ELITE, embed=embed, external_initializers=True)
     request = compile_request(spec, to, tmp_path)
     reply = run_compile(request)
     names = {file.name for file in Path(request.folder).iterdir()}
@@ -289,7 +289,7 @@ def test_initializers_outside_the_contexts_are_in_a_file_of_their_own(
 
 def test_an_optimized_graph_can_have_external_initializers(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "models" / "a.onnx")
-    to = target("cpu", external_initializers=1000)
+    to = target("cpu", external_initializers=True)
     request = compile_request(Model("a", path, MODEL), to, tmp_path)
     run_compile(request)
     data = Path(request.folder) / "a_optimized.data"
