@@ -3,9 +3,9 @@
 With it a build reads no unchanged file, and needs no worker for a model that was read before. An index is a
 folder of small files, which are written atomically, and which any number of builds may use.
 
-The status of a user's file is used only where it is known to change with the content (`Mounts`). Elsewhere
-each build reads the content. Only builds write to the files of the cache, so their size, inode and time of
-change are enough to detect damage.
+The status of a user's file, which has the time of its change, is trusted once that is two seconds old.
+Windows has no such time: there each build reads the content. Only builds write to the files of the cache, so
+their size, inode and time of change are enough to detect damage.
 
 An `Index` belongs to one build, which sees one version of each file: it fails when a file has changed since
 it was first read.
@@ -18,7 +18,6 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -30,7 +29,6 @@ from hatch_epcontext.files import (
     is_sha256,
     known_text,
     mark_used,
-    mounts,
     record_file,
     write_atomically,
 )
@@ -47,67 +45,19 @@ T = TypeVar("T")
 class FileState:
     """A file when a build first read it: size in bytes, time of its last change in ns, hex sha256.
 
-    ``trusted``: whether changes show in its status; ``settled``: whether an immediate change shows too.
+    ``settled``: whether another change must show in its status.
     """
 
     size: int
     changed: int
     digest: str
     sha256: str
-    trusted: bool
     settled: bool
 
 
 _SETTLED_NS = 2 * 10**9
 """Nanoseconds after which a changed file must have another status: the coarsest time stamps are two seconds
 apart."""
-
-
-_TRUE_STATUS = frozenset({"btrfs", "ext2", "ext3", "ext4", "tmpfs", "xfs", "zfs"})
-"""File systems of Linux that change a file's status whenever its content changes.
-
-Two squashfs images that were mounted in turn gave two files the same status, and so did overlays above them.
-Others were not tried.
-"""
-
-_IMAGES = ("/dev/loop", "/dev/nbd")
-"""The prefixes of devices that are backed by a file: another file can take the same name."""
-
-
-@dataclass(frozen=True)
-class Mounts:
-    """Which mounted file systems change a file's status whenever its content changes."""
-
-    _known: dict[str, bool] = field(default_factory=dict)
-
-    def have_true_status(self, path: Path) -> bool:
-        """Whether the file system of the file ``path`` is known to do so; on Linux only.
-
-        What is mounted read-only, or from a file, can be replaced by another image with the same device,
-        inodes and times.
-        """
-        try:
-            # The mount of the file, not of its folder: a file can be mounted by itself.
-            descriptor = os.open(path, os.O_PATH) if sys.platform == "linux" else None
-            if descriptor is None:
-                return False
-            with os.fdopen(descriptor):
-                about = Path(f"/proc/self/fdinfo/{descriptor}").read_text("ascii")
-            number = about.split("mnt_id:")[1].split()[0]
-            if number not in self._known:
-                self._known.update(_read_mounts())
-        except (OSError, IndexError, ValueError):
-            return False
-        return self._known.get(number, False)
-
-
-def _read_mounts() -> Iterator[tuple[str, bool]]:
-    """The number of each mount, and whether its files have a true status."""
-    for number, _, _, _, _, options, type_, source, more in mounts():
-        stays = "ro" not in (*options.split(","), *more.split(",")) and not source.startswith(
-            _IMAGES
-        )
-        yield number, stays and type_ in _TRUE_STATUS
 
 
 @dataclass(frozen=True)
@@ -121,7 +71,6 @@ class Index:
     shared: SharedCache | None = None
     _states: dict[Path, FileState] = field(default_factory=dict)
     _absent: dict[Path, FileRecord] = field(default_factory=dict)
-    _mounts: Mounts = field(default_factory=Mounts)
 
     def assume(self, path: Path, record: FileRecord) -> None:
         """Take ``record`` for the file ``path``, which is not there and which the build does not read."""
@@ -162,19 +111,17 @@ class Index:
 
     def _first_state(self, path: Path) -> FileState:
         status = path.stat()
-        key = _digest_of(path, status)
-        # A file that was just written may be written again without another status.
-        trusted = self._mounts.have_true_status(path)
-        settled = trusted and _is_settled(status)
+        key = _digest_of(status)
+        settled = _is_settled(status)
         found = self._read_sha256(key) if settled else None
         if found is None:
             found = file_sha256(path)
-            if _digest_of(path, path.stat()) != key:
+            if _digest_of(path.stat()) != key:
                 raise changed_error(path)
             if settled:
                 self._write(key, found)
         # Threads may read it at the same time: the first result counts.
-        look = FileState(status.st_size, status.st_mtime_ns, key, found, trusted, settled)
+        look = FileState(status.st_size, status.st_mtime_ns, key, found, settled)
         return self._states.setdefault(path, look)
 
     def _compare(self, path: Path, first: FileState, *, read: bool) -> None:
@@ -188,15 +135,14 @@ class Index:
             # Written in the meantime: a worker may have read neither the old nor the new contents.
             if moved or status.st_size != first.size:
                 raise changed_error(path)
-            digest = _digest_of(path, status)
+            digest = _digest_of(status)
             if not read and digest == first.digest:
                 return
-            if file_sha256(path) != first.sha256 or _digest_of(path, path.stat()) != digest:
+            if file_sha256(path) != first.sha256 or _digest_of(path.stat()) != digest:
                 raise changed_error(path)
         except OSError as error:
             raise changed_error(path) from error
-        settled = first.trusted and _is_settled(status)
-        self._states[path] = replace(first, digest=digest, settled=settled)
+        self._states[path] = replace(first, digest=digest, settled=_is_settled(status))
 
     def is_intact(self, path: Path, recorded: FileRecord) -> bool:
         """Whether a file of the cache is unchanged; it is read if its status has changed."""
@@ -268,22 +214,22 @@ def changed_error(path: Path) -> ModelError:
     )
 
 
-def _digest_of(path: Path, status: os.stat_result) -> str:
-    # The file system too: disks can take the same device number in turn.
-    file_system = os.statvfs(path).f_fsid if sys.platform != "win32" else 0
-    return _digest(file_system, status.st_dev, status.st_ctime_ns, status)
+def _digest_of(status: os.stat_result) -> str:
+    return _digest(status.st_dev, status.st_ctime_ns, status)
 
 
 def _digest_of_own(path: Path) -> str:
     # Without the time of the last change of its status, which every hard link to it changes.
-    return _digest(0, 0, 0, path.stat())
+    return _digest(0, 0, path.stat())
 
 
-def _digest(file_system: int, device: int, changed: int, status: os.stat_result) -> str:
-    parts = (file_system, device, status.st_ino, status.st_size, status.st_mtime_ns, changed)
+def _digest(device: int, changed: int, status: os.stat_result) -> str:
+    parts = (device, status.st_ino, status.st_size, status.st_mtime_ns, changed)
     return hashlib.sha256(":".join(map(str, parts)).encode()).hexdigest()
 
 
 def _is_settled(status: os.stat_result) -> bool:
+    if sys.platform == "win32":
+        return False
     changed = max(status.st_mtime_ns, status.st_ctime_ns)
     return changed < time.time_ns() - _SETTLED_NS

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 from hatch_epcontext.errors import Kind, ModelError
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.jobs.cache import index as index_module
-from hatch_epcontext.jobs.cache.index import Index, Mounts
+from hatch_epcontext.jobs.cache.index import Index
 
 LONG_AGO = 10**9
 
@@ -38,8 +35,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def settle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the clock be a minute later than it is, on a file system that is trusted, as not all are."""
-    monkeypatch.setattr(Mounts, "have_true_status", lambda *_: True)
+    """Let the clock be a minute later than it is."""
     now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now() + 60 * 10**9)
 
@@ -68,110 +64,6 @@ def test_a_file_that_has_just_been_written_is_read_by_each_build(
     assert read == ["a.onnx"]
     Index(tmp_path / "index").sha256(file)
     assert read == ["a.onnx"] * 2
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mount a file system in a folder, in place of what was mounted there; the user must be root."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("only root mounts file systems")
-    folder = tmp_path / "mounted"
-    folder.mkdir()
-    mounted: list[Path] = []
-
-    def unmount() -> None:
-        while mounted:
-            subprocess.run(["umount", mounted.pop()], check=True)
-
-    def make(*arguments: str | Path, at: Path = folder, beside: bool = False) -> Path:
-        if not beside:
-            unmount()
-        at.mkdir(exist_ok=True)
-        done = subprocess.run(["mount", *arguments, at], capture_output=True, check=False)
-        if done.returncode:
-            pytest.skip(f"this system does not mount it: {done.stderr.decode().strip()}")
-        mounted.append(at)
-        return at
-
-    yield make
-    unmount()
-
-
-def squashfs(folder: Path, content: bytes) -> Path:
-    """An image with the file ``a.onnx``, whose status is always the same."""
-    if shutil.which("mksquashfs") is None:
-        pytest.skip("mksquashfs is not installed")
-    image = folder / f"{content.decode()}.squashfs"
-    source = folder / content.decode()
-    source.mkdir()
-    (source / "a.onnx").write_bytes(content)
-    command = ("mksquashfs", source, image, "-all-time", "1000000000", "-quiet", "-no-progress")
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return image
-
-
-@pytest.mark.parametrize("layered", [False, True])
-def test_images_that_are_mounted_in_turn_are_read(
-    tmp_path: Path, mount: Callable[..., Path], layered: bool
-) -> None:
-    images = [squashfs(tmp_path, content) for content in (b"old", b"new")]
-    seen = []
-    for image in images:
-        folder = mount("-o", "loop,ro", image)
-        if layered:
-            for name in ("upper", "work"):
-                (tmp_path / name).mkdir(exist_ok=True)
-            layers = f"lowerdir={folder},upperdir={tmp_path}/upper,workdir={tmp_path}/work"
-            folder = mount(
-                "-t", "overlay", "overlay", "-o", layers, at=tmp_path / "merged", beside=True
-            )
-        status = (folder / "a.onnx").stat()
-        seen.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-        found = Index(tmp_path / "index").sha256(folder / "a.onnx")
-        assert found == file_sha256(folder / "a.onnx")
-    # That is why it is read.
-    assert seen[0] == seen[1]
-
-
-def test_disks_in_files_that_are_mounted_in_turn_are_read(
-    tmp_path: Path, mount: Callable[..., Path]
-) -> None:
-    if shutil.which("mke2fs") is None:
-        pytest.skip("mke2fs is not installed")
-    images = []
-    for content in (b"old", b"new"):
-        source, image = tmp_path / content.decode(), tmp_path / f"{content.decode()}.img"
-        source.mkdir()
-        (source / "a.onnx").write_bytes(content)
-        images.append(image)
-    command = ("mke2fs", "-q", "-t", "ext4", "-U", "00000000-0000-0000-0000-000000000001")
-    for image in images:
-        subprocess.run((*command, "-d", image.with_suffix(""), image, "4M"), check=True)
-    for image in images:
-        file = mount("-o", "loop", image) / "a.onnx"
-        os.utime(file, (LONG_AGO, LONG_AGO))
-        assert not Mounts().have_true_status(file)
-        assert Index(tmp_path / "index").sha256(file) == file_sha256(file)
-
-
-def test_a_status_counts_where_it_changes_with_the_content(
-    tmp_path: Path, mount: Callable[..., Path]
-) -> None:
-    folder = mount("-t", "tmpfs", "tmpfs")
-    file = folder / "a file.onnx"
-    file.write_bytes(b"model")
-    (tmp_path / "link.onnx").symlink_to(file)
-    (tmp_path / "single.onnx").touch()
-    subprocess.run(["mount", "--bind", file, tmp_path / "single.onnx"], check=True)
-    try:
-        paths = (file, tmp_path / "link.onnx", tmp_path / "single.onnx")
-        assert all(Mounts().have_true_status(path) for path in paths)
-        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
-        assert not any(Mounts().have_true_status(path) for path in paths)
-    finally:
-        subprocess.run(["umount", tmp_path / "single.onnx"], check=True)
-    assert not Mounts().have_true_status(Path("/proc/self/maps"))
-    assert not Mounts().have_true_status(tmp_path / "missing")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no status there has the time of a change")
