@@ -7,7 +7,10 @@ import hashlib
 import http.server
 import json
 import re
+import socket
+import struct
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,10 +33,11 @@ class Hub:
 
     The hub's large files, all but text, are at a server of their own, as those of the real one. ``faults``
     of paths below ``/web/``, or of the hub's large files by their names: a status code, ``"cut"``,
-    ``"cut-once"``, ``"pieces"``, ``"pieces-no-range"``, ``"wrong"`` (other bytes of the same size),
-    ``"html"``, ``"no-range"``, ``"no-length"``, or a URL to redirect to. With ``private`` the hub wants the
-    token. ``answer``: that to questions about the repository. ``requests``: the method, path and headers of
-    each.
+    ``"cut-once"``, ``"reset-once"``, ``"pieces"``, ``"pieces-no-range"``, ``"slow"`` (a byte at a time),
+    ``"wrong"`` (other bytes of the same size), ``"html"``, ``"no-range"``, ``"no-length"``,
+    ``"other-range"``, ``"unasked"`` (a 206 to a request without a range), or a URL to redirect to. With
+    ``private`` the hub wants the token. ``answer``: that to questions about the repository. ``requests``:
+    the method, path and headers of each.
     """
 
     files: dict[str, bytes]
@@ -41,7 +45,6 @@ class Hub:
     faults: dict[str, Any] = field(default_factory=dict)
     private: bool = False
     answer: bytes | None = None
-    retry_after: str | None = None
     url: str = ""
     storage: str = ""
     site: str = ""
@@ -85,7 +88,7 @@ def model_hub(files: Mapping[str, bytes]) -> Iterator[Hub]:
     )
     for server in servers:
         server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield hub
     finally:
@@ -132,8 +135,7 @@ def _is_small(name: str) -> bool:
 def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str) -> None:
     fault, data = hub.faults.get(name), hub.files.get(name)
     if isinstance(fault, int) or data is None:
-        retry = {"Retry-After": hub.retry_after} if hub.retry_after else {}
-        _send(handler, fault if isinstance(fault, int) else 404, retry)
+        _send(handler, fault if isinstance(fault, int) else 404, {})
         return
     if fault and "://" in fault:
         _send(handler, 302, {"Location": fault})
@@ -144,13 +146,15 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
         data = b"<!DOCTYPE html><title>Log in</title>"
     start, status, headers = 0, 200, {}
     asked = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-    same = handler.headers.get("If-Range") in (None, f'"{sha256(data)}"')
-    if asked and same and fault not in ("no-range", "no-length", "pieces-no-range"):
+    if asked and fault not in ("no-range", "no-length", "pieces-no-range"):
         start, status = int(asked[1]), 206
         if start >= len(data):
             _send(handler, 416, {"Content-Range": f"bytes */{len(data)}"})
             return
-        headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        first = start + (fault == "other-range")
+        headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+    if fault == "unasked":
+        status, headers["Content-Range"] = 206, f"bytes 0-{len(data) - 1}/{len(data)}"
     headers["ETag"] = f'"{sha256(data)}"'
     sent = data[start:]
     if fault != "no-length":
@@ -158,9 +162,9 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
     if str(fault).startswith("pieces"):
         # Now more, now less.
         sent = sent[: 30_000 + 10_000 * (len(hub.requests) % 2)]
-    if fault in ("cut", "cut-once"):
+    if fault in ("cut", "cut-once", "reset-once"):
         sent = sent[: len(sent) // 2]
-        if fault == "cut-once":
+        if fault != "cut":
             del hub.faults[name]
     _send(
         handler,
@@ -168,10 +172,17 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
         headers,
         sent,
         whole=fault not in _PARTIAL,
+        byte_by_byte=fault == "slow",
     )
+    if fault == "reset-once":
+        # Only what the client has read by now has arrived.
+        time.sleep(0.5)
+        linger = struct.pack("ii", 1, 0)
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        handler.connection.close()
 
 
-_PARTIAL = ("cut", "cut-once", "pieces", "pieces-no-range", "no-length")
+_PARTIAL = ("cut", "cut-once", "reset-once", "pieces", "pieces-no-range", "no-length")
 """The faults of an answer with another length than it has, or without one."""
 
 
@@ -182,6 +193,7 @@ def _send(
     body: bytes = b"",
     *,
     whole: bool = True,
+    byte_by_byte: bool = False,
 ) -> None:
     handler.send_response(status)
     for name, value in headers.items():
@@ -193,4 +205,8 @@ def _send(
         handler.close_connection = True
     handler.end_headers()
     with contextlib.suppress(OSError):
-        handler.wfile.write(body)
+        for size in [1] * 100 if byte_by_byte else []:
+            handler.wfile.write(body[:size])
+            time.sleep(0.02)
+        if not byte_by_byte:
+            handler.wfile.write(body)

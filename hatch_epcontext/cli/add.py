@@ -14,59 +14,68 @@ from hatch_epcontext.config.build_hooks import hooks_of_project
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, tool_table
 from hatch_epcontext.errors import BuildError, ConfigError, Key, Kind, Problem
-from hatch_epcontext.jobs.downloads import FailedError
+from hatch_epcontext.jobs.downloads import Downloads, FailedError
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.tools.initializing import NewModel, new_model
+from hatch_epcontext.text import file_name, show
+from hatch_epcontext.tools.initializing import new_model
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
-from hatch_epcontext.tools.pinning import complete, pin_location
+from hatch_epcontext.tools.pinning import pin_location
 
 
 @click.command("add")
-@click.argument("urls", metavar="URL...", nargs=-1, required=True)
+@click.argument("url", metavar="URL")
+@click.option("--name", help="The model's name. The default is that of its file.")
 @tables_options
 @cache_option
 def command(
-    urls: tuple[str, ...],
+    url: str,
+    name: str | None,
     providers: tuple[str, ...],
     project: Path,
     cache_dir: Path | None,
     dry_run: bool,
 ) -> None:
-    """Add models from elsewhere to pyproject.toml.
+    """Add a model from elsewhere to pyproject.toml.
 
-    Each URL is pinned, downloaded into the user's cache, and gets a table as from epcontext init. It is a
-    location such as hf://org/repo/onnx/model.onnx, a link that you copy from a page of the model hub, or
-    https://, s3://, gs:// or az://.
+    URL is a location such as hf://org/repo/onnx/model.onnx, a link that you copy from a page of the model
+    hub, or https://, s3://, gs:// or az://. It is downloaded into the user's cache, and gets a table with
+    its hashes, as from epcontext init.
     """
     root, store = project.resolve(), open_store(cache_dir)
-    found = dict[str, NewModel]()
-    _check(root)
+    _check(root, name)
+    try:
+        pinned = pin_location(url, Downloads(store.root, is_offline(), log))
+    except FailedError as error:
+        raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
+    for warning in pinned.warnings:
+        warn(warning)
     with Workers(TIMEOUT) as workers:
-        for url in urls:
-            try:
-                pinned = pin_location(url, store.root, log, offline=is_offline())
-                complete(pinned, root, log)
-            except FailedError as error:
-                raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
-            for warning in pinned.warnings:
-                warn(warning)
-            facts = inspect_model(pinned.path, workers)
-            if facts.contexts:
-                message = "is a context model already."
-                hint = "Name its source model."
-                raise BuildError(Problem(Kind.COMPILED_MODEL, url, message, hint))
-            model = new_model(root, str(pinned.path), facts, workers)
-            found[pinned.download.url] = replace(model, path=pinned.download.url, pinned=pinned)
-    add_tables(root, [*found.values()], chosen_providers(root, providers), dry_run=dry_run)
+        facts = inspect_model(pinned.path, workers)
+        if facts.contexts:
+            message = "is a context model already."
+            hint = "Name its source model."
+            raise BuildError(Problem(Kind.COMPILED_MODEL, url, message, hint))
+        model = new_model(root, str(pinned.path), facts, workers)
+    model = replace(model, path=pinned.download.url, pinned=pinned, name=name)
+    add_tables(root, [model], chosen_providers(root, providers), dry_run=dry_run)
 
 
-def _check(root: Path) -> None:
-    """Raise the errors of the project's configuration, if it has one, before anything is downloaded."""
-    if (root / FILE).is_file() and (table := tool_table(root)) is not None:
+def _check(root: Path, name: str | None) -> None:
+    """Raise the errors of the project's configuration, if it has one, and of ``name`` in it.
+
+    Before anything is downloaded.
+    """
+    table = tool_table(root) if (root / FILE).is_file() else None
+    taken = set[str]()
+    if table is not None:
         use_lines(root)
         try:
-            load(root, table, {}, pending=bool(hooks_of_project(root)))
+            config = load(root, table, {}, pending=bool(hooks_of_project(root)))
+            taken = {model.configured_name.casefold() for model in config.models}
         except ConfigError as error:
             # A configuration without models gets the first one.
-            if any(each.key != Key() / "models" for each in error.problems):
+            if any(problem.key != Key() / "models" for problem in error.problems):
                 raise
+    if name is not None and (file_name(name, "-") != name or name.casefold() in taken):
+        message = f"{show(name)} is no name of a folder, or that of another model."
+        raise ConfigError(Problem(Kind.INVALID_NAME, "--name", message, "Choose another name."))

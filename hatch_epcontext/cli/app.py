@@ -15,7 +15,7 @@ from hatch_epcontext.system import os_error_text
 from hatch_epcontext.text import printable
 
 SUMMARIES: Mapping[str, str] = {
-    "add": "Add models from elsewhere to pyproject.toml.",
+    "add": "Add a model from elsewhere to pyproject.toml.",
     "bench": "Measure how much faster compiled models open.",
     "build": "Compile and validate a project's models, without a wheel.",
     "cache": "Show and clean the cache of artifacts.",
@@ -25,7 +25,6 @@ SUMMARIES: Mapping[str, str] = {
     "fetch": "Download the models from elsewhere into the user's cache.",
     "init": "Write the tables for models into pyproject.toml.",
     "inspect": "Show the facts of a model, a wheel or a model package.",
-    "pin": "Pin the models from elsewhere.",
     "record": "Run the app, and keep some inputs of its models.",
     "schema": "Print the JSON schema of [tool.epcontext].",
     "validate": "Validate a context model or a model package.",

@@ -1,38 +1,72 @@
-"""``epcontext fetch``: downloads models before builds without a network."""
+"""``epcontext fetch``: downloads models before builds without a network, and pins them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import cache_option, log, open_store, warn
+from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store, warn
 from hatch_epcontext.cli._flag_errors import ExistingPath, use_lines
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import tool_table
-from hatch_epcontext.jobs.downloads import download_models
+from hatch_epcontext.config.pyproject import FILE, tool_table
+from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.files import write_atomically
+from hatch_epcontext.jobs.downloads import Downloads, download_models
 from hatch_epcontext.jobs.run import open_cache
 from hatch_epcontext.text import count
+from hatch_epcontext.tools.pinning import pin
 
 
 @click.command("fetch")
 @click.argument("project", type=ExistingPath(file_okay=False), default=Path())
+@click.option("--pin", "pins", is_flag=True, help="First write the hashes that are missing.")
 @cache_option
-def command(project: Path, cache_dir: Path | None) -> None:
+def command(project: Path, pins: bool, cache_dir: Path | None) -> None:
     """Download the models from elsewhere into the user's cache.
 
     Builds of PROJECT, also of an unpacked sdist, then need no network.
+
+    --pin writes the commit, sha256, data and license of each url that lacks a hash into pyproject.toml. A
+    url may be a link from a page of the model hub. Everything else stays as it is.
     """
     root = project.absolute()
     use_lines(project)
     store = open_store(cache_dir)
     environ = {**os.environ, f"{PREFIX}CACHE_DIR": str(store.root)}
+    if pins:
+        _pin(root, environ, Downloads(store.root, is_offline(), log))
     # Other files may be missing: hooks may make them.
     config = load(root, tool_table(root), {}, environ, pending=True)
     index = open_cache(config, warn).index()
     download_models(config.models, config, index, log)
-    paths = {each.path for each in config.models if each.download}
+    paths = {model.path for model in config.models if model.download}
     echo(f"{count(len(paths), 'model')} from elsewhere in {store.root}")
+
+
+def _pin(root: Path, environ: Mapping[str, str], downloads: Downloads) -> None:
+    try:
+        load(root, tool_table(root), {}, environ, pending=True)
+    except ConfigError as error:
+        if any(problem.kind is not Kind.NOT_PINNED for problem in error.problems):
+            raise
+    file = root / FILE
+    before = file.read_bytes()
+    text, done = pin(before.decode(), downloads)
+    if text.encode() == before:
+        echo("all models from elsewhere are pinned")
+        return
+    if file.read_bytes() != before:
+        message = "was changed meanwhile, and nothing is written."
+        hint = "Run epcontext fetch --pin again."
+        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), message, hint))
+    # A link stays a link.
+    write_atomically(file.resolve(), text)
+    for pinned in done:
+        for warning in pinned.warnings:
+            warn(warning)
+        echo(f"pinned {pinned.download.url}")

@@ -22,7 +22,7 @@ BUCKETS = ("s3", "gs", "az")
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
-_HUB_HOSTS = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
+_HUBS = tuple(f"https://{host}" for host in ("huggingface.co", "www.huggingface.co", "hf.co"))
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -95,10 +95,6 @@ class Download:
         """The file on a hub; None for other locations."""
         return hub_file(self.url)
 
-    def url_of(self, name: str) -> str:
-        """The location of the file ``name``: data is beside the model."""
-        return beside(self.url, name)
-
 
 def files_key(files: Mapping[str, str]) -> str:
     """A hex sha256 that identifies ``files``, hex sha256s by name."""
@@ -119,21 +115,12 @@ def hub_file(url: str) -> HubFile | None:
     return HubFile(found["repo"], found["revision"] and unquote(found["revision"]), found["path"])
 
 
-def is_of_hub(url: str, endpoint: str) -> bool:
-    """Whether ``url`` is the address of something on the hub at ``endpoint``, and no location of it."""
-    try:
-        host = urlsplit(url).hostname if url.startswith("http") else None
-    except ValueError:
-        return False
-    return host in _HUB_HOSTS or url.startswith(f"{endpoint}/")
-
-
-def hub_page(url: str, endpoint: str) -> HubFile | None:
-    """The file of a link that people copy from the pages of the hub at ``endpoint``; None for others."""
-    found = _PAGE.fullmatch(url) if is_of_hub(url, endpoint) else None
-    if found is None:
-        return None
-    return hub_file(f"hf://{found['repo']}@{found['revision']}/{unquote(found['path'])}")
+def hub_link(url: str, endpoint: str) -> HubFile | None:
+    """The file of a location of a hub, or of a link of a page on that at ``endpoint``; None for others."""
+    page = _PAGE.fullmatch(url)
+    if page is None or page["origin"] not in (*_HUBS, endpoint):
+        return hub_file(url)
+    return hub_file(f"hf://{page['repo']}@{page['revision']}/{unquote(page['path'])}")
 
 
 def file_of(url: str) -> str:
@@ -149,20 +136,19 @@ def check_url(url: str) -> str | None:
         return None if hub_file(url) else 'a location such as "hf://org/repo@commit/model.onnx"'
     schemes = "a URL with hf://, https://, s3://, gs:// or az://"
     try:
-        parts = urlsplit(url)
-        has_name = is_portable(file_of(url)) and ".." not in unquote(parts.path).split("/")
+        parts, name = urlsplit(url), file_of(url)
+        is_bucket, is_plain = parts.scheme in BUCKETS, not re.search(r"[\x00-\x20\x7f]", url)
+        is_known = is_bucket or parts.scheme in ("http", "https")
+        # In a name, %2F is a separator to some servers, and a character to others.
+        has_name = (
+            is_portable(name) and "/" not in name and ".." not in unquote(parts.path).split("/")
+        )
+        is_public = "@" not in parts.netloc and "?" not in url and "#" not in url
         rules = {
-            schemes: parts.scheme in ("http", "https", *BUCKETS)
-            and url.startswith(f"{parts.scheme}://")
-            and "::" not in url,
-            "a URL without spaces (%20) and control characters": re.search(r"[\x00-\x20\x7f]", url)
-            is None
-            or parts.scheme in BUCKETS,
-            "a URL with https://: http is for this machine only": parts.scheme != "http"
-            or is_safe(parts),
-            "a URL without a user, a password, a query and a fragment: the project publishes it": not (
-                "@" in parts.netloc or "?" in url or "#" in url
-            ),
+            schemes: is_known and url.startswith(f"{parts.scheme}://") and "::" not in url,
+            "a URL without spaces (%20) and control characters": is_bucket or is_plain,
+            "a URL with https://: http is for this machine only": is_bucket or is_safe(parts),
+            "a URL without a user, a password, a query and a fragment: the project publishes it": is_public,
             "a URL that ends with the name of a file": bool(parts.hostname) and has_name,
             "a URL with a port that is a number": parts.port != 0,
         }

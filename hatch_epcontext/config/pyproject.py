@@ -25,7 +25,10 @@ FILE = "pyproject.toml"
 
 def parse(text: str) -> dict[str, Any]:
     """The values in the TOML document ``text``; raises ValueError when it is not TOML."""
-    return tomllib.loads(text)
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def tool_table(root: Path) -> Any:

@@ -382,7 +382,7 @@ class ModelTable(NarrowableTable):
     )
     url: str | None = _key(
         "Where the model is downloaded from, instead of `path`: `hf://`, `https://`, `s3://`, `gs://` or "
-        "`az://`. `epcontext pin` fixes its contents: see `docs/downloads.md`.",
+        "`az://`. `epcontext fetch --pin` fixes its contents: see `docs/downloads.md`.",
         check=check_url,
         is_url=True,
     )

@@ -13,12 +13,19 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from dataclasses import field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.location import BUCKETS, Download, files_key, hub_file
+from hatch_epcontext.config.location import (
+    BUCKETS,
+    DOWNLOADS,
+    Download,
+    beside,
+    files_key,
+    hub_file,
+)
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import (
@@ -39,15 +46,11 @@ from hatch_epcontext.jobs.processes.process import Heartbeat
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import show_size
 
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
-
-    from hatch_epcontext.jobs.web import WebError
-
 PINNING = "pinning"
 """The name that is locked in the folder of models while a location is pinned, and its key is unknown."""
 
-_POLL_SECONDS = 0.5
+_PATIENCE = 10.0
+"""Seconds after which a build says that it waits for another one."""
 
 _BUCKET_TIMEOUT = 60.0
 """Seconds without a byte after which a bucket counts as unreachable."""
@@ -56,11 +59,7 @@ Log = Callable[[str], None]
 
 
 def download_models(
-    models: Iterable[Model],
-    config: Config,
-    index: Index,
-    log: Log,
-    pulse: Heartbeat | None = None,
+    models: Iterable[Model], config: Config, index: Index, log: Log, pulse: Heartbeat | None = None
 ) -> None:
     """Put those ``models`` that come from elsewhere into the user's cache, unless they are there.
 
@@ -69,135 +68,192 @@ def download_models(
     """
     problems: list[Problem] = []
     beat = pulse or Heartbeat()
-    for model in {each.path: each for each in models if each.download}.values():
-        assert model.download is not None, "only such models are downloaded"
+    for model in {model.path: model for model in models}.values():
+        if model.download is None:
+            continue
+        downloads = Downloads(model.path.parents[2], config.offline, log, beat)
         try:
-            downloading = Downloading(
-                model.download, model.path.parent, config.root, config.offline, log, beat
-            )
-            with writing("a downloaded model", model.path.parent):
-                downloading.run(index)
+            downloads.run(model.download, config.root, index)
         except FailedError as error:
-            key = model.key / ("data" if error.in_data else "url")
-            problems.append(Problem.at(key, error.kind, str(error), error.hint))
+            problems.append(Problem.at(model.key / error.key, error.kind, str(error), error.hint))
     if problems:
         raise BuildError(*problems)
 
 
 class FailedError(Exception):
-    """A file that cannot be downloaded; the text says why, and ``hint`` what to do.
-
-    ``in_data``: whether it is one of the external data.
-    """
+    """A file that cannot be downloaded; the text says why, ``hint`` what to do, and ``key`` what names it."""
 
     def __init__(self, reason: str, hint: str, kind: Kind = Kind.NOT_DOWNLOADED) -> None:
         super().__init__(reason)
         self.hint = hint
         self.kind = kind
-        self.in_data = False
+        self.key = "url"
 
 
 @dataclass(frozen=True)
-class Downloading:
-    """One model from elsewhere, which belongs in ``folder``; ``project`` may be an sdist that contains it."""
+class Downloads:
+    """Downloads into the cache at ``root``; all methods raise FailedError, and BuildError for OSErrors."""
 
-    download: Download
-    folder: Path
-    project: Path
+    root: Path
     offline: bool
     log: Log
-    beat: Heartbeat
+    beat: Heartbeat = field(default_factory=Heartbeat)
 
-    def run(self, index: Index) -> None:
-        """Put its files into the folder, unless they are there; raises FailedError, and OSError."""
-        check_root(self.folder.parents[1])
-        if self._is_there(index) and recorded_files(self.folder) is not None:
-            mark_used(self.folder)
-            return
-        with locked(self.folder, self.log):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(record_file(self.folder), json.dumps(dict(self.download.files)))
-            for name, digest in self.download.files.items():
-                self._get(name, digest)
+    @property
+    def store(self) -> Path:
+        """The folder of all models."""
+        return self.root / DOWNLOADS
 
-    def _is_there(self, index: Index) -> bool:
-        return all(
-            is_regular(path := self.folder / name)
-            and not path.is_symlink()
-            and index.sha256(path) == digest
-            for name, digest in self.download.files.items()
-        )
+    def run(self, download: Download, project: Path, index: Index) -> None:
+        """Put the files of ``download`` into its folder, unless they are there.
 
-    def _get(self, name: str, digest: str) -> None:
-        place, in_data = self.folder / PurePosixPath(name), name in self.download.data
-        if is_regular(place) and not place.is_symlink() and file_sha256(place) == digest:
-            return
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_name(f".{digest[:16]}.part")
-        url = self.download.url_of(name)
-        shipped = self.project / self.download.place_in_sdist / PurePosixPath(name)
-        if not any(copied(near, part, digest) for near in (shipped, *near_files(url))):
-            check_allowed(url, self.offline)
-            limit = MAX_BYTES if in_data else PROTOBUF_LIMIT
-            try:
-                fetch_pinned(url, part, digest, limit, self.beat, self.log)
-            except FailedError as error:
-                error.in_data = in_data
-                raise
-        keep(part, place)
+        ``project`` may be an sdist that contains them.
+        """
+        folder = self.store / download.key
+        with self.writing():
+            if recorded_files(folder) is not None and all(
+                is_own(folder / name) and index.sha256(folder / name) == digest
+                for name, digest in download.files.items()
+            ):
+                mark_used(folder)
+                return
+            with self.folder_of(download):
+                for name, digest in download.files.items():
+                    place = folder / name
+                    if is_own(place) and file_sha256(place) == digest:
+                        continue
+                    part = place.with_name(f".{digest[:16]}.part")
+                    shipped = project / download.place_in_sdist / name
+                    limit = MAX_BYTES if name in download.data else PROTOBUF_LIMIT
+                    try:
+                        self.get(beside(download.url, name), part, digest, limit, [shipped])
+                    except FailedError as error:
+                        error.key = "data" if name in download.data else "url"
+                        raise
+                    keep(part, place)
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raise BuildError in place of OSErrors, and FailedError if others could change what is there."""
+        with writing("a downloaded model", self.store):
+            if reason := untrusted(self.root):
+                hint = f"{PREFIX}CACHE_DIR names another folder."
+                raise FailedError(
+                    f"the cache folder {self.root} is not used, because {reason}.", hint
+                )
+            yield
 
-def near_files(url: str) -> Iterator[Path]:
-    """Where other programs on this machine may have the file at ``url``."""
-    from hatch_epcontext.jobs import web
+    @contextlib.contextmanager
+    def folder_of(self, download: Download) -> Iterator[Path]:
+        """The locked folder for the files of ``download``, beside their hashes."""
+        folder = self.store / download.key
+        with locked(folder, self.log):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(record_file(folder), json.dumps(dict(download.files)))
+            yield folder
 
-    if hub := hub_file(url):
-        yield web.hub_cached(hub)
+    def get(
+        self, url: str, part: Path, digest: str | None, limit: int, near: Iterable[Path] = ()
+    ) -> str:
+        """Put the file at ``url`` into ``part``, and return its hex sha256: ``digest``, unless that is None.
 
+        ``near``: files of this machine that are copied if they have that hash.
+        """
+        from hatch_epcontext.jobs import web
 
-def fetch_pinned(url: str, part: Path, digest: str, limit: int, beat: Heartbeat, log: Log) -> None:
-    """Download ``url`` to ``part``, and compare it with its hex sha256; raises FailedError."""
-    continued = part.exists()
-    fetch(url, part, limit, beat, log, pinned=True)
-    found = file_sha256(part)
-    if found != digest and continued:
-        # What had arrived before may be of something else.
-        remove(part)
-        fetch(url, part, limit, beat, log, pinned=True)
-        found = file_sha256(part)
-    if found != digest:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(part) and not is_own(part):
+            raise FailedError(f"{part} is no regular file.", "Remove it.")
+        hub = hub_file(url)
+        # The part may be whole: then the last build was killed before it could rename it.
+        for file in (part, *near, *([web.hub_cached(hub)] if hub else ())):
+            if digest and is_regular(file) and file_sha256(file) == digest:
+                if file != part:
+                    shutil.copyfile(file, part)
+                # The file of another program may change meanwhile.
+                if file_sha256(part) == digest:
+                    return digest
+        check_allowed(url, offline=self.offline)
+        continues = digest is not None and part.exists()
+        self._fetch(url, part, limit, pinned=digest is not None)
+        actual = file_sha256(part)
+        if digest is None or actual == digest:
+            return actual
         what = described(part)
         remove(part)
+        if continues:
+            # What had arrived before may be of something else.
+            return self.get(url, part, digest, limit)
         raise FailedError(
-            f"{url} has the sha256 {found}, and not {digest}.{what}",
-            "Find out why. If the new file is wanted: remove sha256, and run epcontext pin.",
+            f"{url} has the sha256 {actual}, and not {digest}.{what}",
+            "Find out why. If the new file is wanted: remove sha256 and data, and run epcontext fetch --pin.",
             Kind.OTHER_CONTENT,
         )
 
+    def _fetch(self, url: str, part: Path, limit: int, *, pinned: bool) -> None:
+        from hatch_epcontext.jobs import web
 
-def check_root(root: Path) -> None:
-    """Raise FailedError if other users could change what is in the cache's folder ``root``."""
-    if reason := untrusted(root):
-        hint = f"{PREFIX}CACHE_DIR names another folder."
-        raise FailedError(f"the cache folder {root} is not used, because {reason}.", hint)
+        def progress(arrived: int, total: int | None = None) -> None:
+            if self.beat.due():
+                of = "" if total is None else f" of {show_size(total)}"
+                self.log(f"downloading {url}: {show_size(arrived)}{of}")
+
+        if urlsplit(url).scheme in BUCKETS:
+            _fetch_from_bucket(url, part, limit, progress)
+        else:
+            hub = hub_file(url)
+            address = web.hub_url(hub) if hub else url
+            web.download(address, part, limit, progress, pinned=pinned)
+        self.log(f"downloaded {url} ({show_size(part.stat().st_size)})")
+
+
+def _fetch_from_bucket(url: str, part: Path, limit: int, progress: Callable[[int], None]) -> None:
+    from hatch_epcontext.jobs.cache.archive import DamagedError
+    from hatch_epcontext.jobs.cache.transport import FailureReason, Transport, TransportError
+
+    folder, _, name = url.rpartition("/")
+    remove(part)
+    try:
+        transport = Transport(folder, _BUCKET_TIMEOUT, in_all=False, folder="")
+        transport.fetch(name, part, limit, progress)
+    except DamagedError as error:
+        message = f"{url} has more than {show_size(limit)}."
+        raise FailedError(message, "Choose another file.", Kind.OTHER_CONTENT) from error
+    except TransportError as error:
+        hint = "Check the location, and the credentials in the environment."
+        if error.failure is FailureReason.NO_BACKEND:
+            hint = "Or build with isolation: then the front end installs it."
+        raise FailedError(f"{url} cannot be downloaded: {error}.", hint) from error
+
+
+def described(file: Path) -> str:
+    """What a file looks like that is not the expected one; empty if it may be anything."""
+    with file.open("rb") as opened:
+        start = opened.read(64).lstrip()
+    if start.startswith(b"version https://git-lfs"):
+        return " It is a Git LFS pointer, and not the file itself."
+    return " It is a web page: the server may want a login." if start.startswith(b"<") else ""
+
+
+def check_allowed(url: str, *, offline: bool) -> None:
+    """Raise FailedError if a variable forbids to download ``url``; ``offline``: whether our own does."""
+    hub_is_off = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
+    if offline or (hub_is_off and hub_file(url)):
+        variable = f"{PREFIX}OFFLINE" if offline else "HF_HUB_OFFLINE"
+        message = f"{url} is not in the cache, and {variable} forbids downloads."
+        raise FailedError(message, "Run this where there is a network: epcontext fetch")
+
+
+def is_own(file: Path) -> bool:
+    """Whether this is a regular file, and no link to one."""
+    return is_regular(file) and not file.is_symlink()
 
 
 def keep(part: Path, place: Path) -> None:
     """Rename a complete file; raises OSError."""
     sync(part)
+    place.parent.mkdir(parents=True, exist_ok=True)
     patiently(lambda: part.replace(place))
-
-
-def copied(source: Path, target: Path, digest: str) -> bool:
-    """Whether ``target`` is now a copy of the file ``source`` with this hex sha256."""
-    if not is_regular(source) or file_sha256(source) != digest:
-        return False
-    shutil.copyfile(source, target)
-    # The file of another program may change meanwhile.
-    same = file_sha256(target) == digest
-    if not same:
-        remove(target)
-    return same
 
 
 def record_file(folder: Path) -> Path:
@@ -215,140 +271,23 @@ def recorded_files(folder: Path) -> Mapping[str, str] | None:
 
 
 @contextlib.contextmanager
-def try_lock(folder: Path) -> Iterator[bool]:
-    """Hold the right to download into ``folder``, unless somebody else has it; whether it is held."""
-    import filelock
+def locked(folder: Path, log: Log | None = None) -> Iterator[bool]:
+    """Hold the right to download into ``folder``, in this process and all others; raises OSError.
 
-    try:
-        with _lock(folder).acquire(timeout=0):
-            yield True
-    except filelock.Timeout:
-        yield False
-
-
-def _lock(folder: Path) -> BaseFileLock:
+    Without ``log`` it does not wait for others, and the value is whether it is held.
+    """
     # Imported here because it imports asyncio.
     import filelock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return filelock.FileLock(folder.with_name(f"{folder.name}.lock"), thread_local=False)
-
-
-@contextlib.contextmanager
-def locked(folder: Path, log: Log) -> Iterator[None]:
-    """Hold the right to download into ``folder``, in this process and all others; raises OSError."""
-    import filelock
-
-    lock, beat = _lock(folder), Heartbeat()
-    while not lock.is_locked:
-        try:
-            lock.acquire(timeout=_POLL_SECONDS)
-        except filelock.Timeout:
-            if beat.due():
-                log("waiting for another process, which downloads")
+    lock = filelock.FileLock(folder.with_name(f"{folder.name}.lock"), thread_local=False)
     try:
-        yield
+        lock.acquire(timeout=_PATIENCE if log else 0)
+    except filelock.Timeout:
+        if log:
+            log("waiting for another process, which downloads")
+            lock.acquire()
+    try:
+        yield lock.is_locked
     finally:
         lock.release()
-
-
-def fetch(url: str, part: Path, limit: int, beat: Heartbeat, log: Log, *, pinned: bool) -> None:
-    """Download ``url``, a valid location, to ``part``, and continue what is there; raises FailedError.
-
-    ``pinned``: whether its hash is known.
-    """
-
-    def progress(arrived: int, total: int | None = None) -> None:
-        if beat.due():
-            of = "" if total is None else f" of {show_size(total)}"
-            log(f"downloading {url}: {show_size(arrived)}{of}")
-
-    if urlsplit(url).scheme in BUCKETS:
-        _fetch_from_bucket(url, part, limit, progress)
-    else:
-        _fetch_from_web(url, part, limit, progress, pinned=pinned)
-    log(f"downloaded {url} ({show_size(part.stat().st_size)})")
-
-
-def _fetch_from_web(
-    url: str,
-    part: Path,
-    limit: int,
-    progress: Callable[[int, int | None], None],
-    *,
-    pinned: bool,
-) -> None:
-    from hatch_epcontext.jobs import web
-
-    hub = hub_file(url)
-    try:
-        address = web.hub_url(hub) if hub else url
-        web.download(address, part, limit, progress, pinned=pinned)
-    except web.WebError as error:
-        kept = part.stat().st_size if part.exists() else 0
-        more = f" {show_size(kept)} are kept for the next attempt." if kept else ""
-        message = f"{url} cannot be downloaded: {error}.{more}"
-        raise FailedError(message, advice(error, is_hub=hub is not None)) from error
-
-
-def advice(error: WebError, *, is_hub: bool) -> str:
-    """What to do after the answer of a server."""
-    from hatch_epcontext.jobs import web
-
-    if error.hint:
-        return error.hint
-    if error.status in (401, 403):
-        if not is_hub:
-            return (
-                "Put a user and a password for this host into .netrc, or choose a public location."
-            )
-        if web.hub_token() is None:
-            return "If it exists, it is not public: set HF_TOKEN to a token that may read it."
-        return "Accept the model's terms on its page, or set HF_TOKEN to a token that may read it."
-    if error.status is not None and error.status < 500:
-        return "Check the location: is the file still there?"
-    return "Try again. If the network needs a proxy, set https_proxy."
-
-
-def _fetch_from_bucket(url: str, part: Path, limit: int, progress: Callable[[int], None]) -> None:
-    from hatch_epcontext.jobs.cache.archive import DamagedError
-    from hatch_epcontext.jobs.cache.transport import FailureReason, Transport, TransportError
-
-    folder, _, name = url.rpartition("/")
-    remove(part)
-    try:
-        transport = Transport(folder, _BUCKET_TIMEOUT, in_all=False, folder="")
-        transport.fetch(name, part, limit, progress)
-    except DamagedError as error:
-        remove(part)
-        message = f"{url} has more than {show_size(limit)}."
-        raise FailedError(message, "Choose another file.", Kind.OTHER_CONTENT) from error
-    except TransportError as error:
-        remove(part)
-        hint = "Check the location, and the credentials in the environment."
-        if error.failure is FailureReason.NO_BACKEND:
-            hint = "Or build with isolation: then the front end installs it."
-        raise FailedError(f"{url} cannot be downloaded: {error}.", hint) from error
-
-
-def described(file: Path) -> str:
-    """What a file looks like that is not the expected one; empty if it may be anything."""
-    with file.open("rb") as opened:
-        start = opened.read(64).lstrip()
-    if start.startswith(b"<"):
-        return " It is a web page: the server may want a login."
-    if start.startswith(b"version https://git-lfs"):
-        return " It is a Git LFS pointer, and not the file itself."
-    return ""
-
-
-def check_allowed(url: str, offline: bool, hint: str = "") -> None:
-    """Raise FailedError if a variable forbids to download ``url``; ``offline``: whether our own does."""
-    given = os.environ.get("HF_HUB_OFFLINE", "").lower()
-    of_hub = hub_file(url) is not None and given in ("1", "on", "yes", "true")
-    if offline or of_hub:
-        variable = f"{PREFIX}OFFLINE" if offline else "HF_HUB_OFFLINE"
-        raise FailedError(
-            f"{url} is not in the cache, and {variable} forbids downloads.",
-            hint or "Run this where there is a network: epcontext fetch",
-        )

@@ -45,13 +45,15 @@ _TABLES = (
 @dataclass(frozen=True)
 class NewModel:
     """A model to add: its path in the project, with forward slashes, the facts of its file, and suggestions.
-    ``pinned``: where a model comes from that is not in the project; ``path`` is then its location.
+    ``pinned``: where a model comes from that is not in the project; ``path`` is then its location. ``name``:
+    the one that the user chose.
     """
 
     path: str
     facts: InspectReply
     suggested: SuggestReply = SuggestReply()
     pinned: Pinned | None = None
+    name: str | None = None
 
     @property
     def open_keys(self) -> tuple[str, ...]:
@@ -202,7 +204,7 @@ def _named(
     taken = {name.casefold() for name in names}
     for model in models:
         stem = PurePosixPath(file_of(model.path) if model.pinned else model.path).stem
-        name = plain = file_name(stem, "-")
+        name = plain = model.name or file_name(stem, "-")
         number = 1
         while name.casefold() in taken:
             number += 1

@@ -11,7 +11,7 @@ from hatch_epcontext.config.location import (
     check_url,
     file_of,
     hub_file,
-    hub_page,
+    hub_link,
 )
 from hatch_epcontext.errors import Kind
 from hatch_epcontext.text import hide_credentials, hide_url_credentials, show
@@ -60,6 +60,7 @@ def test_a_location_has_the_name_of_its_file(url: str, name: str) -> None:
         "https:///model.onnx",
         "https://host/%2e%2e/model.onnx",
         "https://host/a%3Ab.onnx",
+        "https://host/dir/a%2Fb.onnx",
         "https://host:port/model.onnx",
         "https://[host/model.onnx",
         "simplecache::s3://bucket/model.onnx",
@@ -80,18 +81,24 @@ def test_a_revision_is_pinned_only_by_a_whole_commit() -> None:
 @pytest.mark.parametrize(
     "link",
     [
+        HUB,
         f"https://huggingface.co/org/repo/blob/{COMMIT}/onnx/model.onnx",
         f"https://huggingface.co/org/repo/resolve/{COMMIT}/onnx/model.onnx?download=true",
         f"https://mirror/org/repo/raw/{COMMIT}/onnx/model.onnx",
     ],
 )
 def test_links_of_pages_are_files_of_the_hub(link: str) -> None:
-    assert str(hub_page(link, "https://mirror")) == HUB
+    assert str(hub_link(link, "https://mirror")) == HUB
 
 
 def test_other_links_are_no_files_of_the_hub() -> None:
-    assert hub_page(f"https://other/org/repo/blob/{COMMIT}/model.onnx", "https://mirror") is None
-    assert hub_page("https://huggingface.co/org/repo/tree/main", "https://mirror") is None
+    assert hub_link(f"https://other/org/repo/blob/{COMMIT}/model.onnx", "https://mirror") is None
+    for link in (
+        "https://huggingface.co/org/repo/tree/main",
+        "https://mirror/a",
+        "hf://org/a.onnx",
+    ):
+        assert hub_link(link, "https://mirror") is None
 
 
 def test_data_is_beside_the_model() -> None:
@@ -156,7 +163,7 @@ def test_what_is_wrong_with_a_location_is_reported_with_its_key(
     assert {place: each.kind for place, each in found.items()} == expected
     text = "".join(map(str, found.values()))
     assert "secret" not in text
-    assert ("epcontext pin" in text) == (Kind.NOT_PINNED in expected.values())
+    assert ("epcontext fetch --pin" in text) == (Kind.NOT_PINNED in expected.values())
 
 
 def test_a_model_lies_in_the_users_cache(project: Path, tmp_path: Path) -> None:

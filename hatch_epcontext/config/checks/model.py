@@ -23,7 +23,7 @@ from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, Setting
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.text import show, suggestion
 
-PIN = "Run: epcontext pin"
+PIN = "Run: epcontext fetch --pin"
 """The remedy for a location without a commit or a hash."""
 
 

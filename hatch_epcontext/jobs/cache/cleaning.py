@@ -20,7 +20,7 @@ from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
 from hatch_epcontext.jobs.cache.folder import STAGING, discard, stored_record
 from hatch_epcontext.jobs.cut_models import FOLDER as CUT_MODELS
-from hatch_epcontext.jobs.downloads import PINNING, record_file, recorded_files, try_lock
+from hatch_epcontext.jobs.downloads import PINNING, locked, record_file, recorded_files
 
 _LEFTOVER_AGE = datetime.timedelta(days=1)
 """After this time a build that has not finished a file no longer runs."""
@@ -134,7 +134,7 @@ class Store:
         store = self.root / DOWNLOADS
         names = [PINNING, *(each.name for each in _inside(store) if is_sha256(each.name))]
         for name in names if store.is_dir() else ():
-            with try_lock(store / name) as is_free:
+            with locked(store / name) as is_free:
                 parts = (
                     store.glob(".*.part") if name == PINNING else (store / name).rglob(".*.part")
                 )
@@ -182,7 +182,7 @@ def _discard(entry: Entry) -> None:
         discard(entry.folder)
         return
     # What somebody is downloading stays.
-    with try_lock(entry.folder) as is_free:
+    with locked(entry.folder) as is_free:
         if is_free:
             shutil.rmtree(entry.folder)
             remove(record_file(entry.folder))
