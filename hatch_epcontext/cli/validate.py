@@ -80,11 +80,12 @@ def command(
     quiet: bool,
     verbose: int,
 ) -> None:
-    """Validate a context model, or a model package that epcontext wrote.
+    """Validate a context model or a model package.
 
-    PATH is a context model, or the folder of a model package. It is valid if its files are complete, and a
-    copy in another folder loads without compiling and runs. A context model names its provider, and with
-    --source its outputs must agree with the source's on the CPU; an optimized graph needs --provider.
+    PATH is a context model, or the folder of a model package that epcontext wrote. It is valid if its files
+    are complete, and a copy in another folder loads without compiling and runs. A context model names its
+    provider, and with --source its outputs must agree with the source's on the CPU; an optimized graph needs
+    --provider.
 
     The variants of a package have their own options, and are compared with its source model, or else its
     first variant for the CPU. What this machine cannot run is an error: choose variants, or check only the
