@@ -154,8 +154,9 @@ def test_every_example_is_a_valid_configuration(tmp_path: Path) -> None:
 
 def write_models(root: Path, table: dict[str, Any]) -> None:
     """Write empty files in the places of the models and inputs of ``table``."""
-    # What an example leaves out is added: a model for its targets.
+    # What an example leaves out is added: a model for its targets, and a target for its models.
     table.setdefault("models", ["models/digits.onnx"])
+    table.setdefault("targets", {"npu": {"provider": "qnn"}})
     for model in table["models"]:
         given = {"path": model} if isinstance(model, str) else model
         validate = given.get("validate")
