@@ -56,20 +56,15 @@ _TRIVIAL = graph.RESHAPING | {"Cast", "Transpose"}
 
 @dataclass(frozen=True)
 class RefusedNode:
-    """A node that an EP leaves to the CPU, and ``why``: the end of a sentence about it.
+    """A node that an EP leaves to the CPU, and ``why``.
 
-    ``decider``: the value, at the end of the sentence, that would have to be a constant; empty if none would
+    ``decider``: the value, at the end of the reason, that would have to be a constant; empty if none would
     help.
     """
 
     node: onnx.NodeProto
     why: str
     decider: str = ""
-
-    @property
-    def reason(self) -> str:
-        """The end of a sentence about the node."""
-        return f"{self.why} {self.decider!r}" if self.decider else self.why
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,8 @@ def _describe(why: str, refused: Sequence[RefusedNode]) -> str:
     numbers = Counter(graph.operator(each.node) for each in refused)
     deciders = dict.fromkeys(repr(each.decider) for each in refused if each.decider)
     which = listing(deciders, _MAX_NAMES) if deciders else ""
-    return f"{listing(numbered(numbers), _MAX_NAMES)} {why} {which}".rstrip()
+    reason = f"{why} {which}".rstrip()
+    return f"{listing(numbered(numbers), _MAX_NAMES)} ({reason})"
 
 
 def numbered(operators: Counter[str]) -> list[str]:
@@ -224,20 +220,20 @@ def _refused(
     """Why an EP with ``limits`` leaves ``node`` to the CPU; None if it may compile it."""
     operator = graph.operator(node)
     if node.op_type in TREES and node.domain in limits.domains:
-        return RefusedNode(node, "is an ensemble of trees, and the EP is for neural networks")
+        return RefusedNode(node, "an ensemble of trees, and the EP is for neural networks")
     for name in (*node.input, *node.output):
         kind = kinds.get(name)
         if kind in limits.kinds:
             what = "strings" if kind == "string" else f"a {kind}"
-            return RefusedNode(node, f"has {what} ({name!r})")
+            return RefusedNode(node, f"{what}: {name!r}")
     if node.domain in limits.domains and operator not in limits.known:
-        return RefusedNode(node, f"is an operator of {node.domain}, which the EP does not have")
+        return RefusedNode(node, f"an operator of {node.domain}, which the EP does not have")
     for index in limits.shapes_from.get(operator, ()):
         name = graph.operand(node, index)
         if name and flow.depends([name]) and not fixed.issuperset(node.output):
-            return RefusedNode(node, "has an output whose shape depends on the values of", name)
+            return RefusedNode(node, "the shape of an output depends on the values of", name)
     if operator == "Loop" and not limits.loops and flow.depends(node.input[:1]):
-        return RefusedNode(node, "has a number of iterations that depends on", node.input[0])
+        return RefusedNode(node, "the number of iterations depends on", node.input[0])
     return None
 
 

@@ -68,9 +68,9 @@ def tail(last: onnx.NodeProto, output: Any) -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("given", "word"),
     [
-        (tail(node("LabelEncoder", "y", "z", ML, **LABELS), value("z", STRING)), "strings ('z')"),
-        (tail(node("ZipMap", "y", "z", ML), SEQUENCE), "a sequence ('z')"),
-        (tail(node("SplitToSequence", "y", "z"), SEQUENCE), "a sequence ('z')"),
+        (tail(node("LabelEncoder", "y", "z", ML, **LABELS), value("z", STRING)), "strings: 'z'"),
+        (tail(node("ZipMap", "y", "z", ML), SEQUENCE), "a sequence: 'z'"),
+        (tail(node("SplitToSequence", "y", "z"), SEQUENCE), "a sequence: 'z'"),
         (tail(node("Scaler", "y", "z", ML), value("z")), "an operator of ai.onnx.ml"),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_part_does_not_begin_with_a_sequence() -> None:
 def test_a_model_that_is_all_trees_gets_the_cpu_provider_and_no_cut() -> None:
     casts = node("Identity", "t", "z")
     (problem,) = problems(model([TREE, casts], [value("x")], [value("z")]))
-    assert "is an ensemble of trees" in problem.message
+    assert "(an ensemble of trees" in problem.message
     assert 'provider = "cpu"' in (problem.hint or "")
     assert problem.settings == ()
 
