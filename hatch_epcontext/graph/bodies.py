@@ -66,7 +66,10 @@ def keep_weights(model: onnx.ModelProto) -> frozenset[str]:
 
 
 def move_weights(model: onnx.ModelProto) -> bool:
-    """Move large tensors of inner graphs of ``model`` to the main graph, in place; whether there are any."""
+    """Move large and external tensors of inner graphs of ``model`` to the main graph, in place.
+
+    Returns whether there are any.
+    """
     builder = Builder(model)
     for part in [*graph.graphs(model.graph)][1:]:
         _move_large(part, builder)
@@ -82,12 +85,14 @@ def remove_readers(model: onnx.ModelProto, outputs: frozenset[str]) -> None:
 
 
 def _move_large(part: onnx.GraphProto, builder: Builder) -> None:
-    """Move the large tensors of the inner graph ``part`` to those that ``builder`` stores."""
+    """Move large and external tensors of the inner graph ``part`` to those that ``builder`` stores."""
     bound = {value.name for value in (*part.input, *part.output)}
     names: dict[str, str] = {}
 
     def move(name: str, tensor: onnx.TensorProto | None) -> bool:
-        if tensor is None or name in bound or math.prod(tensor.dims) <= _FEW:
+        if tensor is None or name in bound:
+            return False
+        if math.prod(tensor.dims) <= _FEW and not graph.is_external(tensor):
             return False
         moved = onnx.TensorProto.FromString(tensor.SerializeToString())
         moved.name = names[name] = builder.fresh(name)

@@ -7,8 +7,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx.external_data_helper import set_external_data
 
-from hatch_epcontext.graph.bodies import fix_states, keep_weights, remove_readers
+from hatch_epcontext.graph.bodies import fix_states, keep_weights, move_weights, remove_readers
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import model, value
 
@@ -70,6 +71,17 @@ def with_body(operator: str, place: str) -> onnx.ModelProto:
 def feeds_of(operator: str) -> dict[str, Any]:
     data = {"Loop": np.array(3), "Scan": np.ones((3, 1, 8), np.float32), "If": np.array(True)}
     return {"x": np.array([[0.1, 0.5, 0.2, 0.9] * 2], np.float32), "n": data[operator]}
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_small_tensor_leaves_a_body_if_it_is_in_another_file(external: bool) -> None:
+    loop = with_body("Loop", "in the body")
+    weights = loop.graph.node[1].attribute[0].g.initializer
+    weights[0].CopyFrom(numpy_helper.from_array(np.ones((8, 1), np.float32), "w"))
+    if external:
+        set_external_data(weights[0], "w.data")
+    assert move_weights(loop) is external
+    assert [tensor.name for tensor in weights] == ([] if external else ["w"])
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -157,7 +157,8 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> Path:
     model, source = request.model, Path(request.model.path)
     onnx_model = reading.read(source, model.key)
     data = external.external_data(onnx_model, source, model.key)
-    # In bodies ONNX Runtime reads external data as onnx does, and writes it wrong.
+    # In bodies ONNX Runtime refuses external data with several hard links, also when it opens the source, and
+    # writes it wrong.
     moves = bool(data) and move_weights(onnx_model)
     # onnx, with which the quantizer reads the model, refuses external data with several hard links.
     quantizes = request.precision is not None and request.precision.quantize is not None
