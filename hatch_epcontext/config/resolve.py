@@ -214,8 +214,8 @@ class Resolver:
                     files += own
         load_options = {**provider.loading(options), **loading}
         if not unchecked:
-            found = provider.contradictions(device, {**options, **load_options})
-            for name, message in found.items():
+            contradictions = provider.contradictions(device, {**options, **load_options})
+            for name, message in contradictions.items():
                 field = "load_options" if name in merged.load_options else "provider_options"
                 key = (model_key if getattr(model, field) else named.key) / toml_key(field)
                 yield Problem.at(key / name, Kind.CONFLICTING_OPTIONS, f"{message}.")

@@ -50,8 +50,8 @@ def is_possible(
         part = part_between(model.graph, cut, frozen, Key())
     except ModelError:
         return False
-    made = {name for index in part.nodes for name in model.graph.node[index].output}
-    if not made.isdisjoint(refused):
+    results = {name for index in part.nodes for name in model.graph.node[index].output}
+    if not results.isdisjoint(refused):
         return False
     typed = graph.inferred(model)
     values = map(graph.facts, (*typed.input, *typed.value_info, *typed.output))

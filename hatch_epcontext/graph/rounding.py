@@ -54,14 +54,14 @@ def widen(model: onnx.ModelProto) -> None:
     wide = {name: builder.fresh(f"{name}/float32") for name in names}
     inside = [copy_of(node) for node in main.node]
     rename(inside, wide)
-    made = {name for node in inside for name in node.output}
+    results = {name for node in inside for name in node.output}
     for name, inner in wide.items():
-        if inner not in made:
+        if inner not in results:
             builder.append(helper.make_node("Cast", [name], [inner], to=TensorProto.FLOAT))
     for node in inside:
         builder.append(node)
     for name, inner in wide.items():
-        if inner in made:
+        if inner in results:
             builder.append(helper.make_node("Cast", [inner], [name], to=half))
     builder.write()
 

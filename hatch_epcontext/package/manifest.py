@@ -267,12 +267,13 @@ def _variant(built: Built, model: str) -> Variant:
     target, settings = job.target, job.target.settings
     (index,) = (i for i, each in enumerate(record.contexts) if each.model == model)
     context = record.contexts[index]
-    only_ours, given, plugin = {}, list(secrets_in(target.load_options)), target.provider.plugin
+    plugin = target.provider.plugin
+    only_ours, from_app = dict[str, str](), list(secrets_in(target.load_options))
     for name, value in target.load_options.items():
         named = [file for file in target.files if file.is_in({name: value})]
         if not all(file.is_own for file in named):
             # The machine of the app has no file of this one.
-            given.append(name)
+            from_app.append(name)
         elif named or USER_CACHE in value:
             only_ours[name] = value
     members = tuple(each.name for each in job.models)
@@ -298,7 +299,7 @@ def _variant(built: Built, model: str) -> Variant:
         coverage=context.coverage,
         validation=built.validations[model],
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
-        secrets=tuple(given),
+        secrets=tuple(from_app),
         needs_device=job.needs_device,
         needs_code_page=target.provider.needs_code_page and not settings.embed,
         sharing=Sharing(job.group, members, built.saved) if job.group is not None else None,
@@ -315,7 +316,7 @@ def _variant(built: Built, model: str) -> Variant:
             provider_options={
                 name: value
                 for name, value in target.load_options.items()
-                if name not in only_ours and name not in given
+                if name not in only_ours and name not in from_app
             },
         ),
         metadata=about,

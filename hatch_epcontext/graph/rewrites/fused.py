@@ -428,16 +428,17 @@ def _explicit(model: onnx.ModelProto, types: Types, wanted: frozenset[str]) -> o
     result.CopyFrom(model)
     for part in graph.graphs(result.graph):
         known = {value.name for value in (*part.input, *part.output, *part.value_info)}
-        its = {
+        value_types = {
             tensor.name: helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
             for tensor in part.initializer
         }
-        its |= {name: types[name] for node in part.node for name in node.output if name in types}
+        results = (name for node in part.node for name in node.output)
+        value_types |= {name: types[name] for name in results if name in types}
         # The inliner looks up the types of missing operands too.
-        its[""] = onnx.TypeProto()
+        value_types[""] = onnx.TypeProto()
         part.value_info.extend(
             onnx.ValueInfoProto(name=name, type=type_)
-            for name, type_ in its.items()
+            for name, type_ in value_types.items()
             if name not in known
         )
     for node in graph.nodes(result.graph):

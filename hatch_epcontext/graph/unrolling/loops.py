@@ -126,8 +126,8 @@ def _unroll_batches(
     batch, length = (sizes or (None, None))[:2]
     if body is None or count < 1 or not batch or not length:
         return None
-    given = scope.constant(lengths) if lengths else np.full(batch, length)
-    if given is None or (given != length).any():
+    ends = scope.constant(lengths) if lengths else np.full(batch, length)
+    if ends is None or (ends != length).any():
         return None
     _check(batch * length, builder)
     backward = graph.attribute(node, "directions", [0] * count)
@@ -143,9 +143,9 @@ def _unroll_batches(
                 for name, reverse in zip(others, backward, strict=True)
             ]
             repeated.repeat(trip, [*repeated.states, *items])
-        ends = [*repeated.states, *(builder.stack(each, 0) for each in repeated.scans)]
-        for result, end in zip(results, ends, strict=True):
-            result.append(end)
+        values_of_one = [*repeated.states, *(builder.stack(scan, 0) for scan in repeated.scans)]
+        for result, value in zip(results, values_of_one, strict=True):
+            result.append(value)
     return length, [builder.stack(result, 0) for result in results]
 
 

@@ -99,9 +99,9 @@ def _parts(
     raise misfit(array, tensor, file, key, hint)
 
 
-def _is_raw(found: np.dtype[Any], dtype: np.dtype[np.generic]) -> bool:
-    """Whether ``found`` is what NumPy keeps in an archive of a ``dtype`` that it lacks: bytes."""
-    return is_extended(dtype) and found == np.dtype(f"V{dtype.itemsize}")
+def _is_raw(stored: np.dtype[Any], dtype: np.dtype[np.generic]) -> bool:
+    """Whether ``stored`` is what NumPy keeps in an archive of a ``dtype`` that it lacks: bytes."""
+    return is_extended(dtype) and stored == np.dtype(f"V{dtype.itemsize}")
 
 
 _UNREADABLE = (
