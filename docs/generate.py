@@ -65,15 +65,15 @@ The `provider` of a target is a name of this page, or ONNX Runtime's name of the
 
 ## Options
 
-EPs silently accept unknown options and impossible values. For a build these are errors, and so are options
-that exclude each other, or that only older releases have. If your EP is newer than this page, set
-`allow-unknown-options = true` for the target.
+EPs silently accept unknown options and impossible values. For a build these are errors. If your EP is newer
+than this page, set `allow-unknown-options = true` for the target.
 
 Write `true`, `false`, numbers, lists and tables as in TOML: a build turns them into strings for the EP.
 `provider-options` has all options, and `load-options` those for loading only. Options for compiling only are
 not shipped.
 
-Below, an option's values are in parentheses, with the EP's default in bold. A *switch* is true or false.
+Below, an option's values are in parentheses, with the EP's default in bold. A *switch* is true or false, by
+default false.
 
 ### Options that name files
 
@@ -101,13 +101,18 @@ provider-options = { encryption_key = "{env:MODEL_KEY}" }
 session = load("digits", provider_options={"encryption_key": key})
 ```
 
-Only the processes that compile and run the model read the value. The manifest has only the option's name, so
-your app must pass the value: otherwise the loader skips the target, and names the option.
-
-A target with a secret is compiled in each build: it is never cached, and a [cluster](ci.md#a-cluster) refuses
-it. `epcontext validate` of a model package does not run it. [Security](security.md#secrets) explains why.
+The manifest has only the option's name, so your app must pass the value: otherwise the loader skips the
+target. A target with a secret is compiled in each build: it is [never cached](security.md#secrets), and a
+[cluster](ci.md#a-cluster) refuses it. `epcontext validate` of a model package does not run it.
 
 ## Overview
+"""
+
+DEFAULTS = """
+## Defaults
+
+The first `device` is the default. `static-shapes` changes whether shapes are open or fixed, and
+`validate.tolerance` the [limits](validation.md#the-comparison). *Also* are keys that not every provider has.
 """
 
 _SYSTEMS = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}
@@ -123,8 +128,12 @@ def providers() -> str:
     """The page about all providers."""
     columns = ("provider", "what it makes", "tested", "on hardware")
     overview = _table(columns, map(_overview, PROVIDERS.values()))
+    keys = _table(
+        ("provider", "`device`", "[shapes](shapes.md)", "`snr`, `cosine`", "also"),
+        map(_keys_of, PROVIDERS.values()),
+    )
     sections = (line for each in PROVIDERS.values() for line in _section(each))
-    return "\n".join([PROVIDERS_INTRODUCTION, *overview, "", *sections])
+    return "\n".join([PROVIDERS_INTRODUCTION, *overview, DEFAULTS, *keys, "", *sections])
 
 
 def _overview(provider: Provider) -> tuple[str, ...]:
@@ -142,8 +151,6 @@ def _code(names: Iterable[str]) -> str:
 
 def _section(provider: Provider) -> Iterator[str]:
     yield f"## {provider.name}\n"
-    made = _PRODUCTS[provider.product]
-    yield f"{made[0].upper()}{made[1:]} for {provider.title}.\n"
     yield from (f"- {name}: {value}" for name, value in _facts(provider))
     yield from (f"- {note}" for note in provider.notes)
     yield ""
@@ -159,9 +166,9 @@ def _section(provider: Provider) -> Iterator[str]:
                 yield f"- `{name}` ({_values(each)}): {each.doc}"
             yield ""
     if pointers := [name for name, each in provider.options.items() if each.kind == "pointer"]:
-        yield f"Addresses in your app's memory, which only your app can give: {_code(pointers)}.\n"
+        yield f"Addresses in your app's memory: {_code(pointers)}.\n"
     for heading, names in (
-        ("Options of older releases, which the EP ignores, and what to use", provider.deprecated),
+        ("Options of older releases, and what to use", provider.deprecated),
         ("Options that you cannot set", provider.reserved),
     ):
         if names:
@@ -187,34 +194,38 @@ def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
         yield "Systems", ", ".join(_SYSTEMS[name] for name in provider.systems)
     if provider.needs:
         yield "Needs", provider.needs
-    yield "`device`", _code(f'"{device}"' for device in provider.devices)
-    yield "Shapes", _shapes(provider)
+
+
+def _keys_of(provider: Provider) -> tuple[str, ...]:
     others = {
         "share-weights": provider.shares_weights,
         "virtual-devices": provider.virtual_devices,
         "profiles": bool(provider.profiles),
     }
-    if supported := [name for name, has in others.items() if has]:
-        yield "Supports", _code(supported)
     limits = provider.tolerance
-    yield "Tolerance", f"snr {limits.snr:g}, cosine {limits.cosine:g}"
+    return (
+        f"`{provider.name}`",
+        _code(provider.devices),
+        _shapes(provider),
+        f"{limits.snr:g}, {limits.cosine:g}",
+        _code(name for name, has in others.items() if has),
+    )
 
 
 def _shapes(provider: Provider) -> str:
     if provider.static_shapes:
-        return "must be fixed"
+        return "always fixed"
     if not provider.open_shapes_on:
-        return "fixed unless `static-shapes = false`"
+        return "fixed"
     if set(provider.open_shapes_on) == set(provider.devices):
-        return "stay open by default"
-    devices = _code(f'"{device}"' for device in provider.open_shapes_on)
-    return f"stay open by default on {devices}"
+        return "open"
+    return f"open on {_code(provider.open_shapes_on)}"
 
 
 def _values(option: Option) -> str:
     """What an option takes, with its default in bold."""
     if option.kind == "bool":
-        return f"switch, **{'off' if option.default in ('', option.booleans[0]) else 'on'}**"
+        return "switch" if option.default in ("", option.booleans[0]) else "switch, **true**"
     kinds = {"int": "number", "json": "table, or JSON file", "text": "string"}
     taken = "secret" if option.secret else option.form or kinds.get(option.kind, option.kind)
     if option.kind == "int":

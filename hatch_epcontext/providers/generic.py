@@ -15,24 +15,15 @@ PROVIDER = Provider(
     tolerance=Tolerance(snr=20, cosine=0.99, unit=0.1),
     # As most of them do.
     number_format=lambda device, options: FLOAT16 if device in ("npu", "any") else None,
-    verified="On Linux x86-64 with the libraries of QNN and OpenVINO, and with those of two EPs that write "
-    "no EP contexts, which is an error.",
+    verified="On Linux x86-64 with the libraries of QNN and OpenVINO.",
     needs_library=True,
     virtual_devices=True,
     shares_weights=True,
     loads_shared=True,
     any_options=True,
     notes=(
-        (
-            "`library` is a package with `get_library_path()`, or the path of the library. `ep-name` is "
-            "ONNX Runtime's name of the EP, and `registration-name` the name under which its library is "
-            "registered."
-        ),
         "Its options are unknown, so they are not checked.",
-        (
-            "`epcontext doctor --library PATH` lists its devices, and prints the table that uses it: see "
-            "[Plugin EPs](plugin-eps.md)."
-        ),
+        "[Plugin EPs](plugin-eps.md) shows how to try one.",
         (
             "If `library` is a path, your app must register the library with "
             "`onnxruntime.register_execution_provider_library` before it calls `load`."

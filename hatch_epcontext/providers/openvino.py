@@ -127,12 +127,8 @@ PROVIDER = Provider(
     notes=(
         "`share-weights` has no effect: the CPU device wrote a sidecar for each model of a group.",
         (
-            "A context for the CPU needs a processor with the instructions of the build machine. The "
-            "build reports them, and the EP checks them before the loader opens the context."
-        ),
-        (
-            "Only devices of `OpenVINOExecutionProvider` itself are used: "
-            "`OpenVINOExecutionProvider.AUTO` writes no contexts."
+            "A context for the CPU needs a processor with the instructions of the build machine, which the "
+            "build reports."
         ),
         (
             "`virtual-devices = true` compiles for NPUs that the machine does not have, and "

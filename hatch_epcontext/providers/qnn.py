@@ -504,9 +504,9 @@ PROVIDER = Provider(
             "because of that, the build sets `offload_graph_io_quantization = 0`, and reports it."
         ),
         (
-            "It compiles on Linux x86-64 and on Windows, for chips that the machine does not have. On Linux "
-            "it needs glibc 2.35 or newer and `libatomic.so.1`, which no package of PyPI contains: "
-            "`libatomic1` (Debian, Ubuntu) or `libatomic` (Fedora)."
+            "It compiles for chips that the machine does not have. On Linux it needs glibc 2.35 or newer and "
+            "`libatomic.so.1`, which no package of PyPI contains: `libatomic1` (Debian, Ubuntu) or "
+            "`libatomic` (Fedora)."
         ),
         (
             "`soc_model` names the chip, and `htp_arch` follows from it for those that compiled in tests: "
@@ -516,11 +516,7 @@ PROVIDER = Provider(
             "#supported-snapdragon-devices) has names and numbers. Without a chip the context is for none in "
             "particular, and the build warns."
         ),
-        (
-            "A list compiles one context for several chips: `soc_model = [60, 57]`. The simulator does not "
-            "open such a context."
-        ),
-        "The EP ignores an `htp_arch` that does not fit `soc_model`. The build refuses such a pair.",
+        "A list is for [several chips](targets.md#one-context-for-several-chips).",
         (
             '`device = "gpu"` compiles for the Adreno GPU of the build machine, and needs one. (Not verified '
             "on hardware.)"

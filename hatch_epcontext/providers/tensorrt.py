@@ -121,10 +121,6 @@ PROVIDER = Provider(
     ),
     notes=(
         (
-            "The EP writes context models itself, when a session is opened with its `trt_*` options. "
-            "ONNX Runtime's ModelCompiler does not support it."
-        ),
-        (
             "An engine is for the GPU on which it was built, unless `trt_engine_hw_compatible = true`. "
             "On another GPU the EP only logs a warning."
         ),

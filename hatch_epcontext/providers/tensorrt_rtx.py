@@ -148,8 +148,8 @@ PROVIDER = Provider(
     tolerance=Tolerance(snr=20, cosine=0.99),
     needs="an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer",
     verified=(
-        "On Linux x86-64 without an RTX GPU: the EP offers no device on an H100 or H200, and on an H100 that "
-        "was reported to it as an RTX GPU it read every context, up to the loading of GPU code."
+        "On Linux x86-64 without an RTX GPU: on an H100 that was reported to it as one, the EP read every "
+        "context, up to the loading of GPU code."
     ),
     aliases=("nv-tensorrt-rtx", "trt-rtx", "trtrtx"),
     requirements=("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5",),
