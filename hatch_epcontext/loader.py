@@ -341,7 +341,6 @@ class Variant:
         shapes = [[None] if shape is None else shape for shape in self.inputs.values()]
         sizes = [[n if isinstance(n, int) else math.inf for n in shape] for shape in shapes]
         self.elements = sum(map(math.prod, sizes))
-        self.constants: dict[str, Any] = get(model, "constants", dict, {})
         self.plugin = texts(about, "plugin")
         self.group = get(get(about, "sharing", dict, {}), "group", str, "")
 
@@ -549,11 +548,6 @@ class Opener:
         self.check(variant.about.get("secrets") or ())
         options = (options() if callable(options) else options) or ort.SessionOptions()
         provider_options = self._provider_options()
-        class_ = ort.InferenceSession
-        if variant.constants:
-            # Beside this module only where a model has constants.
-            module = importlib.import_module("._constants", __package__)
-            class_ = module.session_class(ort, variant.constants)
         # onnxruntime also counts a registered library among its own.
         is_library = variant.plugin or any("library_path" in e.ep_metadata for e in self._devices())
         is_built_in = not is_library and variant.ep in ort.get_available_providers()
@@ -570,7 +564,7 @@ class Opener:
             # Now that the EP is found: a target that is skipped leaves the app's options as they are.
             for key, value in texts(variant.ort, "session_options").items():
                 options.add_session_config_entry(key, value)
-            session = class_(file, options, providers=providers, enable_fallback=0)
+            session = ort.InferenceSession(file, options, providers=providers, enable_fallback=0)
             if variant.group:
                 # Earlier sessions have to outlive it: in a tuple, which no garbage collector clears.
                 name = (str(variant.package.root), variant.group, variant.target)

@@ -61,8 +61,7 @@ def _source(model: Model, facts: ModelFacts) -> Source:
 
 def _facts(model: Model) -> ModelFacts:
     own = TensorFacts("x", "float32", ("batch", 4))
-    constants = tuple(TensorFacts(name, "int64", ()) for name in model.constants)
-    return ModelFacts((_input(model),), (own,), (), (own, *constants), constants)
+    return ModelFacts((_input(model),), (own,), (), (own,))
 
 
 def _input(model: Model) -> TensorFacts:

@@ -24,7 +24,6 @@ LAYERS = [
         "errors",
         "files",
         "frozen",
-        "_constants",
         "_recompile",
         "loader",
         "recorder",
@@ -154,7 +153,7 @@ def test_only_workers_import_onnxruntime_and_they_and_graph_onnx() -> None:
             allowed = HEAVY - {"onnxruntime"}
             assert parts_imported(module) <= {"errors", "files", "graph", "text"}, name_of(module)
         # They run in apps, and not in a build. onnxruntime brings numpy along.
-        elif module.stem in {"loader", "_constants", "recorder"}:
+        elif module.stem in {"loader", "recorder"}:
             allowed = {"onnxruntime", "numpy"}
         roots = {name.split(".")[0] for name in imported(module)}
         if found := roots & HEAVY - allowed:
@@ -162,7 +161,7 @@ def test_only_workers_import_onnxruntime_and_they_and_graph_onnx() -> None:
     assert not refused
 
 
-@pytest.mark.parametrize("name", ["loader", "_constants", "_recompile", "recorder"])
+@pytest.mark.parametrize("name", ["loader", "_recompile", "recorder"])
 def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(name: str) -> None:
     shipped = PACKAGE / f"{name}.py"
     roots = {each.split(".")[0] for each in imported(shipped)}
@@ -170,9 +169,7 @@ def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(nam
     roots -= {"hatch_epcontext"} if name == "_recompile" else set()
     assert roots <= {*sys.stdlib_module_names, "onnxruntime", "numpy"}
     at_once = {each.split(".")[0] for each in imported_at_once(shipped)}
-    assert name == "_constants" or "numpy" not in at_once, (
-        "importing it must be fast: import numpy in a function"
-    )
+    assert "numpy" not in at_once, "importing it must be fast: import numpy in a function"
 
 
 def test_a_command_and_its_core_have_names_of_their_own() -> None:

@@ -30,7 +30,7 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from hatch_epcontext import _constants, _recompile, loader
+from hatch_epcontext import _recompile, loader
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.files import record_files
@@ -183,8 +183,7 @@ class Shipper:
             if not (self.folder / file).is_file():
                 save(network(), self.folder / file)
         (self.folder / "__init__.py").write_bytes(loader_file().read_bytes())
-        for module in (_constants, _recompile):
-            shutil.copy(str(module.__file__), self.folder)
+        shutil.copy(str(_recompile.__file__), self.folder)
         files = {
             name: {"size": each.size, "sha256": each.sha256}
             for name, each in record_files(self.folder).items()
@@ -1503,7 +1502,6 @@ BAD_VALUES: list[tuple[tuple[str, ...], Any, str]] = [
     ((*OURS, "files"), {"a/cpu/../../x": {"size": 5, "sha256": ""}}, OUTSIDE),
     (("components", "a", *OURS), "x", f"{METADATA} must be"),
     (("components", "a", *OURS, "model"), ["a"], "model must be"),
-    (("components", "a", *OURS, "constants"), [5], "constants must be"),
     ((*V, *OURS), [], f"{METADATA} must be"),
     ((*V, *OURS, "inputs"), {}, "inputs must be"),
     ((*V, *OURS, "inputs"), [5], "name must be"),
@@ -1573,16 +1571,13 @@ STRANGE: list[Any] = [
 def test_no_other_exception_leaves_the_module_whatever_the_manifest_says(
     ship: Shipper, strange: Any
 ) -> None:
-    constants = {"sr": {"dtype": "int64", "shape": [1], "value": 16000}}
     cpu = changed(
         CPU, load_options={"x": "{user-cache}/x"}, prepared="prepared/a.onnx",
         plugin={"module": "no_such_ep", "package": "x", "registration_name": "x"},
         sharing={"group": "g"},
     )  # fmt: skip
     plain = changed(CPU, load_options={"x": "{user-cache}/x"})
-    app = ship.write(
-        {"a": component({"plain": plain, "cpu": cpu, "source": SOURCE}, constants=constants)}
-    )
+    app = ship.write({"a": component({"plain": plain, "cpu": cpu, "source": SOURCE})})
     manifest = json.loads((ship.folder / "manifest.json").read_text("utf-8"))
     calls: list[Callable[[], Any]] = [
         lambda: app.load("a"),

@@ -17,7 +17,6 @@ from hatch_epcontext.package.manifest import ComponentMetadata, ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, listing, pairs, show_size
-from hatch_epcontext.text import show as shown_value
 from hatch_epcontext.tools import inspecting as tool
 from hatch_epcontext.worker.requests import InspectReply
 
@@ -128,17 +127,15 @@ def _show_package(folder: str, package: ModelPackage) -> None:
             )
             add_row(made, *cells)
     show(made)
-    for name, component in package.components.items():
-        _show_forms(name, component.about)
+    for component in package.components.values():
+        _show_shapes(component.about)
 
 
-def _show_forms(component: str, about: ComponentMetadata) -> None:
-    """The shapes of a model with several, and its frozen inputs."""
+def _show_shapes(about: ComponentMetadata) -> None:
+    """The shapes of a model with several."""
     for member, inputs in about.shapes.items():
         shapes = (f"{name} {_shape(shape)}" for name, shape in inputs.items())
         echo(f"{member}: a shape of {about.model}, {', '.join(shapes)}")
-    for name, constant in about.constants.items():
-        echo(f"{component}: the input {name} is frozen to {shown_value(constant.value)}")
 
 
 def _shape(shape: Sequence[Size] | None) -> str:

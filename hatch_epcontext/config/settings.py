@@ -232,7 +232,8 @@ class ShapeSet:
 class Model:
     """A source model, with the targets that this build compiles it for.
 
-    ``path`` is absolute; with a ``cut`` it is that of the whole model until a build has cut it. ``key`` is
+    ``path`` is absolute; with a ``cut`` or ``constants`` it is that of the whole model until a build has
+    written the model that they make of it; ``origin`` is then that of the whole model. ``key`` is
     the model's place in the configuration, and ``listed`` that of its sizes in a list. With
     ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of the dummy
     inputs. ``shape_set``: all shapes of the same model, None for a model with one. ``license``: its SPDX
@@ -256,6 +257,7 @@ class Model:
     cut: Cut = Cut()
     license: str | None = None
     download: Download | None = None
+    origin: Path | None = None
 
     def place(self, name: str) -> Key:
         """The place of ``dims`` or ``shapes`` in the configuration: of its table, if they are a list."""
@@ -285,6 +287,11 @@ class Model:
     def configured_name(self) -> str:
         """The name in the configuration, which all shapes of the model share."""
         return self.shape_set.name if self.shape_set else self.name
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the configuration makes another model of the file."""
+        return bool(self.cut or self.constants)
 
     @property
     def is_compared(self) -> bool:

@@ -302,6 +302,7 @@ class Source:
     facts: ModelFacts
     sha256: str
     records: Mapping[str, FileRecord]
+    origin: FileRecord | None = None
 
     @property
     def license(self) -> str | None:
@@ -312,6 +313,13 @@ class Source:
     def files(self) -> tuple[Path, ...]:
         """The model's file, and those of its external data."""
         return tuple(self.model.path.parent / name for name in self.records)
+
+    @property
+    def users_files(self) -> Mapping[Path, FileRecord]:
+        """`files`, or the file from which the build wrote the model."""
+        if self.model.origin is not None and self.origin is not None:
+            return {self.model.origin: self.origin}
+        return dict(zip(self.files, self.records.values(), strict=True))
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""Cuts models, once in a build, and keeps them in the user's cache for the next one."""
+"""Cuts models and writes their constants into them, and keeps the results in the user's cache."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import Any
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import Config, Model
-from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import FileRecord, is_portable, link_or_copy, mark_used, record_file
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.requirements import check_environment
+from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import CutResult
 
 FOLDER = "cut"
-"""The folder of the cache's layout with cut models, below the hex sha256 of all that they depend on."""
+"""The folder of the cache's layout with these models, below the hex sha256 of all that they depend on."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +38,29 @@ class _EarlierCut:
 
 
 def cut_plan(made: Plan, index: Index, workers: Workers, staging: Path) -> Plan:
-    """The plan with all cut models instead of the whole ones; see `cut_models`."""
-    if not any(model.cut for model in made.config.models):
+    """The plan with all models as the configuration changes them; see `cut_models`."""
+    if not any(model.is_changed for model in made.config.models):
         return made
     check_environment(made.local_targets, made.requirements)
     return plan(cut_models(made.config, index, workers, staging))
 
 
 def cut_models(config: Config, index: Index, workers: Workers, staging: Path) -> Config:
-    """``config`` with the paths of cut models, below ``staging``, and with those keys that still fit them.
+    """``config`` with the paths of cut models, and of those with their constants in them, below ``staging``,
+    and with those keys that still fit them.
 
-    A worker cuts a model, unless ``index`` has the result of an earlier build. Raises ModelError when a model
-    cannot be cut, and BuildError when it must come from the cache and is not there.
+    A worker writes a model, unless ``index`` has the result of an earlier build. Raises ModelError when a
+    model cannot be cut or a constant does not fit, and RequirementError when nothing can read the model.
     """
-    groups: dict[tuple[Path, Any], list[Model]] = {}
+    groups: dict[tuple[Any, ...], list[Model]] = {}
     for model in config.models:
-        if model.cut:
-            groups.setdefault((model.path, model.cut), []).append(model)
+        if model.is_changed:
+            group = model.path, model.cut, value_sha256(to_plain(model.constants))
+            groups.setdefault(group, []).append(model)
     done: dict[str, Model] = {}
     for number, forms in enumerate(groups.values()):
         folder = staging / "cut" / str(number)
-        done |= _Cutting(index, workers, folder, config.only_from_cache).models(forms)
+        done |= _Cutting(index, workers, folder).models(forms)
     return dataclasses.replace(
         config, models=tuple(done.get(model.name, model) for model in config.models)
     )
@@ -72,7 +73,6 @@ class _Cutting:
     index: Index
     workers: Workers
     folder: Path
-    only_from_cache: bool
 
     def models(self, forms: Sequence[Model]) -> dict[str, Model]:
         """The models ``forms`` by name, cut."""
@@ -82,8 +82,7 @@ class _Cutting:
             (self.folder / "model").mkdir(parents=True)
         known = self._taken(first, key)
         if known is None:
-            if self.only_from_cache:
-                raise BuildError(_not_known(first))
+            check_environment((), INSPECTION)
             known = self._made(forms)
             self._keep(key, known)
         path = self.folder / "model" / first.path.name
@@ -93,7 +92,8 @@ class _Cutting:
                 path=path,
                 dims=fixed.dims,
                 shapes=fixed.shapes,
-                constants={name: model.constants[name] for name in fixed.constants},
+                constants={},
+                origin=model.path,
             )
             for model, fixed in zip(forms, known.forms, strict=True)
         }
@@ -161,12 +161,3 @@ class _Cutting:
     def _kept(self, key: str) -> Path | None:
         """The folder for the cut model in the user's cache, if there is one."""
         return None if self.index.folder is None else self.index.folder.with_name(FOLDER) / key
-
-
-def _not_known(model: Model) -> Problem:
-    return Problem.at(
-        model.key / "cut",
-        Kind.NOT_CACHED,
-        "HATCH_EPCONTEXT_FROM_CACHE is all, and the user's cache does not have the cut model.",
-        "Build once without it on this machine: a shared cache has no cut models.",
-    )

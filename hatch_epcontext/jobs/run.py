@@ -108,7 +108,7 @@ def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
 def download_sources(
     config: Config, cache: Cache, workers: Workers, *, ships_all: bool = False
 ) -> None:
-    """Download the models from elsewhere; for a build entirely from the cache only what it ships or cuts.
+    """Download the models from elsewhere; for a build entirely from the cache only what it ships or changes.
 
     With ``ships_all`` these are all, as in an editable install.
     """
@@ -116,7 +116,7 @@ def download_sources(
     models = [
         each
         for each in config.models
-        if needs_all or each.cut or ships_source(each, _targets_of(each, config))
+        if needs_all or each.is_changed or ships_source(each, _targets_of(each, config))
     ]
     # With an index of its own: the next one sees the new files.
     download_models(models, config, cache.index(), workers.progress or _ignore, workers.pulse)

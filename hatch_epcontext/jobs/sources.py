@@ -78,8 +78,8 @@ def _assume(models: Iterable[Model], index: Index) -> list[Model]:
     """
     absent = []
     for model in models:
-        # What was cut from a model is on this machine.
-        files = model.download.files if model.download and not model.cut else {}
+        # What the build has written is on this machine.
+        files = model.download.files if model.download and not model.origin else {}
         folder = model.path.parent
         if all(is_regular(folder / name) for name in files):
             continue
@@ -105,8 +105,7 @@ def check_unchanged(sources: Iterable[Source], hint: str) -> None:
     """Raise ModelError, with ``hint``, if a file of ``sources`` has changed since it was read."""
     # Hooks do not change what is not in the project.
     for source in (each for each in sources if each.model.download is None):
-        for name, recorded in source.records.items():
-            file = source.model.path.parent / name
+        for file, recorded in source.users_files.items():
             if not file.is_file() or record_file(file) != recorded:
                 message = "was changed or removed after it had been compiled."
                 raise ModelError(Problem(Kind.MODEL_CHANGED, str(file), message, hint))
@@ -149,7 +148,8 @@ def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
     if facts.external_data:
         data = {name: records[name].sha256 for name in sorted(facts.external_data)}
         sha256 = value_sha256({"model": sha256, "data": data})
-    return Source(model, facts, sha256, records)
+    origin = index.record(model.origin) if model.origin else None
+    return Source(model, facts, sha256, records, origin)
 
 
 def _is_whole(model: Model, facts: ModelFacts, index: Index) -> bool:

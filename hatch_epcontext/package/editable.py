@@ -86,7 +86,8 @@ def write(result: Result, folder: Path, modules: Mapping[str, Path]) -> None:
     """Write the package of ``result`` into ``folder``: ``modules``, artifacts and manifest.
 
     Source models are not copied: the manifest has their paths, so that the app sees an edited model. Only
-    cut ones are, which are nowhere else, and those from elsewhere, which nobody edits.
+    those that the build has written are, which are nowhere else, and those from elsewhere, which nobody
+    edits.
     """
     folders = manifest.source_folders(result.sources)
     copied = {
@@ -119,7 +120,7 @@ def write(result: Result, folder: Path, modules: Mapping[str, Path]) -> None:
 
 
 def _is_copied(model: Model) -> bool:
-    return bool(model.cut) or model.download is not None
+    return model.origin is not None or model.download is not None
 
 
 def remove(folder: Path) -> list[str]:

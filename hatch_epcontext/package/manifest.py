@@ -55,28 +55,17 @@ class PackageMetadata:
 
 
 @dataclass(frozen=True)
-class Constant:
-    """The value of a frozen input, with the dtype and the shape that the model takes."""
-
-    dtype: str
-    shape: tuple[Size, ...]
-    value: Any
-
-
-@dataclass(frozen=True)
 class ComponentMetadata:
     """A model: the name by which the app loads it, and the hex sha256 of its source.
 
-    ``inputs`` and ``outputs`` are those of the source, with the configured shapes and constants.
-    ``constants``: the inputs that the configuration freezes. ``shapes``: in the first component of a
-    model with several shapes, the shapes of the inputs of each component, by its name.
+    ``inputs`` and ``outputs`` are those of the source, with the configured shapes. ``shapes``: in the first
+    component of a model with several shapes, the shapes of the inputs of each component, by its name.
     """
 
     model: str
     source_sha256: str
     inputs: tuple[TensorFacts, ...]
     outputs: tuple[TensorFacts, ...]
-    constants: Mapping[str, Constant] = field(default_factory=dict)
     shapes: Mapping[str, Mapping[str, tuple[Size, ...] | None]] = field(default_factory=dict)
 
 
@@ -125,7 +114,7 @@ class VariantMetadata:
 
 @dataclass(frozen=True)
 class SourceMetadata:
-    """The source model: its inputs, without those that the configuration freezes."""
+    """The source model, which has its ``constants`` in it."""
 
     inputs: tuple[TensorFacts, ...]
     product: str = field(default=SOURCE)
@@ -235,9 +224,7 @@ def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dic
     variants = {name: found[name] for name in order if name in found}
     if file is not None:
         folder, _, name = file.rpartition("/")
-        frozen = {each.name for each in source.facts.constants}
-        inputs = tuple(each for each in source.facts.own_inputs if each.name not in frozen)
-        ort, metadata = OrtInfo(model_file=name), SourceMetadata(inputs)
+        ort, metadata = OrtInfo(model_file=name), SourceMetadata(source.facts.own_inputs)
         variants[SOURCE] = Variant(directory=folder, ep=CPU_EP, ort=ort, metadata=metadata)
     return variants
 
@@ -250,10 +237,6 @@ def _about(source: Source, sources: Mapping[str, Source]) -> ComponentMetadata:
         source.sha256,
         facts.inputs,
         facts.outputs,
-        {
-            each.name: Constant(each.dtype, each.sizes, model.constants[each.name])
-            for each in facts.constants
-        },
         {
             member: {each.name: each.shape for each in sources[member].facts.inputs}
             for member in members

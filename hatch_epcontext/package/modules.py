@@ -26,8 +26,6 @@ def modules(import_name: str | None, models: Collection[Model]) -> Mapping[str, 
     shipped = {"__init__.py": loader_file()}
     if any(target.settings.recompile for model in models for target in model.targets):
         shipped["_recompile.py"] = loader_file().with_name("_recompile.py")
-    if any(model.constants for model in models):
-        shipped["_constants.py"] = loader_file().with_name("_constants.py")
     if import_name is not None:
         folder = Path(__file__).with_name("pyinstaller")
         shipped[f"{_PYINSTALLER}/__init__.py"] = folder / "__init__.py"

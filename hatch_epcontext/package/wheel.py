@@ -114,7 +114,7 @@ def repeated_models(
     sources = {source.model.path: source for source in result.sources}
     for source in sources.values():
         # Who ships the model in another way says so.
-        files = source.files if source.model.fallback != "none" else ()
+        files = source.users_files if source.model.fallback != "none" else {}
         for file in filter(Path.is_file, files):
             size = file.stat().st_size
             for name, path in sizes.get(size, ()):

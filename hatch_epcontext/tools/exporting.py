@@ -49,7 +49,7 @@ def export(
         made = bundle(
             result, staging, modules(import_name_in_tree(place), config.models) if loader else {}
         )
-        _refuse_sources(place, (file for source in result.sources for file in source.files))
+        _refuse_sources(place, (file for source in result.sources for file in source.users_files))
         # Compiling is slow: another program may have written there.
         _refuse_existing(folder, place, overwrite=overwrite)
         with writing("the model package", place.parent, str(place), OutputError):

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from hatch_epcontext.config.settings import CompileSettings, Config, Target
 from hatch_epcontext.errors import (
@@ -309,7 +308,7 @@ class _Validator:
         if reason:
             raise _not_run(reason, location)
         (model,) = self._configure(component).models
-        reference, constants = self._reference(component, target.name)
+        reference = self._reference(component, target.name)
         about = self._components[component].about
         names = {each.name for each in opened.inputs}
         shapes = fixed_shapes(each for each in about.inputs if each.name in names)
@@ -320,7 +319,6 @@ class _Validator:
             targets=(),
             static_shapes=True,
             shapes={**shapes, **fixed_shapes(opened.inputs), **model.shapes},
-            constants={**constants, **model.constants},
         )
         with temp_dir() as staging:
             name = _copy(self._read.folder / found.directory, file, opened, staging / "moved")
@@ -344,25 +342,23 @@ class _Validator:
         reason = "it is the reference" if is_reference else "the package has no reference for it"
         return replace(validation, reason=reason)
 
-    def _reference(self, component: str, variant: str) -> tuple[Path | None, Mapping[str, Any]]:
+    def _reference(self, component: str, variant: str) -> Path | None:
         """The model to compare a variant with: the user's, the package's own source, or a CPU variant.
 
-        None if there is no other one than the variant itself. With the values of the inputs that are
-        frozen, which a CPU variant does not have. Raises InspectionError if it is damaged.
+        None if there is no other one than the variant itself. Raises InspectionError if it is damaged.
         """
-        variants, about = self._components[component].variants, self._components[component].about
-        frozen = {name: each.value for name, each in about.constants.items()}
+        variants = self._components[component].variants
         if variant == SOURCE:
-            return None, frozen
+            return None
         if self._source is not None:
-            return self._source.absolute(), frozen
+            return self._source.absolute()
         on_cpu = (name for name, each in variants.items() if each.ep == CPU_EP)
         name = SOURCE if SOURCE in variants else next(on_cpu, variant)
         if name == variant:
-            return None, frozen
+            return None
         self._refuse_damaged(variants[name])
         file = self._read.folder / variants[name].model_file
-        return file.absolute(), frozen if name == SOURCE else {}
+        return file.absolute()
 
     def _sharing(self, variant: str, found: Variant, context: Context) -> tuple[Context, ...]:
         """The contexts of the variant's weight-sharing group, with its own as the last."""

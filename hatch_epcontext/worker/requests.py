@@ -55,7 +55,7 @@ class CheckReply:
 
 @dataclass(frozen=True)
 class CutReply:
-    """``files``: the cut model and its external data, by name in the folder; ``data``: the files of the
+    """``files``: the written model and its external data, by name in the folder; ``data``: the files of the
     external data of the whole model, by name in its own; ``forms``: one for each model of the request.
     """
 

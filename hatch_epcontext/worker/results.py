@@ -35,8 +35,7 @@ class ModelFacts:
     """Facts of an ONNX file: inputs and outputs with what the configuration fixes, and the files that
     hold its external data, relative to its folder, with forward slashes.
 
-    ``own_inputs`` are those of the file itself; ``constants`` are the values that the configuration
-    gives inputs, each with its dtype and shape. ``license`` is that of the file's metadata;
+    ``own_inputs`` are those of the file itself. ``license`` is that of the file's metadata;
     ``dynamic``: whether it is dynamically quantized.
     """
 
@@ -44,7 +43,6 @@ class ModelFacts:
     outputs: tuple[TensorFacts, ...]
     external_data: tuple[str, ...]
     own_inputs: tuple[TensorFacts, ...] = ()
-    constants: tuple[TensorFacts, ...] = ()
     license: str | None = None
     dynamic: bool = False
 
@@ -64,14 +62,13 @@ class Precision:
 
 @dataclass(frozen=True)
 class CutResult:
-    """What the configuration of one form of a model fixes in the cut model.
+    """What the configuration of one form of a model still fixes in the written model.
 
     ``shapes`` also has the shapes of its first tensors that follow from the sizes of the whole model.
     """
 
     dims: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
-    constants: tuple[str, ...]
 
 
 @dataclass(frozen=True)

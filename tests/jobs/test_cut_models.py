@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from hatch_epcontext import loader
 from hatch_epcontext.config.load import load
@@ -25,7 +26,7 @@ from hatch_epcontext.jobs.cut_models import FOLDER, cut_models
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build
-from hatch_epcontext.jobs.sources import read_sources
+from hatch_epcontext.jobs.sources import check_unchanged, read_sources
 from hatch_epcontext.package import editable
 from hatch_epcontext.package.bundle import bundle
 from tests.models import network, save, save_with_data
@@ -93,7 +94,8 @@ def test_a_build_without_changes_cuts_nothing(
     assert list((tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx"))
     Store(tmp_path / "cache").prune(None)
     assert not list((tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx"))
-    with pytest.raises(BuildError, match="does not have the cut model"):
+    # It is cut again, and not compiled, which needs the artifact.
+    with pytest.raises(BuildError, match="HATCH_EPCONTEXT_FROM_CACHE"):
         run(only_from_cache)
 
 
@@ -139,3 +141,63 @@ def test_each_shape_of_a_cut_model_begins_with_its_own(project: Path, tmp_path: 
     # One file for all shapes, which stays open.
     assert len({source.sha256 for source in sources}) == 1
     assert sources[0].facts.own_inputs[0].sizes[1:] == (4, 8, 8)
+
+
+def test_the_shipped_source_has_its_constants_in_it(project: Path, tmp_path: Path) -> None:
+    onnx_model = network()
+    onnx_model.graph.input.append(helper.make_tensor_value_info("sr", TensorProto.INT64, [1]))
+    onnx_model.graph.node[-1].output[0] = "before"
+    onnx_model.graph.node.append(helper.make_node("Cast", ["sr"], ["rate"], to=TensorProto.FLOAT))
+    onnx_model.graph.node.append(helper.make_node("Mul", ["before", "rate"], ["y"]))
+    save_with_data(onnx_model, project / "models" / "a.onnx")
+    toml = """
+targets.cpu.provider = "cpu"
+fallback = "source"
+models = [
+    { name = "two", path = "models/a.onnx", constants = { sr = 2 } },
+    { name = "three", path = "models/a.onnx", constants = { sr = 3 } },
+]
+"""
+    planned = plan(load(project, parse(toml), {}, {}))
+    (tmp_path / "staging").mkdir()
+    result = build(planned, tmp_path / "staging", Cache(None, print), print)
+    # A hook that changes the user's own file later is noticed.
+    (before,) = {file for source in result.sources for file in source.users_files}
+    assert before == project / "models" / "a.onnx"
+    # As a wheel has it: the files of the bundle are links.
+    package = shutil.copytree(bundle(result, tmp_path, MODULES).folder, tmp_path / "shipped")
+    x = np.ones((1, 1, 8, 8), np.float32)
+    answers = {}
+    for name in ("two", "three"):
+        for target in ("cpu", "source"):
+            session = loader.load(name, target=target, package=package)
+            assert [each.name for each in session.get_inputs()] == ["x"]
+            (answers[name, target],) = session.run(None, {"x": x})
+            with pytest.raises(Exception, match="Invalid input name: sr"):
+                session.run(None, {"x": x, "sr": np.array([2])})
+    np.testing.assert_allclose(answers["two", "cpu"], answers["two", "source"], rtol=1e-5)
+    check_unchanged(result.sources, "")
+    before.write_bytes(b"changed")
+    with pytest.raises(ModelError, match="was changed or removed"):
+        check_unchanged(result.sources, "")
+    np.testing.assert_allclose(
+        answers["three", "source"] * 2, answers["two", "source"] * 3, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [("{ sr = 1 }", "has no input 'sr'"), ('{ x = "a" }', "does not fit the input")],
+)
+def test_a_constant_that_does_not_fit_is_an_error_with_its_key(
+    project: Path, tmp_path: Path, constants: str, message: str
+) -> None:
+    save(network(), project / "models" / "a.onnx")
+    toml = f"""targets.cpu.provider = "cpu"
+models = [{{ path = "models/a.onnx", constants = {constants} }}]
+"""
+    config = load(project, parse(toml), {}, {})
+    with pytest.raises(ModelError, match=message) as raised:
+        cut_models(config, Cache(None, print).index(), Workers(60), tmp_path)
+    (problem,) = raised.value.problems
+    assert str(problem.key).startswith("tool.epcontext.models[0].constants.")

@@ -19,7 +19,6 @@ from hatch_epcontext.jobs.artifact import (
 )
 from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import (
-    Constant,
     ModelPackage,
     PackageMetadata,
     SourceMetadata,
@@ -342,15 +341,6 @@ def test_a_model_with_several_shapes_has_a_component_for_each(
     assert first.model == second.model == "det"
     assert first.shapes == {"det.1x8": {"x": (1, 8)}, "det.1x16": {"x": (1, 16)}}
     assert second.shapes == {}
-
-
-def test_the_values_of_frozen_inputs_are_in_it(project: Path, tmp_path: Path) -> None:
-    toml = 'targets.cpu.provider = "cpu"\nmodels = [{ path = "models/a.onnx", constants = { sr = 16000 } }]\n'
-    (component,) = made(project, toml, tmp_path / "artifacts").components.values()
-    about = component.about
-    assert about.constants == {"sr": Constant("int64", (), 16000)}
-    source = component.variants["source"].metadata
-    assert [each.name for each in source.inputs] == ["x"]
 
 
 def test_the_prepared_model_is_named_if_it_is_shipped(project: Path, tmp_path: Path) -> None:

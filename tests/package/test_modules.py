@@ -50,12 +50,9 @@ def test_the_hook_of_pyinstaller_has_the_name_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("recompile", ["true", "false"])
-@pytest.mark.parametrize("constants", ["{}", "{ x = 1 }"])
-def test_modules_are_shipped_only_where_a_model_needs_them(
-    tmp_path: Path, recompile: str, constants: str
-) -> None:
+def test_modules_are_shipped_only_where_a_model_needs_them(tmp_path: Path, recompile: str) -> None:
     toml = f"""
-    models = ["models/a.onnx", {{ path = "models/b.onnx", constants = {constants} }}]
+    models = ["models/a.onnx", "models/b.onnx"]
     [targets.cpu]
     provider = "cpu"
     [targets.npu]
@@ -67,4 +64,3 @@ def test_modules_are_shipped_only_where_a_model_needs_them(
         save(network(), tmp_path / "models" / f"{name}.onnx")
     shipped = modules(None, configured(tmp_path, toml).models)
     assert ("_recompile.py" in shipped) == (recompile == "true")
-    assert ("_constants.py" in shipped) == (constants != "{}")

@@ -46,7 +46,7 @@ def fingerprint(
 _NOT_COMPILED = frozenset(
     {
         *("path", "key", "listed", "validate", "targets", "share_weights"),
-        *("shape_set", "fallback", "cut", "license", "download"),
+        *("shape_set", "fallback", "cut", "license", "download", "origin"),
     }
 )
 """Fields of a model that do not change what is compiled. All others count, including future ones."""

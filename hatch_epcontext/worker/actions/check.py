@@ -90,19 +90,11 @@ def _check_model(model: Model) -> ModelFacts:
     # Dummy inputs that do not fit are an error before anything is compiled.
     feeds_for(onnx_model, model)
     outputs = tuple(map(graph.facts, onnx_model.graph.output))
-    # `fix_constants` made them initializers.
-    constants = tuple(
-        TensorFacts(facts.name, facts.dtype, tuple(value.dims))
-        for facts in own_inputs
-        for value in onnx_model.graph.initializer
-        if value.name == facts.name and facts.name in model.constants
-    )
     return ModelFacts(
         inputs,
         outputs,
         data,
         own_inputs,
-        constants,
         graph.license_of(onnx_model),
         is_dynamic(onnx_model),
     )

@@ -1,4 +1,4 @@
-"""Cut a source model: write the configured part as a model with its own data."""
+"""Cut a source model, and write its constants into it: a model with its own data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.graph.parts import Part, extract, part_between
-from hatch_epcontext.worker.configured import fix_inputs
+from hatch_epcontext.worker.configured import fix_constants, fix_inputs
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
 from hatch_epcontext.worker.results import CutResult
@@ -24,16 +24,33 @@ _Values = dict[str, onnx.ValueInfoProto]
 
 
 def handle(request: CutRequest) -> CutReply:
-    """Write the request's part of the model into its folder; the source is only read.
+    """Write the request's part of the model, with its constants, into its folder; the source is only read.
 
-    Raises ModelError when the model cannot be cut there, or when a tensor's type is unknown.
+    Raises ModelError when the model cannot be cut there, when a tensor's type is unknown, or when a
+    constant does not fit.
     """
     first = request.forms[0]
     source = Path(first.path)
-    step(f"cutting {source.name}")
+    step(f"writing the configured part of {source.name}")
     onnx_model = reading.read(source, first.key)
     data = external.external_data(onnx_model, source, first.key)
-    key = first.key / "cut"
+    known = {each.name for each in graph.inputs(onnx_model.graph)}
+    forms = tuple(CutResult(model.dims, model.shapes) for model in request.forms)
+    if first.cut:
+        forms = _cut(onnx_model, request)
+    # An input that the cut removes needs no value; a name that no input has is an error.
+    known -= {each.name for each in graph.inputs(onnx_model.graph)}
+    if constants := {n: each for n, each in first.constants.items() if n not in known}:
+        fix_constants(
+            onnx_model, dataclasses.replace(first, dims={}, shapes={}, constants=constants)
+        )
+    return CutReply(_save(onnx_model, source, Path(request.folder)), data, forms)
+
+
+def _cut(onnx_model: onnx.ModelProto, request: CutRequest) -> tuple[CutResult, ...]:
+    """Keep only the part of ``onnx_model``, in place."""
+    first = request.forms[0]
+    source, key = Path(first.path), first.key / "cut"
     part = part_between(onnx_model.graph, first.cut, first.constants, key)
     names = (*part.inputs, *part.outputs)
     values = _values(onnx_model, source, names)
@@ -43,7 +60,7 @@ def handle(request: CutRequest) -> CutReply:
         raise ModelError(Problem.at(key, Kind.INVALID_CUT, message, hint))
     forms = tuple(_form(model, onnx_model, source, part, values) for model in request.forms)
     extract(onnx_model, part, values)
-    return CutReply(_save(onnx_model, source, Path(request.folder)), data, forms)
+    return forms
 
 
 def _values(model: onnx.ModelProto, source: Path, names: Iterable[str]) -> _Values:
@@ -82,7 +99,6 @@ def _form(
     ends = {name: graph.facts(values[name]) for name in part.inputs}
     of_model, of_part = _named_sizes(inputs.values()), _named_sizes(ends.values())
     shapes = {n: s for n, s in model.shapes.items() if n in ends or n not in inputs}
-    constants = tuple(n for n in model.constants if n in ends or n not in inputs)
     inner = [
         n for n, each in ends.items() if n not in inputs and n not in shapes and not each.is_fixed
     ]
@@ -100,7 +116,7 @@ def _form(
         found = {name: graph.facts(each) for name, each in _values(fixed, source, inner).items()}
         shapes |= {name: _sizes(found[name]) for name in inner if found[name].is_fixed}
     dims = {n: size for n, size in model.dims.items() if n in of_part or n not in of_model}
-    return CutResult(dims, shapes, constants)
+    return CutResult(dims, shapes)
 
 
 def _named_sizes(tensors: Iterable[TensorFacts]) -> set[str]:

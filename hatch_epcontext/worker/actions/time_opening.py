@@ -36,16 +36,11 @@ def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
     load = time.perf_counter() - start
 
     # Imported after the measurement, because importing is no part of it.
-    from hatch_epcontext.graph import graph, reading
-    from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs
+    from hatch_epcontext.worker.dummy.inputs import dummy_inputs
     from hatch_epcontext.worker.tensors import run
 
     model = request.model
     feeds = dummy_inputs(request.inputs, model, request.ranges)
-    if request.target is None and model.constants:
-        # The file still has inputs that are constants in the other forms.
-        own = map(graph.facts, graph.inputs(reading.read(path, model.key).graph))
-        feeds |= {each.name: constant(model, each) for each in own if each.name in model.constants}
     start = time.perf_counter()
     run(session, feeds)
     return TimeOpeningReply(load, time.perf_counter() - start)

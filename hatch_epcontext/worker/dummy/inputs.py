@@ -98,7 +98,7 @@ def constant(model: Model, facts: TensorFacts) -> Array:
     """
     dtype = numpy_dtype(facts.dtype)
     if is_extended(dtype):
-        # The app's loader feeds it, with NumPy alone; and ml_dtypes turns 8 into -8 for int4.
+        # ml_dtypes turns 8 into -8 for int4.
         raise TypeError("NumPy lacks this type; store the value inside the model instead")
     array: Array = np.asarray(model.constants[facts.name], dtype=dtype)
     if facts.shape is not None and len(facts.shape) != array.ndim and array.size == 1:
