@@ -179,7 +179,7 @@ def _section(provider: Provider) -> Iterator[str]:
             yield from (f"- {_code(alike)}: {text}" for text, alike in same.items())
             yield ""
     if provider.sources:
-        yield f"Sources: {'; '.join(provider.sources)}.\n"
+        yield f"Options from: {', '.join(provider.sources)}.\n"
 
 
 def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
@@ -320,14 +320,6 @@ wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
 """
 
 _ABOUT: Mapping[str, str] = {
-    "[tool.epcontext]": """\
-The models, and what to compile them for.""",
-    "[tool.epcontext.build]": """\
-How the build runs.""",
-    "[tool.epcontext.wheel]": """\
-The finished wheel.""",
-    "[tool.epcontext.targets.<name>]": """\
-A named place that models are compiled for.""",
     "[[tool.epcontext.models]]": """\
 A model. It can also have these keys of its targets: <narrowable>. Its tables are merged with those of the
 target, and its other values replace them. Targets that cannot use a key ignore it.""",
@@ -348,9 +340,8 @@ Shapes of one input, such as
 }
 
 _ENVIRONMENT = """\
-For CI and one-off builds. A build prints each variable that is set. For each key of `build` and `wheel`
-there is one that wins over it: {of_keys}. Lists have commas
-between their items. An empty value switches off {empty}."""
+A build prints each variable that is set. For each key of `build` and `wheel` there is one that wins over it:
+{of_keys}. Lists have commas between their items. An empty value switches off {empty}."""
 
 
 def configuration() -> str:
@@ -378,8 +369,9 @@ def configuration() -> str:
     lines = [CONFIGURATION]
     listed = _code(map(toml_key, narrowable))
     for heading, (table, names) in shown.items():
-        about = _ABOUT[heading].replace("<narrowable>", listed)
-        lines.append(f"## `{heading}`\n\n{about}\n")
+        lines.append(f"## `{heading}`\n")
+        if about := _ABOUT.get(heading):
+            lines.append(about.replace("<narrowable>", listed) + "\n")
         rows = _keys(table, dict.fromkeys(names))
         lines += [*_table(("key", "takes", "if missing", "meaning"), rows), ""]
     of_keys = {name: each for name, each in VARIABLES.items() if each.table is not None}

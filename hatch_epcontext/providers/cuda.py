@@ -68,10 +68,7 @@ PROVIDER = Provider(
     hardware="Verified on an NVIDIA H200.",
     systems=("linux", "win32"),
     options=_OPTIONS,
-    sources=(
-        'onnxruntime.ai, "CUDA Execution Provider: Configuration Options"',
-        "the option names in onnxruntime-gpu 1.31.1",
-    ),
+    sources=("onnxruntime.ai", "onnxruntime-gpu 1.31.1"),
     notes=(
         "onnxruntime-gpu 1.31 needs CUDA 13 and cuDNN 9. Its extras `[cuda,cudnn]` install them.",
     ),

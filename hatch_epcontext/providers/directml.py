@@ -54,6 +54,6 @@ PROVIDER = Provider(
     options=_OPTIONS,
     implied=_implied,
     contradictions=_contradictions,
-    sources=('onnxruntime.ai, "DirectML Execution Provider"',),
+    sources=("onnxruntime.ai",),
     notes=("`optimization` above `basic` needs the EP at build time, and so Windows.",),
 )

@@ -49,7 +49,7 @@ PROVIDER = Provider(
     systems=("linux",),
     platform="manylinux_2_28_x86_64",
     options=_OPTIONS,
-    sources=("the option names in onnxruntime-migraphx 1.27.1",),
+    sources=("onnxruntime-migraphx 1.27.1",),
     notes=(
         (
             "The EP returns no EP contexts. It has its own cache for what it compiles on the user's "

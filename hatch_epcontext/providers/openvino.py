@@ -123,7 +123,7 @@ PROVIDER = Provider(
     error_in_words=_error_in_words,
     compiled_for=_compiled_for,
     disagreement=_disagreement,
-    sources=("the options that the library of onnxruntime-ep-openvino 1.8.1 reads",),
+    sources=("onnxruntime-ep-openvino 1.8.1",),
     notes=(
         "`share-weights` has no effect: the CPU device wrote a sidecar for each model of a group.",
         (

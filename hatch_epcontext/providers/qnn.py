@@ -495,8 +495,8 @@ PROVIDER = Provider(
     needs="an x86-64 processor, or an Arm processor from Qualcomm",
     verified="Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (HTP 73).",
     sources=(
-        'the documentation of onnxruntime-qnn 2.x, "QNN Execution Provider: Configuration Options"',
-        "ONNX Runtime's `ep_weight_sharing_ctx_gen`, options of `-i`",
+        "the documentation of onnxruntime-qnn 2.x",
+        "ONNX Runtime's `ep_weight_sharing_ctx_gen`",
     ),
     notes=(
         (

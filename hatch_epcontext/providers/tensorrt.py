@@ -115,10 +115,7 @@ PROVIDER = Provider(
     reserved=_RESERVED,
     profiles=_PROFILES,
     own_context_options=_own_context_options,
-    sources=(
-        'onnxruntime.ai, "TensorRT Execution Provider: Configurations"',
-        "the option names in onnxruntime-gpu 1.31.1",
-    ),
+    sources=("onnxruntime.ai", "onnxruntime-gpu 1.31.1"),
     notes=(
         (
             "An engine is for the GPU on which it was built, unless `trt_engine_hw_compatible = true`. "

@@ -193,10 +193,7 @@ PROVIDER = Provider(
     wrong_blobs=_wrong_blobs,
     compiled_for=_compiled_for,
     disagreement=_disagreement,
-    sources=(
-        'onnxruntime.ai, "NVIDIA TensorRT RTX Execution Provider"',
-        "`tensorrt_rtx_provider_options.h` in onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0",
-    ),
+    sources=("onnxruntime.ai", "onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0"),
     notes=(
         (
             'For CUDA 12: `requirements = ["onnxruntime-ep-nv-tensorrt-rtx-cu12>=0.5"]`. The two packages '

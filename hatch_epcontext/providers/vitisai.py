@@ -49,7 +49,7 @@ PROVIDER = Provider(
     },
     static_shapes=True,
     # `runs_on` is the default: only the NPU runs contexts, and without it the EP offers no device.
-    sources=('AMD\'s Ryzen AI documentation, "Vitis AI Execution Provider options"',),
+    sources=("AMD's Ryzen AI documentation",),
     notes=(
         (
             "onnxruntime-vitisai is part of AMD's Ryzen AI software, and not on PyPI: build without "

@@ -72,5 +72,5 @@ PROVIDER = Provider(
     python=(3, 11),
     plugin=Plugin("onnxruntime_ep_webgpu", "onnxruntime-ep-webgpu", "WebGpuExecutionProvider"),
     options=_OPTIONS,
-    sources=("the option names in the library of onnxruntime-ep-webgpu 0.4.0",),
+    sources=("onnxruntime-ep-webgpu 0.4.0",),
 )
