@@ -25,7 +25,7 @@ def test_a_patch_is_small(adopter: Adopter) -> None:
     changed = changed_lines(adopter.patch)
     assert set(changed) <= {".toml", ".py", ".yaml"}
     assert 0 < changed[".toml"] < 25
-    assert 0 < changed[".py"] < 10
+    assert 0 < changed[".py"] <= 10
     assert changed.get(".yaml", 0) <= 2
 
 
