@@ -381,3 +381,13 @@ class WheelError(EpcontextError):
     """The wheel does not contain what its manifest or its RECORD lists."""
 
     headline = "invalid wheel"
+
+
+class DownloadError(Exception):
+    """A file that cannot be downloaded; the text says why, ``hint`` what to do, and ``key`` what names it."""
+
+    def __init__(self, reason: str, hint: str, kind: Kind = Kind.NOT_DOWNLOADED) -> None:
+        super().__init__(reason)
+        self.hint = hint
+        self.kind = kind
+        self.key = "url"

@@ -13,8 +13,8 @@ from hatch_epcontext.cli.init import add_tables, chosen_providers, tables_option
 from hatch_epcontext.config.build_hooks import hooks_of_project
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, tool_table
-from hatch_epcontext.errors import BuildError, ConfigError, Key, Kind, Problem
-from hatch_epcontext.jobs.downloads import Downloads, FailedError
+from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Key, Kind, Problem
+from hatch_epcontext.jobs.downloads import Downloads
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.text import file_name, show
 from hatch_epcontext.tools.initializing import new_model
@@ -45,7 +45,7 @@ def command(
     _check(root, name)
     try:
         pinned = pin_location(url, Downloads(store.root, is_offline(), log))
-    except FailedError as error:
+    except DownloadError as error:
         raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
     for warning in pinned.warnings:
         warn(warning)

@@ -27,7 +27,7 @@ from hatch_epcontext.config.location import (
     hub_file,
 )
 from hatch_epcontext.config.settings import Config, Model
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import BuildError, DownloadError, Kind, Problem
 from hatch_epcontext.files import (
     MAX_BYTES,
     file_sha256,
@@ -74,25 +74,15 @@ def download_models(
         downloads = Downloads(model.path.parents[2], config.offline, log, beat)
         try:
             downloads.run(model.download, config.root, index)
-        except FailedError as error:
+        except DownloadError as error:
             problems.append(Problem.at(model.key / error.key, error.kind, str(error), error.hint))
     if problems:
         raise BuildError(*problems)
 
 
-class FailedError(Exception):
-    """A file that cannot be downloaded; the text says why, ``hint`` what to do, and ``key`` what names it."""
-
-    def __init__(self, reason: str, hint: str, kind: Kind = Kind.NOT_DOWNLOADED) -> None:
-        super().__init__(reason)
-        self.hint = hint
-        self.kind = kind
-        self.key = "url"
-
-
 @dataclass(frozen=True)
 class Downloads:
-    """Downloads into the cache at ``root``; all methods raise FailedError, and BuildError for OSErrors."""
+    """Downloads into the cache at ``root``; all methods raise DownloadError, and BuildError for OSErrors."""
 
     root: Path
     offline: bool
@@ -127,18 +117,18 @@ class Downloads:
                     limit = MAX_BYTES if name in download.data else PROTOBUF_LIMIT
                     try:
                         self.get(beside(download.url, name), part, digest, limit, [shipped])
-                    except FailedError as error:
+                    except DownloadError as error:
                         error.key = "data" if name in download.data else "url"
                         raise
                     keep(part, place)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Raise BuildError in place of OSErrors, and FailedError if others could change what is there."""
+        """Raise BuildError in place of OSErrors, and DownloadError if others could change what is there."""
         with writing("a downloaded model", self.store):
             if reason := untrusted(self.root):
                 hint = f"{PREFIX}CACHE_DIR names another folder."
-                raise FailedError(
+                raise DownloadError(
                     f"the cache folder {self.root} is not used, because {reason}.", hint
                 )
             yield
@@ -163,7 +153,7 @@ class Downloads:
 
         part.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(part) and not is_own(part):
-            raise FailedError(f"{part} is no regular file.", "Remove it.")
+            raise DownloadError(f"{part} is no regular file.", "Remove it.")
         hub = hub_file(url)
         # The part may be whole: then the last build was killed before it could rename it.
         for file in (part, *near, *([web.hub_cached(hub)] if hub else ())):
@@ -184,7 +174,7 @@ class Downloads:
         if continues:
             # What had arrived before may be of something else.
             return self.get(url, part, digest, limit)
-        raise FailedError(
+        raise DownloadError(
             f"{url} has the sha256 {actual}, and not {digest}.{what}",
             "Find out why. If the new file is wanted: remove sha256 and data, and run epcontext fetch --pin.",
             Kind.OTHER_CONTENT,
@@ -218,12 +208,12 @@ def _fetch_from_bucket(url: str, part: Path, limit: int, progress: Callable[[int
         transport.fetch(name, part, limit, progress)
     except DamagedError as error:
         message = f"{url} has more than {show_size(limit)}."
-        raise FailedError(message, "Choose another file.", Kind.OTHER_CONTENT) from error
+        raise DownloadError(message, "Choose another file.", Kind.OTHER_CONTENT) from error
     except TransportError as error:
         hint = "Check the location, and the credentials in the environment."
         if error.failure is FailureReason.NO_BACKEND:
             hint = "Or build with isolation: then the front end installs it."
-        raise FailedError(f"{url} cannot be downloaded: {error}.", hint) from error
+        raise DownloadError(f"{url} cannot be downloaded: {error}.", hint) from error
 
 
 def described(file: Path) -> str:
@@ -236,12 +226,12 @@ def described(file: Path) -> str:
 
 
 def check_allowed(url: str, *, offline: bool) -> None:
-    """Raise FailedError if a variable forbids to download ``url``; ``offline``: whether our own does."""
+    """Raise DownloadError if a variable forbids to download ``url``; ``offline``: whether our own does."""
     hub_is_off = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
     if offline or (hub_is_off and hub_file(url)):
         variable = f"{PREFIX}OFFLINE" if offline else "HF_HUB_OFFLINE"
         message = f"{url} is not in the cache, and {variable} forbids downloads."
-        raise FailedError(message, "Run this where there is a network: epcontext fetch")
+        raise DownloadError(message, "Run this where there is a network: epcontext fetch")
 
 
 def is_own(file: Path) -> bool:

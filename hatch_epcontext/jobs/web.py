@@ -22,9 +22,9 @@ from typing import Any
 
 import hatch_epcontext
 from hatch_epcontext.config.location import HubFile, is_local, is_safe
+from hatch_epcontext.errors import DownloadError
 from hatch_epcontext.files import remove
 from hatch_epcontext.jobs.cache.transport import netrc_headers
-from hatch_epcontext.jobs.downloads import FailedError
 from hatch_epcontext.text import show_size
 
 HUB = "https://huggingface.co"
@@ -48,7 +48,7 @@ Progress = Callable[[int, "int | None"], None]
 """Gets the bytes that have arrived, and their number in all if it is known."""
 
 
-class _TransientError(FailedError):
+class _TransientError(DownloadError):
     """An attempt that failed, after which another one may succeed."""
 
     def __init__(self, reason: str, *, restarts: bool = False) -> None:
@@ -57,10 +57,10 @@ class _TransientError(FailedError):
 
 
 def hub_endpoint() -> str:
-    """The address of the model hub; raises FailedError if ``HF_ENDPOINT`` is none, which it does not show."""
+    """The address of the model hub; raises DownloadError if ``HF_ENDPOINT`` is none, which it does not show."""
     endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or HUB
     if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[\w./-]*)?", endpoint):
-        raise FailedError("HF_ENDPOINT is not the address of a hub.", f"Write it like {HUB}.")
+        raise DownloadError("HF_ENDPOINT is not the address of a hub.", f"Write it like {HUB}.")
     return endpoint
 
 
@@ -86,7 +86,7 @@ def _hub_path(variable: str, name: str) -> Path:
 
 
 def read(url: str) -> bytes:
-    """The document at ``url``; raises FailedError."""
+    """The document at ``url``; raises DownloadError."""
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder, "document")
         download(url, part, _MAX_DOCUMENT, lambda *_: None, pinned=False)
@@ -97,7 +97,7 @@ def download(url: str, part: Path, limit: int, progress: Progress, *, pinned: bo
     """Download ``url`` to ``part``, which is missing or a regular file.
 
     ``pinned``: whether the hash of the file is known. Only then it continues what is there, because a
-    wrong continuation shows. Raises FailedError, also for more than ``limit`` bytes, and OSError if the file
+    wrong continuation shows. Raises DownloadError, also for more than ``limit`` bytes, and OSError if the file
     cannot be written. What has arrived stays in ``part``.
     """
     etag, attempt, most = "", 0, _size(part)
@@ -109,7 +109,7 @@ def download(url: str, part: Path, limit: int, progress: Progress, *, pinned: bo
                 before, etag = etag, reply.headers.get("ETag", "")
                 start, total = _span(reply, have, same=before in ("", etag))
                 return _receive(reply, part, start, total, limit, progress)
-        except FailedError as error:
+        except DownloadError as error:
             attempt += 1
             if isinstance(error, _TransientError) and error.restarts:
                 remove(part)
@@ -119,7 +119,7 @@ def download(url: str, part: Path, limit: int, progress: Progress, *, pinned: bo
             if attempt == _ATTEMPTS or not isinstance(error, _TransientError):
                 more = f" {show_size(kept)} are kept for the next attempt." if kept else ""
                 message = f"{url} cannot be downloaded: {error}.{more}"
-                raise FailedError(message, error.hint) from error
+                raise DownloadError(message, error.hint) from error
         time.sleep(_PAUSE * 2.0**attempt / 2)
 
 
@@ -136,7 +136,7 @@ def _span(reply: Any, have: int, *, same: bool) -> tuple[int, int | None]:
         length = reply.headers.get("Content-Length", "")
         return 0, int(length) if re.fullmatch(r"[0-9]{1,18}", length) else None
     if not have or reply.status != http.HTTPStatus.PARTIAL_CONTENT:
-        raise FailedError(f"HTTP {reply.status}, and not the whole file", _CHECK)
+        raise DownloadError(f"HTTP {reply.status}, and not the whole file", _CHECK)
     span = reply.headers.get("Content-Range", "")
     match = re.fullmatch(rf"bytes {have}-[0-9]{{1,18}}/([0-9]{{1,18}})", span)
     if match is None or not same:
@@ -167,12 +167,12 @@ def _receive(
             arrived += len(piece)
             if (seconds := time.monotonic() - since) >= _WINDOW:
                 if arrived - before < _SLOWEST * seconds:
-                    raise FailedError(
+                    raise DownloadError(
                         f"it sends fewer than {_SLOWEST} bytes a second", "Try again."
                     )
                 before, since = arrived, since + seconds
     remove(part)
-    raise FailedError(f"it has more than {show_size(limit)}", "Choose another file.")
+    raise DownloadError(f"it has more than {show_size(limit)}", "Choose another file.")
 
 
 def _reason(error: Exception) -> str:
@@ -190,7 +190,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _open(url: str, have: int) -> Any:
-    """The answer of ``url`` from the byte ``have`` on, also after redirects; raises FailedError."""
+    """The answer of ``url`` from the byte ``have`` on, also after redirects; raises DownloadError."""
     # No compression: ranges and lengths are those of the file.
     agent = f"hatch-epcontext/{hatch_epcontext.__version__}"
     headers = {"User-Agent": agent, "Accept-Encoding": "identity"}
@@ -213,13 +213,13 @@ def _open(url: str, have: int) -> Any:
                 raise _refusal(error, place) from None
             place = _redirected(place, location)
         except ValueError:
-            raise FailedError("it leads to an invalid address", _CHECK) from None
+            raise DownloadError("it leads to an invalid address", _CHECK) from None
         except (http.client.HTTPException, OSError) as error:
             raise _TransientError(_reason(error)) from error
-    raise FailedError("it redirects too often", _CHECK)
+    raise DownloadError("it redirects too often", _CHECK)
 
 
-def _refusal(error: urllib.error.HTTPError, place: str) -> FailedError:
+def _refusal(error: urllib.error.HTTPError, place: str) -> DownloadError:
     # What else the server says may be a page, with any text.
     code = error.headers.get("X-Error-Code")
     reason = f"HTTP {error.code} ({code})" if code else f"HTTP {error.code}"
@@ -230,7 +230,7 @@ def _refusal(error: urllib.error.HTTPError, place: str) -> FailedError:
         hint = "Put a user and a password for this host into .netrc, or choose a public location."
         if _is_hub(place):
             hint = "If it exists: accept its terms on its page, and set HF_TOKEN to a token that may read it."
-    return FailedError(reason, hint)
+    return DownloadError(reason, hint)
 
 
 def _redirected(place: str, location: str) -> str:
@@ -246,7 +246,7 @@ def _redirected(place: str, location: str) -> str:
         reason = f"it redirects to {parts.scheme}://{parts.hostname or ''}, which is not encrypted"
     except ValueError:
         reason = "it redirects to an invalid address"
-    raise FailedError(reason, _CHECK)
+    raise DownloadError(reason, _CHECK)
 
 
 def _private_headers(url: str) -> Mapping[str, str]:
@@ -261,13 +261,13 @@ def _private_headers(url: str) -> Mapping[str, str]:
         token = token or _hub_path("HF_TOKEN_PATH", "token").read_text(encoding="utf-8").strip()
     if not (token.isascii() and token.isprintable()):
         hint = "Set HF_TOKEN again, or remove it."
-        raise FailedError("the token for the hub has characters that no token has", hint)
+        raise DownloadError("the token for the hub has characters that no token has", hint)
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _is_hub(url: str) -> bool:
     # Other servers need no valid hub.
-    with contextlib.suppress(FailedError):
+    with contextlib.suppress(DownloadError):
         return _origin(url) == _origin(hub_endpoint())
     return False
 

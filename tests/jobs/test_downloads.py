@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.config.location import Download
-from hatch_epcontext.errors import Kind
+from hatch_epcontext.errors import DownloadError, Kind
 from hatch_epcontext.files import file_sha256, symlink_or_copy
 from hatch_epcontext.jobs import web
 from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.downloads import Downloads, FailedError, recorded_files
+from hatch_epcontext.jobs.downloads import Downloads, recorded_files
 from hatch_epcontext.jobs.processes.process import Heartbeat
 from tests import remotes
 from tests.hub import SIGNED, TOKEN, Hub, model_hub, sha256
@@ -52,8 +52,8 @@ def run(
     return folder, log
 
 
-def failure(download: Download, root: Path, *, offline: bool = False) -> FailedError:
-    with pytest.raises(FailedError) as raised:
+def failure(download: Download, root: Path, *, offline: bool = False) -> DownloadError:
+    with pytest.raises(DownloadError) as raised:
         run(download, root, offline=offline)
     for name in download.files:
         assert not (root / "models" / download.key / name).exists()
@@ -121,7 +121,7 @@ def test_a_server_that_cuts_each_answer_is_asked_until_all_is_there(
 
 def test_attempts_that_bring_nothing_new_end(hub: Hub, tmp_path: Path) -> None:
     hub.faults = {"m.onnx": "pieces-no-range"}
-    with pytest.raises(FailedError):
+    with pytest.raises(DownloadError):
         run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
     assert len(hub.downloads) < 8
 
@@ -162,7 +162,7 @@ def test_an_answer_that_is_not_the_file_is_an_error(
 ) -> None:
     hub.faults = {"m.onnx": fault}
     for pinned in (True, False):
-        with pytest.raises(FailedError, match=r"HTTP 20[46]"):
+        with pytest.raises(DownloadError, match=r"HTTP 20[46]"):
             web.download(
                 hub.web("m.onnx"), tmp_path / "p", len(MODEL), lambda *_: None, pinned=pinned
             )
@@ -186,7 +186,7 @@ def test_a_byte_from_time_to_time_is_reported_and_then_an_error(
     hub.faults = {"m.onnx": "slow"}
     download = Download(hub.web("m.onnx"), sha256(MODEL))
     log = list[str]()
-    with pytest.raises(FailedError, match="fewer than 1000 bytes a second"):
+    with pytest.raises(DownloadError, match="fewer than 1000 bytes a second"):
         Downloads(tmp_path, False, log.append, Heartbeat()).run(download, tmp_path, Index())
     assert "bytes of 300.0 kB" in log[0]
     assert len(hub.requests) == 1
@@ -256,7 +256,7 @@ def test_other_bytes_are_never_used(hub: Hub, tmp_path: Path, fault: str) -> Non
         assert error.kind is Kind.OTHER_CONTENT
         assert ("web page" in str(error)) == (fault == "html")
     hub.faults = {"onnx/m.onnx_data": "wrong"}
-    with pytest.raises(FailedError) as raised:
+    with pytest.raises(DownloadError) as raised:
         run(with_data(hub), tmp_path)
     assert raised.value.key == "data"
 
