@@ -57,7 +57,7 @@ class _TransientError(DownloadError):
 
 
 def hub_endpoint() -> str:
-    """The address of the model hub; raises DownloadError if ``HF_ENDPOINT`` is none, which it does not show."""
+    """The address of the model hub; raises DownloadError if ``HF_ENDPOINT``, which it does not show, is none."""
     endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or HUB
     if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[\w./-]*)?", endpoint):
         raise DownloadError("HF_ENDPOINT is not the address of a hub.", f"Write it like {HUB}.")
@@ -97,8 +97,8 @@ def download(url: str, part: Path, limit: int, progress: Progress, *, pinned: bo
     """Download ``url`` to ``part``, which is missing or a regular file.
 
     ``pinned``: whether the hash of the file is known. Only then it continues what is there, because a
-    wrong continuation shows. Raises DownloadError, also for more than ``limit`` bytes, and OSError if the file
-    cannot be written. What has arrived stays in ``part``.
+    wrong continuation shows. Raises DownloadError, also for more than ``limit`` bytes, and OSError if the
+    file cannot be written. What has arrived stays in ``part``.
     """
     etag, attempt, most = "", 0, _size(part)
     while True:

@@ -26,14 +26,13 @@ from hatch_epcontext.config.location import (
     hub_link,
 )
 from hatch_epcontext.config.pyproject import FILE, Lines, parse, try_parse
-from hatch_epcontext.errors import BuildError, ConfigError, Key, Kind, Problem
+from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Key, Kind, Problem
 from hatch_epcontext.files import MAX_BYTES, is_portable, is_sha256
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs import web
 from hatch_epcontext.jobs.downloads import (
     PINNING,
     Downloads,
-    FailedError,
     check_allowed,
     described,
     keep,
@@ -70,7 +69,7 @@ def pin(text: str, downloads: Downloads) -> tuple[str, list[Pinned]]:
         key = Key(("models", index), table["url"], table.get("name"))
         try:
             pins[index] = pinned = pin_location(table["url"], downloads, table)
-        except FailedError as error:
+        except DownloadError as error:
             problems.append(Problem.at(key / error.key, error.kind, str(error), error.hint))
             continue
         if table.get("data", pinned.download.data) != pinned.download.data:
@@ -137,13 +136,13 @@ def _with_pins(text: str, pins: Mapping[int, Pinned]) -> str:
 def pin_location(url: str, downloads: Downloads, hashes: Mapping[str, Any] | None = None) -> Pinned:
     """Pin ``url``, also a link that people copy from a hub's pages, and download its files.
 
-    ``hashes``: the ``sha256`` and ``data`` that are pinned already. Raises FailedError, and BuildError for
+    ``hashes``: the ``sha256`` and ``data`` that are pinned already. Raises DownloadError, and BuildError for
     errors of the system.
     """
     endpoint = os.environ.get("HF_ENDPOINT") or web.HUB
     hub = hub_link(url, endpoint.strip().rstrip("/"))
     if hub is None and (allowed := check_url(url)):
-        raise FailedError(f"must be {allowed}.", "Correct it.", Kind.INVALID_VALUE)
+        raise DownloadError(f"must be {allowed}.", "Correct it.", Kind.INVALID_VALUE)
     check_allowed(str(hub or url), offline=downloads.offline)
     known: Mapping[str, str | None] = {}
     terms: tuple[str | None, tuple[str, ...]] = None, ()
@@ -169,11 +168,11 @@ def _ask_hub(
         is_valid = False
     if not is_valid:
         message = f"{web.hub_endpoint()} does not answer as a model hub does."
-        raise FailedError(message, "Check HF_ENDPOINT.")
+        raise DownloadError(message, "Check HF_ENDPOINT.")
     if hub.path not in known:
         models = [name for name in known if name.endswith(".onnx")]
         message = f"{hub.repo} has no file {show(hub.path)} at {hub.revision or 'main'}."
-        raise FailedError(message, suggestion(hub.path, models) or "Choose one of its files.")
+        raise DownloadError(message, suggestion(hub.path, models) or "Choose one of its files.")
     return pinned, known, _license(answer.get("cardData"), hub.repo)
 
 
@@ -211,7 +210,7 @@ def _download(
                 message = (
                     f"{hub.repo} has no file {show(hub.path)}, which has weights of the model."
                 )
-                raise FailedError(message, "Choose another file.", Kind.EXTERNAL_DATA)
+                raise DownloadError(message, "Choose another file.", Kind.EXTERNAL_DATA)
             digests[name] = digests.get(name) or known[hub.path]
         identity = hashlib.sha256(location.encode()).hexdigest()[:32]
         parts[name] = part = downloads.store / f".{identity}.part"
@@ -224,11 +223,11 @@ def _download(
     except ValueError as error:
         message = f"{url} is no ONNX model: {error}.{described(parts[model])}"
         parts[model].unlink()
-        raise FailedError(message, "Choose another file.", Kind.INVALID_MODEL) from error
+        raise DownloadError(message, "Choose another file.", Kind.INVALID_MODEL) from error
     for name in names:
         if not is_portable(name) or name == model:
             message = f"the external data {name!r} of {url} is outside the model's folder."
-            raise FailedError(message, "Choose another file.", Kind.EXTERNAL_DATA)
+            raise DownloadError(message, "Choose another file.", Kind.EXTERNAL_DATA)
         get(name, MAX_BYTES)
     download = Download(url, digests[model], {name: digests[name] for name in names})
     with downloads.folder_of(download) as folder:
