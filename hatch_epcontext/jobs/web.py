@@ -57,7 +57,7 @@ class _TransientError(DownloadError):
 
 
 def hub_endpoint() -> str:
-    """The address of the model hub; raises DownloadError if ``HF_ENDPOINT``, which it does not show, is none."""
+    """The address of the model hub; raises DownloadError if ``HF_ENDPOINT`` is none, and does not show it."""
     endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or HUB
     if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[\w./-]*)?", endpoint):
         raise DownloadError("HF_ENDPOINT is not the address of a hub.", f"Write it like {HUB}.")
