@@ -204,8 +204,7 @@ class NarrowableTable:
         otherwise=False,
     )
     static_shapes: bool | None = _key(
-        "Fix the model's dimensions to `dims` and `shapes`. With `false` these are only the sizes "
-        "of the dummy inputs: see `docs/shapes.md`.",
+        "Fix the model's dimensions to `dims` and `shapes`: see `docs/shapes.md`.",
         when_missing="by provider and device",
     )
     unroll_limit: int | None = _key(
@@ -216,7 +215,7 @@ class NarrowableTable:
     )
     recompile: bool | None = _key(
         'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '
-        "machine if the context does not open there.",
+        "machine.",
         otherwise=False,
     )
     dequantize: Dequantize | None = _key(
@@ -401,15 +400,14 @@ class ModelTable(NarrowableTable):
         "As `fallback` of the root, for this model.", when_missing="that of the root"
     )
     share_weights: str | None = _key(
-        "The name of a group. Its models are compiled together and share one sidecar: see `docs/targets.md`."
+        "The name of a group, whose models share one sidecar: see `docs/targets.md`."
     )
     dims: Dims | tuple[Dims, ...] = _key(
-        "Sizes of symbolic dimensions, by name; or a list of such tables, to compile the model for "
-        "each: see `docs/shapes.md`.",
+        "Sizes of symbolic dimensions, by name; or a list of such tables: see `docs/shapes.md`.",
         dict,
     )
     shapes: Shapes | tuple[Shapes, ...] = _key(
-        "Whole shapes, by input; or a list of such tables, to compile the model for each.", dict
+        "Whole shapes, by input; or a list of such tables.", dict
     )
     constants: Mapping[str, Any] = _key(
         "Inputs frozen to a value, by input; the dtype is the model's.", dict
@@ -446,24 +444,24 @@ class BuildTable:
     )
     fail_fast: bool = _key("End the build at the first job that fails.", False)
     cache: str | None = _key(
-        "The URL of a cache that teams and CI share: `s3://`, `gs://`, `az://`, `file://` or `https://`. "
-        "Builds read from it, and write to it with `HATCH_EPCONTEXT_CACHE_WRITE=1`: see `docs/ci.md`.",
+        "The URL of a cache that teams and CI share: `s3://`, `gs://`, `az://`, `file://` or `https://`: see "
+        "`docs/ci.md`.",
         check=check_cache_url,
         empty_switches_off=True,
         is_url=True,
     )
     cache_keys: tuple[str, ...] = _key(
-        "The trusted public keys: builds use only what is signed with one of them.",
+        "The public keys: builds use only what one of them signed.",
         (),
         check=check_public_keys,
     )
     executor: ExecutorName = _key(
-        "Where jobs run: on this machine, or on the machines of a dask cluster: see `docs/ci.md`.",
+        "Where jobs run: here, or on a dask cluster: see `docs/ci.md`.",
         "local",
         empty_switches_off=True,
     )
     scheduler: str | None = _key(
-        'The address of the scheduler of the dask cluster, such as `"tcp://host:8786"`.',
+        'The scheduler of the dask cluster, such as `"tcp://host:8786"`.',
         check=_address,
         empty_switches_off=True,
         is_url=True,
