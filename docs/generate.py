@@ -280,18 +280,17 @@ def float16() -> str:
 
 
 def _faults(faults: Iterable[Fault]) -> Iterator[tuple[str, ...]]:
-    """A row for all faults of an operator that are told with the same words."""
+    """A row for all faults of an operator that are told with the same words, and for operators alike."""
     places: dict[tuple[str, str, str | None], list[str]] = {}
     for fault in faults:
         key = fault.operator, fault.text.replace("|", "\\|"), fault.rewrite
         places.setdefault(key, []).append(_where(fault))
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for (operator, text, rewrite), where in places.items():
-        yield (
-            f"`{operator}`",
-            "; or ".join(filter(None, dict.fromkeys(where))).replace("; or exponent", " or"),
-            text,
-            f"`{rewrite}`" if rewrite else "",
-        )
+        joined = "; or ".join(filter(None, dict.fromkeys(where))).replace("; or exponent", " or")
+        alike.setdefault((joined, text, f"`{rewrite}`" if rewrite else ""), []).append(operator)
+    for cells, operators in alike.items():
+        yield (_code(operators), *cells)
 
 
 def _where(fault: Fault) -> str:
@@ -503,6 +502,9 @@ def _help(
     }
     own.params = [each for each in command.params if tuple(each.opts) not in alike]
     own.add_help_option = False
+    if name.count(" ") == 1 and own.help:
+        # The list of all commands has its first line.
+        own.help = own.help.partition("\n\n")[2] or own.help
     yield f"## {name}\n\n```text\n{own.get_help(_context(own, name))}\n```\n"
     if alike:
         yield f"Also: {_code(names[-1] for names in shared if names in alike)}.\n"
