@@ -65,8 +65,9 @@ The `provider` of a target is a name of this page, or ONNX Runtime's name of the
 
 ## Options
 
-EPs silently accept unknown options and impossible values. For a build these are errors. If your EP is newer
-than this page, set `allow-unknown-options = true` for the target.
+EPs silently accept unknown options, those of older releases, and impossible values. For a build these are
+errors, which say what to use instead. If your EP is newer than this page, set `allow-unknown-options = true`
+for the target.
 
 Write `true`, `false`, numbers, lists and tables as in TOML: a build turns them into strings for the EP.
 `provider-options` has all options, and `load-options` those for loading only. Options for compiling only are
@@ -167,17 +168,6 @@ def _section(provider: Provider) -> Iterator[str]:
             yield ""
     if pointers := [name for name, each in provider.options.items() if each.kind == "pointer"]:
         yield f"Addresses in your app's memory: {_code(pointers)}.\n"
-    for heading, names in (
-        ("Options of older releases, and what to use", provider.deprecated),
-        ("Options that you cannot set", provider.reserved),
-    ):
-        if names:
-            yield f"{heading}:\n"
-            same: dict[str, list[str]] = {}
-            for name, text in names.items():
-                same.setdefault(text, []).append(name)
-            yield from (f"- {_code(alike)}: {text}" for text, alike in same.items())
-            yield ""
     if provider.sources:
         yield f"Options from: {', '.join(provider.sources)}.\n"
 
