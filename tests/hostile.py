@@ -6,7 +6,6 @@ invalid; each has the words that the message must contain. `CONTEXTS` are hostil
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -224,29 +223,6 @@ def _range(array: np.ndarray[Any, Any], op: str = "Equal") -> Make:
         _write(folder, _graph(helper.make_node(op, inputs, ["y"]), initializers=stored))
 
     return make
-
-
-def many_nodes(count: int) -> onnx.ModelProto:
-    """``count`` ReLUs, one after the other."""
-    names = ["x", *(f"v{index}" for index in range(1, count)), "y"]
-    return _graph(
-        *(helper.make_node("Relu", [one], [next_]) for one, next_ in itertools.pairwise(names))
-    )
-
-
-def many_files(folder: Path, count: int) -> None:
-    """A model with ``count`` files of external data, of 4 bytes each."""
-    names = [f"w{index}" for index in range(count)]
-    stored = []
-    for name in names:
-        tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[1])
-        tensor.data_location = TensorProto.EXTERNAL
-        tensor.external_data.add(key="location", value=name)
-        stored.append(tensor)
-        (folder / name).write_bytes(b"\0" * 4)
-    inputs, outputs = [value("x", [1])], [value("y", [1])]
-    node = helper.make_node("Sum", ["x", *names], ["y"])
-    _write(folder, _graph(node, inputs=inputs, outputs=outputs, initializers=stored))
 
 
 _POINTER = (

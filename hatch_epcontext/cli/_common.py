@@ -127,18 +127,13 @@ def is_offline() -> bool:
     return environment.offline
 
 
-verbose_option = click.option(
-    "-v",
-    "--verbose",
-    count=True,
-    help="Print the workers' log; -vv: all of it.",
-)
-
-
 def verbosity_options(command: Command) -> Command:
     """``--quiet`` and ``--verbose``."""
     quiet = click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-    return verbose_option(quiet(command))
+    verbose = click.option(
+        "-v", "--verbose", count=True, help="Print the workers' log; -vv: all of it."
+    )
+    return verbose(quiet(command))
 
 
 def _report_path(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:

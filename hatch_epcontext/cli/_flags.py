@@ -80,7 +80,7 @@ def _pairs(*names: str, help: str, metavar: str) -> Command:  # noqa: A002
     )
 
 
-_LOADING = (
+_FLAGS = (
     _pairs(
         "-O", "--option", "options", metavar="K=V",
         help="An option of the provider.",
@@ -93,10 +93,6 @@ _LOADING = (
         "-d", "--device", type=click.Choice(get_args(Device)),
         help="The device; the provider has a default.",
     ),
-)  # fmt: skip
-"""Flags about opening a session."""
-
-_INPUTS = (
     _pairs(
         "--dim", "dims", metavar="N=V",
         help="The size of a dimension, such as batch=1.",
@@ -114,7 +110,7 @@ _INPUTS = (
         help=f"Dummy inputs: {', '.join(SYNTHETIC)} or a path.",
     ),
 )  # fmt: skip
-"""Flags about a model's inputs."""
+"""Flags about opening a session and about a model's inputs."""
 
 _OPTIMIZATION = click.option(
     "-l",
@@ -150,7 +146,7 @@ _SETTINGS = (
 
 def loading_flags(command: Command) -> Command:
     """The flags about opening and running models; the command gets their values as ``job``."""
-    return _with_options(_bundled(command), *_LOADING, *_INPUTS, _SETTING)
+    return _with_options(_bundled(command), *_FLAGS, _SETTING)
 
 
 def job_flags(*, required: bool = True) -> Callable[[Command], Command]:
@@ -158,7 +154,7 @@ def job_flags(*, required: bool = True) -> Callable[[Command], Command]:
 
     Without ``required`` the command's models may be a project's, and ``provider`` None.
     """
-    flags = (provider_option(required=required), *_LOADING, *_INPUTS, _OPTIMIZATION, _SETTING)
+    flags = (provider_option(required=required), *_FLAGS, _OPTIMIZATION, _SETTING)
     return lambda command: _with_options(_bundled(command), *flags)
 
 

@@ -11,8 +11,6 @@ from hatch_epcontext.tools.configure import JobSettings
 
 _Texts = Mapping[str, str]
 
-_NONE: _Texts = {}
-
 
 def job_settings(
     *,
@@ -20,10 +18,10 @@ def job_settings(
     configs: _Texts,
     device: str | None,
     settings: Iterable[tuple[str, str]],
-    dims: _Texts = _NONE,
-    shapes: _Texts = _NONE,
-    constants: _Texts = _NONE,
-    inputs: str | None = None,
+    dims: _Texts,
+    shapes: _Texts,
+    constants: _Texts,
+    inputs: str | None,
     optimization: str | None = None,
 ) -> JobSettings:
     """The settings in flags; an invalid value stays text, which the checks reject.

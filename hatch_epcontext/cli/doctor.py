@@ -11,6 +11,7 @@ import click
 
 import hatch_epcontext
 from hatch_epcontext.cli._common import cache_option, find_store
+from hatch_epcontext.cli._flag_errors import ExistingPath
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS
@@ -30,9 +31,7 @@ _TIMEOUT = 60.0
 
 
 @click.command("doctor", epilog=_EXAMPLES)
-@click.argument(
-    "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
-)
+@click.argument("project", type=ExistingPath(file_okay=False), default=Path())
 @cache_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
@@ -72,16 +71,11 @@ def command(
         echo(f"\n{table}", lines=True)
 
 
-def _show_head() -> None:
-    system = f"{platform.system()} {platform.machine()}"
+def _show(diagnosis: Diagnosis) -> None:
     echo(
         f"hatch-epcontext {hatch_epcontext.__version__}, Python {platform.python_version()} "
-        f"({sys.executable}), {system}"
+        f"({sys.executable}), {platform.system()} {platform.machine()}"
     )
-
-
-def _show(diagnosis: Diagnosis) -> None:
-    _show_head()
     for heading, versions in (
         ("ONNX Runtime", diagnosis.distributions),
         ("tools", diagnosis.tools),

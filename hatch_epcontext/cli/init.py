@@ -92,7 +92,7 @@ def chosen_providers(root: Path, names: tuple[str, ...]) -> list[Provider]:
 
 
 def add_tables(
-    root: Path, models: list[NewModel], chosen: list[Provider], *, dry_run: bool = False
+    root: Path, models: list[NewModel], chosen: list[Provider], *, dry_run: bool
 ) -> None:
     """Write the tables of ``models`` into ``pyproject.toml``, and show the next steps."""
     file = root / FILE

@@ -79,7 +79,7 @@ def _expected(config: Config, output: Path, *, file: bool) -> list[Path]:
     ]
 
 
-def _destinations(built: Iterable[Built], name: str | None = None) -> dict[str, Path]:
+def _destinations(built: Iterable[Built], name: str | None) -> dict[str, Path]:
     """Each file's path in the output folder -> the file itself; ``name`` renames the context model.
 
     Sidecars come first, so that no published model names an unpublished file.

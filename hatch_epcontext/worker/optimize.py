@@ -36,16 +36,15 @@ def optimize(
     target: Target | None = None,
     *,
     fuse: bool = True,
-    keep_float16: bool = True,
 ) -> ort.InferenceSession:
     """Write ``source`` to ``result`` as ONNX Runtime optimizes it for the EP of ``target``.
 
     Returns a session that runs the same graph. Without ``target`` it is optimized for no EP. ``level``:
     ``"none"`` or ``"basic"``, which are the same for all EPs and need only the CPU's; ``"extended"`` or
     ``"all"``, which insert operators that only that EP can run. External data stays external. Without
-    ``fuse`` nothing is folded into the weights of convolutions. Without ``keep_float16``, and for EPs that
-    do not compute float16, values of float16 become float32 between casts. Raises UnavailableError when the
-    EP is needed and unavailable.
+    ``fuse`` nothing is folded into the weights of convolutions. For EPs that do not compute float16,
+    values of float16 become float32 between casts. Raises UnavailableError when the EP is needed and
+    unavailable.
     """
     portable = target is None or level in ("none", "basic")
     if target is None or portable:
@@ -63,7 +62,7 @@ def optimize(
         model, source, source.name
     ):
         data = f"{result.stem}.data"
-    keep_float16 = keep_float16 and (target is None or target.provider.computes_float16)
+    keep_float16 = target is None or target.provider.computes_float16
     if portable and keep_float16 and graph.has_float16(model):
         _optimize_for_no_ep(source, result, level, session_options, data)
         restored = restore_inlined(model.graph, onnx.load(result, load_external_data=False))

@@ -432,9 +432,6 @@ def test_an_accident_ends_the_job(builder: Builder, kind: Kind) -> None:
         assert raised.value.problems == (accident,)
 
 
-MORE = "backend=a"
-
-
 @pytest.mark.parametrize(
     ("outcomes", "taken"),
     [

@@ -26,7 +26,6 @@ Forms = Mapping[int, str]
 
 X = "(float[2, 3, 4] x) => (float[2, 3, 4] y)"
 NORMALIZED = "(float[2, 3, 8] x, float[2, 3, 8] s, float[8] v, float[8] u) => (float[2, 3, 8] y)"
-IMAGES = "(float[2, 3, 5, 6] x) => (float[2, 3, {0}] y)"
 LAYER = "(float[3, 1, 4] x, float[1, {0}, 4] w, float[1, {0}, 5] r) => (float[3, 1, 1, 5] y)"
 SEQUENCE = """(float[3, 4] x) => (float[{0}] y) <int64 one = {{1}}, int64 n = {{-1}}>
 {{ s = SplitToSequence (x, one) {1} }}"""
