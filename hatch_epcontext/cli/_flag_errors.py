@@ -170,8 +170,8 @@ def use_lines(project: Path) -> None:
 
 def error_text(error: EpcontextError, ctx: click.Context) -> str:
     """The message for ``error``, worded as the command chose with `use_flag_names` or `use_lines`."""
-    wording: _Wording | None = ctx.meta.get(_META)
-    if wording is None:
-        return str(error)
+    wording: _Wording = ctx.meta.get(_META, _Wording(KeyNames(), None))
     headline = wording.headline if isinstance(error, BuildError | InspectionError) else None
+    if isinstance(error, BuildError):
+        headline = headline or f"{ctx.invoked_subcommand} failed"
     return error.text(wording.names, headline)

@@ -46,7 +46,7 @@ def command(ctx: click.Context, cache_dir: Path | None) -> None:
 @command.command()
 @click.pass_obj
 def info(store: Store) -> None:
-    """Show the cache's folder, its artifacts, and its models from elsewhere."""
+    """Show the cache's folder, its artifacts and downloaded models."""
     entries = [*store.entries(), *store.models()]
     echo(f"{store.root}: {_summarize(entries)}")
     if not entries:

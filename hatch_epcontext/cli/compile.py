@@ -75,7 +75,7 @@ Examples:
 @click.option(
     "--no-validate",
     is_flag=True,
-    help="Run nothing, on the CPU neither.",
+    help="Run nothing, not even on the CPU.",
 )
 @click.option(
     "--overwrite",

@@ -1,4 +1,4 @@
-"""``epcontext inspect``: shows the facts of a model, a wheel or an installed package."""
+"""``epcontext inspect``: shows the facts of a model, a wheel or a model package."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def _from_memory(config: Config, *, embed: object) -> Config:
         provider = target.provider
         if provider.product != "context" or provider.own_context_options or provider.by_library:
             message = f"what compiles for the {provider.name} provider reads and writes files."
-            raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message))
+            raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message, "Leave it out."))
         other = "embed = false" if embed is False else "external-initializers = true"
         if embed is False or target.settings.external_initializers:
             message = f"makes one context model with everything inside, and there is {other}."

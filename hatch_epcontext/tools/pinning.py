@@ -142,7 +142,9 @@ def pin_location(url: str, downloads: Downloads, hashes: Mapping[str, Any] | Non
     endpoint = os.environ.get("HF_ENDPOINT") or web.HUB
     hub = hub_link(url, endpoint.strip().rstrip("/"))
     if hub is None and (allowed := check_url(url)):
-        raise DownloadError(f"must be {allowed}.", "Correct it.", Kind.INVALID_VALUE)
+        raise DownloadError(
+            f"must be {allowed}.", "Such as hf://org/repo/onnx/model.onnx.", Kind.INVALID_VALUE
+        )
     check_allowed(str(hub or url), offline=downloads.offline)
     known: Mapping[str, str | None] = {}
     terms: tuple[str | None, tuple[str, ...]] = None, ()

@@ -206,7 +206,9 @@ def test_a_damaged_configuration_is_an_error(cli: Cli, app: Path, text: bytes) -
 def test_a_hub_that_answers_anything(cli: Cli, app: Path, hub: Hub, answer: bytes) -> None:
     hub.answer = answer
     before = (app / "pyproject.toml").read_bytes()
-    assert "EPC220" in cli("fetch", "--pin", app, code=1).stderr
+    error = cli("fetch", "--pin", app, code=1).stderr
+    assert "fetch failed:" in error
+    assert "EPC220" in error
     assert (app / "pyproject.toml").read_bytes() == before
 
 
