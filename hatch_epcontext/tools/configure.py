@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
@@ -31,7 +31,20 @@ _VARIABLES = frozenset(
 """The variables that are not about the targets and models of a project."""
 
 _TARGET_KEYS_OF_PROJECTS = frozenset({"provider", "platforms", "requirements"})
-_MODEL_KEYS_OF_PROJECTS = frozenset({"path", "name", "targets", "share_weights", "fallback"})
+_MODEL_KEYS_OF_PROJECTS = frozenset(
+    {
+        "path",
+        "url",
+        "sha256",
+        "data",
+        "license",
+        "sdist",
+        "name",
+        "targets",
+        "share_weights",
+        "fallback",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +92,8 @@ def _names(table: type[Any]) -> list[str]:
 
 
 def _keys_inside(type_: Any) -> Iterator[str]:
-    """The dotted keys of a table, or of the tables in a union."""
-    for each in (type_, *get_args(type_)):
+    """The dotted keys of a table, or of the tables in a union; not below names that the user chooses."""
+    for each in () if get_origin(type_) is Mapping else (type_, *get_args(type_)):
         if not dataclasses.is_dataclass(each):
             continue
         hints = get_type_hints(each)

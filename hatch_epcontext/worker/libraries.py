@@ -93,6 +93,7 @@ def _registration_problem(
             Kind.UNLOADABLE_LIBRARY,
             "",
             f"{plugin.path or plugin.package} is a library, but not that of an EP: {error}.",
+            "Name the library that ONNX Runtime registers.",
         )
     return unloadable(ep, str(error), library)
 

@@ -76,7 +76,16 @@ def test_keys_of_flags_and_of_wheels_cannot_be_set() -> None:
         "ep-name",
         "profiles",
     } <= set(SETTABLE)
-    assert not {"models", "provider", "path", "output", "wheel.tag", "editable"} & set(SETTABLE)
+    assert not {
+        "models",
+        "provider",
+        "path",
+        "url",
+        "output",
+        "wheel.tag",
+        "editable",
+        "validate.tolerance.outputs.snr",
+    } & set(SETTABLE)
 
 
 def test_variables_about_the_build_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
