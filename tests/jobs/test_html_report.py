@@ -59,7 +59,6 @@ def test_it_shows_finished_and_failed_jobs(made: Report) -> None:
     assert "NonZero where its shape depends on the data" in text
     assert "0.00125 0.999500" in text
     assert "compile 0.500 s open 0.200 s" in text
-    assert "opened in 0.200 s" in text
     assert "it &lt;crashed&gt; &amp; burned. Do this." in text
     assert "first line\nlast line</pre>" in html
 
