@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -109,10 +110,16 @@ def _document(
     ]
     needed = {"wheel": [each["bom-ref"] for each in models if each["scope"] == "required"]}
     artifacts = []
-    for (folder, target), contexts in _artifacts(package).items():
+    contexts: defaultdict[tuple[str, str], _Contexts] = defaultdict(list)
+    for component in package.components.values():
+        for target, variant in component.variants.items():
+            if variant.about:
+                context = component.about.model, variant, variant.about
+                contexts[variant.directory, target].append(context)
+    for (folder, target), own in contexts.items():
         reference = f"artifact:{folder}"
-        _, variant, about = contexts[0]
-        names = dict.fromkeys(name for name, _, _ in contexts)
+        _, variant, about = own[0]
+        names = dict.fromkeys(name for name, _, _ in own)
         licenses = [_licenses(by_name[name].license, _card(by_name[name].model)) for name in names]
         product = "Compiled from" if about.product == "context" else "The optimized graph of"
         files = {
@@ -126,7 +133,7 @@ def _document(
                 "description": f"{product} the source model for {variant.ep}.",
                 "scope": "required",
                 **(licenses[0] if all(each == licenses[0] for each in licenses) else {}),
-                "properties": [*_files(files, output), *_properties(target, contexts)],
+                "properties": [*_files(files, output), *_properties(target, own)],
             }
         )
         needed["wheel"].append(reference)
@@ -182,18 +189,6 @@ _Contexts = list[tuple[str, Variant, VariantMetadata]]
 """The variants of one artifact, each with the name of its model."""
 
 
-def _artifacts(package: ModelPackage) -> Mapping[tuple[str, str], _Contexts]:
-    """The contexts of each artifact, by its folder and its target."""
-    artifacts: dict[tuple[str, str], dict[str | None, tuple[str, Variant, VariantMetadata]]] = {}
-    for component in package.components.values():
-        for target, variant in component.variants.items():
-            if variant.about:
-                # Components of several shapes have one context with open shapes.
-                contexts = artifacts.setdefault((variant.directory, target), {})
-                contexts[variant.model_file] = (component.about.model, variant, variant.about)
-    return {place: list(contexts.values()) for place, contexts in artifacts.items()}
-
-
 def _card(model: Model) -> str | None:
     """The page of a model on a hub, with its license."""
     hub = model.download.hub if model.download else None
@@ -229,23 +224,12 @@ def _licenses(text: str | None, page: str | None = None) -> _Json:
 
 def _properties(target: str, contexts: _Contexts) -> Iterator[_Json]:
     _, _, about = contexts[0]
-    facts = [
-        ("target", target),
-        ("provider", about.settings.provider),
-        ("ep", about.settings.ep),
-        ("product", about.product),
-        *(("platform", platform) for platform in about.platforms),
-    ]
+    facts = [("target", target), ("provider", about.settings.provider), ("ep", about.settings.ep)]
     for _, variant, about in contexts:
-        preparation, coverage = about.preparation, about.coverage
-        facts.append(("model-file", PurePosixPath(variant.model_file or "").name))
-        facts.append(("simplifier", preparation.simplifier))
-        facts += [("rewrite", name) for name in preparation.rewrites]
-        if preparation.precision:
-            facts.append(("precision", preparation.precision))
+        facts += [("rewrite", name) for name in about.preparation.rewrites]
         if variant.compatibility_string:
             facts.append(("compatibility", variant.compatibility_string))
-        if coverage is not None:
+        if coverage := about.coverage:
             facts.append(("coverage", f"{coverage.compiled}/{coverage.nodes} nodes"))
         facts.append(("validation", about.validation.label))
         tools = {**about.compiled_with, f"SDK of {variant.ep}": about.ep_sdk_version}
