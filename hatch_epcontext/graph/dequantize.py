@@ -506,7 +506,7 @@ def _real(
     integers: Floats | None,
     factor: Floats | None,
     offset: Floats | None,
-    spread: _Spread = _per_column,
+    spread: _Spread,
 ) -> Floats | None:
     """The floats of stored ``integers``, with a scale and a zero point; None if one of them is not stored."""
     if integers is None or factor is None or offset is None:

@@ -112,7 +112,7 @@ def _refuse_existing(paths: Iterable[Path]) -> None:
 
 
 def _refuse_sources(
-    paths: Iterable[Path], sources: Iterable[Source], others: Iterable[Path] = ()
+    paths: Iterable[Path], sources: Iterable[Source], others: Iterable[Path]
 ) -> None:
     """Raise OutputError if any of ``paths`` is a source model, a file of its data, or one of ``others``."""
     theirs = {

@@ -67,8 +67,8 @@ def test_a_context_that_cannot_be_replaced_keeps_its_sidecar(
 def test_a_source_is_never_replaced(project: Path, artifact: Artifact) -> None:
     result = resulting(configured(project), artifact)
     with pytest.raises(OutputError, match="is a file of the source model"):
-        _refuse_sources([project / "models" / ".." / "models" / "a.onnx"], result.sources)
-    _refuse_sources([project / "models" / "other.onnx"], result.sources)
+        _refuse_sources([project / "models" / ".." / "models" / "a.onnx"], result.sources, ())
+    _refuse_sources([project / "models" / "other.onnx"], result.sources, ())
 
 
 def test_only_a_single_model_can_be_compiled_into_a_file(tmp_path: Path) -> None:

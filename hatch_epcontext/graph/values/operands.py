@@ -78,9 +78,9 @@ def _index(operand: int, of: int, axis: _Axis) -> _Rule:
     return lambda node, known: _indices(operand, _size(node, known, of, axis))
 
 
-def _length(operand: int, of: int, axis: _Axis) -> _Rule:
-    """The operand is a length within the operand ``of``."""
-    return lambda node, known: _lengths(operand, _size(node, known, of, axis))
+def _length(operand: int, axis: _Axis) -> _Rule:
+    """The operand is a length within the first one."""
+    return lambda node, known: _lengths(operand, _size(node, known, 0, axis))
 
 
 def _axis(operand: int) -> _Rule:
@@ -216,7 +216,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     **dict.fromkeys(("GatherND", "ScatterND"), _gather_nd),
     **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compare),
-    **dict.fromkeys(("LSTM", "GRU", "RNN", "com.microsoft.DynamicQuantizeLSTM"), _length(4, 0, 0)),
+    **dict.fromkeys(("LSTM", "GRU", "RNN", "com.microsoft.DynamicQuantizeLSTM"), _length(4, 0)),
     **dict.fromkeys(
         (
             *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1"),
@@ -230,7 +230,7 @@ _RULES: Mapping[str, _Rule] = {
         _index(1, 0, 1),
     ),
     # The limits of a detector's results.
-    "NonMaxSuppression": _all(_length(2, 0, 1), _fixed(Limit(3, 0, 1), Limit(4, 0, 1))),
+    "NonMaxSuppression": _all(_length(2, 1), _fixed(Limit(3, 0, 1), Limit(4, 0, 1))),
     "RotaryEmbedding": _positions(3, 1),
     "TensorScatter": _written,
     "DFT": _axis(2),
@@ -239,10 +239,10 @@ _RULES: Mapping[str, _Rule] = {
     "Loop": _fixed(Limit(0, 1, _MAX_CHANGED, usual=_MAX_CHANGED)),
     "OneHot": _one_hot,
     "Equal": _equal,
-    "ReverseSequence": _length(1, 0, ("time_axis", 0)),
+    "ReverseSequence": _length(1, ("time_axis", 0)),
     "Pad": _all(_fixed(Limit(1, 0, 2)), _axis(3)),
     "Slice": _slice,
-    "TopK": _length(1, 0, ("axis", -1)),
+    "TopK": _length(1, ("axis", -1)),
     "Trilu": _trilu,
     "Range": _fixed(Limit(0, 0, 0), Limit(1, 1, math.inf, "length"), Limit(2, 1, 1)),
     "Resize": _resize,

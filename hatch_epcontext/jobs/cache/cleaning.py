@@ -116,7 +116,7 @@ class Store:
                 if is_sha256(folder.name) and (oldest is None or _changed(folder.lstat()) < oldest):
                     shutil.rmtree(folder)
 
-    def _remove_leftovers(self, before: datetime.datetime | None = None) -> None:
+    def _remove_leftovers(self, before: datetime.datetime | None) -> None:
         """Remove what killed builds left: unused folders, and files unchanged since ``before``."""
         sweep(self.root / LAYOUT / STAGING)
         self._remove_parts(before)

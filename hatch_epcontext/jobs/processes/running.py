@@ -230,9 +230,7 @@ class Interpreter:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _contain(
-    process: subprocess.Popen[bytes], memory_limit: int | None = None
-) -> contextlib.ExitStack:
+def _contain(process: subprocess.Popen[bytes], memory_limit: int | None) -> contextlib.ExitStack:
     """Put ``process`` into a job object of Windows; closing the result ends all its children.
 
     Each of its processes gets at most ``memory_limit`` bytes of memory. The job also ends with this process.

@@ -191,9 +191,7 @@ def array_for(found: Mapping[str, Array], tensor: TensorFacts, path: Path, key: 
     return found[tensor.name]
 
 
-def misfit(
-    array: Array, tensor: TensorFacts, path: Path, key: Key, hint: str | None = None
-) -> ModelError:
+def misfit(array: Array, tensor: TensorFacts, path: Path, key: Key, hint: str | None) -> ModelError:
     """The error at ``key`` for an ``array`` of the file ``path`` that does not fit its input."""
     message = (
         f"{path.name} has {array.dtype.name} {list(array.shape)} for the input {tensor.name!r}, which "
