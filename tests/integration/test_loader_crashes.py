@@ -25,8 +25,8 @@ from tests.projects import make_project
 PROCESSES = 2
 
 TARGETS = {
-    "qnn": 'targets.qnn.provider = "qnn"\ntargets.qnn.provider-options = { soc_model = 60, htp_arch = 73 }',
-    "openvino": 'targets.openvino.provider = "openvino"',
+    "qnn": 'provider = "qnn"\nprovider-options = { soc_model = 60, htp_arch = 73 }',
+    "openvino": 'provider = "openvino"',
 }
 
 # Sessions run as well, because EPs start some of their work only then. The names of the sessions go out

@@ -68,7 +68,9 @@ def test_onnxslim_is_used_where_onnx_runtime_fails_and_the_build_says_so(
 
 
 def test_the_sources_are_unchanged(models: dict[str, Any], root: Path) -> None:
+    with_constants = {model.name for model in FIVE if model.constants}
     for name, model in models.items():
         downloaded = file_sha256(root / "downloads" / f"{name}.onnx")
         assert file_sha256(root / "project" / "models" / f"{name}.onnx") == downloaded
-        assert model["source_sha256"] == downloaded
+        # What is compiled and shipped of a model with constants is a file that has them in it.
+        assert (model["source_sha256"] != downloaded) == (name in with_constants)
