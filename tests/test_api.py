@@ -150,12 +150,8 @@ def outputs(model: Path | bytes) -> Array:
 @pytest.mark.parametrize("external", [False, True])
 def test_bytes_are_compiled_as_files_are(tmp_path: Path, external: bool) -> None:
     path = tmp_path / "models" / "a.onnx"
-    data = {}
-    if external:
-        save_with_data(network(1), path)
-        data = {"network.data": (path.parent / "network.data").read_bytes()}
-    else:
-        save(network(1), path)
+    (save_with_data if external else save)(network(1), path)
+    data = {"network.data": (path.parent / "network.data").read_bytes()} if external else {}
     contents = path.read_bytes()
     compile_context(path, tmp_path / "a_ctx.onnx", target("qnn", X_ELITE, embed=True))
     if external:
@@ -176,8 +172,9 @@ def test_bytes_are_compiled_as_files_are(tmp_path: Path, external: bool) -> None
 
 @needs_qnn
 def test_bytes_of_which_nothing_is_compiled_are_an_error() -> None:
-    with pytest.raises(BuildError, match="compiled no node of the model"):
+    with pytest.raises(BuildError, match="compiled no node of the model") as raised:
         compile_to_bytes(choosing_nothing().SerializeToString(), "qnn", OPTIONS)
+    assert raised.value.problems[0].kind is Kind.NOTHING_COMPILED
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,23 +47,11 @@ def project_config(project: Path, targets: tuple[str, ...], models: tuple[str, .
     check_app(config.targets, Project(project, values).dependencies)
     if not models:
         return config
-    names = list(
-        dict.fromkeys(
-            name for model in config.models for name in (model.configured_name, model.name)
-        )
-    )
+    both = ((model.configured_name, model.name) for model in config.models)
+    names = list(dict.fromkeys(itertools.chain.from_iterable(both)))
     if unknown := [name for name in models if name not in names]:
-        raise ConfigError(
-            *(
-                Problem(
-                    Kind.UNKNOWN_MODEL,
-                    "--model",
-                    f"{show(name)} is not a model.",
-                    suggestion(name, names),
-                )
-                for name in unknown
-            )
-        )
+        texts = ((f"{show(name)} is not a model.", suggestion(name, names)) for name in unknown)
+        raise ConfigError(*(Problem(Kind.UNKNOWN_MODEL, "--model", *text) for text in texts))
     # A weight-sharing group is one artifact.
     named = [m for m in config.models if m.name in models or m.configured_name in models]
     groups = {m.share_weights for m in named} - {None}

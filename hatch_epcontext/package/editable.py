@@ -54,24 +54,15 @@ def check(folder: Path) -> None:
     sweep(folder)
     files = own_files(folder)
     if files is None and any(path.is_file() for path in folder.glob("*")):
+        message = "the folder has files of its own, and an editable install would write there."
+        hint = "Choose a folder for the models alone."
         raise ConfigError(
-            Problem(
-                Kind.EDITABLE_CONFLICT,
-                str(folder),
-                "the folder has files of its own, and an editable install would write there.",
-                "Choose a folder for the models alone.",
-                settings=(Setting(OUTPUT),),
-            )
+            Problem(Kind.EDITABLE_CONFLICT, str(folder), message, hint, settings=(Setting(OUTPUT),))
         )
     if files and (changed := _changed(folder, files)):
-        raise ConfigError(
-            Problem(
-                Kind.EDITABLE_CONFLICT,
-                str(folder),
-                f"files were changed after an editable install wrote them: {listing(changed)}.",
-                "Move them away, because the install would overwrite them.",
-            )
-        )
+        message = f"files were changed after an editable install wrote them: {listing(changed)}."
+        hint = "Move them away, because the install would overwrite them."
+        raise ConfigError(Problem(Kind.EDITABLE_CONFLICT, str(folder), message, hint))
 
 
 def _changed(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:

@@ -41,14 +41,10 @@ def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath
         found = (
             f"several import packages ({listing(outermost)})" if outermost else "no import package"
         )
+        message = f"the key is missing, and the wheel has {found}."
+        hint = 'Name a folder for the models in the wheel, such as "my_app/epcontext".'
         raise ConfigError(
-            Problem.at(
-                OUTPUT,
-                Kind.NO_OUTPUT_PACKAGE,
-                f"the key is missing, and the wheel has {found}.",
-                'Name a folder for the models in the wheel, such as "my_app/epcontext".',
-                Setting(OUTPUT),
-            )
+            Problem.at(OUTPUT, Kind.NO_OUTPUT_PACKAGE, message, hint, Setting(OUTPUT))
         )
     return PurePosixPath(outermost[0], FOLDER)
 
@@ -72,14 +68,10 @@ def check_collisions(output: PurePosixPath, tree: Tree, ours: frozenset[str]) ->
     )
     if taken:
         folder = f"{output}/epcontext" if len(output.parts) == 1 else None
+        message = f'the project has files of its own in "{output}": {listing(taken, _MAX_NAMED)}.'
+        hint = "Choose a folder for the models alone."
         raise ConfigError(
-            Problem.at(
-                OUTPUT,
-                Kind.NO_OUTPUT_PACKAGE,
-                f'the project has files of its own in "{output}": {listing(taken, _MAX_NAMED)}.',
-                "Choose a folder for the models alone.",
-                Setting(OUTPUT, folder),
-            )
+            Problem.at(OUTPUT, Kind.NO_OUTPUT_PACKAGE, message, hint, Setting(OUTPUT, folder))
         )
 
 

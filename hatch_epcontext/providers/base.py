@@ -98,44 +98,6 @@ class ProfileOptions:
         return {**rendered, self.several: "1"} if self.several and len(profiles) > 1 else rendered
 
 
-def _no_contradictions(device: Device, options: Mapping[str, str]) -> dict[str, str]:
-    return {}
-
-
-def _nothing_implied(device: Device, options: Mapping[str, str]) -> dict[str, str]:
-    return {}
-
-
-def _unknown_blobs(compatibility: str, blobs: Sequence[tuple[str, int]]) -> str | None:
-    return None
-
-
-def _unknown_format(compatibility: str) -> dict[str, str]:
-    return {}
-
-
-def _no_disagreement(
-    compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
-) -> str | None:
-    return None
-
-
-def _no_words(message: str) -> str | None:
-    return None
-
-
-def _same_numbers(device: Device, options: Mapping[str, str]) -> NumberFormat | None:
-    return None
-
-
-def _needs_no_chip(options: Mapping[str, str]) -> str | None:
-    return None
-
-
-def _runs_anywhere(system: str, machine: str) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class MoreCoverage:
     """Provider ``options`` with which an EP compiles ``operators`` that it leaves to the CPU by default."""
@@ -203,7 +165,9 @@ class Provider:
     quantized_activation: Literal["uint8", "uint16"] = "uint16"
     """The integers to which activations are quantized by default."""
 
-    number_format: Callable[[Device, Mapping[str, str]], NumberFormat | None] = _same_numbers
+    number_format: Callable[[Device, Mapping[str, str]], NumberFormat | None] = (
+        lambda device, options: None
+    )
     """(device, options) -> the format to which it rounds floats; None if it computes in float32, or if that
     is unknown."""
 
@@ -286,7 +250,7 @@ class Provider:
     """(the EP's whole log) -> the reason for each node that the EP leaves to the CPU, by the node's name,
     empty if the log has none; None for an EP that logs no reasons."""
 
-    error_in_words: Callable[[str], str | None] = _no_words
+    error_in_words: Callable[[str], str | None] = lambda message: None
     """(a compiler's error) -> a sentence about what it means for the model; None for an unknown error."""
 
     exclusive: tuple[frozenset[str], ...] = ()
@@ -334,29 +298,31 @@ class Provider:
     """(path of the context model, embed) -> provider options with which a plain session writes it.
     For EPs that write context models themselves, and that ModelCompiler does not support."""
 
-    implied: Callable[[Device, Mapping[str, str]], dict[str, str]] = _nothing_implied
+    implied: Callable[[Device, Mapping[str, str]], dict[str, str]] = lambda device, options: {}
     """(device, options) -> the options that follow from them, which the EP gets unless they are set."""
 
-    missing_chip: Callable[[Mapping[str, str]], str | None] = _needs_no_chip
+    missing_chip: Callable[[Mapping[str, str]], str | None] = lambda options: None
     """(options) -> a warning if they name no chip, and the EP compiles for one."""
 
-    contradictions: Callable[[Device, Mapping[str, str]], dict[str, str]] = _no_contradictions
+    contradictions: Callable[[Device, Mapping[str, str]], dict[str, str]] = lambda device, options: {}
     """(device, options) -> a message for each option that contradicts another one, or the device."""
 
-    wrong_blobs: Callable[[str, Sequence[tuple[str, int]]], str | None] = _unknown_blobs
+    wrong_blobs: Callable[[str, Sequence[tuple[str, int]]], str | None] = (
+        lambda compatibility, blobs: None
+    )
     """(compatibility string, the blobs of a model: the first `HEADER` bytes of each in hexadecimal, and its
     size in bytes) -> what is wrong with them, as a sentence without its period; None if nothing is, or if
     their format is unknown."""
 
-    compiled_for: Callable[[str], dict[str, str]] = _unknown_format
+    compiled_for: Callable[[str], dict[str, str]] = lambda compatibility: {}
     """(compatibility string) -> what it was compiled for, by name; empty if the format is unknown. Options
     have values in the EP's form: ``"60,57"`` for two chips."""
 
-    disagreement: Callable[[str, str, Mapping[str, str]], str | None] = _no_disagreement
+    disagreement: Callable[[str, str, Mapping[str, str]], str | None] = lambda *_: None
     """(compatibility string, ep_sdk_version, options) -> how the context disagrees with the options, or the
     first two with each other; None if all agree."""
 
-    runs_on: Callable[[str, str], bool] = _runs_anywhere
+    runs_on: Callable[[str, str], bool] = lambda system, machine: True
     """(sys.platform, platform.machine()) -> whether such a machine can run, or simulate, a context for any
     of the EP's chips."""
 

@@ -9,7 +9,7 @@ from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, check_environment
-from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider, find
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, find
 from hatch_epcontext.text import show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure
 from hatch_epcontext.tools.inspecting import READING
@@ -44,16 +44,10 @@ def compile_to_bytes(
 
 
 def _check_provider(name: str) -> None:
-    known = find(name)
-    if known is not None and _makes_contexts(known):
-        return
-    message = f"{show(name)} is not a provider that compiles contexts."
-    names = [name for name, provider in PROVIDERS.items() if _makes_contexts(provider)]
-    problem = Problem.at(
-        Key() / "provider", Kind.UNKNOWN_PROVIDER, message, suggestion(name, names)
-    )
-    raise ConfigError(problem)
-
-
-def _makes_contexts(provider: Provider) -> bool:
-    return provider.product == "context" and not provider.needs_library
+    able = [
+        each for each in PROVIDERS.values() if each.product == "context" and not each.needs_library
+    ]
+    if find(name) not in able:
+        message = f"{show(name)} is not a provider that compiles contexts."
+        hint = suggestion(name, [each.name for each in able])
+        raise ConfigError(Problem.at(Key() / "provider", Kind.UNKNOWN_PROVIDER, message, hint))

@@ -118,14 +118,11 @@ def name_models(models: Sequence[Path], file: Path | None = None) -> dict[str, P
     for path in models:
         name = file_name(path.stem, "_")
         if name in names:
-            raise ConfigError(
-                Problem(
-                    Kind.DUPLICATE_NAME,
-                    str(path),
-                    f"{names[name]} and {path} both have the name {name}, and so would their results.",
-                    "Compile them one at a time.",
-                )
+            message = (
+                f"{names[name]} and {path} both have the name {name}, and so would their results."
             )
+            hint = "Compile them one at a time."
+            raise ConfigError(Problem(Kind.DUPLICATE_NAME, str(path), message, hint))
         names[name] = path
     return names
 

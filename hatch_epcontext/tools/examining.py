@@ -102,13 +102,11 @@ def installed_providers() -> list[ProviderState]:
     with temp_dir() as folder:
         return [
             _state(each, True, folder)
-            for each in sorted(PROVIDERS.values(), key=_preference)
+            for each in sorted(
+                PROVIDERS.values(), key=lambda e: (e.name == "cpu", e.product != "context")
+            )
             if not each.needs_library and _package(each) is not None
         ]
-
-
-def _preference(provider: Provider) -> tuple[bool, bool]:
-    return provider.name == "cpu", provider.product != "context"
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:
@@ -123,13 +121,9 @@ def _examine_environment(distributions: Mapping[str, str]) -> tuple[Problem, ...
         problems = error.problems
     if distributions:
         return problems
-    missing = Problem(
-        Kind.MISSING_REQUIREMENT,
-        "this environment",
-        "No ONNX Runtime is installed.",
-        f"Install {' or '.join(DISTRIBUTIONS[:2])}, or another distribution.",
-    )
-    return (*problems, missing)
+    hint = f"Install {' or '.join(DISTRIBUTIONS[:2])}, or another distribution."
+    message = "No ONNX Runtime is installed."
+    return (*problems, Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))
 
 
 def _state(provider: Provider, has_runtime: bool, folder: Path) -> ProviderState:

@@ -83,17 +83,9 @@ def _refuse_sources(place: Path, files: Iterable[Path]) -> None:
     """Raise OutputError if any of ``files``, those of source models, is in the folder ``place``."""
     inside = [file for file in dict.fromkeys(files) if file.resolve().is_relative_to(place)]
     if inside:
-        raise OutputError(
-            *(
-                Problem(
-                    Kind.FILE_EXISTS,
-                    str(file),
-                    f"is a file of the source model, in the folder that would be replaced: {place}.",
-                    "Choose another folder.",
-                )
-                for file in inside
-            )
-        )
+        message = f"is a file of the source model, in the folder that would be replaced: {place}."
+        hint = "Choose another folder."
+        raise OutputError(*(Problem(Kind.FILE_EXISTS, str(file), message, hint) for file in inside))
 
 
 def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
@@ -108,14 +100,9 @@ def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
     ours = frozenset() if recorded is None else {*recorded, FILE}
     if foreign := [name for name in _files(place) if name not in ours]:
         what = "this tool did not write" if ours else "are not a model package of this tool"
-        raise OutputError(
-            Problem(
-                Kind.FILE_EXISTS,
-                str(folder),
-                f"the folder has files that {what}: {listing(foreign, _MAX_NAMED)}.",
-                "Choose another folder, or move them away: they are never overwritten.",
-            )
-        )
+        message = f"the folder has files that {what}: {listing(foreign, _MAX_NAMED)}."
+        hint = "Choose another folder, or move them away: they are never overwritten."
+        raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), message, hint))
     if not overwrite:
         hint = "Choose another place, or allow overwriting (on the command line: --overwrite)."
         raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), "exists already.", hint))

@@ -161,39 +161,24 @@ def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider
         message = f"{show(named)} is not a known provider."
         hint = suggestion(named, PROVIDERS)
         raise ConfigError(Problem.at(Key() / "provider", Kind.UNKNOWN_PROVIDER, message, hint))
-    if not sources:
-        if chosen is not None and chosen.product == "optimized":
-            return chosen
-        raise InspectionError(
-            Problem(
-                Kind.WRONG_PROVIDER,
-                str(path),
-                "has no EPContext node: it is not compiled.",
-                "For an optimized graph name its provider.",
-            )
-        )
-    if chosen is not None and chosen.needs_library:
+    if chosen is not None and not sources and chosen.product == "optimized":
+        return chosen
+    if chosen is not None and sources and chosen.needs_library:
         return replace(chosen, ep=sources[0])
-    known = chosen or find(sources[0])
-    if known is None:
-        raise InspectionError(
-            Problem(
-                Kind.WRONG_PROVIDER,
-                str(path),
-                f"has contexts of {listing(map(repr, sources))}, which is not a known provider.",
-                "Name the provider to load them with: plugin, with its library.",
-            )
-        )
-    if not all(map(known.reads, sources)):
-        raise InspectionError(
-            Problem(
-                Kind.WRONG_PROVIDER,
-                str(path),
-                f"has contexts of {listing(map(repr, sources))}, and not of {known.ep} alone.",
-                "Name another provider, or none: each context names its own.",
-            )
-        )
-    return known
+    known = chosen or (find(sources[0]) if sources else None)
+    contexts = f"has contexts of {listing(map(repr, sources or ['']))}"
+    if not sources:
+        message = "has no EPContext node: it is not compiled."
+        hint = "For an optimized graph name its provider."
+    elif known is None:
+        message = f"{contexts}, which is not a known provider."
+        hint = "Name the provider to load them with: plugin, with its library."
+    elif all(map(known.reads, sources)):
+        return known
+    else:
+        message = f"{contexts}, and not of {known.ep} alone."
+        hint = "Name another provider, or none: each context names its own."
+    raise InspectionError(Problem(Kind.WRONG_PROVIDER, str(path), message, hint))
 
 
 def check_chip(
@@ -251,14 +236,8 @@ def _run(
     """
     to_run = job.models[0].to_run_on(job.target)
     if reason := reason_not_to_run(job) or reason_not_to_open(path, model, job.target.provider):
-        raise BuildError(
-            Problem(
-                Kind.NOT_RUN,
-                str(path),
-                f"{reason}.",
-                "Check only the structure of its files (on the command line: --structure).",
-            )
-        )
+        hint = "Check only the structure of its files (on the command line: --structure)."
+        raise BuildError(Problem(Kind.NOT_RUN, str(path), f"{reason}.", hint))
     if problems := list(unknown_outputs(job.models[0], model.outputs)):
         raise ModelError(*problems)
     moved = staging / "moved"
@@ -277,16 +256,10 @@ def _run(
     )
     reply = workers.call(request, staging / "validate", location=str(path))
     if reply.unavailable is not None:
-        raise BuildError(
-            Problem(
-                Kind.NOT_RUN,
-                str(path),
-                f"it was not run: {reply.unavailable}."
-                if request.product == "context"
-                else f"it was run on the CPU only: {reply.unavailable}.",
-                "Validate it on a machine that has its EP.",
-            )
-        )
+        how = "not run" if request.product == "context" else "run on the CPU only"
+        message = f"it was {how}: {reply.unavailable}."
+        hint = "Validate it on a machine that has its EP."
+        raise BuildError(Problem(Kind.NOT_RUN, str(path), message, hint))
     inputs, provider = job.models[0].validate.inputs, job.target.provider
     validation = validation_of(request.product, reply, inputs, provider)
     return validation if has_source else replace(validation, reason="no source is given")

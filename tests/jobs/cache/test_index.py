@@ -34,28 +34,29 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def settle(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "a.onnx").write_bytes(b"model")
+    return tmp_path / "a.onnx"
+
+
+@pytest.fixture
+def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the clock be a minute later than it is."""
     now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now() + 60 * 10**9)
 
 
-def test_a_settled_file_is_read_once(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settle(monkeypatch)
-    file = tmp_path / "a.onnx"
-    file.write_bytes(b"model")
+@pytest.mark.usefixtures("_settled")
+def test_a_settled_file_is_read_once(tmp_path: Path, file: Path, read: list[str]) -> None:
     first = Index(tmp_path / "index").sha256(file)
     assert first == Index(tmp_path / "index").sha256(file) == file_sha256(file)
     assert read == ["a.onnx"]
 
 
 def test_a_file_that_has_just_been_written_is_read_by_each_build(
-    tmp_path: Path, read: list[str]
+    tmp_path: Path, file: Path, read: list[str]
 ) -> None:
-    file = tmp_path / "a.onnx"
-    file.write_bytes(b"model")
     # An old time of change does not hide that it is new.
     os.utime(file, (LONG_AGO, LONG_AGO))
     index = Index(tmp_path / "index")
@@ -68,12 +69,10 @@ def test_a_file_that_has_just_been_written_is_read_by_each_build(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no status there has the time of a change")
 @pytest.mark.parametrize("size", [5, 6])
+@pytest.mark.usefixtures("_settled")
 def test_a_changed_file_is_read_again_by_the_next_build(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, size: int
+    tmp_path: Path, file: Path, read: list[str], size: int
 ) -> None:
-    settle(monkeypatch)
-    file = tmp_path / "a.onnx"
-    file.write_bytes(b"model")
     index = Index(tmp_path / "index")
     first = index.sha256(file)
     before = file.stat()
@@ -89,9 +88,7 @@ def test_a_changed_file_is_read_again_by_the_next_build(
         ]
 
 
-def test_a_build_fails_if_a_file_is_removed_or_put_back(tmp_path: Path) -> None:
-    file = tmp_path / "a.onnx"
-    file.write_bytes(b"model")
+def test_a_build_fails_if_a_file_is_removed_or_put_back(file: Path) -> None:
     index = Index()
     index.sha256(file)
     os.utime(file, (LONG_AGO, LONG_AGO))
@@ -103,22 +100,16 @@ def test_a_build_fails_if_a_file_is_removed_or_put_back(tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_just_been_written_is_read_again_in_the_end(
-    tmp_path: Path, read: list[str]
+    file: Path, read: list[str]
 ) -> None:
-    file = tmp_path / "a.onnx"
-    file.write_bytes(b"model")
     index = Index()
     index.sha256(file)
     index.check(file)
     assert read == ["a.onnx"] * 2
 
 
-def test_another_link_or_mode_is_no_change(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settle(monkeypatch)
-    file = tmp_path / "a.onnx"
-    file.write_bytes(b"model")
+@pytest.mark.usefixtures("_settled")
+def test_another_link_or_mode_is_no_change(tmp_path: Path, file: Path, read: list[str]) -> None:
     index = Index()
     index.sha256(file)
     os.link(file, tmp_path / "b.onnx")
@@ -138,12 +129,8 @@ def test_facts_are_stored_by_their_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")
-def test_a_pipe_in_an_index_holds_nobody_up(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settle(monkeypatch)
-    file = tmp_path / "a.onnx"
-    file.write_bytes(b"model")
+@pytest.mark.usefixtures("_settled")
+def test_a_pipe_in_an_index_holds_nobody_up(tmp_path: Path, file: Path, read: list[str]) -> None:
     Index(tmp_path / "index").sha256(file)
     (document,) = (tmp_path / "index").iterdir()
     document.unlink()
