@@ -6,7 +6,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(REPOSITORY / "hatch_epcontext", quiet=2)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait for at most a minute until ``condition`` is true."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.02)
 
 
 def needs(package: str) -> pytest.MarkDecorator:

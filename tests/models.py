@@ -23,6 +23,14 @@ def weights(name: str, *shape: int) -> onnx.TensorProto:
     return numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) * 0.3, name)
 
 
+def shapes(made: onnx.ModelProto) -> dict[str, list[int | str]]:
+    """The shapes of all inputs and outputs."""
+    return {
+        each.name: [dim.dim_value or dim.dim_param for dim in each.type.tensor_type.shape.dim]
+        for each in (*made.graph.input, *made.graph.output)
+    }
+
+
 def model(
     nodes: Sequence[onnx.NodeProto],
     inputs: Sequence[onnx.ValueInfoProto],

@@ -155,10 +155,6 @@ def _not_computable(
             "Keep what is needed, or cut after it:",
             Setting(key / "inputs", whole),
         )
-    return Problem.at(
-        key / "outputs",
-        Kind.INVALID_CUT,
-        f"{named} {'does' if one else 'do'} not depend on any input.",
-        "Name outputs after the inputs.",
-        Setting(key / "outputs"),
-    )
+    message = f"{named} {'does' if one else 'do'} not depend on any input."
+    hint = "Name outputs after the inputs."
+    return Problem.at(key / "outputs", Kind.INVALID_CUT, message, hint, Setting(key / "outputs"))

@@ -272,27 +272,20 @@ class JobRunner:
 
     def _latest(self, job: Job, settings_key: str, folder: Path) -> tuple[str, Artifact]:
         if job.target.has_secrets:
-            raise BuildError(
-                Problem(
-                    Kind.NOT_CACHED,
-                    "",
-                    "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, which stores nothing "
-                    "that was compiled with a secret.",
-                    "Compile the target in the build of the wheel.",
-                )
+            message = (
+                "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, which stores nothing "
+                "that was compiled with a secret."
             )
+            hint = "Compile the target in the build of the wheel."
+            raise BuildError(Problem(Kind.NOT_CACHED, "", message, hint))
         key = self.cache.latest(settings_key)
         artifact = self.take(job, key, folder)
         if key is None or artifact is None:
-            raise BuildError(
-                Problem(
-                    Kind.NOT_CACHED,
-                    "",
-                    "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, and the cache has no "
-                    f"artifact of this model with these settings.{self.cache.trouble}",
-                    _build_elsewhere(job),
-                )
+            message = (
+                "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, and the cache has no "
+                f"artifact of this model with these settings.{self.cache.trouble}"
             )
+            raise BuildError(Problem(Kind.NOT_CACHED, "", message, _build_elsewhere(job)))
         return key, artifact
 
     def take(self, job: Job, key: str | None, folder: Path) -> Artifact | None:
@@ -320,15 +313,12 @@ class JobRunner:
     def _check_embeddable(self, job: Job) -> None:
         for model in job.models if job.target.settings.embed else ():
             if (size := self.sources[model.name].size) > PROTOBUF_LIMIT:
-                raise BuildError(
-                    Problem(
-                        Kind.TOO_LARGE,
-                        "",
-                        "embed = true puts the compiled blob into an ONNX file, which cannot be larger "
-                        f"than 2 GiB, and the model has {size / 2**30:.1f} GiB.",
-                        "Remove embed: the blob is then a file beside the context model.",
-                    )
+                message = (
+                    "embed = true puts the compiled blob into an ONNX file, which cannot be larger "
+                    f"than 2 GiB, and the model has {size / 2**30:.1f} GiB."
                 )
+                hint = "Remove embed: the blob is then a file beside the context model."
+                raise BuildError(Problem(Kind.TOO_LARGE, "", message, hint))
 
     def _validate(
         self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
@@ -345,17 +335,13 @@ class JobRunner:
         if not_run:
             return ValidationRun(not_run)
         if job.target.from_cache:
-            raise BuildError(
-                Problem(
-                    Kind.NOT_CACHED,
-                    "",
-                    "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, and the artifact in "
-                    "the cache was not validated with these inputs, this tolerance and these options."
-                    + self.cache.trouble,
-                    _build_elsewhere(job),
-                    step="validation",
-                )
+            message = (
+                "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, and the artifact in "
+                "the cache was not validated with these inputs, this tolerance and these options."
+                + self.cache.trouble
             )
+            hint = _build_elsewhere(job)
+            raise BuildError(Problem(Kind.NOT_CACHED, "", message, hint, step="validation"))
         with self._unchanged(job):
             run = self.executor.validate(job, model, artifact, context)
         unavailable = run.validation.status is not ValidationStatus.RAN

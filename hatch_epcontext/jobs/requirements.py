@@ -232,14 +232,9 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
         )
         verb = "is" if len(missing) == 1 else "are"
         install = pip_install(requirement for requirement, _ in missing)
-        raise MissingError(
-            Problem(
-                Kind.MISSING_REQUIREMENT,
-                "this environment",
-                f"{count(len(missing), 'build requirement')} {verb} missing: {found}.",
-                f"Run: {install}{_installed_only(targets, {name for name, _ in missing})}",
-            )
-        )
+        message = f"{count(len(missing), 'build requirement')} {verb} missing: {found}."
+        hint = f"Run: {install}{_installed_only(targets, {name for name, _ in missing})}"
+        raise MissingError(Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))
     return versions
 
 

@@ -182,11 +182,9 @@ def _not_known(model: Model, trouble: str | None) -> Problem:
     message = (
         "HATCH_EPCONTEXT_FROM_CACHE is all, and the cache lacks this model with these settings."
     )
+    hint = "Build it on a machine that can compile it, with the same cache."
     return Problem.at(
-        model.key,
-        Kind.NOT_CACHED,
-        f"{message}\n{trouble}" if trouble else message,
-        "Build it on a machine that can compile it, with the same cache.",
+        model.key, Kind.NOT_CACHED, f"{message}\n{trouble}" if trouble else message, hint
     )
 
 

@@ -74,12 +74,9 @@ def _registration_problem(
     plugin: Plugin, ep: str | None, error: Exception, library: Path
 ) -> Problem:
     if isinstance(error, ModuleNotFoundError):
-        return Problem(
-            Kind.UNLOADABLE_LIBRARY,
-            "",
-            f"the package of {ep or 'the EP'} cannot be imported: {error}.",
-            f"Install {plugin.package}, or add the package that contains it to its requirements.",
-        )
+        message = f"the package of {ep or 'the EP'} cannot be imported: {error}."
+        hint = f"Install {plugin.package}, or add the package that contains it to its requirements."
+        return Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)
     if isinstance(error, AttributeError):
         return Problem(
             Kind.UNLOADABLE_LIBRARY,
@@ -89,12 +86,9 @@ def _registration_problem(
             f"{_libraries_in(plugin.module)}.",
         )
     if "CreateEpFactories" in str(error):
-        return Problem(
-            Kind.UNLOADABLE_LIBRARY,
-            "",
-            f"{plugin.path or plugin.package} is a library, but not that of an EP: {error}.",
-            "Name the library that ONNX Runtime registers.",
-        )
+        message = f"{plugin.path or plugin.package} is a library, but not that of an EP: {error}."
+        hint = "Name the library that ONNX Runtime registers."
+        return Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)
     return unloadable(ep, str(error), library)
 
 
@@ -119,12 +113,8 @@ def unloadable(ep: str | None, message: str, library: Path) -> Problem:
     found = missing(message)
     not_found = _missing_dependencies(library) or ([found] if found else [])
     if not not_found:
-        return Problem(
-            Kind.UNLOADABLE_LIBRARY,
-            "",
-            f"{what} cannot be loaded: {message}",
-            "Check that the file is a library for this system and this version of ONNX Runtime.",
-        )
+        hint = "Check that the file is a library for this system and this version of ONNX Runtime."
+        return Problem(Kind.UNLOADABLE_LIBRARY, "", f"{what} cannot be loaded: {message}", hint)
     verb = "are" if len(not_found) > 1 else "is"
     return Problem(
         Kind.UNLOADABLE_LIBRARY,

@@ -105,15 +105,12 @@ def _imported(target: Target) -> Any:
     try:
         return importlib.import_module(library.module)
     except (ImportError, OSError) as error:
-        raise BuildError(
-            Problem(
-                Kind.UNLOADABLE_LIBRARY,
-                "",
-                f"NVIDIA's library cannot be imported: {error}.",
-                "Install it: it has packages for Linux and Windows on x86-64. Or compile with the EP, on a "
-                'machine with an RTX GPU: remove compute-capabilities, and compile-with = "library".',
-            )
-        ) from error
+        message = f"NVIDIA's library cannot be imported: {error}."
+        hint = (
+            "Install it: it has packages for Linux and Windows on x86-64. Or compile with the EP, on a "
+            'machine with an RTX GPU: remove compute-capabilities, and compile-with = "library".'
+        )
+        raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)) from error
 
 
 @functools.cache

@@ -64,15 +64,12 @@ def _look_up(option: str, value: str) -> str:
     if variable is None:
         return value
     if not (secret := os.environ.get(variable)):
-        raise BuildError(
-            Problem(
-                Kind.INVALID_OPTION,
-                "",
-                f"the option {option} is a secret in the environment variable {variable}, which is not set "
-                "where the model is compiled and run.",
-                "Set it there. Credentials of the shared cache cannot be used for that.",
-            )
+        message = (
+            f"the option {option} is a secret in the environment variable {variable}, which is not set "
+            "where the model is compiled and run."
         )
+        hint = "Set it there. Credentials of the shared cache cannot be used for that."
+        raise BuildError(Problem(Kind.INVALID_OPTION, "", message, hint))
     return secret
 
 
@@ -176,15 +173,12 @@ def add_built_in(
     """
     available = ort.get_available_providers()
     if provider.ep not in available:
-        raise UnavailableError(
-            Problem(
-                Kind.MISSING_REQUIREMENT,
-                "",
-                f"this ONNX Runtime ({ort.__version__}) has no {provider.ep}.\n"
-                f"It has {', '.join(available)}.",
-                f"Install {' or '.join(provider.distributions)} instead of it.",
-            )
+        message = (
+            f"this ONNX Runtime ({ort.__version__}) has no {provider.ep}.\n"
+            f"It has {', '.join(available)}."
         )
+        hint = f"Install {' or '.join(provider.distributions)} instead of it."
+        raise UnavailableError(Problem(Kind.MISSING_REQUIREMENT, "", message, hint))
     if provider.ep == "CPUExecutionProvider":
         result.add_provider(provider.ep, dict(provider_options))
         return
@@ -219,27 +213,24 @@ def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
         return chosen[:1]
     wanted: list[str] = [settings.device] if settings.device != "any" else []
     wanted += [f"{name} = {value!r}" for name, value in settings.device_filter.items()]
-    raise UnavailableError(
-        Problem(
-            Kind.NO_DEVICE,
-            "",
-            "\n".join(
-                [
-                    f"{provider.ep} finds no device"
-                    + (f" that is {', '.join(wanted)}." if wanted and offered else "."),
-                    *([f"It needs {provider.needs}."] if provider.needs and not offered else []),
-                    "ONNX Runtime has:",
-                    *(f"  {describe_device(each)}" for each in ort.get_ep_devices()),
-                    *(f"  {line}" for line in incompatibilities(provider.ep)),
-                ]
-            ),
-            f"Without one it compiles for device = {' or '.join(map(show, provider.cross_compiles))}."
-            if offered and provider.cross_compiles and not settings.device_filter
-            else "Choose one with device and device-filter."
-            if offered
-            else "Build on a machine that has one, or leave the target out.",
-        )
+    message = "\n".join(
+        [
+            f"{provider.ep} finds no device"
+            + (f" that is {', '.join(wanted)}." if wanted and offered else "."),
+            *([f"It needs {provider.needs}."] if provider.needs and not offered else []),
+            "ONNX Runtime has:",
+            *(f"  {describe_device(each)}" for each in ort.get_ep_devices()),
+            *(f"  {line}" for line in incompatibilities(provider.ep)),
+        ]
     )
+    hint = (
+        f"Without one it compiles for device = {' or '.join(map(show, provider.cross_compiles))}."
+        if offered and provider.cross_compiles and not settings.device_filter
+        else "Choose one with device and device-filter."
+        if offered
+        else "Build on a machine that has one, or leave the target out."
+    )
+    raise UnavailableError(Problem(Kind.NO_DEVICE, "", message, hint))
 
 
 def _matches(device: Any, wanted: Mapping[str, str]) -> bool:

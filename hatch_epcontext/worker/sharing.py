@@ -42,14 +42,9 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
     sidecars = {result.name: _sidecars(result) for result in results}
     if len(set().union(*sidecars.values())) != 1:
         named = "; ".join(f"{name}: {', '.join(sorted(files))}" for name, files in sidecars.items())
-        raise BuildError(
-            Problem(
-                Kind.NOT_SHARED,
-                "",
-                f"the models do not share one sidecar: {named}.",
-                "Check that they have the same weights, and that the EP can share them.",
-            )
-        )
+        message = f"the models do not share one sidecar: {named}."
+        hint = "Check that they have the same weights, and that the EP can share them."
+        raise BuildError(Problem(Kind.NOT_SHARED, "", message, hint))
     return contexts
 
 

@@ -12,7 +12,7 @@ from hatch_epcontext.config.settings import Listed, Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
-from tests.models import model, of_any_rank, value
+from tests.models import model, of_any_rank, shapes, value
 
 MODEL = Key(("models", 0))
 
@@ -31,13 +31,6 @@ def two_inputs() -> onnx.ModelProto:
 
 def spec(**settings: Any) -> Model:
     return Model("a", Path("a.onnx"), MODEL, **settings)
-
-
-def shapes(made: onnx.ModelProto) -> dict[str, list[int | str]]:
-    return {
-        each.name: [dim.dim_value or dim.dim_param for dim in each.type.tensor_type.shape.dim]
-        for each in (*made.graph.input, *made.graph.output)
-    }
 
 
 def problem(made: onnx.ModelProto, **settings: Any) -> Problem:

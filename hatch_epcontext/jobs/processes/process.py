@@ -461,12 +461,8 @@ def _flooded(order: WorkerCommand) -> Problem:
 
 def _not_started(error: BaseException | None) -> Problem:
     reason = (isinstance(error, OSError) and error.strerror) or "the system refuses a fork"
-    return Problem(
-        Kind.SYSTEM_ERROR,
-        "",
-        f"the worker cannot be started: {reason}.",
-        "Run fewer jobs at once (build.jobs), or allow more processes and open files (ulimit -u, ulimit -n).",
-    )
+    hint = "Run fewer jobs at once (build.jobs), or allow more processes and files (ulimit -u, ulimit -n)."
+    return Problem(Kind.SYSTEM_ERROR, "", f"the worker cannot be started: {reason}.", hint)
 
 
 def _interrupted() -> BuildError:

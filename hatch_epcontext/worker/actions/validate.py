@@ -223,15 +223,12 @@ def _check_outputs(request: ValidateRequest, expected: Reference) -> None:
     ):
         if names:
             outputs = "the outputs" if len(names) > 1 else "the output"
-            raise ModelError(
-                Problem.at(
-                    request.model.key,
-                    Kind.VALUE_MISMATCH,
-                    f"the {one} model has {outputs} {', '.join(map(repr, sorted(names)))}, and the {other} "
-                    "model does not.",
-                    "Compare with the model that it was compiled from.",
-                )
+            message = (
+                f"the {one} model has {outputs} {', '.join(map(repr, sorted(names)))}, and the {other} "
+                "model does not."
             )
+            hint = "Compare with the model that it was compiled from."
+            raise ModelError(Problem.at(request.model.key, Kind.VALUE_MISMATCH, message, hint))
 
 
 def _unavailable(request: ValidateRequest) -> str | None:
@@ -286,11 +283,8 @@ def _check_assignment(
     assigned = {subgraph.ep_name for subgraph in assignment()}
     # An optimized graph may have no nodes left.
     if provider.ep not in assigned and (assigned or request.product == "context"):
-        raise BuildError(
-            Problem(
-                Kind.WRONG_RESULT,
-                "",
-                f"the {request.product} graph was loaded from {loaded_from}, but ONNX Runtime assigned "
-                f"no node of it to {provider.ep}.",
-            )
+        message = (
+            f"the {request.product} graph was loaded from {loaded_from}, but ONNX Runtime assigned "
+            f"no node of it to {provider.ep}."
         )
+        raise BuildError(Problem(Kind.WRONG_RESULT, "", message))

@@ -273,12 +273,9 @@ def _differs(
     limits: dict[str, Any] = {"outputs": {agreement.output: allowed}}
     if only_target is not None:
         limits = {"targets": {only_target: limits}}
+    hint = "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more):"
     return Problem(
-        Kind.OUTPUT_DIFFERS,
-        "",
-        message,
-        "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more):",
-        settings=(Setting(key / "tolerance", limits),),
+        Kind.OUTPUT_DIFFERS, "", message, hint, settings=(Setting(key / "tolerance", limits),)
     )
 
 

@@ -131,14 +131,11 @@ def compare(
     shapes differ.
     """
     if output.shape != reference.shape:
-        raise BuildError(
-            Problem(
-                Kind.OUTPUT_SHAPE,
-                "",
-                f"the output {name!r} has the shape {list(output.shape)}, but "
-                f"{list(reference.shape)} on the CPU.",
-            )
+        message = (
+            f"the output {name!r} has the shape {list(output.shape)}, but "
+            f"{list(reference.shape)} on the CPU."
         )
+        raise BuildError(Problem(Kind.OUTPUT_SHAPE, "", message))
     if is_state:
         limits = replace(limits, snr=limits.snr - _STATE)
     exact = reference.dtype == STRING or reference.dtype.kind == "b" or nature == "indices"

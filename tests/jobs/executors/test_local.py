@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from tests.altered_workers import workers_with
+from tests.conftest import wait_for
 from tests.models import model, network, save, value
 from tests.results import configured
 
@@ -43,13 +43,6 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         """
     with workers_with(tmp_path_factory.mktemp("site"), source) as started:
         yield started
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.02)
 
 
 def run(executor: LocalExecutor, job: Job) -> None:

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from tests.altered_workers import write_start_code
-from tests.conftest import REPOSITORY, needs_qnn
+from tests.conftest import REPOSITORY, needs_qnn, wait_for
 from tests.jobs.processes.test_process import KEY, LEAVING_FILES, request_for
 from tests.kept_server import KeptServers
 from tests.models import network, save
@@ -344,13 +344,6 @@ def number_in(file: Path) -> int:
     """The number that a process writes into ``file``, which is empty for a moment."""
     wait_for(lambda: file.exists() and file.read_text(encoding="ascii") != "")
     return int(file.read_text(encoding="ascii"))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.02)
 
 
 def children_of(process_id: int) -> list[int]:

@@ -23,16 +23,10 @@ from tests.models import (
     network,
     save,
     save_with_data,
+    shapes,
     value,
     weights,
 )
-
-
-def shapes(made: onnx.ModelProto) -> dict[str, list[int | str]]:
-    return {
-        each.name: [dim.dim_value or dim.dim_param for dim in each.type.tensor_type.shape.dim]
-        for each in (*made.graph.input, *made.graph.output)
-    }
 
 
 def run(

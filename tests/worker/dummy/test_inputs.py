@@ -12,18 +12,11 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
-from hatch_epcontext.errors import Key, Kind, ModelError
+from hatch_epcontext.errors import Kind, ModelError
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs
-
-
-def spec(inputs: object) -> Model:
-    return Model(
-        "a", Path("a.onnx"), Key(("models", 0)), validate=ValidateTable(inputs=str(inputs))
-    )
-
+from tests.worker.dummy.test_samples import spec
 
 X = TensorFacts("x", "float32", (2, "n"))
 I = TensorFacts("i", "int64", (3,))  # noqa: E741
