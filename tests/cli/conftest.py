@@ -46,6 +46,11 @@ def problems(result: Result) -> list[str]:
 
 
 @pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save(network(), tmp_path / "models" / "net.onnx")
+
+
+@pytest.fixture
 def app_project(project: Path) -> Path:
     """A project with two models and two targets."""
     (project / "pyproject.toml").write_text(TOML, encoding="utf-8")

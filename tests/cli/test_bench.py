@@ -26,11 +26,6 @@ from tests.conftest import needs_qnn
 from tests.models import model, network, save, unknown_operator, value
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return save(network(), tmp_path / "models" / "net.onnx")
-
-
 @pytest.mark.parametrize("origin", [(), ("--from-memory",)])
 def test_a_table_a_chart_and_all_measurements(
     cli: Cli, source: Path, tmp_path: Path, origin: tuple[str, ...]

@@ -19,11 +19,6 @@ QNN = ("-p", "qnn", "-O", "soc_model=60", "-O", "htp_arch=73")
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return save(network(), tmp_path / "models" / "net.onnx")
-
-
-@pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 

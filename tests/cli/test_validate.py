@@ -15,11 +15,6 @@ from tests.models import model, network, save, transformer, value
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return save(network(), tmp_path / "models" / "net.onnx")
-
-
-@pytest.fixture
 def context(source: Path, tmp_path: Path) -> Path:
     """A context model that ONNX Runtime wrote without this package."""
     import onnxruntime_qnn
