@@ -62,21 +62,13 @@ def _load(
 ) -> Diagnosed[Config | None]:
     environment = yield from read_environment(environ)
     if environment.no_cache and environment.from_cache:
-        yield Problem(
-            Kind.INVALID_VARIABLE,
-            f"{PREFIX}FROM_CACHE",
-            f"contradicts {PREFIX}NO_CACHE.",
-            "Unset one of them.",
-        )
+        message = f"contradicts {PREFIX}NO_CACHE."
+        yield Problem(Kind.INVALID_VARIABLE, f"{PREFIX}FROM_CACHE", message, "Unset one of them.")
     if hook_table:
         yield from check_hook(hook_table, finder.hooks.table)
     if table is None:
-        yield Problem(
-            Kind.INVALID_PYPROJECT,
-            f"[{ROOT}]",
-            "is missing in pyproject.toml.",
-            'The shortest configuration: models = ["models/name.onnx"] and targets.npu.provider = "qnn".',
-        )
+        hint = 'The shortest configuration: models = ["models/name.onnx"] and targets.npu.provider = "qnn".'
+        yield Problem(Kind.INVALID_PYPROJECT, f"[{ROOT}]", "is missing in pyproject.toml.", hint)
         return None
     parsed, mistyped = collect(from_toml(table, RootTable, Key()))
     mistyped = [_with_model(each, table) for each in mistyped]
@@ -130,20 +122,14 @@ def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]
         and build.scheduler is None
         and "scheduler" not in environment.build
     ):
-        yield Problem.at(
-            Key() / "build" / "scheduler",
-            Kind.MISSING_KEY,
-            'is required with executor = "dask": the address of the scheduler.',
-            f'For example scheduler = "tcp://host:8786", or the variable {PREFIX}SCHEDULER.',
-        )
+        message = 'is required with executor = "dask": the address of the scheduler.'
+        hint = f'For example scheduler = "tcp://host:8786", or the variable {PREFIX}SCHEDULER.'
+        yield Problem.at(Key() / "build" / "scheduler", Kind.MISSING_KEY, message, hint)
     url = None if environment.no_cache else build.cache
     if url is not None and not (build.cache_keys or url.startswith("file://")):
-        yield Problem.at(
-            Key() / "build" / "cache-keys",
-            Kind.MISSING_KEY,
-            "is required with a shared cache: the trusted public keys.",
-            "Make a pair of keys with `epcontext cache new-key`. Only a folder (file://) works without.",
-        )
+        message = "is required with a shared cache: the trusted public keys."
+        hint = "Make a pair of keys with `epcontext cache new-key`. Only a folder (file://) works without."
+        yield Problem.at(Key() / "build" / "cache-keys", Kind.MISSING_KEY, message, hint)
 
 
 def _check_farm(
@@ -173,12 +159,10 @@ def _check_farm(
         )
     secret = {each.key: each for model in models for each in model.targets if each.has_secrets}
     for key, target in secret.items():
-        yield Problem.at(
-            key,
-            Kind.CONFLICTING_KEYS,
-            "has an option with the value of an environment variable, which is not sent to a cluster.",
-            f"Build it on a machine that has the value: {PREFIX}EXECUTOR=local {PREFIX}TARGETS={target.name}",
-        )
+        message = "has an option with the value of an environment variable, which is not sent to a cluster."
+        settings = f"{PREFIX}EXECUTOR=local {PREFIX}TARGETS={target.name}"
+        hint = f"Build it on a machine that has the value: {settings}"
+        yield Problem.at(key, Kind.CONFLICTING_KEYS, message, hint)
 
 
 def _config(

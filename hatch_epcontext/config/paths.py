@@ -186,11 +186,9 @@ class Finder:
         if not self.pending and not is_regular(path):
             hint = f"A path is absolute, or relative to the folder of pyproject.toml{more}."
             advice = self.hooks.advice()
+            message = f"there is no file {show(written)}."
             yield Problem.at(
-                key,
-                Kind.FILE_NOT_FOUND,
-                f"there is no file {show(written)}.",
-                f"{hint}\n{advice}" if advice else hint,
+                key, Kind.FILE_NOT_FOUND, message, f"{hint}\n{advice}" if advice else hint
             )
 
     def _is_allowed(self, key: Key, path: str) -> Diagnosed[bool]:

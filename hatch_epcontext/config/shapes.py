@@ -30,12 +30,9 @@ def places(key: Key, value: _Table | tuple[_Table, ...]) -> Iterator[tuple[Key, 
 def check_shapes(key: Key, table: ModelTable) -> Iterator[Problem]:
     """The lists of shapes in the model's table at ``key``."""
     if all(len(_tables(getattr(table, name))) > 1 for name in _KEYS):
-        yield Problem.at(
-            key / "dims",
-            Kind.CONFLICTING_KEYS,
-            "is a list, and shapes is one too.",
-            "Keep one list. The other key can be a table, which then applies to all shapes.",
-        )
+        message = "is a list, and shapes is one too."
+        hint = "Keep one list. The other key can be a table, which then applies to all shapes."
+        yield Problem.at(key / "dims", Kind.CONFLICTING_KEYS, message, hint)
     for name in _KEYS:
         if isinstance(value := getattr(table, name), tuple):
             yield from _check_list(key / name, value)
@@ -43,28 +40,17 @@ def check_shapes(key: Key, table: ModelTable) -> Iterator[Problem]:
 
 def _check_list(key: Key, tables: tuple[Mapping[str, Any], ...]) -> Iterator[Problem]:
     if not tables:
-        yield Problem.at(
-            key,
-            Kind.INVALID_VALUE,
-            "must have at least one table.",
-            "Leave the key out if nothing has to be fixed.",
-        )
+        hint = "Leave the key out if nothing has to be fixed."
+        yield Problem.at(key, Kind.INVALID_VALUE, "must have at least one table.", hint)
     for index, table in enumerate(tables):
         if table.keys() != tables[0].keys():
             ours, first = (listing(names) if names else "nothing" for names in (table, tables[0]))
-            yield Problem.at(
-                key / index,
-                Kind.INVALID_VALUE,
-                f"is for {ours}, and the first table for {first}.",
-                "Name the same ones in each table of the list.",
-            )
+            message = f"is for {ours}, and the first table for {first}."
+            hint = "Name the same ones in each table of the list."
+            yield Problem.at(key / index, Kind.INVALID_VALUE, message, hint)
         elif (first_equal := tables.index(table)) < index:
-            yield Problem.at(
-                key / index,
-                Kind.INVALID_VALUE,
-                f"is the same as {key / first_equal}: {show(dict(table))}.",
-                "Remove one of them.",
-            )
+            message = f"is the same as {key / first_equal}: {show(dict(table))}."
+            yield Problem.at(key / index, Kind.INVALID_VALUE, message, "Remove one of them.")
 
 
 def expand(model: Model, table: ModelTable) -> tuple[Model, ...]:

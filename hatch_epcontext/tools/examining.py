@@ -188,12 +188,9 @@ def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tup
             f"{backend} builds this project and runs no hooks: epcontext export writes the models"
         )
     elif wheel is None and everywhere is None:
-        problem = Problem(
-            Kind.INVALID_PYPROJECT,
-            f"[{ROOT}]",
-            "is configured, but the hook is not switched on.",
-            f"Add [{HOOK}] to pyproject.toml.",
-        )
+        message = "is configured, but the hook is not switched on."
+        hint = f"Add [{HOOK}] to pyproject.toml."
+        problem = Problem(Kind.INVALID_PYPROJECT, f"[{ROOT}]", message, hint)
         return "The hook is not switched on.", (problem,)
     try:
         planned = plan(load(folder, table, wheel or everywhere or {}, environ))

@@ -47,12 +47,9 @@ def _invalid_values(
 def check_name(key: Key, name: str) -> Iterator[Problem]:
     """A model's or target's name, which becomes a folder in the wheel."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name.endswith("."):
-        yield Problem.at(
-            key,
-            Kind.INVALID_NAME,
-            f"{show(name)} cannot be the name of a folder in the wheel.",
-            "Use letters, digits, '.', '_' and '-', with a letter or digit first.",
-        )
+        message = f"{show(name)} cannot be the name of a folder in the wheel."
+        hint = "Use letters, digits, '.', '_' and '-', with a letter or digit first."
+        yield Problem.at(key, Kind.INVALID_NAME, message, hint)
     elif is_device(name):
         message = f"{show(name)} is the name of a device on Windows, where the wheel could not be unpacked."
         yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
@@ -74,9 +71,5 @@ def check_duplicates(named: Iterable[tuple[Key, str]], what: str) -> Iterator[Pr
         first = seen.setdefault(name.casefold(), key)
         if first is not key and not any(each is key for each in reported):
             reported.append(key)
-            yield Problem.at(
-                key,
-                Kind.DUPLICATE_NAME,
-                f"has the same name as {KeyNames().key(first)}: {show(name)}.",
-                f"Give each {what} its own name.",
-            )
+            message = f"has the same name as {KeyNames().key(first)}: {show(name)}."
+            yield Problem.at(key, Kind.DUPLICATE_NAME, message, f"Give each {what} its own name.")

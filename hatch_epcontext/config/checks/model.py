@@ -39,11 +39,8 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
         yield from _check_sizes(place, shapes, table.constants)
     for name, value in table.constants.items():
         if not _is_constant(value):
-            yield Problem.at(
-                key / "constants" / name,
-                Kind.INVALID_VALUE,
-                f"must be a number, true or false, a string or a list, not {show(value)}.",
-            )
+            message = f"must be a number, true or false, a string or a list, not {show(value)}."
+            yield Problem.at(key / "constants" / name, Kind.INVALID_VALUE, message)
     if table.cut is not None:
         yield from _check_cut(key / "cut", table.cut)
 
@@ -116,12 +113,8 @@ def check_groups(models: Sequence[Model]) -> Iterator[Problem]:
     for group, keys in groups.items():
         yield from check_name(keys[0], group)
         if group.casefold() in names:
-            yield Problem.at(
-                keys[0],
-                Kind.DUPLICATE_NAME,
-                f"{show(group)} is also the name of a model, and both become folders.",
-                "Give the group its own name.",
-            )
+            message = f"{show(group)} is also the name of a model, and both become folders."
+            yield Problem.at(keys[0], Kind.DUPLICATE_NAME, message, "Give the group its own name.")
         if len(keys) == 1:
             yield Problem.at(
                 keys[0],

@@ -102,12 +102,9 @@ def check_options(
             )
     for group in provider.exclusive:
         if len(both := sorted(group & options.keys())) > 1:
-            yield Problem.at(
-                key / "provider-options",
-                Kind.CONFLICTING_OPTIONS,
-                f"{listing(both)} exclude each other.",
-                "Keep one of them.",
-            )
+            message = f"{listing(both)} exclude each other."
+            hint = "Keep one of them."
+            yield Problem.at(key / "provider-options", Kind.CONFLICTING_OPTIONS, message, hint)
 
 
 def _check_secrets(
@@ -118,12 +115,9 @@ def _check_secrets(
         if variable_of(value) is not None:
             continue
         if isinstance(value, str) and "{env:" in value:
-            yield Problem.at(
-                key / name,
-                Kind.INVALID_OPTION,
-                'must be "{env:NAME}" alone, without other text.',
-                "Put the whole value into the environment variable.",
-            )
+            message = 'must be "{env:NAME}" alone, without other text.'
+            hint = "Put the whole value into the environment variable."
+            yield Problem.at(key / name, Kind.INVALID_OPTION, message, hint)
         if (option := provider.options.get(name)) and option.secret:
             yield Problem.at(
                 key / name,
@@ -143,24 +137,18 @@ def _check_values(
             message = f"is reserved: {provider.reserved[name]}."
             yield Problem.at(place, Kind.RESERVED_OPTION, message)
         elif name in provider.deprecated:
-            yield Problem.at(
-                place,
-                Kind.INVALID_OPTION,
-                f"is deprecated, and {provider.ep} ignores it.",
-                f"Use {provider.deprecated[name]}.",
-            )
+            message = f"is deprecated, and {provider.ep} ignores it."
+            hint = f"Use {provider.deprecated[name]}."
+            yield Problem.at(place, Kind.INVALID_OPTION, message, hint)
         elif name not in provider.options:
             yield _unknown(place, name, provider, unchecked)
         elif provider.options[name].secret:
             # `_check_secrets` reports it.
             continue
         elif provider.options[name].kind == "pointer":
-            yield Problem.at(
-                place,
-                Kind.INVALID_OPTION,
-                f"must be {provider.options[name].allowed}.",
-                f"The app can set it: load(..., provider_options={{{name!r}: ...}}).",
-            )
+            message = f"must be {provider.options[name].allowed}."
+            hint = f"The app can set it: load(..., provider_options={{{name!r}: ...}})."
+            yield Problem.at(place, Kind.INVALID_OPTION, message, hint)
         else:
             try:
                 provider.options[name].render(value)

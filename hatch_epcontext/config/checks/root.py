@@ -24,35 +24,23 @@ _HOOK_KEYS = frozenset(
 def check_hook(table: Mapping[str, Any], name: str) -> Iterator[Problem]:
     """The hook's own table, which belongs to Hatch and is called ``name``."""
     for key in sorted(table.keys() - _HOOK_KEYS):
-        yield Problem(
-            Kind.UNKNOWN_KEY,
-            f"{name}.{quoted_key(key)}",
-            "is not one of Hatch's keys for a hook.",
-            f"The configuration belongs in [{ROOT}].",
-        )
+        message = "is not one of Hatch's keys for a hook."
+        hint = f"The configuration belongs in [{ROOT}]."
+        yield Problem(Kind.UNKNOWN_KEY, f"{name}.{quoted_key(key)}", message, hint)
 
 
 def check_root(table: RootTable) -> Iterator[Problem]:
     """``[tool.epcontext]`` without its targets and models."""
     root = Key()
     if table.output is not None and not all(map(str.isidentifier, table.output.split("/"))):
-        yield Problem.at(
-            root / "output",
-            Kind.INVALID_VALUE,
-            f"must be a package's path in the wheel, not {show(table.output)}.",
-            'Write it like "my_app/epcontext": the app imports it as my_app.epcontext.',
-        )
+        message = f"must be a package's path in the wheel, not {show(table.output)}."
+        hint = 'Write it like "my_app/epcontext": the app imports it as my_app.epcontext.'
+        yield Problem.at(root / "output", Kind.INVALID_VALUE, message, hint)
     if not table.models:
-        yield Problem.at(
-            root / "models",
-            Kind.MISSING_KEY,
-            "is required: the models to build.",
-            'For example ["models/name.onnx"].',
-        )
+        message = "is required: the models to build."
+        hint = 'For example ["models/name.onnx"].'
+        yield Problem.at(root / "models", Kind.MISSING_KEY, message, hint)
     if not table.targets:
-        yield Problem.at(
-            root / "targets",
-            Kind.MISSING_KEY,
-            "is required: what to compile for.",
-            f"Add a table [{ROOT}.targets.<name>] with a provider: {', '.join(PROVIDERS)}.",
-        )
+        message = "is required: what to compile for."
+        hint = f"Add a table [{ROOT}.targets.<name>] with a provider: {', '.join(PROVIDERS)}."
+        yield Problem.at(root / "targets", Kind.MISSING_KEY, message, hint)

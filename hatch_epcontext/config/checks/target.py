@@ -49,21 +49,15 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
         yield Problem.at(key / "virtual-devices", Kind.NOT_APPLICABLE, message)
     for index, platform in enumerate(table.platforms):
         if not re.fullmatch(r"[a-z0-9_]+", platform):
-            yield Problem.at(
-                key / "platforms" / index,
-                Kind.INVALID_VALUE,
-                f"must be the platform tag of a wheel, not {show(platform)}.",
-                'For example "win_arm64", "manylinux_2_34_aarch64" or "any".',
-            )
+            message = f"must be the platform tag of a wheel, not {show(platform)}."
+            hint = 'For example "win_arm64", "manylinux_2_34_aarch64" or "any".'
+            yield Problem.at(key / "platforms" / index, Kind.INVALID_VALUE, message, hint)
     for index, requirement in enumerate(table.requirements or ()):
         try:
             Requirement(requirement)
         except InvalidRequirement as error:
-            yield Problem.at(
-                key / "requirements" / index,
-                Kind.INVALID_VALUE,
-                f"{show(requirement)} is not a requirement: {str(error).splitlines()[0]}.",
-            )
+            message = f"{show(requirement)} is not a requirement: {str(error).splitlines()[0]}."
+            yield Problem.at(key / "requirements" / index, Kind.INVALID_VALUE, message)
 
 
 def _check_library(target: NamedTarget) -> Iterator[Problem]:
@@ -73,12 +67,9 @@ def _check_library(target: NamedTarget) -> Iterator[Problem]:
         yield Problem.at(key / "library", Kind.NOT_APPLICABLE, message)
     if provider.needs_library:
         if not table.library:
-            yield Problem.at(
-                key / "library",
-                Kind.MISSING_KEY,
-                "is required: the EP's plugin library.",
-                'A package with get_library_path(), such as "my_ep", or the path of the library.',
-            )
+            message = "is required: the EP's plugin library."
+            hint = 'A package with get_library_path(), such as "my_ep", or the path of the library.'
+            yield Problem.at(key / "library", Kind.MISSING_KEY, message, hint)
         if not table.ep_name:
             message = "is required: ONNX Runtime's name of the EP."
             yield Problem.at(key / "ep-name", Kind.MISSING_KEY, message)
@@ -168,20 +159,15 @@ def _check_for_library(
 
 def _check_device(key: Key, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
     if table.device not in (None, "any", *provider.devices):
-        yield Problem.at(
-            key / "device",
-            Kind.NOT_APPLICABLE,
-            f"the {provider.name} provider does not run on {show(table.device)}.",
-            f"Allowed: {', '.join(dict.fromkeys((*provider.devices, 'any')))}.",
-        )
+        message = f"the {provider.name} provider does not run on {show(table.device)}."
+        hint = f"Allowed: {', '.join(dict.fromkeys((*provider.devices, 'any')))}."
+        yield Problem.at(key / "device", Kind.NOT_APPLICABLE, message, hint)
     if provider.plugin is None:
         if table.device_filter:
-            yield Problem.at(
-                key / "device-filter",
-                Kind.NOT_APPLICABLE,
-                f"chooses among the devices of a plugin EP, and {provider.name} is a part of ONNX Runtime.",
-                "Use its option device_id." if "device_id" in provider.options else None,
-            )
+            is_part = f"{provider.name} is a part of ONNX Runtime"
+            message = f"chooses among the devices of a plugin EP, and {is_part}."
+            advice = "Use its option device_id." if "device_id" in provider.options else None
+            yield Problem.at(key / "device-filter", Kind.NOT_APPLICABLE, message, advice)
     elif "library_path" in table.device_filter:
         message = "is a path of this machine, and apps choose by the same properties."
         yield Problem.at(key / "device-filter" / "library_path", Kind.NOT_APPLICABLE, message)
@@ -210,12 +196,9 @@ def _check_profiles(key: Key, table: NarrowableTable, provider: Provider) -> Ite
     for index, profile in enumerate(table.profiles):
         if profile.keys() != inputs:
             ours, first = (listing(names) if names else "no input" for names in (profile, inputs))
-            yield Problem.at(
-                key / index,
-                Kind.INVALID_PROFILE,
-                f"is for {ours}, and the first profile for {first}.",
-                "Name the same inputs in each profile.",
-            )
+            message = f"is for {ours}, and the first profile for {first}."
+            hint = "Name the same inputs in each profile."
+            yield Problem.at(key / index, Kind.INVALID_PROFILE, message, hint)
         for name, shapes in profile.items():
             yield from _check_shapes(key / index / name, name, shapes)
 

@@ -149,11 +149,8 @@ def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
 def _check_types(inputs: tuple[TensorFacts, ...], model: Model) -> Iterator[Problem]:
     for each in inputs:
         if _is_no_tensor(each):
-            yield Problem.at(
-                model.key,
-                Kind.UNSUPPORTED_INPUT,
-                f"the input {each.name!r} is not a tensor: {each.dtype}.",
-            )
+            message = f"the input {each.name!r} is not a tensor: {each.dtype}."
+            yield Problem.at(model.key, Kind.UNSUPPORTED_INPUT, message)
     yield from _check_dtypes(inputs, "input", model)
 
 
