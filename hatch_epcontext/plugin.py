@@ -43,7 +43,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
         from hatch_epcontext.jobs.plan import plan
-        from hatch_epcontext.jobs.requirements import cache_requirements, download_requirements
+        from hatch_epcontext.jobs.requirements import (
+            cache_requirements,
+            download_requirements,
+        )
 
         if self._reason_to_skip():
             return []

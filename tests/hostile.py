@@ -243,14 +243,23 @@ HOSTILE: dict[str, tuple[Make, str]] = {
         _saved(lambda: _graph(inputs=[value("x", ["a\0b", 2])])),
         "has a NUL character",
     ),
-    "unknown dtype of an input": (_saved(lambda: _graph(inputs=[value("x", [2, 2], 77)])), "'x'"),
+    "unknown dtype of an input": (
+        _saved(lambda: _graph(inputs=[value("x", [2, 2], 77)])),
+        "'x'",
+    ),
     "sequence as input": (_saved(_sequence), "the input 'x' is not a tensor"),
     "two inputs of one name": (
         _saved(lambda: _graph(inputs=[value("x", [2, 2]), value("x", [3])])),
         "two inputs are called 'x'",
     ),
-    "input of 2^62 values": (_saved(lambda: _graph(inputs=[value("x", [_FAR, 2])])), "'x'"),
-    "input of 10^11 values": (_saved(lambda: _graph(inputs=[value("x", [10**5, 10**6])])), "'x'"),
+    "input of 2^62 values": (
+        _saved(lambda: _graph(inputs=[value("x", [_FAR, 2])])),
+        "'x'",
+    ),
+    "input of 10^11 values": (
+        _saved(lambda: _graph(inputs=[value("x", [10**5, 10**6])])),
+        "'x'",
+    ),
     "wrong raw data": (_changed(lambda model: _set_raw(model, b"123")), "the tensor 'w'"),
     "no data": (_changed(lambda model: _set_raw(model, b"")), "the tensor 'w'"),
     "negative size": (_changed(lambda model: _set_dims(model, -2, -2)), "the tensor 'w'"),
@@ -289,7 +298,10 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     ),
     "location with NUL": (external(location="data\0.bin"), "is outside the model's folder"),
     "location that is very long": (external(location="d" * 5000), "is missing"),
-    "pointer as data": (external(_pointer), "is a Git LFS pointer, not the data itself"),
+    "pointer as data": (
+        external(_pointer),
+        "is a Git LFS pointer, not the data itself",
+    ),
     "folder as data": (
         external(lambda folder: (folder / "data.bin").mkdir()),
         "is not a regular file",
@@ -401,4 +413,6 @@ CONTEXTS: dict[str, tuple[Make, str]] = {
 }
 
 if sys.platform != "win32":
-    CONTEXTS |= {"sparse sidecar of 1 TB": (_sparse("blob.bin", 2**40, context()), "'blob.bin'")}
+    CONTEXTS |= {
+        "sparse sidecar of 1 TB": (_sparse("blob.bin", 2**40, context()), "'blob.bin'"),
+    }

@@ -166,7 +166,14 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
         sent = sent[: len(sent) // 2]
         if fault != "cut":
             del hub.faults[name]
-    _send(handler, status, headers, sent, whole=fault not in _PARTIAL, byte_by_byte=fault == "slow")
+    _send(
+        handler,
+        status,
+        headers,
+        sent,
+        whole=fault not in _PARTIAL,
+        byte_by_byte=fault == "slow",
+    )
     if fault == "reset-once":
         # Only what the client has read by now has arrived.
         time.sleep(0.5)

@@ -77,7 +77,10 @@ def test_models_can_have_names(source: Path, tmp_path: Path) -> None:
         settings={"static-shapes": True},
         cache_dir=tmp_path / "cache",
     )
-    assert [file.name for file in result.files] == ["first_optimized.onnx", "second_optimized.onnx"]
+    assert [file.name for file in result.files] == [
+        "first_optimized.onnx",
+        "second_optimized.onnx",
+    ]
     sizes = [
         onnx.load(file).graph.input[0].type.tensor_type.shape.dim[0].dim_value
         for file in result.files
@@ -109,7 +112,13 @@ def test_all_invalid_arguments_are_one_error(source: Path, tmp_path: Path) -> No
 def test_a_model_that_differs_too_much_is_not_written(source: Path, tmp_path: Path) -> None:
     validate = {"mode": "require", "tolerance": {"atol": 0.0, "rtol": 0.0, "cosine": 1.0}}
     with pytest.raises(BuildError):
-        compile_models(source, tmp_path / "out", "cpu", constants={"nothing": 1}, validate=validate)
+        compile_models(
+            source,
+            tmp_path / "out",
+            "cpu",
+            constants={"nothing": 1},
+            validate=validate,
+        )
     assert not (tmp_path / "out").exists()
 
 

@@ -42,7 +42,12 @@ def test_what_is_not_shown_is_not_in_the_text() -> None:
 
 @pytest.mark.parametrize(
     ("values", "given"),
-    [((), {}), (("a", (), "", "", 0), {}), (("a",), {"name": "b"}), (("a",), {"unknown": 1})],
+    [
+        ((), {}),
+        (("a", (), "", "", 0), {}),
+        (("a",), {"name": "b"}),
+        (("a",), {"unknown": 1}),
+    ],
 )
 def test_wrong_fields_are_refused(values: tuple[Any, ...], given: dict[str, Any]) -> None:
     with pytest.raises(TypeError):

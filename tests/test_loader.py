@@ -117,7 +117,11 @@ QNN = variant(
     "a_ctx.onnx",
     session_options={"session.disable_model_compile": "1"},
     product="context",
-    plugin={"module": "onnxruntime_qnn", "package": "onnxruntime-qnn", "registration_name": QNN_EP},
+    plugin={
+        "module": "onnxruntime_qnn",
+        "package": "onnxruntime-qnn",
+        "registration_name": QNN_EP,
+    },
     prepared="prepared/a.onnx",
     settings={
         "ep": QNN_EP,
@@ -494,7 +498,10 @@ def test_the_apps_provider_options_are_used_for_all_but_the_source(
     options = {"flag": True, "size": 5, "text": "x"}
     app.load("a", provider_options=options)
     app.load("a", target="source", provider_options=options)
-    assert used == [[(CPU_EP, {"flag": "1", "size": "5", "text": "x"})], [(CPU_EP, {})]]
+    assert used == [
+        [(CPU_EP, {"flag": "1", "size": "5", "text": "x"})],
+        [(CPU_EP, {})],
+    ]
 
 
 # --- Threads

@@ -413,7 +413,11 @@ def test_an_editable_install_uses_the_source_models_in_place(
 ) -> None:
     names = zipfile.ZipFile(make(root, "editable")).namelist()
     assert not any("epcontext" in name for name in names)
-    assert files(root / "my_app" / "epcontext") == {".gitignore", "__init__.py", "manifest.json"}
+    assert files(root / "my_app" / "epcontext") == {
+        ".gitignore",
+        "__init__.py",
+        "manifest.json",
+    }
     assert f"epcontext: wrote {root / 'my_app' / 'epcontext'}" in capsys.readouterr().err
 
 

@@ -158,7 +158,10 @@ def report_options(command: Command) -> Command:
 def show_written(package: Path, files: Sequence[Path], *, as_json: bool) -> None:
     """Print that the folder ``package`` was written with ``files``; the manifest does not count."""
     sizes = [file.stat().st_size for file in files if file != package / FILE]
-    echo(f"wrote {package} ({count(len(sizes), 'file')}, {show_size(sum(sizes))})", err=as_json)
+    echo(
+        f"wrote {package} ({count(len(sizes), 'file')}, {show_size(sum(sizes))})",
+        err=as_json,
+    )
 
 
 def run_plan(

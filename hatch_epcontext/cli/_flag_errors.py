@@ -39,7 +39,11 @@ _PAIRS = {
 _VALUES = {"provider": "--provider", "device": "--device", "optimization": "--optimization"}
 """Keys with a flag and its value."""
 
-_SWITCHES = {"embed": "--embed", "from-memory": "--from-memory", "share-weights": "--share-weights"}
+_SWITCHES = {
+    "embed": "--embed",
+    "from-memory": "--from-memory",
+    "share-weights": "--share-weights",
+}
 """Keys with a flag alone."""
 
 _OF_MODELS = ("dims", "shapes", "constants")

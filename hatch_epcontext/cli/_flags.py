@@ -71,7 +71,12 @@ def models_argument(*, required: bool = True) -> Callable[[Command], Command]:
 
 def _pairs(*names: str, help: str, metavar: str) -> Command:  # noqa: A002
     return click.option(
-        *names, type=_Pair(), multiple=True, metavar=metavar, help=help, callback=_mapping
+        *names,
+        type=_Pair(),
+        multiple=True,
+        metavar=metavar,
+        help=help,
+        callback=_mapping,
     )
 
 

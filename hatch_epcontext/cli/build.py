@@ -7,7 +7,13 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import Verbosity, report_options, run_plan, verbosity_options, warn
+from hatch_epcontext.cli._common import (
+    Verbosity,
+    report_options,
+    run_plan,
+    verbosity_options,
+    warn,
+)
 from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.cli._project import project_config, project_options
 from hatch_epcontext.files import temp_dir

@@ -58,16 +58,30 @@ Examples:
 )
 @job_flags()
 @click.option(
-    "--embed/--no-embed", default=None, help="The blob inside the context model, or beside it."
+    "--embed/--no-embed",
+    default=None,
+    help="The blob inside the context model, or beside it.",
 )
 @click.option(
     "--from-memory",
     is_flag=True,
     help="Let the compiler read and write memory only, with the blob inside the context model.",
 )
-@click.option("--share-weights", is_flag=True, help="Compile all models into one sidecar.")
-@click.option("--no-validate", is_flag=True, help="Run nothing, not even on the CPU.")
-@click.option("--overwrite", is_flag=True, help="Replace files; of folders only epcontext's own.")
+@click.option(
+    "--share-weights",
+    is_flag=True,
+    help="Compile all models into one sidecar.",
+)
+@click.option(
+    "--no-validate",
+    is_flag=True,
+    help="Run nothing, not even on the CPU.",
+)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace files; of folders only epcontext's own.",
+)
 @report_options
 @verbosity_options
 def command(

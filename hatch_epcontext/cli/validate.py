@@ -38,7 +38,10 @@ Examples:
 @click.command("validate", epilog=_EXAMPLES)
 @click.argument("path", type=ExistingPath())
 @click.option(
-    "-s", "--source", type=ExistingPath(dir_okay=False), help="The source model, to compare with."
+    "-s",
+    "--source",
+    type=ExistingPath(dir_okay=False),
+    help="The source model, to compare with.",
 )
 @provider_option(required=False)
 @loading_flags
@@ -50,10 +53,18 @@ Examples:
     help="Only this model of a package; repeatable.",
 )
 @click.option(
-    "-t", "--variant", "variants", multiple=True, help="Only this variant of a package; repeatable."
+    "-t",
+    "--variant",
+    "variants",
+    multiple=True,
+    help="Only this variant of a package; repeatable.",
 )
 @click.option("--structure", is_flag=True, help="Check the files only, and run nothing.")
-@click.option("--allow-not-run", is_flag=True, help="Accept variants that cannot be run here.")
+@click.option(
+    "--allow-not-run",
+    is_flag=True,
+    help="Accept variants that cannot be run here.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @verbosity_options
 def command(

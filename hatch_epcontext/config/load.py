@@ -15,7 +15,12 @@ from hatch_epcontext.config.checks.root import check_hook
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment, read_environment
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.resolve import Resolver
-from hatch_epcontext.config.settings import BuildSettings, Config, Model, WheelSettings
+from hatch_epcontext.config.settings import (
+    BuildSettings,
+    Config,
+    Model,
+    WheelSettings,
+)
 from hatch_epcontext.config.tables import BuildTable, RootTable
 from hatch_epcontext.errors import (
     ROOT,

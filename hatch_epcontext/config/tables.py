@@ -174,7 +174,8 @@ class NarrowableTable:
         "ONNX Runtime's session options, for compiling and loading.", dict
     )
     load_options: Options = _key(
-        "Provider options for the loader only; `{user-cache}` is a folder that it creates.", dict
+        "Provider options for the loader only; `{user-cache}` is a folder that it creates.",
+        dict,
     )
     device: Device | None = _key(
         "The device to compile for, which the loader must find.",
@@ -222,10 +223,13 @@ class NarrowableTable:
         when_missing="only if nodes are left to the CPU otherwise",
     )
     quantize: QuantizeTable | Literal[False] | None = _key(
-        "Quantize a model of floats: see `docs/quantization.md`.", when_missing="not quantized"
+        "Quantize a model of floats: see `docs/quantization.md`.",
+        when_missing="not quantized",
     )
     min_coverage: float | None = _key(
-        "Fail if less than this share of a model's nodes is compiled.", otherwise=1.0, check=_SHARE
+        "Fail if less than this share of a model's nodes is compiled.",
+        otherwise=1.0,
+        check=_SHARE,
     )
 
 
@@ -256,7 +260,8 @@ class TargetTable(NarrowableTable):
         False,
     )
     virtual_devices: bool = _key(
-        "Compile for a device that the machine does not have (OpenVINO's NPUs).", False
+        "Compile for a device that the machine does not have (OpenVINO's NPUs).",
+        False,
     )
     compile_with: CompileWith | None = _key(
         "What compiles: the EP on its device (`ep`), or NVIDIA's own library, which needs no GPU (`library`, "
@@ -346,7 +351,11 @@ class ValidateTable:
         dict,
         when_missing="the states of LSTM, GRU and RNN layers",
     )
-    timeout: float = _key("Seconds for running the model once.", 600.0, check=_SECONDS)
+    timeout: float = _key(
+        "Seconds for running the model once.",
+        600.0,
+        check=_SECONDS,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +422,8 @@ class ModelTable(NarrowableTable):
         check=_license,
     )
     validate: ValidateTable | ValidationMode = _key(
-        "How the artifact is validated: the mode alone, or a table.", "auto"
+        "How the artifact is validated: the mode alone, or a table.",
+        "auto",
     )
 
 
@@ -422,7 +432,9 @@ class BuildTable:
     """``[tool.epcontext.build]``. The variable ``HATCH_EPCONTEXT_<KEY>`` wins over each key."""
 
     jobs: int | Literal["auto"] = _key(
-        "Jobs at once; `auto` is as many as cores and free memory allow.", "auto", check=_COUNT
+        "Jobs at once; `auto` is as many as cores and free memory allow.",
+        "auto",
+        check=_COUNT,
     )
     timeout: float = _key("Seconds for one worker.", 1800.0, check=_SECONDS)
     memory_limit: int | str | None = _key(
@@ -439,7 +451,9 @@ class BuildTable:
         is_url=True,
     )
     cache_keys: tuple[str, ...] = _key(
-        "The public keys: builds use only what one of them signed.", (), check=check_public_keys
+        "The public keys: builds use only what one of them signed.",
+        (),
+        check=check_public_keys,
     )
     executor: ExecutorName = _key(
         "Where jobs run: here, or on a dask cluster: see `docs/ci.md`.",
@@ -470,7 +484,8 @@ class WheelTable:
         check=_size,
     )
     sbom: bool = _key(
-        "Write a CycloneDX SBOM of the models into the wheel: see `docs/model-package.md`.", False
+        "Write a CycloneDX SBOM of the models into the wheel: see `docs/model-package.md`.",
+        False,
     )
 
 

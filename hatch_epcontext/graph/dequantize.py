@@ -503,7 +503,10 @@ def _per_block(axis: int, size: int) -> _Spread:
 
 
 def _real(
-    integers: Floats | None, factor: Floats | None, offset: Floats | None, spread: _Spread
+    integers: Floats | None,
+    factor: Floats | None,
+    offset: Floats | None,
+    spread: _Spread,
 ) -> Floats | None:
     """The floats of stored ``integers``, with a scale and a zero point; None if one of them is not stored."""
     if integers is None or factor is None or offset is None:

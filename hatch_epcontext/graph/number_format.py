@@ -10,7 +10,14 @@ FUSING = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Operators that EPs fuse with the addition and the activation after them."""
 
 RewriteName = Literal[
-    "square", "mean", "clip-inputs", "hypot", "log-power", "variance", "scaled-square", "barrier"
+    "square",
+    "mean",
+    "clip-inputs",
+    "hypot",
+    "log-power",
+    "variance",
+    "scaled-square",
+    "barrier",
 ]
 """The rewrites of nodes that EPs compute wrong, or inexactly, in float16: see `rewrites.precise`."""
 

@@ -15,7 +15,14 @@ from packaging.version import Version
 from hatch_epcontext.config.location import BUCKETS
 from hatch_epcontext.config.settings import BuildSettings, Model, Target
 from hatch_epcontext.config.shared_cache import REQUIREMENTS, SIGNATURES
-from hatch_epcontext.errors import ConfigError, Key, Kind, MissingError, Problem, RequirementError
+from hatch_epcontext.errors import (
+    ConfigError,
+    Key,
+    Kind,
+    MissingError,
+    Problem,
+    RequirementError,
+)
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.text import count, hide_credentials, listing
 

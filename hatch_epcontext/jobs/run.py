@@ -194,7 +194,10 @@ def _missing_chips(plan: Plan) -> Iterator[str]:
 
 
 def _run(
-    runner: JobRunner, plan: Plan, log: Callable[[str], None], warn: Callable[[str], None]
+    runner: JobRunner,
+    plan: Plan,
+    log: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> tuple[list[Built], list[FailedJob]]:
     """Run all jobs; with ``fail-fast`` only up to the first that fails."""
     fail_fast = plan.config.build.fail_fast

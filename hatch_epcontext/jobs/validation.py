@@ -10,7 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hatch_epcontext.config.settings import SYNTHETIC, CompileSettings, Model
+from hatch_epcontext.config.settings import (
+    SYNTHETIC,
+    CompileSettings,
+    Model,
+)
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
 from hatch_epcontext.jobs.artifact import Record, Validation, ValidationStatus

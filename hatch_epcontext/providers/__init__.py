@@ -95,7 +95,12 @@ def find(name: str) -> Provider | None:
 
 
 def configured(
-    name: str, ep: str, plugin: Plugin | None, *, unchecked: bool = False, by_library: bool = False
+    name: str,
+    ep: str,
+    plugin: Plugin | None,
+    *,
+    unchecked: bool = False,
+    by_library: bool = False,
 ) -> Provider:
     """The provider called ``name``, with the EP that a configuration names and the library of that EP.
 

@@ -149,7 +149,10 @@ def render(value: OptionValue) -> str:
 
 
 def switch(
-    doc: str, default: str = "0", scope: Scope = "compile", booleans: tuple[str, str] = ("0", "1")
+    doc: str,
+    default: str = "0",
+    scope: Scope = "compile",
+    booleans: tuple[str, str] = ("0", "1"),
 ) -> Option:
     """An option that is true or false."""
     return Option(doc, kind="bool", default=default, scope=scope, booleans=booleans)

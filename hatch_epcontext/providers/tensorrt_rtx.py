@@ -186,7 +186,7 @@ PROVIDER = Provider(
     },
     reserved={
         "nv_weight_stripped_engine_enable_experimental": "an engine without weights can only be opened "
-        "together with the source model"
+        "together with the source model",
     },
     profiles=_PROFILES,
     runtime_cache="nv_runtime_cache_path",

@@ -30,7 +30,12 @@ refuses its own result if two names are equal."""
 
 
 def optimize(
-    source: Path, result: Path, level: str, target: Target | None = None, *, fuse: bool = True
+    source: Path,
+    result: Path,
+    level: str,
+    target: Target | None = None,
+    *,
+    fuse: bool = True,
 ) -> ort.InferenceSession:
     """Write ``source`` to ``result`` as ONNX Runtime optimizes it for the EP of ``target``.
 
@@ -89,7 +94,11 @@ def _move_external(result: Path, data: str | None) -> None:
 
 
 def _optimize_for_no_ep(
-    source: Path, result: Path, level: str, session_options: ort.SessionOptions, data: str | None
+    source: Path,
+    result: Path,
+    level: str,
+    session_options: ort.SessionOptions,
+    data: str | None,
 ) -> None:
     """Write ``source`` to ``result`` before ONNX Runtime inserts the casts that the CPU's kernels need.
 

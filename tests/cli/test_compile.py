@@ -13,7 +13,15 @@ from onnx import TensorProto, helper
 
 from tests.cli.conftest import Cli, problems
 from tests.conftest import needs, needs_qnn
-from tests.models import model, network, save, save_with_data, transformer, value, weights
+from tests.models import (
+    model,
+    network,
+    save,
+    save_with_data,
+    transformer,
+    value,
+    weights,
+)
 
 QNN = ("-p", "qnn", "-O", "soc_model=60", "-O", "htp_arch=73")
 

@@ -81,7 +81,11 @@ def test_all_variables(tmp_path: Path) -> None:
         "executor": "dask",
         "scheduler": "tls://host:8786",
     }
-    assert settings.wheel == {"tag": "any", "max_size": "250 MB", "sbom": True}
+    assert settings.wheel == {
+        "tag": "any",
+        "max_size": "250 MB",
+        "sbom": True,
+    }
     assert settings.cache_write
     assert (settings.editable, settings.validate) == ("compile", "require")
     assert "HATCH_EPCONTEXT_JOBS=3" in settings.overrides

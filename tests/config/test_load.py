@@ -36,7 +36,11 @@ def test_the_short_form_is_one_target_named_after_its_provider(project: Path) ->
     settings = target.settings
     assert (model.name, model.path) == ("a", project / "models" / "a.onnx")
     assert target.name == target.provider.name == settings.provider == "qnn"
-    assert settings.provider_options == {"backend_type": "htp", "soc_model": "60", "htp_arch": "73"}
+    assert settings.provider_options == {
+        "backend_type": "htp",
+        "soc_model": "60",
+        "htp_arch": "73",
+    }
     assert target.load_options == {"backend_type": "htp"}
     assert (settings.device, settings.optimization, settings.embed) == ("npu", "basic", False)
     assert target.min_coverage == 1.0

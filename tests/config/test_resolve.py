@@ -70,7 +70,8 @@ allow-unknown-options = true
 @pytest.mark.parametrize("provider", ["tensorrt", "tensorrt-rtx"])
 def test_profiles_become_options(project: Path, provider: str) -> None:
     found = target(
-        project, f'[targets.{provider}]\nprovider = "{provider}"\nprofiles = [{PROFILE}, {PROFILE}]'
+        project,
+        f'[targets.{provider}]\nprovider = "{provider}"\nprofiles = [{PROFILE}, {PROFILE}]',
     )
     known = PROVIDERS[provider].profiles
     assert known is not None
@@ -156,7 +157,10 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         '[targets.openvino]\nprovider = "openvino"\ndevice-filter = { vendor-id = 3 }',
         {"vendor-id": "3"},
     ),
-    "virtual_devices": ('[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true', True),
+    "virtual_devices": (
+        '[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true',
+        True,
+    ),
     "compile_with": (
         '[targets.tensorrt-rtx]\nprovider = "tensorrt-rtx"\ncompile-with = "library"',
         "library",
@@ -279,7 +283,8 @@ provider = "openvino"
 def test_another_library_package_gives_other_settings(project: Path) -> None:
     settings = [
         target(
-            project, f'[targets.plugin]\nprovider = "plugin"\nlibrary = "{name}"\nep-name = "X"'
+            project,
+            f'[targets.plugin]\nprovider = "plugin"\nlibrary = "{name}"\nep-name = "X"',
         ).settings
         for name in ("one_ep", "other_ep")
     ]

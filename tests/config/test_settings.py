@@ -31,7 +31,10 @@ def test_limits_of_outputs_and_targets_win(project: Path) -> None:
     on_cpu, on_npu = model.tolerance_for(cpu), model.tolerance_for(x_elite)
     assert on_cpu is not None
     assert on_npu is not None
-    assert (on_cpu.of("y"), on_cpu.of("z")) == (Tolerance(30, 0.9999, 1), Tolerance(30, 0.9999))
+    assert (on_cpu.of("y"), on_cpu.of("z")) == (
+        Tolerance(30, 0.9999, 1),
+        Tolerance(30, 0.9999),
+    )
     assert on_npu.of("y") == Tolerance(5, 0.9, 1, unit=0.1)
     assert on_npu.of("z") == Tolerance(10, 0.9, rtol=2, unit=0.1)
 
@@ -51,7 +54,8 @@ def test_only_contexts_and_optimizations_of_the_ep_need_it(
     project: Path, provider: str, optimization: str, needs_ep: bool
 ) -> None:
     found = target(
-        project, f'[targets.{provider}]\nprovider = "{provider}"\noptimization = "{optimization}"'
+        project,
+        f'[targets.{provider}]\nprovider = "{provider}"\noptimization = "{optimization}"',
     )
     assert found.needs_ep is needs_ep
 

@@ -190,7 +190,10 @@ def test_a_name_that_becomes_too_long_is_an_error(project: Path) -> None:
         ('[targets.vitisai]\nprovider = "vitisai"', True),
         ('[targets.tensorrt]\nprovider = "tensorrt"', True),
         ('[targets.tensorrt-rtx]\nprovider = "tensorrt-rtx"', True),
-        ('[targets.plugin]\nprovider = "plugin"\nlibrary = "some_ep"\nep-name = "X"', True),
+        (
+            '[targets.plugin]\nprovider = "plugin"\nlibrary = "some_ep"\nep-name = "X"',
+            True,
+        ),
         ('[targets.cpu]\nprovider = "cpu"', False),
         ('[targets.cpu]\nprovider = "cpu"\ndevice = "any"', False),
         ('[targets.cuda]\nprovider = "cuda"', False),
@@ -204,7 +207,10 @@ def test_a_name_that_becomes_too_long_is_an_error(project: Path) -> None:
         ('[targets.openvino]\nprovider = "openvino"\ndevice = "any"', True),
         ('[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true', True),
         ('[targets.openvino]\nprovider = "openvino"\nstatic-shapes = true', True),
-        ('[targets.openvino]\nprovider = "openvino"\ndevice = "npu"\nstatic-shapes = false', False),
+        (
+            '[targets.openvino]\nprovider = "openvino"\ndevice = "npu"\nstatic-shapes = false',
+            False,
+        ),
     ],
 )
 def test_the_default_depends_on_provider_and_device(project: Path, toml: str, static: bool) -> None:

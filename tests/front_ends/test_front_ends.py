@@ -361,7 +361,10 @@ def test_a_context_for_an_npu_is_built_in_isolation(env: dict[str, str], tmp_pat
     tools.install(*uv.packages)
     env |= {"HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
     trial = Trial(uv, tools, env, "", tmp_path / "projects", tmp_path)
-    toml = PROJECT.replace('provider = "cpu"', 'provider = "qnn"\nprovider-options.soc_model = 60')
+    toml = PROJECT.replace(
+        'provider = "cpu"',
+        'provider = "qnn"\nprovider-options.soc_model = 60',
+    )
     project = trial.project("npu", toml)
     printed = trial.run(uv.ways["wheel"][0], project)
     assert "a -> any (qnn): 4/4 nodes in 1 context" in printed

@@ -152,7 +152,10 @@ def test_what_is_quantized_is_not_rounded() -> None:
         numpy_helper.from_array(np.uint8(0), "zero"),
     ]
     made = model(
-        nodes, [value("x", [1], TensorProto.UINT8)], [value("y", [1], TensorProto.UINT8)], tensors
+        nodes,
+        [value("x", [1], TensorProto.UINT8)],
+        [value("y", [1], TensorProto.UINT8)],
+        tensors,
     )
     emulate(made, {}, FLOAT16)
     assert [each.op_type for each in made.graph.node] == [each.op_type for each in nodes]
@@ -193,5 +196,5 @@ def test_a_widened_model_keeps_its_interface_and_its_operators() -> None:
     assert found.dtype == np.float16
     np.testing.assert_allclose(found, share * 0.1 + third, rtol=1e-3)
     assert [node.op_type for node in made.graph.node] == [
-        *("Cast", "Softmax", "Cast", "If", "Add", "Cast")
+        *("Cast", "Softmax", "Cast", "If", "Add", "Cast"),
     ]

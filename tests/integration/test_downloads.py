@@ -69,7 +69,8 @@ def remote(folder: Path, hub: Hub, more: str = "") -> Path:
     made = download(hub)
     data = ", ".join(f'"{name}" = "{digest}"' for name, digest in made.data.items())
     return make_project(
-        folder, f'url = "{made.url}"\nsha256 = "{made.sha256}"\ndata = {{ {data} }}\n{more}'
+        folder,
+        f'url = "{made.url}"\nsha256 = "{made.sha256}"\ndata = {{ {data} }}\n{more}',
     )
 
 

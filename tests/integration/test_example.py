@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY, needs_qnn
-from tests.integration.conftest import UV, Environment, copy_example, make_environment, run, tool
+from tests.integration.conftest import (
+    UV,
+    Environment,
+    copy_example,
+    make_environment,
+    run,
+    tool,
+)
 
 pytestmark = [needs_qnn, pytest.mark.network]
 

@@ -57,7 +57,9 @@ class Project:
         return {p.relative_to(self.root).as_posix() for p in self.root.rglob("*") if p.is_file()}
 
     def failure(
-        self, python: Path = Path(sys.executable), program: tuple[str, ...] = ("-m", "hatchling")
+        self,
+        python: Path = Path(sys.executable),
+        program: tuple[str, ...] = ("-m", "hatchling"),
     ) -> str:
         """The output of a build that must fail and leave nothing."""
         before = self.files()

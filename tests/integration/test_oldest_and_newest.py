@@ -11,7 +11,10 @@ import pytest
 from tests.conftest import printed_json
 from tests.integration.conftest import copy_example, make_environment, run
 
-pytestmark = [pytest.mark.usefixtures("openvino_cpu"), pytest.mark.network]
+pytestmark = [
+    pytest.mark.usefixtures("openvino_cpu"),
+    pytest.mark.network,
+]
 
 # Python 3.10 has no newer one than this.
 OLDEST, NEWEST = "onnxruntime==1.23.2", "onnxruntime"

@@ -31,7 +31,11 @@ def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
     before = source.read_bytes()
     lines: list[str] = []
     result = compile_models(
-        source, tmp_path / "out", "qnn", provider_options={"soc_model": 60}, log=lines.append
+        source,
+        tmp_path / "out",
+        "qnn",
+        provider_options={"soc_model": 60},
+        log=lines.append,
     )
     (compiled,) = result.report.jobs[0].models
     assert compiled.coverage is not None

@@ -59,7 +59,11 @@ def test_a_request_carries_models_and_their_targets(project: Path) -> None:
 @newer_python
 def test_models_that_share_weights_are_one_job_for_eps_that_can_share(project: Path) -> None:
     planned = plan(config(project, GROUP))
-    assert [job.location for job in planned.jobs] == ["both (a + b) -> npu", "a -> cpu", "b -> cpu"]
+    assert [job.location for job in planned.jobs] == [
+        "both (a + b) -> npu",
+        "a -> cpu",
+        "b -> cpu",
+    ]
     together = planned.jobs[0]
     assert (together.folder, together.group) == ("both/npu", "both")
     assert [job.location for job in together.alone] == ["a -> npu", "b -> npu"]

@@ -217,7 +217,11 @@ def builder(project: Path, tmp_path: Path) -> Builder:
             "rewrite rewrite",
         ),
         ({"plain": CRASH, "rewrite": ()}, ["plain", "rewrite"], "rewrite"),
-        ({"plain": ("GRU",), "unroll": ()}, ["plain", "rewrite", "unroll"], "unroll"),
+        (
+            {"plain": ("GRU",), "unroll": ()},
+            ["plain", "rewrite", "unroll"],
+            "unroll",
+        ),
         # What was inside a loop, an EP can refuse too.
         (
             {"plain": ("Loop",), "unroll": ("Clip",), "unroll rewrite": ()},

@@ -613,7 +613,8 @@ def test_each_of_several_chips_is_an_artifact_of_its_own(run: Run) -> None:
 def test_wrong_outputs_on_one_of_several_chips_fail_the_job(run: Run) -> None:
     strict = CHIPS.replace("dims =", "validate = { tolerance = { rtol = 0, atol = 0 } }, dims =")
     with pytest.raises(
-        BuildError, match=r"a -> qnn \(soc_model 60, htp_arch 73\): validation: EPC401"
+        BuildError,
+        match=r"a -> qnn \(soc_model 60, htp_arch 73\): validation: EPC401",
     ):
         run(strict)
 

@@ -51,7 +51,10 @@ def with_validate(job: Job, **changes: Any) -> Job:
 @pytest.mark.parametrize(
     ("validation", "text"),
     [
-        (Validation(ValidationStatus.RAN, AGREEMENTS), f"ran and {AGREES}"),
+        (
+            Validation(ValidationStatus.RAN, AGREEMENTS),
+            f"ran and {AGREES}",
+        ),
         (
             Validation(ValidationStatus.RAN, AGREEMENTS[1:]),
             "ran and agrees with the CPU on 2 synthetic inputs (largest difference 0.5)",
@@ -120,7 +123,11 @@ def test_a_simulator_and_an_emulation_are_named() -> None:
         AGREEMENTS[0], status=AgreementStatus.SENSITIVE, reason=emulation.reason
     )
     validation = Validation(
-        ValidationStatus.RAN, (sensitive,), samples=("random",), emulation=emulation, simulated=True
+        ValidationStatus.RAN,
+        (sensitive,),
+        samples=("random",),
+        emulation=emulation,
+        simulated=True,
     )
     text = describe_validation(validation)
     assert text.startswith("ran on the simulator and agrees with the CPU on 1 synthetic input (")
@@ -183,7 +190,10 @@ def test_the_hint_keeps_the_other_settings_of_validate(
 ) -> None:
     job = with_validate(job, mode="require", **changes)
     (problem,) = not_run_error(job, job.models[0], "no NPU.").problems
-    assert (problem.kind, problem.message) == (Kind.NOT_RUN, 'no NPU, and validate is "require".')
+    assert (problem.kind, problem.message) == (
+        Kind.NOT_RUN,
+        'no NPU, and validate is "require".',
+    )
     assert [str(each) for each in problem.settings] == [setting]
 
 
@@ -222,7 +232,10 @@ def test_a_shared_context_has_the_validation_of_its_model_compiled_alone(job: Jo
 def for_several_chips(job: Job) -> Job:
     qnn = PROVIDERS["qnn"]
     settings = dataclasses.replace(
-        job.target.settings, provider=qnn.name, ep=qnn.ep, provider_options={"soc_model": "60,57"}
+        job.target.settings,
+        provider=qnn.name,
+        ep=qnn.ep,
+        provider_options={"soc_model": "60,57"},
     )
     target = dataclasses.replace(job.target, plugin=qnn.plugin, settings=settings)
     return dataclasses.replace(job, target=target)

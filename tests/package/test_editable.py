@@ -107,7 +107,10 @@ def test_removing_keeps_other_files_and_changed_files(result: Result, folder: Pa
     changed = folder / "a" / "cpu" / "a_ctx.onnx"
     changed.write_bytes(b"edited")
     assert list(editable.remove(folder)) == [str(changed)]
-    assert {path for path in folder.rglob("*") if path.is_file()} == {changed, folder / "notes.txt"}
+    assert {path for path in folder.rglob("*") if path.is_file()} == {
+        changed,
+        folder / "notes.txt",
+    }
 
 
 def test_a_folder_without_our_manifest_is_not_changed(folder: Path) -> None:

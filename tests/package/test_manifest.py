@@ -291,7 +291,10 @@ def test_the_variants_of_a_group_are_in_one_folder(project: Path, tmp_path: Path
     package = made(project, GROUP, tmp_path / "artifacts")
     for name, component in package.components.items():
         variant = component.variants["npu"]
-        assert (variant.directory, variant.model_file) == ("both/npu", f"both/npu/{name}_ctx.onnx")
+        assert (variant.directory, variant.model_file) == (
+            "both/npu",
+            f"both/npu/{name}_ctx.onnx",
+        )
         assert variant.ort.session_options == {
             "session.disable_model_compile": "1",
             "ep.share_ep_contexts": "1",

@@ -13,7 +13,12 @@ import pytest
 from hatch_epcontext.errors import InspectionError, Kind
 from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.bundle import bundle
-from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, write
+from hatch_epcontext.package.manifest import (
+    FILE,
+    Component,
+    ModelPackage,
+    write,
+)
 from hatch_epcontext.package.reader import read
 from hatch_epcontext.tools.inspecting import inspect
 from hatch_epcontext.worker.results import Agreement
@@ -74,7 +79,10 @@ def test_what_is_written_is_read_again(package: ModelPackage) -> None:
         (put(ORT, model_file="sha256:00/x.onnx"), "is not among its files"),
         (put(CPU, variant_directory="../a/cpu"), "is not among its files"),
         (put(CPU, variant_directory="/"), "is not among its files"),
-        (put(FILES, **{"../x": {"size": 1, "sha256": ""}}), "'../x' is outside of it"),
+        (
+            put(FILES, **{"../x": {"size": 1, "sha256": ""}}),
+            "'../x' is outside of it",
+        ),
         (put(FILES, **{"C:\\x": {"size": 1, "sha256": ""}}), "is outside of it"),
     ],
 )

@@ -137,7 +137,9 @@ models = [{ path = "models/a.onnx", validate = { inputs = "inputs" } }]
     assert "models[0].validate.inputs (models/a.onnx): EPC509" in text
     assert 'artifacts = ["/inputs/first/input_0.pb"] in [tool.hatch.build.targets.sdist]' in text
     configure(
-        root, '[tool.hatch.build.targets.sdist]\nartifacts = ["/inputs/first/input_0.pb"]\n', toml
+        root,
+        '[tool.hatch.build.targets.sdist]\nartifacts = ["/inputs/first/input_0.pb"]\n',
+        toml,
     )
     assert "inputs/first/input_0.pb" in make(root)
 

@@ -89,7 +89,10 @@ def test_a_fault_of_an_attribute_is_none_of_nodes_with_other_values() -> None:
 
 @needs_qnn
 def test_the_simulator_squares_negative_zero_wrong_by_a_power_only() -> None:
-    power, product = (Case("y = Pow(x, 2)", sweep.ALL), Case("y = Mul(x, x)", sweep.ALL))
+    power, product = (
+        Case("y = Pow(x, 2)", sweep.ALL),
+        Case("y = Mul(x, x)", sweep.ALL),
+    )
     results = {case.name: result for case, result in sweep.sweep("qnn", [power, product])}
     assert results[product.name].status == "right"
     assert results[product.name].values == 63488

@@ -127,7 +127,11 @@ def test_external_weights_of_bodies_open_from_hard_links(tmp_path: Path) -> None
         helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
         helper.make_node("Greater", ["most", "limit"], ["condition"]),
         helper.make_node(
-            "If", ["condition"], ["y"], then_branch=branch("then", 2), else_branch=branch("else", 3)
+            "If",
+            ["condition"],
+            ["y"],
+            then_branch=branch("then", 2),
+            else_branch=branch("else", 3),
         ),
     ]
     limit = numpy_helper.from_array(np.float32(1), "limit")

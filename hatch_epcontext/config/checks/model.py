@@ -12,7 +12,12 @@ from hatch_epcontext.config.checks.target import check_narrowable
 from hatch_epcontext.config.location import check_url, file_of, hub_file
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.shapes import check_shapes, places
-from hatch_epcontext.config.tables import CutTable, ModelTable, NarrowableTable, Shapes
+from hatch_epcontext.config.tables import (
+    CutTable,
+    ModelTable,
+    NarrowableTable,
+    Shapes,
+)
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, Setting
 from hatch_epcontext.providers import PROVIDERS, Provider

@@ -136,7 +136,12 @@ def _normalized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
 
 
 def _normalize(
-    builder: Builder, value: str, axes: Sequence[int], epsilon: float, scale: str, bias: str | None
+    builder: Builder,
+    value: str,
+    axes: Sequence[int],
+    epsilon: float,
+    scale: str,
+    bias: str | None,
 ) -> tuple[str, str, str]:
     """``value`` normalized over ``axes``, its mean and its deviation; with None as bias the mean is not
     subtracted, and empty.

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, Rule, remove_unused, replace
+from hatch_epcontext.graph.builder import (
+    Builder,
+    Outputs,
+    Rewrite,
+    Rule,
+    remove_unused,
+    replace,
+)
 from hatch_epcontext.graph.scope import Scope, Types
 
 _FEW = 4

@@ -225,7 +225,10 @@ _RULES: Mapping[str, _Rule] = {
         ),
         _axis(1),
     ),
-    **dict.fromkeys(("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"), _index(1, 0, 1)),
+    **dict.fromkeys(
+        ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"),
+        _index(1, 0, 1),
+    ),
     # The limits of a detector's results.
     "NonMaxSuppression": _all(_length(2, 1), _fixed(Limit(3, 0, 1), Limit(4, 0, 1))),
     "RotaryEmbedding": _positions(3, 1),

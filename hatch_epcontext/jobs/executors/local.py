@@ -18,7 +18,14 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Times, ValidationRun
+from hatch_epcontext.jobs.artifact import (
+    Artifact,
+    Recipe,
+    Record,
+    Refused,
+    Times,
+    ValidationRun,
+)
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.preparation import Preparations, Prepared
 from hatch_epcontext.jobs.processes.process import Worker, Workers
@@ -53,7 +60,14 @@ _FAULTS_OF_SIMPLIFIERS = frozenset(
 """The faults of a simplifier itself. After any other problem, such as a killed worker, the next simplifier's
 weaker result would stay in the cache although this one works."""
 
-_ACCIDENTS = frozenset({Kind.INTERRUPTED, Kind.SYSTEM_ERROR, Kind.WORKER_KILLED, Kind.WORKER_LOST})
+_ACCIDENTS = frozenset(
+    {
+        Kind.INTERRUPTED,
+        Kind.SYSTEM_ERROR,
+        Kind.WORKER_KILLED,
+        Kind.WORKER_LOST,
+    }
+)
 """Accidents, which do not depend on the recipe: after them a weaker result would stay in the cache."""
 
 
@@ -169,7 +183,12 @@ class LocalExecutor:
             return Refused("change", error.problems)
 
     def _compile(
-        self, job: Job, recipe: Recipe, prepared: Sequence[Prepared], folder: Path, worker: Worker
+        self,
+        job: Job,
+        recipe: Recipe,
+        prepared: Sequence[Prepared],
+        folder: Path,
+        worker: Worker,
     ) -> CompileReply:
         """Compile the ``prepared`` models of ``job`` into ``folder``, which it makes."""
         # Imported here: a build that finds everything in the cache makes no requests.

@@ -17,7 +17,15 @@ from typing import Protocol
 
 from hatch_epcontext.config.settings import CREDENTIALS
 from hatch_epcontext.jobs.processes.worker_log import WorkerLog
-from hatch_epcontext.worker.protocol import ANSWERED, ENDED, LOG, NO_TELEMETRY, REPLY, STARTED, STEP
+from hatch_epcontext.worker.protocol import (
+    ANSWERED,
+    ENDED,
+    LOG,
+    NO_TELEMETRY,
+    REPLY,
+    STARTED,
+    STEP,
+)
 
 _ADDED = {
     "PYTHONFAULTHANDLER": "1",

@@ -91,7 +91,12 @@ def _check_model(model: Model) -> ModelFacts:
     feeds_for(onnx_model, model)
     outputs = tuple(map(graph.facts, onnx_model.graph.output))
     return ModelFacts(
-        inputs, outputs, data, own_inputs, graph.license_of(onnx_model), is_dynamic(onnx_model)
+        inputs,
+        outputs,
+        data,
+        own_inputs,
+        graph.license_of(onnx_model),
+        is_dynamic(onnx_model),
     )
 
 

@@ -26,7 +26,13 @@ from hatch_epcontext.graph.rounding import applies, emulate, expose, hidden_faul
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import to_toml
-from hatch_epcontext.worker.comparison.diverging import WRONG, Inner, inner_steps, named, relative
+from hatch_epcontext.worker.comparison.diverging import (
+    WRONG,
+    Inner,
+    inner_steps,
+    named,
+    relative,
+)
 from hatch_epcontext.worker.comparison.measures import Numbers, compare
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_steps, with_telling
 from hatch_epcontext.worker.comparison.selections import select

@@ -280,7 +280,11 @@ class _SelectionFinder:
 
 
 def select(
-    found: Selections, outputs: Arrays, wanted: Arrays, candidates: Arrays, unit: float
+    found: Selections,
+    outputs: Arrays,
+    wanted: Arrays,
+    candidates: Arrays,
+    unit: float,
 ) -> Selected:
     """The values to compare ``outputs`` with; the source model has ``wanted`` and, inside it, ``candidates``.
 

@@ -242,7 +242,8 @@ def test_a_list_names_several_chips_and_their_architectures_follow(
     project: Path, chips: str
 ) -> None:
     found = target(
-        project, f'[targets.qnn]\nprovider = "qnn"\nprovider-options = {{ soc_model = {chips} }}'
+        project,
+        f'[targets.qnn]\nprovider = "qnn"\nprovider-options = {{ soc_model = {chips} }}',
     )
     assert found.settings.provider_options == {
         "backend_type": "htp",

@@ -181,7 +181,10 @@ def test_a_setting_that_cannot_choose_a_device_is_an_error(
         ('[targets.plugin]\nprovider = "plugin"', {"library", "ep-name"}),
         ('[targets.plugin]\nprovider = "plugin"\nlibrary = "some_ep"', {"ep-name"}),
         ('[targets.qnn]\nprovider = "qnn"\nep-name = "X"', {"ep-name"}),
-        ('[targets.qnn]\nprovider = "qnn"\nregistration-name = "X"', {"registration-name"}),
+        (
+            '[targets.qnn]\nprovider = "qnn"\nregistration-name = "X"',
+            {"registration-name"},
+        ),
         ('[targets.cpu]\nprovider = "cpu"\nlibrary = "some_ep"', {"library"}),
     ],
 )

@@ -44,7 +44,10 @@ def problems(
     given: onnx.ModelProto, provider: str = "qnn", min_coverage: float = 1.0, cut: Cut = SPEC.cut
 ) -> list[Problem]:
     npu = replace(
-        target(provider), name="npu", key=Key() / "targets" / "npu", min_coverage=min_coverage
+        target(provider),
+        name="npu",
+        key=Key() / "targets" / "npu",
+        min_coverage=min_coverage,
     )
     return list(not_compilable(given, replace(SPEC, cut=cut), [npu]))
 

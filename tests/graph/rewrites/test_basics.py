@@ -228,7 +228,14 @@ def test_a_computed_depth_stays() -> None:
     assert untouched(model, SIMPLER)
 
 
-@pytest.mark.parametrize(("operator", "opset"), [("Celu", 12), ("HardSwish", 14), ("Mish", 18)])
+@pytest.mark.parametrize(
+    ("operator", "opset"),
+    [
+        ("Celu", 12),
+        ("HardSwish", 14),
+        ("Mish", 18),
+    ],
+)
 def test_a_function_of_onnx_is_taken_apart(operator: str, opset: int) -> None:
     node = helper.make_node(operator, ["x"], ["y"])
     shape = [2, 3, 2, 2]
@@ -398,7 +405,11 @@ def test_shapes_that_onnx_runtime_infers_are_not() -> None:
 )
 @pytest.mark.parametrize("group", [1, 3])
 def test_a_dilated_conv_transpose_has_zeros_between_its_weights(
-    dilations: list[int], kernel: list[int], attributes: dict[str, Any], size: list[int], group: int
+    dilations: list[int],
+    kernel: list[int],
+    attributes: dict[str, Any],
+    size: list[int],
+    group: int,
 ) -> None:
     weights = np.random.default_rng(0).standard_normal((3, 2, *kernel))
     node = helper.make_node(

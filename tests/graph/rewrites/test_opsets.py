@@ -119,7 +119,9 @@ FORMS: Mapping[str, Forms] = {
     "SequenceLength": {
         11: "(float[3, 4] x) => (int64 y) { s = SplitToSequence (x) y = SequenceLength (s) }"
     },
-    "ReverseSequence": {10: f"{X} <int64[3] n = {{2, 2, 2}}> {{ y = ReverseSequence (x, n) }}"},
+    "ReverseSequence": {
+        10: f"{X} <int64[3] n = {{2, 2, 2}}> {{ y = ReverseSequence (x, n) }}",
+    },
     "LSTM": activated("LSTM", 4, '"Sigmoid", "Tanh", "Tanh"'),
     "GRU": activated("GRU", 3, '"Sigmoid", "Tanh"'),
     "RNN": activated("RNN", 1, '"Tanh"'),
@@ -350,7 +352,7 @@ UNROLLABLE: Mapping[str, Forms] = {
     "Loop": {
         7: """(float[1, 4] s, float[4, 4] w) => (float[1, 4] y) <int64 n = {3}, bool go = {1}>
         { y = Loop (n, go, s) <body = b (int64 i, bool c, float[1, 4] s0) =>
-        (bool d, float[1, 4] t) { d = Identity (c) m = MatMul (s0, w) t = Tanh (m) }> }"""
+        (bool d, float[1, 4] t) { d = Identity (c) m = MatMul (s0, w) t = Tanh (m) }> }""",
     },
     "Scan": {
         8: """(float[2, 1, 4] s, float[2, 3, 1, 4] x, float[4, 4] w) =>

@@ -87,7 +87,11 @@ def test_few_dimensions_stay() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "axis", "indices"),
-    [([1, 2, 3, 2, 4, 5], 2, [0, -1]), ([2, 3, 2, 4, 5], 4, 1), ([3, 4, 5], 1, [[[0, 1], [1, 2]]])],
+    [
+        ([1, 2, 3, 2, 4, 5], 2, [0, -1]),
+        ([2, 3, 2, 4, 5], 4, 1),
+        ([3, 4, 5], 1, [[[0, 1], [1, 2]]]),
+    ],
 )
 def test_a_gather_of_many_dimensions_is_one_of_three(
     sizes: list[int], axis: int, indices: Any

@@ -267,7 +267,8 @@ main (float[2] start, float[3, 2] a, float[2, 3] b) => (float[2] end, float[%s] 
 
 
 @pytest.mark.parametrize(
-    ("axis", "backward", "out_axis", "prepended"), [(1, 0, 0, 0), (1, 1, 1, 1), (-1, 0, -1, 1)]
+    ("axis", "backward", "out_axis", "prepended"),
+    [(1, 0, 0, 0), (1, 1, 1, 1), (-1, 0, -1, 1)],
 )
 def test_a_scan_computes_the_same(axis: int, backward: int, out_axis: int, prepended: int) -> None:
     shape = "3, 2" if out_axis == 0 else "2, 3"

@@ -131,7 +131,11 @@ def test_open_shapes_stay_open_in_the_facts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("static_shapes", [True, False])
 @pytest.mark.parametrize(
-    ("dims", "settings"), [({"batch": 2}, []), ({}, ["models[0].dims = { batch = 1 }"])]
+    ("dims", "settings"),
+    [
+        ({"batch": 2}, []),
+        ({}, ["models[0].dims = { batch = 1 }"]),
+    ],
 )
 def test_a_dimension_that_is_left_open_for_an_ep_of_fixed_shapes_is_an_error(
     tmp_path: Path, static_shapes: bool, dims: dict[str, int], settings: list[str]
@@ -280,7 +284,10 @@ def test_an_output_that_is_no_tensor_is_an_error_with_the_tensors_to_keep(
             for index, (operator, domain, inputs) in enumerate(tail)
         ),
     ]
-    outputs = [onnx.helper.make_value_info(f"s{len(tail) - 1}", SEQUENCE), value("l", [2, 2])]
+    outputs = [
+        onnx.helper.make_value_info(f"s{len(tail) - 1}", SEQUENCE),
+        value("l", [2, 2]),
+    ]
     made = onnx.helper.make_model(
         onnx.helper.make_graph(nodes, "graph", [value("x", [2, 2])], outputs)
     )

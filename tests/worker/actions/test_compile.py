@@ -395,7 +395,10 @@ def test_bodies_on_the_cpu_keep_their_weights(
     context = folder / reply.contexts[0].model_file
     found, expected = (
         open_session(path, each).run(["y"], feeds_of(operator))[0]
-        for path, each in ((context, context_options(to, "context")), (source, cpu_options()))
+        for path, each in (
+            (context, context_options(to, "context")),
+            (source, cpu_options()),
+        )
     )
     # QNN compiles an If that has all its weights, and its Tanh is inexact.
     assert np.allclose(found, expected, rtol=0.02)

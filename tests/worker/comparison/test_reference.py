@@ -294,7 +294,10 @@ def test_a_text_has_no_score(tmp_path: Path) -> None:
 
 
 def test_a_constant_that_no_input_decides_is_compared(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Shape", ["x"], ["length"]), helper.make_node("Relu", ["x"], ["y"])]
+    nodes = [
+        helper.make_node("Shape", ["x"], ["length"]),
+        helper.make_node("Relu", ["x"], ["y"]),
+    ]
     outputs = [value("y", [1, 10]), value("length", [2], TensorProto.INT64)]
     _, expected = referred(model(nodes, [value("x", [1, 10])], outputs), tmp_path)
     assert not expected.facts.inconclusive

@@ -16,7 +16,10 @@ X = TensorFacts("x", "float32", (1, 7, 12))
 N = TensorFacts("n", "int64", (1,))
 COSTLY = 10**11
 """Multiplications of a model that gets few samples."""
-RANGES = {"x": Range(-8, 8, known=False), "n": Range(1, 12, known=True, usual=12, whole=True)}
+RANGES = {
+    "x": Range(-8, 8, known=False),
+    "n": Range(1, 12, known=True, usual=12, whole=True),
+}
 
 
 def number(sample: Sample) -> int:
