@@ -234,8 +234,8 @@ def test_the_hook_needs_no_dependency_of_the_command_line() -> None:
 def test_a_build_without_a_shared_cache_loads_no_backend_for_one() -> None:
     core = "import hatch_epcontext.plugin, hatch_epcontext.jobs.run"
     loaded = loaded_after(core)
-    assert not loaded & {"fsspec", "s3fs", "aiohttp", "hatch_epcontext.jobs.cache.transport"}
-    assert not loaded_after("import hatch_epcontext.jobs.cache.transport") & {
+    assert not loaded & {"fsspec", "s3fs", "aiohttp", "hatch_epcontext.jobs.cache.shared"}
+    assert not loaded_after("import hatch_epcontext.jobs.cache.shared") & {
         "fsspec",
         "s3fs",
         "aiohttp",

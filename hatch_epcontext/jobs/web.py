@@ -6,11 +6,14 @@ host of a redirect: a hub redirects to the servers with its large files.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
+import netrc
 import os
 import re
 import string
+import sys
 import tempfile
 import time
 import urllib.error
@@ -24,7 +27,6 @@ import hatch_epcontext
 from hatch_epcontext.config.location import HubFile, is_local, is_safe
 from hatch_epcontext.errors import DownloadError
 from hatch_epcontext.files import remove
-from hatch_epcontext.jobs.cache.transport import netrc_headers
 from hatch_epcontext.text import show_size
 
 HUB = "https://huggingface.co"
@@ -255,7 +257,7 @@ def _private_headers(url: str) -> Mapping[str, str]:
     if not is_safe(parts):
         return {}
     if not _is_hub(url):
-        return netrc_headers(parts.hostname or "")
+        return _netrc_headers(parts.hostname or "")
     token = os.environ.get("HF_TOKEN", "").strip()
     with contextlib.suppress(OSError, UnicodeError):
         token = token or _hub_path("HF_TOKEN_PATH", "token").read_text(encoding="utf-8").strip()
@@ -263,6 +265,19 @@ def _private_headers(url: str) -> Mapping[str, str]:
         hint = "Set HF_TOKEN again, or remove it."
         raise DownloadError("the token for the hub has characters that no token has", hint)
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _netrc_headers(host: str) -> Mapping[str, str]:
+    """The header with the user and the password that .netrc has for ``host``."""
+    file = os.environ.get("NETRC") or Path("~", "_netrc" if sys.platform == "win32" else ".netrc")
+    try:
+        found = netrc.netrc(Path(file).expanduser()).authenticators(host)
+    except (OSError, RuntimeError, UnicodeError, netrc.NetrcParseError):
+        return {}
+    if found is None:
+        return {}
+    credentials = base64.b64encode(f"{found[0]}:{found[2]}".encode()).decode()
+    return {"Authorization": f"Basic {credentials}"}
 
 
 def _is_hub(url: str) -> bool:

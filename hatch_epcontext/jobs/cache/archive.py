@@ -6,8 +6,8 @@ untrusted machine: only what its record names is unpacked, into one folder.
 
 from __future__ import annotations
 
-import hashlib
 import io
+import shutil
 import tarfile
 import unicodedata
 from pathlib import Path, PurePosixPath
@@ -51,7 +51,9 @@ def unpack(file: Path, artifact: Path) -> Record:
     error stays in the folder.
     """
     try:
-        return _unpack(file, artifact)
+        # Not compressed: what it contains cannot be larger than itself.
+        with tarfile.open(file, "r:") as archive:
+            return _unpack(archive, artifact)
     except DamagedError:
         raise
     # Also raised for headers with impossible numbers.
@@ -59,20 +61,18 @@ def unpack(file: Path, artifact: Path) -> Record:
         raise DamagedError(f"its archive cannot be read: {error}") from None
 
 
-def _unpack(file: Path, artifact: Path) -> Record:
-    # Not compressed: what it contains cannot be larger than itself.
-    with tarfile.open(file, "r:") as archive:
-        with _next(archive, _RECORD) as content:
-            record = read_record(content.read(_MAX_RECORD))
-        artifact.mkdir(parents=True)
-        for name, recorded in record.files.items():
-            target = artifact / PurePosixPath(name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with _next(archive, f"files/{name}") as content, target.open("xb") as written:
-                if _copy(content, written) != recorded:
-                    raise DamagedError(f"its file {name} has other content")
-        if archive.next() is not None:
-            raise DamagedError("its archive has more than its record names")
+def _unpack(archive: tarfile.TarFile, artifact: Path) -> Record:
+    record = read_record(_next(archive, _RECORD).read(_MAX_RECORD))
+    artifact.mkdir(parents=True)
+    for name, recorded in record.files.items():
+        target = artifact / PurePosixPath(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _next(archive, f"files/{name}") as content, target.open("xb") as written:
+            shutil.copyfileobj(content, written, _CHUNK)
+        if record_file(target) != recorded:
+            raise DamagedError(f"its file {name} has other content")
+    if archive.next() is not None:
+        raise DamagedError("its archive has more than its record names")
     return record
 
 
@@ -113,12 +113,3 @@ def _next(archive: tarfile.TarFile, name: str) -> IO[bytes]:
     if content is None:
         raise DamagedError(f"its archive does not have {name} in its place")
     return content
-
-
-def _copy(source: IO[bytes], target: IO[bytes]) -> FileRecord:
-    digest, size = hashlib.sha256(), 0
-    while chunk := source.read(_CHUNK):
-        target.write(chunk)
-        digest.update(chunk)
-        size += len(chunk)
-    return FileRecord(size, digest.hexdigest())

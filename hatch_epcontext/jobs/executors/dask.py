@@ -29,7 +29,7 @@ from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Sou
 from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.cache.index import Index, changed_error
-from hatch_epcontext.jobs.cache.transport import Transport, TransportError
+from hatch_epcontext.jobs.cache.shared import Transport, TransportError
 from hatch_epcontext.jobs.executors import dask_worker
 from hatch_epcontext.jobs.executors.dask_worker import (
     TOPIC,
@@ -123,7 +123,7 @@ class DaskExecutor:
         self._workers = workers
         self._sources = sources
         self._index = index
-        self._transport = Transport(settings.cache, in_all=False)
+        self._transport = Transport(settings.cache)
         self._lock, self._looking, self._sending = (threading.Lock() for _ in range(3))
         self._numbers = itertools.count()
         # By the target's name and whether it needs the EP.

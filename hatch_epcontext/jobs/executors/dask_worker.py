@@ -25,7 +25,7 @@ from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, ValidationRun
 from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
-from hatch_epcontext.jobs.cache.transport import Transport, TransportError
+from hatch_epcontext.jobs.cache.shared import Transport, TransportError
 from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Workers
@@ -208,7 +208,7 @@ class _Build:
         with writing("the files of a build", place):
             place.mkdir(parents=True, exist_ok=True)
             self._folder = Path(tempfile.mkdtemp(dir=place))
-        self._transport = Transport(info.cache, in_all=False)
+        self._transport = Transport(info.cache)
         self._stack = contextlib.ExitStack()
         self._workers = self._stack.enter_context(
             Workers(

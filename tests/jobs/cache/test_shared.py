@@ -23,11 +23,10 @@ import pytest
 
 from hatch_epcontext.files import FileRecord, record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Record
-from hatch_epcontext.jobs.cache import signing, transport
+from hatch_epcontext.jobs.cache import shared, signing
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.shared import SharedCache
-from hatch_epcontext.jobs.cache.signing import new_keys
-from hatch_epcontext.jobs.cache.statement import Signed
+from hatch_epcontext.jobs.cache.signing import Statement, new_keys
 from hatch_epcontext.serialize import to_json
 from tests.conftest import make_record
 from tests.remotes import (
@@ -209,8 +208,8 @@ def test_a_damaged_file_is_a_miss_and_is_sent_again(
     assert build.fetch(KEY, tmp_path / "fetched", anything) is None
     assert not (tmp_path / "fetched").exists()
     (warning,) = warnings
-    assert f"the artifact {KEY[:12]} in the shared cache" in warning
-    assert "is not used, because " in warning
+    assert "has something damaged or forged, which is not used: " in warning
+    assert damaged.name in warning
     build.send(KEY, artifact.folder, artifact.record)
     assert make().fetch(KEY, tmp_path / "fetched", anything) == artifact.record
     assert len(warnings) == 1
@@ -276,27 +275,25 @@ def test_a_longer_file_of_a_server_is_not_downloaded_to_its_end(
 
 def lie(folder: Path, place: Path, **changes: object) -> None:
     """Sign a statement with right keys in which something is changed, and put it at ``place``."""
-    signed = json.loads(statement(folder).read_text(encoding="utf-8"))
-    text = json.dumps({**json.loads(signed["statement"]), **changes})
-    made = Signed(text)
+    document = json.loads(statement(folder).read_text(encoding="utf-8"))
+    fields = {**json.loads(document["statement"]), **changes}
+    if isinstance(fields["archive"], dict):
+        fields["archive"] = FileRecord(**fields["archive"])
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(
-        to_json(Signed(text, signing.sign(made.signed_bytes, PRIVATE))), encoding="utf-8"
-    )
+    place.write_bytes(signing.signed(Statement(**fields), PRIVATE))
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"kind": "validation"}, "it has another kind or name"),
-        ({"kind": "other"}, "it is not a statement"),
-        ({"name": OTHER}, "it has another kind or name"),
-        ({"archive": None}, "it is not complete"),
-        ({"format": 2}, "it has the format of another version"),
+        ({"kind": "validation"}, "a statement has another kind or name"),
+        ({"kind": "other"}, "a statement cannot be read"),
+        ({"name": OTHER}, "a statement has another kind or name"),
+        ({"archive": None}, "a statement is not complete"),
+        ({"format": 2}, "a statement has the format of another version"),
         ({"archive": {"size": 20, "sha256": OTHER}}, f"{OTHER} is missing"),
-        ({"archive": {"size": 20}}, "it is not a statement"),
-        ({"archive": {"size": 20, "sha256": "../../../../secret"}}, "it is not a statement"),
-        ({"archive": {"size": -1, "sha256": OTHER}}, "it is not a statement"),
+        ({"archive": {"size": 20, "sha256": "../../../../secret"}}, "a statement is not complete"),
+        ({"archive": {"size": -1, "sha256": OTHER}}, "a statement is not complete"),
     ],
 )
 def test_a_valid_signature_of_something_else_is_a_miss(
@@ -325,7 +322,7 @@ def test_a_valid_signature_of_another_artifact_or_recipe_is_a_miss(
     signed.send(KEY, artifact.folder, artifact.record)
     shutil.copyfile(statement(folder), statement(folder, OTHER))
     assert signed.fetch(OTHER, tmp_path / "fetched", anything) is None
-    assert "is not used, because it has another kind or name" in warnings[0]
+    assert "which is not used: a statement has another kind or name" in warnings[0]
     # Of another kind with the same name.
     signed.write("latest", KEY, "text")
     shutil.copyfile(folder / "v5" / "latest" / f"{KEY}.json", statement(folder))
@@ -342,7 +339,7 @@ def test_a_signed_archive_with_a_member_that_its_record_does_not_name_is_a_miss(
     blob(folder).rename(folder / "v5" / "blobs" / record.sha256)
     lie(folder, statement(folder), archive=dataclasses.asdict(record))
     assert signed.fetch(KEY, tmp_path / "fetched", anything) is None
-    assert "is not used, because its archive has more than its record names" in warnings[0]
+    assert "its archive has more than its record names" in warnings[0]
     assert not (tmp_path / "fetched").exists()
     assert not list(tmp_path.rglob("evil.onnx"))
 
@@ -354,7 +351,7 @@ def test_a_signed_artifact_that_does_not_fit_is_a_miss(
     own = Cache(tmp_path / "own", warnings.append, signed)
     assert own.take(KEY, tmp_path / "taken", lambda record: record.product == "optimized") is None
     (warning,) = warnings
-    assert warning.endswith("is not used, because its record belongs to another job")
+    assert warning.endswith(f"the artifact {KEY[:12]} belongs to another job")
     # Nor is it kept.
     assert not Cache(tmp_path / "own", warnings.append).has(KEY)
     assert not (tmp_path / "taken").exists()
@@ -384,7 +381,7 @@ def test_what_is_no_file_in_a_folder_is_missing_and_holds_nobody_up(
     assert cache.fetch(KEY, tmp_path / "fetched", anything) is None
     assert not cache.has(OTHER)
     (warning,) = warnings
-    assert f"is not used, because {folder_url(folder)}/v5/blobs/{place.name} is missing" in warning
+    assert f"which is not used: {folder_url(folder)}/v5/blobs/{place.name} is missing" in warning
     # It is still asked for others.
     cache.write("latest", "x", "text")
     assert cache.read("latest", "x") == "text"
@@ -397,16 +394,20 @@ def test_a_full_disk_of_this_machine_is_not_blamed_on_the_cache(
     warnings: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    copy = shared._copy
+
     def full(source: Path, target: Path, progress: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        if target.name == "archive":
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        copy(source, target, progress)
 
     make().send(KEY, artifact.folder, artifact.record)
-    monkeypatch.setattr(transport, "_copy", full)
+    monkeypatch.setattr(shared, "_copy", full)
     cache = make()
     assert cache.fetch(KEY, tmp_path / "fetched", anything) is None
     assert cache.has(KEY)
     (warning,) = warnings
-    assert "cannot be stored here (No space left on device)" in warning
+    assert "what cannot be stored here (No space left on device)" in warning
 
 
 def test_an_older_statement_of_the_same_name_is_accepted(
@@ -442,7 +443,7 @@ def test_a_statement_that_is_none_is_a_miss(
     statement(folder).parent.mkdir(parents=True)
     statement(folder).write_text(text, encoding="utf-8")
     assert not make().has(KEY)
-    assert "it is not a statement" in warnings[0]
+    assert "a statement cannot be read" in warnings[0]
 
 
 def test_many_threads_and_builds_send_and_fetch_at_once(
@@ -497,7 +498,7 @@ def test_a_remote_that_does_not_answer_is_asked_once(warnings: list[str]) -> Non
         assert remote.read("latest", "x") is None
         assert remote.read("latest", "y") is None
     (warning,) = warnings
-    assert "kept the build waiting for too long (0.5 s in all without receiving a byte" in warning
+    assert "kept the build waiting for too long (0.5 s without an answer" in warning
 
 
 def test_a_remote_that_answers_byte_by_byte_is_not_waited_for(warnings: list[str]) -> None:
@@ -521,7 +522,7 @@ def test_a_remote_that_answers_byte_by_byte_is_not_waited_for(warnings: list[str
         ended.set()
         thread.join()
     (warning,) = warnings
-    assert "kept the build waiting for too long (1 s in all without receiving a byte" in warning
+    assert "kept the build waiting for too long (1 s without an answer" in warning
 
 
 def slow_server(seconds: float, body: bytes, pieces: int) -> Callable[[socket.socket], None]:
@@ -551,19 +552,6 @@ def serving(serve: Callable[[socket.socket], None]) -> Iterator[str]:
         # Only Linux wakes a waiting `accept` so; elsewhere closing the socket does.
         with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_slow_remote_is_waited_for_only_so_long_in_all(warnings: list[str]) -> None:
-    importlib.import_module("fsspec.implementations.http")
-    with serving(slow_server(0.3, b"not a document", 1)) as url:
-        remote = SharedCache(url, warnings.append, timeout=1)
-        started = time.monotonic()
-        for index in range(20):
-            assert remote.read("latest", f"{index}") is None
-        assert time.monotonic() - started < 3
-    assert "kept the build waiting for too long" in warnings[-1]
-    assert remote.trouble is not None
-    assert url in remote.trouble
 
 
 def test_a_transfer_that_progresses_is_waited_for(
@@ -612,7 +600,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     assert len(warnings) == 1
 
 
-def test_passwords_come_from_the_users_files_and_are_never_printed(
+def test_passwords_of_netrc_are_not_sent_and_a_refusal_is_one_warning(
     server: WebServer,
     artifact: Artifact,
     tmp_path: Path,
@@ -620,9 +608,8 @@ def test_passwords_come_from_the_users_files_and_are_never_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server.password = "the-password-of-the-test"
-    netrc = tmp_path / "netrc"
-    monkeypatch.setenv("NETRC", str(netrc))
-    netrc.write_text("machine 127.0.0.1 login builder password wrong\n", encoding="utf-8")
+    (tmp_path / "netrc").write_text("default login builder password secret\n", encoding="utf-8")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     denied = SharedCache(server.url, warnings.append, can_write=True)
     assert not denied.has(KEY)
     assert not denied.has(OTHER)
@@ -630,38 +617,7 @@ def test_passwords_come_from_the_users_files_and_are_never_printed(
     assert "does not allow reading (" in warnings[0]
     assert "cannot be written (" in warnings[1]
     assert len(warnings) == 2
-    assert "wrong" not in "".join(warnings)
-    netrc.write_text(
-        f"machine 127.0.0.1 login builder password {server.password}\n", encoding="utf-8"
-    )
-    allowed = SharedCache(server.url, warnings.append, can_write=True)
-    allowed.send(KEY, artifact.folder, artifact.record)
-    assert allowed.fetch(KEY, tmp_path / "fetched", anything) == artifact.record
-    assert len(warnings) == 2
-    assert server.password not in "".join(warnings)
-
-
-def test_passwords_go_to_the_host_of_the_url_and_to_no_other(
-    server: WebServer,
-    artifact: Artifact,
-    tmp_path: Path,
-    warnings: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "netrc").write_text("default login builder password secret\n", encoding="utf-8")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with web_server(tmp_path / "elsewhere") as other:
-        SharedCache(other.url, warnings.append, can_write=True).send(
-            KEY, artifact.folder, artifact.record
-        )
-        assert set(other.authorizations) == {"Basic YnVpbGRlcjpzZWNyZXQ="}
-        other.authorizations.clear()
-        server.elsewhere = other.url.replace("127.0.0.1", "localhost")
-        redirected = SharedCache(server.url, warnings.append)
-        assert redirected.fetch(KEY, tmp_path / "fetched", anything) == artifact.record
-        assert set(server.authorizations) == {"Basic YnVpbGRlcjpzZWNyZXQ="}
-        assert set(other.authorizations) == {None}
-    assert warnings == []
+    assert set(server.authorizations) == {None}
 
 
 def test_requests_go_through_the_proxy_of_the_environment(
@@ -779,7 +735,7 @@ def test_what_no_trusted_key_signed_is_not_used_and_is_written_again(
     assert reader.read("latest", "x") is None
     (warning,) = warnings
     reason = "a statement is not signed" + (" by any of build.cache-keys" if signed else "")
-    assert f"has statements that are not trusted ({reason})" in warning
+    assert f"which is not used: {reason}" in warning
     owner = SharedCache(folder_url(folder), print, can_write=True, trust=(public,), key=key)
     owner.send(KEY, artifact.folder, artifact.record)
     owner.share("latest", "x", "right")
@@ -811,7 +767,9 @@ def test_a_signature_is_for_one_name_and_one_text(
     (folder / "v5" / "latest" / "x.json").write_text(json.dumps(document), encoding="utf-8")
     assert remote.read("latest", "x") is None
     reason = (
-        "it is not a statement" if harm == "number" else "not signed by any of build.cache-keys"
+        "a statement cannot be read"
+        if harm == "number"
+        else "not signed by any of build.cache-keys"
     )
     assert reason in warnings[0]
     assert remote.read("latest", "y") == "second"

@@ -26,8 +26,8 @@ from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import FileRecord, file_sha256
 from hatch_epcontext.jobs.artifact import Artifact, Record, Result, Times, ValidationStatus
 from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.cache.shared import Transport
 from hatch_epcontext.jobs.cache.signing import new_keys
-from hatch_epcontext.jobs.cache.transport import Transport
 from hatch_epcontext.jobs.executors import dask as dask_module
 from hatch_epcontext.jobs.executors.dask import DaskExecutor
 from hatch_epcontext.jobs.plan import Job, plan
