@@ -7,8 +7,6 @@ import importlib
 import re
 from pathlib import Path
 
-import onnxruntime as ort
-
 from hatch_epcontext.providers import Plugin
 from hatch_epcontext.worker.libraries import load
 from hatch_epcontext.worker.requests import EpDevice, LibraryReply, LibraryRequest
@@ -22,14 +20,12 @@ def handle(request: LibraryRequest) -> LibraryReply:
     """Return the devices of all EPs in the library; raises UnavailableError when it cannot be loaded."""
     stem = Path(request.path or request.module).name.split(".")[0]
     name = _own_name(request.module) or _AFFIXES.sub("", stem) or "ep"
-    load(Plugin(request.module, request.module or request.path, name, request.path), None)
-    own = {device.ep_name for device in ort.get_ep_devices()} - {"CPUExecutionProvider"}
-    devices = [device for device in ort.get_ep_devices() if device.ep_name in own]
-    described = (
-        EpDevice(each.ep_name, each.device.type.name.lower(), describe_device(each))
-        for each in devices
+    plugin = Plugin(request.module, request.module or request.path, name, request.path)
+    devices = (
+        EpDevice(device.ep_name, device.device.type.name.lower(), describe_device(device))
+        for device in load(plugin, None)
     )
-    return LibraryReply(name, tuple(described), tuple(incompatibilities(name)))
+    return LibraryReply(name, tuple(devices), tuple(incompatibilities(name)))
 
 
 def _own_name(module: str) -> str | None:
