@@ -270,7 +270,7 @@ def float16() -> str:
 
 
 def _faults(faults: Iterable[Fault]) -> Iterator[tuple[str, ...]]:
-    """A row for all faults of an operator that are told with the same words, and for operators alike."""
+    """A row for the faults of an operator with one description; operators with equal rows share one."""
     places: dict[tuple[str, str, str | None], list[str]] = {}
     for fault in faults:
         key = fault.operator, fault.text.replace("|", "\\|"), fault.rewrite
@@ -526,7 +526,7 @@ def api() -> str:
         lines.append(f"## {function.__name__}\n\n```python\n{_signature(function)}\n```\n")
         lines.append(f"{_markdown(inspect.getdoc(function) or '')}\n")
     lines.append("## Results\n\nEditors and `help(Report)` show the fields of each.\n")
-    meanings = ((f"`{each.__name__}`", _first_line(each)) for each in results)
+    meanings = ((f"`{result.__name__}`", _first_line(result)) for result in results)
     lines += [*_table(("result", "meaning"), meanings), ""]
     lines.append("## Exceptions\n")
     rows = ((f"`{each.__name__}`", _bases(each), _first_line(each)) for each in raised)
