@@ -295,8 +295,12 @@ class Package:
         parent = user_folder() / "unpacked"
         folder = parent / hashlib.sha256(self._text).hexdigest()[:32]
         manifest = folder / _MANIFEST
-        is_copy = manifest.is_file() and manifest.read_bytes() == self._text
-        if not is_copy or damage(folder, self.files, verify=verify):
+
+        def is_whole() -> bool:
+            is_copy = manifest.is_file() and manifest.read_bytes() == self._text
+            return is_copy and not damage(folder, self.files, verify=verify)
+
+        if not is_whole():
             parent.mkdir(exist_ok=True)
             with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as made:
                 new, old = parent / made / "new", parent / made / "old"
@@ -304,10 +308,12 @@ class Package:
                     (new / name).parent.mkdir(parents=True, exist_ok=True)
                     with (self.root / name).open("rb") as file, (new / name).open("wb") as copy:
                         shutil.copyfileobj(file, copy, 1 << 20)
+                # Another process may have made a copy and use it already: only a damaged one is moved away.
                 # On Windows a folder that another process has open stays: it is the same.
-                for source, target in ((folder, old), (new, folder)):
-                    with contextlib.suppress(OSError):
-                        source.rename(target)
+                for source, target in ((new, folder), (folder, old), (new, folder)):
+                    if not is_whole():
+                        with contextlib.suppress(OSError):
+                            source.rename(target)
             for each in parent.iterdir():
                 with contextlib.suppress(OSError):
                     if each.stat().st_mtime < folder.stat().st_mtime - _UNUSED:
