@@ -123,6 +123,22 @@ class Transport:
         """Send the file with this content again the next time, because somebody found it damaged."""
         self._known[blob] = False
 
+    def send_file(self, path: Path) -> FileRecord:
+        """Upload the file ``path`` under its sha256, unless it is there; returns its size and sha256.
+
+        The file must not change in the meantime: send a copy of what somebody else may write.
+        """
+        record = record_file(path)
+        self.send_blob(path, record)
+        return record
+
+    def fetch_file(self, sha256: str, size: int, path: Path) -> None:
+        """Download the file that `send_file` sent to ``path``, which must not exist, and no more bytes.
+
+        Raises DamagedError if it is missing or has other content, and OSError as `fetch` does.
+        """
+        self.fetch_blob(FileRecord(size, sha256), path)
+
     def send_blob(self, source: Path, blob: FileRecord) -> None:
         """Upload the file ``source`` under the name of its content, unless it is there."""
         if not self.has_blob(blob):

@@ -125,6 +125,19 @@ def test_an_artifact_that_one_build_sends_is_fetched_by_another(
     assert not warnings
 
 
+def test_a_file_is_sent_once_and_fetched_by_its_content(url: str, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 70_000
+    (tmp_path / "file").write_bytes(content)
+    sent = shared.Transport(url).send_file(tmp_path / "file")
+    assert (
+        sent == record_file(tmp_path / "file") == shared.Transport(url).send_file(tmp_path / "file")
+    )
+    shared.Transport(url).fetch_file(sent.sha256, sent.size, tmp_path / "fetched")
+    assert (tmp_path / "fetched").read_bytes() == content
+    with pytest.raises(shared.DamagedError, match="is missing"):
+        shared.Transport(url).fetch_file(OTHER, 3, tmp_path / "other")
+
+
 def test_documents_are_written_again_and_read(url: str, warnings: list[str]) -> None:
     remote = SharedCache(url, warnings.append, can_write=True)
     assert remote.read("latest", "x") is None
