@@ -359,6 +359,50 @@ class ModelError(BuildError):
     """The cause is a model or its configuration, not ONNX Runtime or the EP."""
 
 
+class RefusedError(BuildError):
+    """An EP or a simplifier refuses this form of a model: another recipe may work."""
+
+
+class LibraryError(RefusedError):
+    """ONNX Runtime, an EP or another library raised an error: the worker's log may show more."""
+
+
+class AccidentError(BuildError):
+    """Another build may not meet it, such as a killed worker or a full disk: it is never stored."""
+
+
+class CrashError(AccidentError):
+    """The worker crashed, which another recipe may avoid."""
+
+
+class LimitError(AccidentError):
+    """The worker needs more time or memory than it has, which another recipe may avoid."""
+
+
+class UnavailableError(AccidentError):
+    """The target's EP, its library, or a device that it can run on, is unavailable on this machine."""
+
+
+class InterruptedBuildError(AccidentError):
+    """The build was interrupted."""
+
+
+_RAISED_BY_WORKERS = (
+    BuildError,
+    ModelError,
+    RefusedError,
+    LibraryError,
+    AccidentError,
+    UnavailableError,
+)
+
+
+def error_of_worker(name: str, problems: Iterable[Problem]) -> BuildError:
+    """The error that a worker raised, by the ``name`` of its class."""
+    classes = {error.__name__: error for error in _RAISED_BY_WORKERS}
+    return classes.get(name, BuildError)(*problems)
+
+
 class InspectionError(EpcontextError):
     """A file or folder cannot be inspected, or is invalid."""
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hatch_epcontext.errors import BuildError, EpcontextError, Kind, OutputError, Problem
+from hatch_epcontext.errors import AccidentError, EpcontextError, Kind, OutputError, Problem
 from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, is_generated, is_in_use, remove
 from hatch_epcontext.text import show_size
 
@@ -45,7 +45,7 @@ def check_apart(report: Path | None, place: Path) -> None:
 
 @contextlib.contextmanager
 def writing(
-    what: str, folder: Path, location: str = "", error: type[EpcontextError] = BuildError
+    what: str, folder: Path, location: str = "", error: type[EpcontextError] = AccidentError
 ) -> Iterator[None]:
     """Raise ``error`` with one problem in place of an OSError, while ``what`` is written to ``folder``."""
     try:

@@ -259,7 +259,7 @@ def openvino_context(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ta
     """The folder of a context that OpenVINO compiled for its CPU device, and its variant."""
     if importlib.util.find_spec("onnxruntime_ep_openvino") is None:
         pytest.skip("onnxruntime-ep-openvino has no wheels for this Python or platform")
-    from hatch_epcontext.worker.libraries import UnavailableError
+    from hatch_epcontext.errors import UnavailableError
     from tests.worker.actions.test_compile import compile_request, run_compile, target
 
     folder = tmp_path_factory.mktemp("openvino")

@@ -24,7 +24,7 @@ from dataclasses import field, replace
 from pathlib import Path
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import BuildError, InterruptedBuildError, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import (
@@ -261,7 +261,7 @@ class JobRunner:
         def wait() -> None:
             if self.executor.stopped:
                 message = "the build was interrupted."
-                raise BuildError(Problem(Kind.INTERRUPTED, "", message))
+                raise InterruptedBuildError(Problem(Kind.INTERRUPTED, "", message))
             if not printed:
                 printed.append(line)
                 self.log(line)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.errors import BuildError, CrashError
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.jobs.artifact import Preparation, Recipe
@@ -127,7 +127,7 @@ class Preparations:
             busy = self._busy.setdefault(key, threading.Lock())
         with busy:
             failed = self._failed.setdefault(key, [])
-            if failed and (len(failed) > 1 or not failed[0].is_only((Kind.WORKER_CRASHED,))):
+            if failed and (len(failed) > 1 or not isinstance(failed[0], CrashError)):
                 raise failed[-1]
             if key not in self._prepared:
                 scratch = self._folder_of(job, job.models[index]) / str(next(self._numbers))

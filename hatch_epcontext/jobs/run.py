@@ -11,7 +11,7 @@ from pathlib import Path
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.config.settings import BuildSettings, Config, Model, Target
-from hatch_epcontext.errors import BuildError, Kind, Problem, merged
+from hatch_epcontext.errors import BuildError, InterruptedBuildError, Problem, merged
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
 from hatch_epcontext.jobs.cache.cache import Cache
@@ -229,7 +229,7 @@ def _run(
                 except CancelledError:
                     continue
                 except BuildError as error:
-                    if fail_fast and error.is_only((Kind.INTERRUPTED,)):
+                    if fail_fast and isinstance(error, InterruptedBuildError):
                         continue
                     failures.append(FailedJob(job, error.problems))
                     log(f"{job.location} ({job.target.provider.name}): FAILED")

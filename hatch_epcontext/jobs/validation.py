@@ -16,7 +16,7 @@ from hatch_epcontext.config.settings import (
     Model,
 )
 from hatch_epcontext.config.tables import ValidateTable
-from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
+from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.jobs.artifact import Record, Validation, ValidationStatus
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
@@ -260,7 +260,7 @@ def not_run_error(job: Job, model: Model, reason: str) -> BuildError:
     """The error for a model that must be run but cannot be."""
     validate = model.key / "validate"
     only_mode = dataclasses.replace(model.validate, mode="auto") == ValidateTable()
-    return BuildError(
+    return UnavailableError(
         Problem(
             Kind.NOT_RUN,
             "",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hatch_epcontext.config.targets import is_path
-from hatch_epcontext.errors import ROOT, BuildError, ConfigError, Kind, Problem
+from hatch_epcontext.errors import ROOT, ConfigError, Kind, Problem, UnavailableError
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment, installed, owners
@@ -43,7 +43,7 @@ def describe_library(library: str, workers: Workers) -> LibraryReply:
             f"it was registered as {reply.name}, and offers no device on this machine.{reasons}"
         )
         hint = "Try it on a machine that has one, or with another release of ONNX Runtime."
-        raise BuildError(Problem(Kind.NO_DEVICE, f"library {library}", message, hint))
+        raise UnavailableError(Problem(Kind.NO_DEVICE, f"library {library}", message, hint))
     return reply
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from hatch_epcontext.config.settings import CompileSettings, Config
 from hatch_epcontext.errors import (
-    BuildError,
     ConfigError,
     EpcontextError,
     InspectionError,
@@ -18,6 +17,8 @@ from hatch_epcontext.errors import (
     Kind,
     ModelError,
     Problem,
+    RequirementError,
+    UnavailableError,
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
@@ -35,17 +36,6 @@ from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.inspecting import inspect_model, verify_model
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
 from hatch_epcontext.worker.results import Context
-
-_ABOUT_THIS_MACHINE = frozenset(
-    {
-        Kind.NOT_RUN,
-        Kind.UNLOADABLE_LIBRARY,
-        Kind.NO_DEVICE,
-        Kind.MISSING_REQUIREMENT,
-        Kind.CONFLICTING_REQUIREMENTS,
-        Kind.UNAVAILABLE_PROVIDER,
-    }
-)
 
 _SMALL = 2**20
 """The most bytes of a context model whose blobs are in sidecars."""
@@ -122,7 +112,7 @@ def _refuse_archive(path: Path) -> None:
 
 def reason_not_run(error: EpcontextError) -> str | None:
     """The reason, if ``error`` only means that this machine lacks the EP or its device."""
-    if not error.is_only(_ABOUT_THIS_MACHINE):
+    if not isinstance(error, RequirementError | UnavailableError):
         return None
     return error.problems[0].message.splitlines()[0].rstrip(".")
 
@@ -237,7 +227,7 @@ def _run(
     to_run = job.models[0].to_run_on(job.target)
     if reason := reason_not_to_run(job) or reason_not_to_open(path, model, job.target.provider):
         hint = "Check only the structure of its files (on the command line: --structure)."
-        raise BuildError(Problem(Kind.NOT_RUN, str(path), f"{reason}.", hint))
+        raise UnavailableError(Problem(Kind.NOT_RUN, str(path), f"{reason}.", hint))
     if problems := list(unknown_outputs(job.models[0], model.outputs)):
         raise ModelError(*problems)
     moved = staging / "moved"
@@ -259,7 +249,7 @@ def _run(
         how = "not run" if request.product == "context" else "run on the CPU only"
         message = f"it was {how}: {reply.unavailable}."
         hint = "Validate it on a machine that has its EP."
-        raise BuildError(Problem(Kind.NOT_RUN, str(path), message, hint))
+        raise UnavailableError(Problem(Kind.NOT_RUN, str(path), message, hint))
     inputs, provider = job.models[0].validate.inputs, job.target.provider
     validation = validation_of(request.product, reply, inputs, provider)
     return validation if has_source else replace(validation, reason="no source is given")

@@ -17,6 +17,7 @@ from hatch_epcontext.errors import (
     Key,
     Kind,
     Problem,
+    UnavailableError,
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
@@ -442,7 +443,7 @@ def _not_run(reason: str, location: str = "") -> BuildError:
         "Validate it on a machine that can run it, or check only its files (on the command line: "
         "--structure, or --allow-not-run)."
     )
-    return BuildError(Problem(Kind.NOT_RUN, location, f"{reason}.", hint))
+    return UnavailableError(Problem(Kind.NOT_RUN, location, f"{reason}.", hint))
 
 
 def _located(problem: Problem, location: str) -> Problem:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.errors import EpcontextError, Kind, ModelError, Problem
+from hatch_epcontext.errors import AccidentError, EpcontextError, Kind, LibraryError, Problem
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import is_refusal, system_problem
 from hatch_epcontext.worker.progress import report_to
@@ -33,12 +33,11 @@ from hatch_epcontext.worker.protocol import (
     LOG,
     MEMORY_LIMIT,
     NO_TELEMETRY,
-    REFUSED,
     REPLY,
     TEMPORARY,
     VERBOSE,
 )
-from hatch_epcontext.worker.requests import REQUESTS, Refusal
+from hatch_epcontext.worker.requests import REQUESTS, Failure
 
 _INFO = 1
 """ONNX Runtime's log severity for everything but messages for its own developers."""
@@ -78,19 +77,26 @@ def answer(action: str, text: str, *flags: str) -> tuple[str, int]:
             _limit_memory(int(flag.removeprefix(MEMORY_LIMIT)))
     request = from_json(text, REQUESTS[action])
     try:
-        reply, code = _answer(action, request, verbose=VERBOSE in flags), DONE
-    except ModelError as error:
-        reply, code = Refusal(error.problems), REFUSED
-    except EpcontextError as error:
-        reply, code = Refusal(error.problems), FAILED
-    except OSError as error:
-        reply, code = Refusal((_os_problem(error),)), FAILED
-    except Exception as error:
-        # For any other exception than ONNX Runtime's the traceback goes to the log.
-        if not _is_of_onnx_runtime(error):
-            _print_traceback()
-        reply, code = Refusal((_problem(error),)), FAILED
-    return to_json(reply, indent=None), code
+        reply = _answer(action, request, verbose=VERBOSE in flags)
+    except Exception as exception:
+        error = _explained(exception)
+        failure = Failure(type(error).__name__, error.problems)
+        return to_json(failure, indent=None), FAILED
+    return to_json(reply, indent=None), DONE
+
+
+def _explained(error: Exception) -> EpcontextError:
+    """``error``, if it is the package's own; otherwise one that says what the system or a library raised."""
+    if isinstance(error, EpcontextError):
+        return error
+    if isinstance(error, OSError) and is_refusal(error):
+        return AccidentError(system_problem(error, Path.cwd()))
+    # For any other exception than ONNX Runtime's the traceback goes to the log.
+    if not _is_of_onnx_runtime(error):
+        # The log is on the full disk too.
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
+    return LibraryError(Problem(Kind.COMPILE_FAILED, "", f"{type(error).__name__}: {error}"))
 
 
 def _is_of_onnx_runtime(error: Exception) -> bool:
@@ -101,24 +107,6 @@ def _is_of_onnx_runtime(error: Exception) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     inside = bool(frames) and "onnxruntime" in Path(frames[-1].filename).parts
     return type(error).__module__.startswith("onnxruntime.") or inside
-
-
-def _print_traceback() -> None:
-    # The log is on the full disk too.
-    with contextlib.suppress(OSError):
-        traceback.print_exc()
-
-
-def _os_problem(error: OSError) -> Problem:
-    """The problem for ``error``, raised by the system or by a library."""
-    if is_refusal(error):
-        return system_problem(error, Path.cwd())
-    _print_traceback()
-    return _problem(error)
-
-
-def _problem(error: Exception) -> Problem:
-    return Problem(Kind.COMPILE_FAILED, "", f"{type(error).__name__}: {error}")
 
 
 def serve(orders: Iterable[bytes], send: Callable[[bytes], object]) -> int:

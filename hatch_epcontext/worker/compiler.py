@@ -11,7 +11,17 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem, Setting
+from hatch_epcontext.errors import (
+    BuildError,
+    EpcontextError,
+    Key,
+    Kind,
+    LibraryError,
+    Problem,
+    RefusedError,
+    Setting,
+    UnavailableError,
+)
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.bodies import keep_weights, remove_readers
@@ -56,7 +66,7 @@ def compile_context(
             ):
                 raise
     if not result.is_file():
-        raise BuildError(_nothing_compiled(provider, _graph(prepared), key, refused))
+        raise _nothing_compiled(provider, _graph(prepared), key, refused)
 
 
 def _compile(
@@ -152,12 +162,10 @@ def explained(
     except Exception as error:
         message = str(error)
         if broken := _BROKEN.search(message):
-            problem: Problem | None = _broken_graph(broken, key, optimizes=optimizes)
-        else:
-            problem = _explanation(message, provider, graph_of(), key, refused)
-        if problem is None:
+            raise _broken_graph(broken, key, optimizes=optimizes) from error
+        if (explanation := _explanation(message, provider, graph_of(), key, refused)) is None:
             raise
-        raise BuildError(problem) from error
+        raise explanation from error
 
 
 def _with_model_compiler(
@@ -197,29 +205,27 @@ def _explanation(
     source: onnx.GraphProto,
     key: Key | None,
     refused: Callable[[], RefusedNodes],
-) -> Problem | None:
-    """Return the meaning of an error of ONNX Runtime or the EP; None if it is unknown."""
+) -> BuildError | None:
+    """The meaning of an error of ONNX Runtime or the EP; None if it is unknown."""
     if "Unable to compile any nodes" in message:
         return _nothing_compiled(provider, source, key, refused)
     if "NULL EPContext node" in message:
-        return Problem(
-            Kind.NOTHING_COMPILED,
-            "",
+        message = (
             f"{provider.ep} compiled the model, but returns no EP contexts: it cannot compile ahead "
-            "of time.",
+            "of time."
+        )
+        hint = (
             "Ship the source model, or its optimized graph with the cpu provider (not tried). This EP then "
-            "compiles it on the user's machine.",
+            "compiles it on the user's machine."
         )
+        return RefusedError(Problem(Kind.NOTHING_COMPILED, "", message, hint))
     if "unsupported with shared EP context" in message:
-        return Problem(
-            Kind.NOT_SHARED,
-            "",
-            f"{provider.ep} does not compile contexts for several chips that share weights.",
-            "Give each chip a target of its own, or remove share-weights (not tried).",
-        )
+        message = f"{provider.ep} does not compile contexts for several chips that share weights."
+        hint = "Give each chip a target of its own, or remove share-weights (not tried)."
+        return BuildError(Problem(Kind.NOT_SHARED, "", message, hint))
     if library := missing(message):
         message = f"{provider.ep} cannot compile, because {library} is missing."
-        return Problem(Kind.UNLOADABLE_LIBRARY, "", message, library.advice)
+        return UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, library.advice))
     return _refused_graph(message, provider, source, key, refused)
 
 
@@ -229,15 +235,15 @@ def _refused_graph(
     source: onnx.GraphProto,
     key: Key | None,
     refused: Callable[[], RefusedNodes],
-) -> Problem | None:
-    """The problem of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
+) -> LibraryError | None:
+    """The error of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
     settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
     if words := provider.error_in_words(message):
         hint = _CHANGE
         if decides := advice(source, key):
             # The node may be in a branch that never runs.
             hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1] + settings
-        return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
+        return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
     if not_inferred := _NOT_INFERRED.search(message):
         return _not_inferred(not_inferred, source, key)
     if (nodes := refused()).text:
@@ -249,7 +255,7 @@ def _refused_graph(
         elif nodes.cut and key is not None:
             hint = "Change the model there, or keep the part that it may compile (not tried):"
             settings = (nodes.cut.setting(key),)
-        return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
+        return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
     return None
 
 
@@ -267,7 +273,7 @@ _NOT_INFERRED = re.compile(
 """ONNX Runtime's error about types or shapes that do not match; the first node is the outermost."""
 
 
-def _not_inferred(found: re.Match[str], source: onnx.GraphProto, key: Key | None) -> Problem:
+def _not_inferred(found: re.Match[str], source: onnx.GraphProto, key: Key | None) -> LibraryError:
     reason = " ".join(found["reason"].split()).rstrip(".")
     message = (
         f"with these sizes the types or shapes in the node {found['name']!r} ({found['op']}) do not fit each "
@@ -275,10 +281,10 @@ def _not_inferred(found: re.Match[str], source: onnx.GraphProto, key: Key | None
     )
     # A branch that never runs may be for other sizes.
     hint, settings = advice(source, key) or ("Check dims, shapes and constants.", ())
-    return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
+    return LibraryError(Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings))
 
 
-def _broken_graph(found: re.Match[str], key: Key | None, *, optimizes: bool) -> Problem:
+def _broken_graph(found: re.Match[str], key: Key | None, *, optimizes: bool) -> LibraryError:
     reason = " ".join(found["reason"].split()).rstrip(".")
     node = f"a node {found['name']!r} ({found['op']}) that ONNX Runtime itself refuses ({reason})"
     hint = "The source model is not at fault."
@@ -294,7 +300,7 @@ def _broken_graph(found: re.Match[str], key: Key | None, *, optimizes: bool) -> 
         hint += " Keep only the part before or after the node, and compute the rest in the app (not tried)."
         name, value = "cut", None
     settings = () if key is None else (Setting(key / name, value),)
-    return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
+    return LibraryError(Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings))
 
 
 def _nothing_compiled(
@@ -302,7 +308,7 @@ def _nothing_compiled(
     source: onnx.GraphProto,
     key: Key | None,
     refused: Callable[[], RefusedNodes],
-) -> Problem:
+) -> RefusedError:
     message = f"{provider.ep} compiled no node of the model."
     hint = (
         "Check that the provider options name a chip that the EP supports, and that the EP has the model's "
@@ -327,4 +333,4 @@ def _nothing_compiled(
         if not settings:
             # If the EP gives reasons for its nodes, the chip is not the cause.
             hint, settings = nodes.weights or ("Change the model at these nodes.", ())
-    return Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings)
+    return RefusedError(Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings))

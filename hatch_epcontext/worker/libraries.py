@@ -13,16 +13,12 @@ from typing import Any
 import onnxruntime as ort
 
 from hatch_epcontext.config.targets import LIBRARIES
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import Kind, Problem, UnavailableError
 from hatch_epcontext.providers import MissingLibrary, Plugin, missing
 from hatch_epcontext.text import listing
 
 _MAX_LIBRARIES = 3
 """The most libraries of a package that a message names."""
-
-
-class UnavailableError(BuildError):
-    """The target's EP, or a device that it can run on, is unavailable on this machine."""
 
 
 def register(plugin: Plugin, ep: str, *, virtual: bool = False) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 DONE = 0
-REFUSED = 3
-"""The worker's code when the model or its configuration is invalid."""
 FAILED = 4
-"""The worker's code when ONNX Runtime or the EP failed: the log may show more."""
+"""The worker's code when the reply is a `requests.Failure`."""
 VERBOSE = "--verbose"
 """The worker's flag for ONNX Runtime's verbose log."""
 MEMORY_LIMIT = "--memory-limit="

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, RefusedError, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data, stays_inside
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, Cut
@@ -43,7 +43,7 @@ def read_context(model: Model, prepared: Path, result: Path, target: Target) -> 
             Problem(Kind.WRONG_RESULT, "", f"{provider.ep} wrote {result.name}: {problem.message}")
             for problem in error.problems
         )
-        raise BuildError(*problems) from error
+        raise RefusedError(*problems) from error
 
 
 def _read_context(
@@ -57,10 +57,11 @@ def _read_context(
         *_wrong_contexts(contexts, result, provider),
         *_wrong_chip(compatibility, contexts, provider, target),
         *_not_embeddable(contexts, model, provider, target),
-        *_too_large(result, model, target),
     ]
     if problems:
-        raise BuildError(*problems)
+        raise RefusedError(*problems)
+    if result.stat().st_size > PROTOBUF_LIMIT:
+        raise BuildError(_too_large(result, model, target))
     _check_data(onnx_model, result, model, provider)
     uncovered = [n for n in graph.compute_nodes(onnx_model.graph) if n.op_type != graph.CONTEXT_OP]
     total = len(graph.compute_nodes(source.graph))
@@ -170,7 +171,7 @@ def _check_data(
     try:
         external_data(onnx_model, result, result.name)
     except ModelError as error:
-        raise BuildError(
+        raise RefusedError(
             *(
                 Problem(
                     Kind.WRONG_RESULT,
@@ -199,12 +200,10 @@ def _not_embeddable(
         )
 
 
-def _too_large(result: Path, model: Model, target: Target) -> Iterator[Problem]:
+def _too_large(result: Path, model: Model, target: Target) -> Problem:
     size = result.stat().st_size
-    if size <= PROTOBUF_LIMIT:
-        return
     embed = target.settings.embed
-    yield Problem(
+    return Problem(
         Kind.TOO_LARGE,
         "",
         f"{result.name} has {size / 2**30:.1f} GiB, but an ONNX file cannot be larger than 2 GiB.",

@@ -401,7 +401,11 @@ class LibraryRequest(WorkerRequest[LibraryReply], action="library"):
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """The answer to a request that failed; a problem with an empty location is about the request."""
+class Failure:
+    """The answer to a request that failed: the name of the error's class, and its problems.
 
+    A problem with an empty location is about the request.
+    """
+
+    error: str
     problems: tuple[Problem, ...]

@@ -16,7 +16,17 @@ import onnx
 from onnx import helper
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
+from hatch_epcontext.errors import (
+    BuildError,
+    Key,
+    Kind,
+    LibraryError,
+    ModelError,
+    Problem,
+    RefusedError,
+    Setting,
+    UnavailableError,
+)
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, Cut
 from hatch_epcontext.graph.parts import is_possible
@@ -58,21 +68,23 @@ def compile_with_library(
     log.detailed = target.settings.provider_options.get("nv_detailed_build_log") == "1"
     source = onnx.load(prepared, load_external_data=False)
     key = target.key if model is None else model.key
-    if problems := [*_other_types(source.graph), *_open_inputs(source.graph, target, key)]:
-        raise BuildError(*problems)
+    if problems := [*_open_inputs(source.graph, target, key)]:
+        raise ModelError(*problems)
+    if problems := [*_other_types(source.graph)]:
+        raise RefusedError(*problems)
     builder = trt.Builder(log)
     network = builder.create_network(0)
     # By default a number, which differs in each engine of a process.
     network.name = result.stem
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(prepared)):
-        raise BuildError(_not_parsed(parser, model, source.graph))
+        raise LibraryError(_not_parsed(parser, model, source.graph))
     if problems := [*_other_tensors(network, source.graph)]:
-        raise BuildError(*problems)
+        raise RefusedError(*problems)
     config = _configured(trt, builder, network, target, key)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
-        raise BuildError(_not_built(log.errors, target))
+        raise LibraryError(_not_built(log.errors, target))
     version = importlib.import_module(trt.__package__).__version__
     blob = bytes(engine)
     check_engine(blob, target)
@@ -92,11 +104,11 @@ def check_engine(engine: bytes, target: Target) -> None:
     found = target.provider.compiled_for(engine[:HEADER].hex())
     gpus, wanted = found.get("compute capability"), target.settings.compute_capabilities
     if not found:
-        raise BuildError(_wrong("an engine with an unknown header"))
+        raise RefusedError(_wrong("an engine with an unknown header"))
     if (size := engine_size(engine)) != len(engine):
-        raise BuildError(_wrong(f"{len(engine)} bytes, and its header counts {size}"))
+        raise RefusedError(_wrong(f"{len(engine)} bytes, and its header counts {size}"))
     if wanted and gpus != ", ".join(wanted):
-        raise BuildError(_wrong(f"an engine for {gpus}, not for {listing(wanted)}"))
+        raise RefusedError(_wrong(f"an engine for {gpus}, not for {listing(wanted)}"))
 
 
 def _imported(target: Target) -> Any:
@@ -110,7 +122,7 @@ def _imported(target: Target) -> Any:
             "Install it: it has packages for Linux and Windows on x86-64. Or compile with the EP, on a "
             'machine with an RTX GPU: remove compute-capabilities, and compile-with = "library".'
         )
-        raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)) from error
+        raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)) from error
 
 
 @functools.cache
@@ -255,7 +267,7 @@ def _configured(trt: Any, builder: Any, network: Any, target: Target, key: Key) 
 
 def _set_shape(made: Any, tensor: Any, profile: Profile, key: Key) -> None:
     if tensor.is_shape_tensor:
-        raise BuildError(
+        raise RefusedError(
             Problem(
                 Kind.COMPILE_FAILED,
                 "",

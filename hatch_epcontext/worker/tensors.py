@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import Kind, Problem, RefusedError
 from hatch_epcontext.graph.arrays import STRING, Array, Arrays, is_extended, is_float, numpy_dtype
 
 
@@ -202,4 +202,4 @@ def refuse_not_finite(outputs: Arrays, reference: Arrays) -> None:
             message = f"the output {name!r} has NaN or Inf in {count}{end}"
             problems.append(Problem(Kind.NOT_FINITE, "", message))
     if problems:
-        raise BuildError(*problems)
+        raise RefusedError(*problems)

@@ -11,7 +11,7 @@ import pytest
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.errors import AccidentError, BuildError, Kind
 from hatch_epcontext.files import record_file
 from hatch_epcontext.jobs.artifact import Preparation, Source
 from hatch_epcontext.jobs.cache.cache import Cache
@@ -95,7 +95,7 @@ def test_what_is_not_the_simplifiers_fault_fails_the_job(
 ) -> None:
     if kind is Kind.WORKER_TIMEOUT:
         workers = dataclasses.replace(workers, timeout=1)
-    with pytest.raises(BuildError) as raised:
+    with pytest.raises(AccidentError) as raised:
         prepared(job, tmp_path, workers, body, source)
     (problem,) = raised.value.problems
     assert problem.kind is kind

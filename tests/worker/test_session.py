@@ -16,10 +16,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import BuildError, Kind, Problem, UnavailableError
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import Plugin
-from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.session import _matches, cpu_options, open_session, options

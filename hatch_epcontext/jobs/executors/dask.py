@@ -23,7 +23,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from hatch_epcontext.config.settings import SYNTHETIC, BuildSettings, Model
-from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem
+from hatch_epcontext.errors import (
+    AccidentError,
+    BuildError,
+    EpcontextError,
+    InterruptedBuildError,
+    Key,
+    Kind,
+    Problem,
+)
 from hatch_epcontext.files import FileRecord, record_file, temp_dir
 from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Source, ValidationRun
 from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
@@ -354,7 +362,7 @@ class DaskExecutor:
             self._check_running(job)
             message = f"a worker failed: {type(error).__name__}: {error}"
             hint = "Read the logs of the dask workers. Often their machine has too little memory."
-            raise BuildError(Problem(Kind.WORKER_LOST, "", message, hint)) from error
+            raise AccidentError(Problem(Kind.WORKER_LOST, "", message, hint)) from error
         if isinstance(outcome, Exception):
             self._check_running(job)
             raise outcome
@@ -420,7 +428,7 @@ class DaskExecutor:
     def _check_running(self, job: Job) -> None:
         if self.stopped:
             message = "the build was interrupted."
-            raise BuildError(Problem(Kind.INTERRUPTED, "", message))
+            raise InterruptedBuildError(Problem(Kind.INTERRUPTED, "", message))
 
     def _handle(self, event: Mapping[str, Any]) -> None:
         """Handle what a worker reports, to this build or to another one."""

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem
+from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem, UnavailableError
 from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, ValidationRun
 from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
@@ -139,7 +139,7 @@ def _check_library(job: Job) -> None:
     if not path.is_file() or file_sha256(path) != job.target.settings.library_sha256:
         message = f"the library {path} is missing, or differs from the build's."
         hint = "Install it at the same path, or use a package with get_library_path()."
-        raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint))
+        raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint))
 
 
 Outcome = FileRecord | Refused | ValidationRun

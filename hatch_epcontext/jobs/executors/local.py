@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem
+from hatch_epcontext.errors import (
+    AccidentError,
+    BuildError,
+    CrashError,
+    Kind,
+    LimitError,
+    Problem,
+    RefusedError,
+)
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import (
@@ -36,39 +44,6 @@ from hatch_epcontext.worker.results import Context
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import CompileReply
-
-REFUSALS = frozenset(
-    {
-        Kind.NOTHING_COMPILED,
-        Kind.COMPILE_FAILED,
-        Kind.WORKER_CRASHED,
-        Kind.WRONG_RESULT,
-        Kind.NOT_EMBEDDABLE,
-    }
-)
-"""The problems with an EP that another form of the model may avoid."""
-
-_FAULTS_OF_SIMPLIFIERS = frozenset(
-    {
-        Kind.WORKER_CRASHED,
-        Kind.COMPILE_FAILED,
-        Kind.OUTPUT_DIFFERS,
-        Kind.NOT_FINITE,
-        Kind.OUTPUT_SHAPE,
-    }
-)
-"""The faults of a simplifier itself. After any other problem, such as a killed worker, the next simplifier's
-weaker result would stay in the cache although this one works."""
-
-_ACCIDENTS = frozenset(
-    {
-        Kind.INTERRUPTED,
-        Kind.SYSTEM_ERROR,
-        Kind.WORKER_KILLED,
-        Kind.WORKER_LOST,
-    }
-)
-"""Accidents, which do not depend on the recipe: after them a weaker result would stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +119,7 @@ class LocalExecutor:
         try:
             reply = self._compile(job, recipe, prepared, folder, worker)
         except BuildError as error:
-            if _has_accident(error) or (recipe.is_plain and not error.is_only(REFUSALS)):
+            if not _may_be_avoided(error, recipe):
                 raise
             rewrites = dict.fromkeys(n for e in preparations for n in (*e.options, *e.rewrites))
             return Refused("compile", error.problems, rewrites=tuple(rewrites))
@@ -164,9 +139,7 @@ class LocalExecutor:
         try:
             prepared = self.preparations.get(job, plain, worker)
         except BuildError as error:
-            known = error.is_only(_FAULTS_OF_SIMPLIFIERS) and not isinstance(error, ModelError)
-            # What the float form of a model lacks, the model itself may not lack.
-            if _has_accident(error) or not (known or recipe.dequantize):
+            if not _may_be_avoided(error, recipe):
                 raise
             return Refused("prepare", error.problems)
         control_flow = dict.fromkeys(n for each in prepared for n in each.preparation.control_flow)
@@ -175,10 +148,7 @@ class LocalExecutor:
         try:
             return self.preparations.get(job, recipe, worker)
         except BuildError as error:
-            # The rewrites for all models make no other form that the EP may accept.
-            if _has_accident(error) or (
-                recipe.is_plain and not error.is_only((Kind.WORKER_CRASHED,))
-            ):
+            if not _may_be_avoided(error, recipe):
                 raise
             return Refused("change", error.problems)
 
@@ -283,5 +253,11 @@ def _problems(messages: Iterable[str]) -> tuple[Problem, ...]:
     return tuple(Problem(Kind.COMPILE_FAILED, "", message) for message in messages)
 
 
-def _has_accident(error: BuildError) -> bool:
-    return any(problem.kind in _ACCIDENTS for problem in error.problems)
+def _may_be_avoided(error: BuildError, recipe: Recipe) -> bool:
+    """Whether another recipe may avoid ``error``, which ended an attempt with ``recipe``."""
+    if isinstance(error, RefusedError | CrashError):
+        return True
+    # The plain recipe has succeeded before: the cause is what this one adds. But after an accident that does
+    # not depend on it, a weaker result would stay in the cache.
+    is_of_recipe = isinstance(error, LimitError) or not isinstance(error, AccidentError)
+    return is_of_recipe and not recipe.is_plain

@@ -15,7 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import (
+    AccidentError,
+    BuildError,
+    CrashError,
+    InterruptedBuildError,
+    Key,
+    Kind,
+    LimitError,
+    ModelError,
+    Problem,
+    RefusedError,
+    Setting,
+    UnavailableError,
+    error_of_worker,
+)
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.processes.forks import ForkServer, NotStartedError, is_supported
 from hatch_epcontext.jobs.processes.running import Interpreter, WorkerCommand, WorkerProcess
@@ -24,7 +38,7 @@ from hatch_epcontext.providers import Provider, missing, variables_in
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import full_disk_problem, removed_problem, writing
 from hatch_epcontext.text import hide_values, show_size
-from hatch_epcontext.worker.protocol import DONE, FAILED, MEMORY_LIMIT, REFUSED, TEMPORARY, VERBOSE
+from hatch_epcontext.worker.protocol import DONE, FAILED, MEMORY_LIMIT, TEMPORARY, VERBOSE
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import ReplyT, WorkerRequest
@@ -45,20 +59,6 @@ _NO_MEMORY = re.compile(
 _LESS_MEMORY = (
     "Run fewer jobs at once (build.jobs), or build on a machine with more memory (not tried)."
 )
-
-_FOUND_BY_WORKERS = frozenset(
-    {
-        Kind.NOTHING_COMPILED,
-        Kind.NOT_FINITE,
-        Kind.OUTPUT_DIFFERS,
-        Kind.OUTPUT_SHAPE,
-        Kind.WRONG_RESULT,
-    }
-)
-"""Problems that a worker finds in the artifact: only errors in its log can be related to them."""
-
-_EP_FAILED = frozenset({Kind.NOTHING_COMPILED, Kind.COMPILE_FAILED})
-"""Problems of an EP that may lack its own libraries: many only log that."""
 
 _CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"})
 """The signals of a process that crashes; all others come from outside."""
@@ -262,8 +262,9 @@ class Worker:
 
         ``folder``, which is created, is the worker's working directory and gets its log. ``location`` labels
         the log, and problems without a location. With the ``step`` of a job (empty for compiling) problems
-        get only the step: the job's runner sets their location. Raises ModelError when the worker refuses
-        the request, and BuildError when it fails, crashes or takes too long.
+        get only the step: the job's runner sets their location. Raises what the worker raised, CrashError
+        when it crashes, LimitError when it takes too long or too much memory, and AccidentError when it is
+        killed or the system refuses something.
         """
         try:
             return self._call(request, folder, f"{location}: {step}" if step else location)
@@ -273,7 +274,7 @@ class Worker:
 
     def _call(self, request: WorkerRequest[ReplyT], folder: Path, location: str) -> ReplyT:
         # Imported here: a build that finds everything in the cache makes no requests.
-        from hatch_epcontext.worker.requests import Refusal
+        from hatch_epcontext.worker.requests import Failure
 
         text, memory_limit = to_json(request, indent=None), self._workers.memory_limit
         secrets = _secrets(text)
@@ -301,25 +302,23 @@ class Worker:
         if self._processes.stopped:
             raise _interrupted()
         if not order.log.path.is_file():
-            raise BuildError(removed_problem(folder, ""))
+            raise AccidentError(removed_problem(folder, ""))
         if code is None:
-            raise BuildError(_too_slow(order, self._workers.timeout))
-        reply = order.reply if code in (DONE, REFUSED, FAILED) else None
-        error: type[BuildError] = BuildError
+            raise LimitError(_too_slow(order, self._workers.timeout))
+        reply = order.reply if code in (DONE, FAILED) else None
         try:
             if reply is None:
-                problems: tuple[Problem, ...] = (_ended(code, order.last_step),)
+                error = _ended(code, order.last_step)
             elif code == DONE:
                 reply_type: type[ReplyT] = request.reply_type
                 return from_json(reply, reply_type)
             else:
-                problems = from_json(reply, Refusal).problems
-                error = ModelError if code == REFUSED else BuildError
+                failure = from_json(reply, Failure)
+                error = error_of_worker(failure.error, failure.problems)
         except ValueError as invalid:
             message = f"the worker's reply cannot be read: {invalid}."
-            problems = (Problem(Kind.WORKER_CRASHED, "", message),)
-        has_log = error is not ModelError
-        raise error(*(_explained(each, order, memory_limit, has_log) for each in problems))
+            error = CrashError(Problem(Kind.WORKER_CRASHED, "", message))
+        raise _explained(error, order, memory_limit)
 
     def _run(self, order: WorkerCommand, location: str) -> int | None:
         """The code of the answer, or the exit code; None after the timeout."""
@@ -332,7 +331,7 @@ class Worker:
         try:
             return self._run_once(order, location, alone=True)
         except NotStartedError as error:
-            raise BuildError(_not_started(error.__cause__)) from error
+            raise AccidentError(_not_started(error.__cause__)) from error
 
     def _run_once(self, order: WorkerCommand, location: str, *, alone: bool = False) -> int | None:
         if self._process is None:
@@ -356,7 +355,7 @@ class Worker:
             if code is not None:
                 return code
             if order.log.size > LOG_LIMIT:
-                raise BuildError(_flooded(order))
+                raise CrashError(_flooded(order))
             order.log.forward()
             self._report(beat, order, location)
         return None
@@ -380,20 +379,28 @@ def _secrets(request: str) -> tuple[str, ...]:
     return tuple(value for name in variables_in(request) if (value := os.environ.get(name)))
 
 
-def _explained(
-    found: Problem, order: WorkerCommand, memory_limit: int | None, has_log: bool
-) -> Problem:
-    """The problem of a worker that ``found`` one, or ended with it; without the values of secrets.
+def _explained(error: BuildError, order: WorkerCommand, memory_limit: int | None) -> BuildError:
+    """``error``, with which a worker ended, by its causes; without the values of secrets."""
+    explained = [_by_cause(error, found, order, memory_limit) for found in error.problems]
+    cause = next((each for each in explained if isinstance(each, AccidentError)), error)
+    return type(cause)(*(problem for each in explained for problem in each.problems))
 
-    The first of these causes: a full disk, missing libraries of the EP, a lack of memory, or ``found``.
-    ``has_log``: whether the worker's log is related to it.
+
+def _by_cause(
+    error: BuildError, found: Problem, order: WorkerCommand, memory_limit: int | None
+) -> BuildError:
+    """The first of these causes: a full disk, missing libraries of the EP, a lack of memory, or the problem
+    ``found`` of ``error``.
     """
+    has_log = not isinstance(error, ModelError)
+    # What the worker finds wrong in a result can only be related to errors in its log.
+    is_finding = not has_log or type(error) is RefusedError
     location, message, hint = (
         hide_values(text or "", order.secrets)
         for text in (found.location, found.message, found.hint)
     )
     errors = order.log.tail(only_errors=True) if has_log else ""
-    log = errors if not has_log or found.kind in _FOUND_BY_WORKERS else order.log.tail()
+    log = errors if is_finding else order.log.tail()
     own = tuple(hide_values(each, order.secrets) for each in found.causes)
     found = replace(
         found, location=location, message=message, hint=hint or None, log=log or None, causes=own
@@ -401,27 +408,41 @@ def _explained(
     output = f"{message}\n{log}"
     if full := full_disk_problem(order.folder, location, output):
         # The worker's own message names the path.
-        return found if found.kind is Kind.SYSTEM_ERROR else replace(full, log=found.log)
-    if found.kind in _EP_FAILED and (lacking := missing(errors)):
+        is_known = found.kind is Kind.SYSTEM_ERROR
+        return AccidentError(found if is_known else replace(full, log=found.log))
+    # Many EPs only log that.
+    if isinstance(error, RefusedError) and (lacking := missing(errors)):
         message = f"the EP cannot load its own libraries, because {lacking} is missing."
-        return Problem(Kind.UNLOADABLE_LIBRARY, location, message, lacking.advice, log=errors)
+        return UnavailableError(
+            Problem(Kind.UNLOADABLE_LIBRARY, location, message, lacking.advice, log=errors)
+        )
     key, size = Key() / "build" / "memory-limit", show_size(memory_limit or 0)
     causes = (*own, *_small_address_space())
     # Without a limit a log may contain warnings about memory: only the log of a crash counts.
-    has_crashed = found.kind is Kind.WORKER_CRASHED
+    has_crashed = isinstance(error, CrashError)
     if not _NO_MEMORY.search(output if memory_limit or has_crashed else message):
         if memory_limit:
             # Some EPs report a lack of memory only as a failure.
             causes = (f"Or the worker had too little memory: {key} is {size}.", *causes)
-        return found if found.kind is Kind.SYSTEM_ERROR else replace(found, causes=causes)
+        is_known = found.kind is Kind.SYSTEM_ERROR
+        return type(error)(found if is_known else replace(found, causes=causes))
     limit = Setting(key, f"{-(-2 * (memory_limit or 0) // 10**6)} MB")
     advice, settings = _to_raise(limit, "Raise the limit, or remove it (not tried).")
     what = f"needs more memory than {key} allows ({size})"
     if not memory_limit:
         what, advice, settings = "ran out of memory", _LESS_MEMORY, ()
     message = f"the worker {what}: {message}"
-    return Problem(
-        Kind.OUT_OF_MEMORY, location, message, advice, found.key, settings, found.log, causes=causes
+    return LimitError(
+        Problem(
+            Kind.OUT_OF_MEMORY,
+            location,
+            message,
+            advice,
+            found.key,
+            settings,
+            found.log,
+            causes=causes,
+        )
     )
 
 
@@ -466,22 +487,24 @@ def _not_started(error: BaseException | None) -> Problem:
 
 
 def _interrupted() -> BuildError:
-    return BuildError(Problem(Kind.INTERRUPTED, "", "the build was interrupted."))
+    return InterruptedBuildError(Problem(Kind.INTERRUPTED, "", "the build was interrupted."))
 
 
-def _ended(code: int, step: str) -> Problem:
-    """The problem of a worker that ended in ``step`` with exit code ``code`` and without a reply."""
+def _ended(code: int, step: str) -> BuildError:
+    """The error of a worker that ended in ``step`` with exit code ``code`` and without a reply."""
     name = _signal_name(code)
     if name is not None and name not in _CRASHES:
         hint = "Something else ended it: build again."
         if name == "SIGKILL":
             hint = f"The system kills processes when memory is short. {_LESS_MEMORY}"
-        return Problem(Kind.WORKER_KILLED, "", f"the worker was killed with {name}{step}.", hint)
+        message = f"the worker was killed with {name}{step}."
+        return AccidentError(Problem(Kind.WORKER_KILLED, "", message, hint))
     if code & 0xFFFFFFFF == _STOPPED:
         message = f"the worker was stopped with Ctrl-C, or with its console{step}."
-        return Problem(Kind.WORKER_KILLED, "", message, "Build again.")
+        return AccidentError(Problem(Kind.WORKER_KILLED, "", message, "Build again."))
     hint = "The crash is in ONNX Runtime or in the execution provider's library: see the log."
-    return Problem(Kind.WORKER_CRASHED, "", f"the worker {_describe_exit(code)}{step}.", hint)
+    message = f"the worker {_describe_exit(code)}{step}."
+    return CrashError(Problem(Kind.WORKER_CRASHED, "", message, hint))
 
 
 def _signal_name(code: int) -> str | None:

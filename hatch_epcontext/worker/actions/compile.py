@@ -10,14 +10,13 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import Setting
+from hatch_epcontext.errors import Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.loader import PREPARED
 from hatch_epcontext.worker.compiler import compile_context
-from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.readback import read_context, read_optimized

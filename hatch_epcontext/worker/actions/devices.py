@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import onnxruntime as ort
 
+from hatch_epcontext.errors import UnavailableError
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.worker.libraries import UnavailableError, missing_in_package, register
+from hatch_epcontext.worker.libraries import missing_in_package, register
 from hatch_epcontext.worker.requests import DevicesReply, DevicesRequest
 from hatch_epcontext.worker.session import add_built_in, describe_device, incompatibilities
 

@@ -11,7 +11,14 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import (
+    Kind,
+    ModelError,
+    Problem,
+    RefusedError,
+    Setting,
+    UnavailableError,
+)
 from hatch_epcontext.graph import reading
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
@@ -30,7 +37,6 @@ from hatch_epcontext.worker.comparison.runs import (
 from hatch_epcontext.worker.comparison.suppression import Rest, expose_reads
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
-from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import ValidateReply, ValidateRequest
 from hatch_epcontext.worker.results import SENSITIVE, Agreement, AgreementStatus, Emulation
@@ -287,4 +293,4 @@ def _check_assignment(
             f"the {request.product} graph was loaded from {loaded_from}, but ONNX Runtime assigned "
             f"no node of it to {provider.ep}."
         )
-        raise BuildError(Problem(Kind.WRONG_RESULT, "", message))
+        raise RefusedError(Problem(Kind.WRONG_RESULT, "", message))

@@ -11,7 +11,7 @@ from typing import Any
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, RefusedError, Setting
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
@@ -225,7 +225,7 @@ def check_outputs(
             problem = _differs(compared, model, reference_name, place, facts, only_target, what)
             problems.append(replace(problem, margin=max(compared.margin, NOTHING)))
     if problems:
-        raise BuildError(*problems)
+        raise RefusedError(*problems)
     return agreements
 
 

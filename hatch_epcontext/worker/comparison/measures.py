@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import Kind, Problem, RefusedError
 from hatch_epcontext.graph.arrays import STRING, Array
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.results import Agreement, Slice
@@ -135,7 +135,7 @@ def compare(
             f"the output {name!r} has the shape {list(output.shape)}, but "
             f"{list(reference.shape)} on the CPU."
         )
-        raise BuildError(Problem(Kind.OUTPUT_SHAPE, "", message))
+        raise RefusedError(Problem(Kind.OUTPUT_SHAPE, "", message))
     if is_state:
         limits = replace(limits, snr=limits.snr - _STATE)
     exact = reference.dtype == STRING or reference.dtype.kind == "b" or nature == "indices"

@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, RefusedError, Setting
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
@@ -221,7 +221,7 @@ def _check_operators(
             error, allowed = _error(outputs, each)
             if not error <= allowed:
                 node = each.node
-                raise BuildError(
+                raise RefusedError(
                     Problem(
                         Kind.OUTPUT_DIFFERS,
                         "",

@@ -15,7 +15,15 @@ import pytest
 from packaging.version import Version
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Key, Kind, Problem
+from hatch_epcontext.errors import (
+    AccidentError,
+    BuildError,
+    CrashError,
+    Key,
+    Kind,
+    Problem,
+    RefusedError,
+)
 from hatch_epcontext.jobs.processes import process
 from hatch_epcontext.jobs.processes.forks import is_supported
 from hatch_epcontext.jobs.processes.process import Workers
@@ -250,7 +258,7 @@ def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 ANSWERING = """
 import os, sys
 print("Python starts", end="", flush=True)
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import Kind, Problem, RefusedError
 from hatch_epcontext.worker.actions import check
 from hatch_epcontext.worker.results import ModelFacts
 from hatch_epcontext.worker.progress import step
@@ -262,7 +270,7 @@ def handle(request):
     if name == "crash":
         os.abort()
     if name == "fail":
-        raise BuildError(Problem(Kind.COMPILE_FAILED, "", f"it fails in {os.getcwd()}"))
+        raise RefusedError(Problem(Kind.COMPILE_FAILED, "", f"it fails in {os.getcwd()}"))
     open("pid", "w").write(f"{os.getpid()} {os.environ['TMPDIR']}")
     return CheckReply((ModelFacts((), (), ()),))
 check.handle = handle
@@ -294,7 +302,7 @@ def test_a_worker_answers_several_requests_each_in_a_folder_of_its_own(
     assert [each.splitlines()[0] for each in logs] == ["one prints", "two prints", f"{last} prints"]
     (failed,) = raised.value.problems
     assert failed.location == "the last one"
-    assert failed.kind is (Kind.WORKER_CRASHED if last == "crash" else Kind.COMPILE_FAILED)
+    assert type(raised.value) is (CrashError if last == "crash" else RefusedError)
     # Each request has steps of its own, also where they are called the same.
     assert (" while looking " in failed.message) == (last == "crash")
 
@@ -367,16 +375,18 @@ def test_values_of_secrets_are_hidden_in_the_log(
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "words"),
+    ("code", "error", "words"),
     [
-        (0xC000013A, Kind.WORKER_KILLED, "stopped with Ctrl-C"),
-        (0xC0000409, Kind.WORKER_CRASHED, "an abort, or a stack buffer overrun (0xC0000409)"),
-        (0xC0000005, Kind.WORKER_CRASHED, "access violation (0xC0000005)"),
-        (3, Kind.WORKER_CRASHED, "exit code 3"),
+        (0xC000013A, AccidentError, "stopped with Ctrl-C"),
+        (0xC0000409, CrashError, "an abort, or a stack buffer overrun (0xC0000409)"),
+        (0xC0000005, CrashError, "access violation (0xC0000005)"),
+        (3, CrashError, "exit code 3"),
     ],
 )
-def test_exit_codes_of_windows_are_said_in_words(code: int, kind: Kind, words: str) -> None:
+def test_exit_codes_of_windows_are_said_in_words(
+    code: int, error: type[BuildError], words: str
+) -> None:
     """Not run on Windows."""
-    found = process._ended(code, " while compiling")
-    assert found.kind is kind
-    assert words in found.message
+    ended = process._ended(code, " while compiling")
+    assert type(ended) is error
+    assert words in ended.problems[0].message
