@@ -34,9 +34,9 @@ from hatch_epcontext import _recompile, loader
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.files import record_files
-from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import UNSEALED, seal
 from hatch_epcontext.package.modules import loader_file
+from hatch_epcontext.shipped import METADATA
 from tests.conftest import needs_qnn, printed_json
 from tests.models import model, network, of_any_rank, save, save_with_data, value
 

@@ -25,8 +25,8 @@ from hatch_epcontext.files import (
     unreadable,
 )
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.loader import OPTION_FILE
 from hatch_epcontext.providers import Option, variable_of
+from hatch_epcontext.shipped import OPTION_FILE
 from hatch_epcontext.text import show
 
 NO_HOME = "this user has no home folder, and so no cache folder"

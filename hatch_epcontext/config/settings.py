@@ -25,7 +25,6 @@ from hatch_epcontext.config.tables import (
 from hatch_epcontext.errors import Key
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
-from hatch_epcontext.loader import OPTION_FILE
 from hatch_epcontext.providers import (
     QUANTIZED,
     Device,
@@ -36,6 +35,7 @@ from hatch_epcontext.providers import (
     configured,
     secrets_in,
 )
+from hatch_epcontext.shipped import OPTION_FILE
 
 CREDENTIALS = frozenset(
     {

@@ -10,7 +10,7 @@ from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.requirements import FARM, requirements
-from hatch_epcontext.loader import CPU_EP
+from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import file_name, pairs
 
 

@@ -12,8 +12,8 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Result, Source
 from hatch_epcontext.jobs.cache.index import changed_error
 from hatch_epcontext.jobs.plan import ships_source
-from hatch_epcontext.loader import OPTION_FILES
 from hatch_epcontext.package import manifest
+from hatch_epcontext.shipped import OPTION_FILES
 from hatch_epcontext.system import writing
 
 

@@ -25,9 +25,9 @@ from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
-from hatch_epcontext.loader import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
 from hatch_epcontext.providers import Plugin, Product, secrets_in
 from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
 from hatch_epcontext.worker.results import Coverage
 
 FILE = "manifest.json"

@@ -13,7 +13,6 @@ from hatch_epcontext.errors import InspectionError, Kind, Problem
 from hatch_epcontext.files import FileRecord, is_inside, is_intact, read_regular
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import GENERATOR
-from hatch_epcontext.loader import METADATA, SOURCE
 from hatch_epcontext.package.manifest import (
     FILE,
     Component,
@@ -27,6 +26,7 @@ from hatch_epcontext.package.manifest import (
     VariantMetadata,
 )
 from hatch_epcontext.serialize import from_plain
+from hatch_epcontext.shipped import METADATA, SOURCE
 
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 """What `zipfile` raises for contents that it cannot read."""

@@ -10,8 +10,6 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 
-# The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
-from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import (
     HEADER,
     QUANTIZED,
@@ -34,6 +32,9 @@ from hatch_epcontext.providers.option import (
     variable_of,
     variables_in,
 )
+
+# The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
+from hatch_epcontext.shipped import Device
 
 __all__ = [
     "DISTRIBUTIONS",

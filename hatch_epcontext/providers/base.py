@@ -10,10 +10,10 @@ from typing import Any, Literal
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.limits import Limits
 from hatch_epcontext.graph.number_format import NumberFormat
+from hatch_epcontext.providers.option import Option
 
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
-from hatch_epcontext.loader import Device
-from hatch_epcontext.providers.option import Option
+from hatch_epcontext.shipped import Device
 
 Product = Literal["context", "optimized"]
 

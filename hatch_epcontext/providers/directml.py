@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, number, switch
+from hatch_epcontext.shipped import Device
 
 _BOOLEANS = ("false", "true")
 

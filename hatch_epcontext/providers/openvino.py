@@ -13,9 +13,9 @@ from typing import Any
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.graph.number_format import FLOAT16, NumberFormat
-from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, switch, table, text
+from hatch_epcontext.shipped import Device
 
 _CONFIG = "load_config = {{ {} }}"
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.loader import OPTION_FILE
+from hatch_epcontext.shipped import OPTION_FILE
 
 Scalar = bool | int | float | str
 OptionValue = Scalar | Mapping[str, Any] | tuple[Scalar, ...]

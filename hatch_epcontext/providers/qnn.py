@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 
 from hatch_epcontext.graph.limits import FIXED_SHAPES
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat, RewriteName
-from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import MoreCoverage, Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import (
     Option,
@@ -25,6 +24,7 @@ from hatch_epcontext.providers.option import (
     switch,
     table,
 )
+from hatch_epcontext.shipped import Device
 from hatch_epcontext.text import count, listing
 
 _PERFORMANCE_MODES = (

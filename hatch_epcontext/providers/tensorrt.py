@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, NumberFormat
-from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import ProfileOptions, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, file, number, output, pointer, switch, text
+from hatch_epcontext.shipped import Device
 
 _PROFILES = ProfileOptions(
     "trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes"

@@ -24,10 +24,10 @@ from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.jobs.validation import reason_not_to_run_here, validation_of
-from hatch_epcontext.loader import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.package.manifest import FILE, ModelPackage, Variant
 from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
 from hatch_epcontext.providers import PROVIDERS, Provider, secrets_in
+from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect, inspect_model, verify_model

@@ -15,8 +15,8 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import CompileSettings, OptionFile, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem, UnavailableError
 from hatch_epcontext.files import file_sha256
-from hatch_epcontext.loader import OPTION_FILE, USER_CACHE
 from hatch_epcontext.providers import Product, Provider, variable_of
+from hatch_epcontext.shipped import OPTION_FILE, USER_CACHE
 from hatch_epcontext.text import show
 from hatch_epcontext.worker.libraries import register, unloadable
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from onnx import helper
 
 from hatch_epcontext.cli.app import app
-from hatch_epcontext.loader import METADATA
+from hatch_epcontext.shipped import METADATA
 from tests.cli.conftest import Cli, problems
 from tests.conftest import needs_qnn
 from tests.models import network, save, transformer

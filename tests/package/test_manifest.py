@@ -17,7 +17,6 @@ from hatch_epcontext.jobs.artifact import (
     Validation,
     ValidationStatus,
 )
-from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import (
     ModelPackage,
     PackageMetadata,
@@ -30,6 +29,7 @@ from hatch_epcontext.package.manifest import (
 from hatch_epcontext.package.reader import damaged_files, own_files
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.worker.results import Agreement, Coverage, NodeFacts
 from tests.projects import GROUP
 from tests.results import compiled, configured, resulting

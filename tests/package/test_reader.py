@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.errors import InspectionError, Kind
-from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.bundle import bundle
 from hatch_epcontext.package.manifest import (
     FILE,
@@ -20,6 +19,7 @@ from hatch_epcontext.package.manifest import (
     write,
 )
 from hatch_epcontext.package.reader import read
+from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.tools.inspecting import inspect
 from hatch_epcontext.worker.results import Agreement
 from tests.package.conftest import opened

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import is_portable
-from hatch_epcontext.loader import USER_CACHE
 from hatch_epcontext.providers import OptionValue, Provider, render, variable_of
+from hatch_epcontext.shipped import USER_CACHE
 from hatch_epcontext.text import listing, near_name, show, suggestion
 
 _SESSION_OPTIONS = frozenset(

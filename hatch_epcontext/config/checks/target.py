@@ -13,8 +13,8 @@ from hatch_epcontext.config.environ import ALL
 from hatch_epcontext.config.tables import NarrowableTable, ProfileTable
 from hatch_epcontext.config.targets import NamedTarget, compile_with
 from hatch_epcontext.errors import Key, Kind, Problem
-from hatch_epcontext.loader import SOURCE
 from hatch_epcontext.providers import PROVIDERS, CompilerLibrary, Provider, find
+from hatch_epcontext.shipped import SOURCE
 from hatch_epcontext.text import listing, show, suggestion, toml_key
 
 

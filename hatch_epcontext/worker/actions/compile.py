@@ -15,7 +15,7 @@ from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
-from hatch_epcontext.loader import PREPARED
+from hatch_epcontext.shipped import PREPARED
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
