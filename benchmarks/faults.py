@@ -26,16 +26,17 @@ from onnx import helper, numpy_helper
 
 from benchmarks.models import ZOO, OpenModel, fetch
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Key
+from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph, reading
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.worker.comparison.compare import check_outputs
+from hatch_epcontext.worker.comparison.compare import compare_outputs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, run_steps
 from hatch_epcontext.worker.configured import fix_inputs
+from hatch_epcontext.worker.results import differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
 
@@ -205,10 +206,9 @@ def judged(faulty: onnx.ModelProto, expected: Reference, model: Model) -> dict[s
         for outputs, wanted in zip(steps, each.outputs, strict=True):
             for name in JUDGES:
                 tolerance = PROVIDERS[name].tolerance
-                try:
-                    check_outputs(outputs, wanted, tolerance, model, "the CPU's", expected)
-                except BuildError as error:
-                    found[name] = found[name] or error.problems[0].message
+                compared = compare_outputs(outputs, wanted, tolerance, model, "the CPU's", expected)
+                if problems := differences(compared):
+                    found[name] = found[name] or problems[0].message
     return found
 
 

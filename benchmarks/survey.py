@@ -204,7 +204,7 @@ def outcome(model: str, target: str, seconds: float, printed: Printed) -> Try:
         compiled=coverage.get("compiled"),
         contexts=coverage.get("partitions"),
         compile=job["times"]["compile"],
-        open=facts["load"],
+        open=validation["load"],
         validation=validation["status"],
         snr=min(ratios, default=None),
         equal=bool(compared) and not ratios,

@@ -32,7 +32,11 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Preparation, Result, Times, Validation, ValidationStatus
+from hatch_epcontext.jobs.artifact import (
+    Preparation,
+    Result,
+    Times,
+)
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report
@@ -47,7 +51,14 @@ from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.exporting import export
 from hatch_epcontext.tools.validating import ValidatedContext
 from hatch_epcontext.worker.requests import ContextFacts, InspectReply
-from hatch_epcontext.worker.results import Agreement, Coverage, CoverageStatus, NodeFacts
+from hatch_epcontext.worker.results import (
+    Agreement,
+    Coverage,
+    CoverageStatus,
+    NodeFacts,
+    Validation,
+    ValidationStatus,
+)
 
 __all__ = [
     "Agreement",

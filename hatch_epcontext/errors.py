@@ -190,8 +190,6 @@ class Problem:
     ``tried``: other recipes for the job, each with its result.
     ``step``: the step of the job, unless it is compiling.
     ``causes``: other possible causes, in sentences.
-    ``margin``: the decibels by which an output is above its limit, negative.
-    ``gap``: the decibels by which it is worse than an emulation of the number format, if there is one.
     """
 
     kind: Kind
@@ -205,8 +203,6 @@ class Problem:
     tried: tuple[str, ...] = ()
     step: str = ""
     causes: tuple[str, ...] = ()
-    margin: float | None = None
-    gap: float | None = None
 
     def __post_init__(self) -> None:
         # In place of a path or a key, a user may have given a URL with a password.

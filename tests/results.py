@@ -18,12 +18,16 @@ from hatch_epcontext.jobs.artifact import (
     Result,
     Source,
     Times,
-    Validation,
-    ValidationStatus,
 )
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.package.modules import modules
-from hatch_epcontext.worker.results import Context, Coverage, ModelFacts
+from hatch_epcontext.worker.results import (
+    Context,
+    Coverage,
+    ModelFacts,
+    Validation,
+    ValidationStatus,
+)
 
 MODULES = modules("my_app.epcontext", ())
 
@@ -41,8 +45,8 @@ def resulting(config: Config, artifact: Artifact) -> Result:
         _source(model, ModelFacts(facts.inputs, facts.outputs, ())) for model in config.models
     )
     jobs = plan(config).jobs
-    validations = {"a": Validation(ValidationStatus.STRUCTURE)}
-    built = tuple(Built(job, artifact, validations, False, loads={"a": 0.2}) for job in jobs)
+    validations = {"a": Validation(ValidationStatus.STRUCTURE, load=0.2)}
+    built = tuple(Built(job, artifact, validations, False) for job in jobs)
     return Result(sources, built)
 
 

@@ -11,7 +11,6 @@ import click
 from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.graph.facts import Size, TensorFacts
-from hatch_epcontext.jobs.artifact import Validation
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.package.manifest import ComponentMetadata, ModelPackage
 from hatch_epcontext.providers import find
@@ -19,6 +18,9 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, listing, pairs, show_size
 from hatch_epcontext.tools import inspecting as tool
 from hatch_epcontext.worker.requests import InspectReply
+from hatch_epcontext.worker.results import (
+    Validation,
+)
 
 _MAX_NAMED = 3
 """The most files that a line names."""

@@ -10,7 +10,6 @@ from hatch_epcontext.cli._common import Verbosity, verbosity_options, warn
 from hatch_epcontext.cli._flag_errors import ExistingPath, use_flag_names
 from hatch_epcontext.cli._flags import loading_flags, provider_option
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.jobs.artifact import Validation
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
@@ -23,6 +22,9 @@ from hatch_epcontext.tools.validating_package import (
     validate_package,
 )
 from hatch_epcontext.worker.requests import InspectReply
+from hatch_epcontext.worker.results import (
+    Validation,
+)
 
 _HEADLINE = "validation failed"
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from dataclasses import field
-from enum import Enum
 from pathlib import Path
 from typing import Literal
 
@@ -17,14 +14,11 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
-from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
-    Agreement,
-    AgreementStatus,
     Context,
-    Emulation,
     ModelFacts,
     Simplifier,
+    Validation,
 )
 
 GENERATOR = "hatch-epcontext"
@@ -158,126 +152,6 @@ class Record:
     times: Times
 
 
-class ValidationStatus(Enum):
-    """How a context was validated."""
-
-    RAN = "ran"
-    """It was loaded and run on its EP."""
-    RAN_ON_CPU = "ran-on-cpu"
-    """It is an optimized graph, and was run on the CPU EP instead of its own."""
-    RAN_ALONE = "ran-alone"
-    """It shares weights or is for several chips: its files were checked, and the same model, compiled alone
-    for each chip, was run."""
-    STRUCTURE = "structure"
-    """Only its files were checked."""
-    NOT_VALIDATED = "not-validated"
-    """Validation is switched off."""
-
-    @property
-    def label(self) -> str:
-        """The status for a table."""
-        return {
-            ValidationStatus.RAN: "ran",
-            ValidationStatus.RAN_ON_CPU: "ran on the CPU only",
-            ValidationStatus.RAN_ALONE: "ran alone",
-            ValidationStatus.STRUCTURE: "NOT run",
-            ValidationStatus.NOT_VALIDATED: "NOT validated",
-        }[self]
-
-
-_MIN_GIVEN = 4
-"""The number of given inputs from which they are representative."""
-
-
-@dataclass(frozen=True)
-class Validation:
-    """How a context was validated; ``agreements`` is empty unless outputs were compared.
-
-    ``reason``: why it was not run as the app will run it, or was not compared.
-    ``samples``: the names of the inputs that were compared; ``synthetic`` if they were generated.
-    ``warnings``: disagreements for inputs that the app may never have.
-    ``emulation``: what the EP's number format makes of the model.
-    ``float_form_db``: the decibels by which the integers of the source on the CPU differ from its float
-    form, if the comparison was with that.
-    ``simulated``: whether a simulator of the device ran it.
-    """
-
-    status: ValidationStatus
-    agreements: tuple[Agreement, ...] = ()
-    reason: str | None = None
-    samples: tuple[str, ...] = ()
-    synthetic: bool = True
-    warnings: tuple[str, ...] = ()
-    emulation: Emulation | None = None
-    float_form_db: float | None = None
-    simulated: bool = False
-
-    @property
-    def label(self) -> str:
-        """The status for a table, and whether outputs were compared."""
-        if self.status is ValidationStatus.RAN:
-            if self.sensitive:
-                return "ran, sensitive"
-            if not self.compared:
-                return "ran, not compared"
-            few = f" ({count(len(self.samples), 'input')})" if self.few else ""
-            return f"ran and agrees{' (synthetic)' if self.synthetic else few}"
-        return self.status.label
-
-    @property
-    def few(self) -> bool:
-        """Whether too few inputs were given to represent others: only the given ones are run and emulated."""
-        return not self.synthetic and len(self.samples) < _MIN_GIVEN
-
-    @property
-    def compared(self) -> tuple[Agreement, ...]:
-        """The agreements of the outputs whose comparison is conclusive."""
-        return tuple(
-            a
-            for a in self.agreements
-            if a.status in (AgreementStatus.AGREES, AgreementStatus.SENSITIVE)
-        )
-
-    @property
-    def sensitive(self) -> bool:
-        """Whether other inputs may disagree."""
-        return any(each.status is AgreementStatus.SENSITIVE for each in self.agreements)
-
-    @property
-    def margin(self) -> float:
-        """The smallest number of decibels by which an output, run or emulated, is above its limit."""
-        found = [each.margin for each in self.compared]
-        if self.emulation is not None and self.emulation.seen:
-            found.append(self.emulation.margin)
-        return min((each for each in found if each is not None), default=math.inf)
-
-    @property
-    def inconclusive(self) -> tuple[Agreement, ...]:
-        """The agreements of the outputs whose comparison is inconclusive."""
-        return tuple(a for a in self.agreements if a.status is AgreementStatus.INCONCLUSIVE)
-
-    @property
-    def cosine(self) -> float | None:
-        """The smallest of the outputs' cosine similarities, if there is one."""
-        return min((a.cosine for a in self.compared if a.cosine is not None), default=None)
-
-    @property
-    def snr(self) -> float | None:
-        """The smallest signal-to-noise ratio of an output, in decibels; None if all are equal."""
-        return min((a.snr for a in self.compared if a.snr is not None), default=None)
-
-
-@dataclass(frozen=True)
-class ValidationRun:
-    """A validation; the seconds that it took to open a session on the context, None if it opened none; and
-    the day on which it ran, such as ``"2026-11-23"``, empty if it did not run.
-    """
-
-    validation: Validation
-    load: float | None = None
-    day: str = ""
-
-
 @dataclass(frozen=True)
 class Artifact:
     """A job's result on disk."""
@@ -333,7 +207,6 @@ class Built:
 
     ``saved``: bytes by which the artifact is smaller than its models compiled alone for each chip; 0 if
     they were not compiled alone.
-    ``loads``: the seconds to open a session on each model that validation opened; ``days``: when it ran them.
     """
 
     job: Job
@@ -341,8 +214,6 @@ class Built:
     validations: Mapping[str, Validation]
     cached: bool
     saved: int = 0
-    loads: Mapping[str, float] = field(default_factory=dict)
-    days: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,16 @@ from pathlib import Path
 
 from hatch_epcontext.errors import OutputError
 from hatch_epcontext.files import write_atomically
-from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report
 from hatch_epcontext.jobs.validation import describe_emulation, validation_warnings
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file, writing
 from hatch_epcontext.text import count, pairs, printable, show_size
+from hatch_epcontext.worker.results import (
+    Validation,
+    ValidationStatus,
+)
 
 
 def write(report: Report, title: str, path: Path) -> None:
@@ -117,7 +120,11 @@ def _model(model: ModelReport, job: JobReport) -> str:
     validation, prepared, coverage = model.validation, model.preparation, model.coverage
     simulator = "simulator" if validation.simulated else ""
     # Where and when it was run: its validation means little without that.
-    run = [simulator, pairs(model.chip), model.day, pairs(job.versions)] if model.day else []
+    run = (
+        [simulator, pairs(model.chip), validation.day, pairs(job.versions)]
+        if validation.day
+        else []
+    )
     badge = _badge(" · ".join(filter(None, [validation.label, *run])), validation)
     nodes = coverage.uncovered if coverage else ()
     facts: dict[str, Iterable[str]] = {

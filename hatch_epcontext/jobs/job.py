@@ -35,9 +35,6 @@ from hatch_epcontext.jobs.artifact import (
     Record,
     Refused,
     Source,
-    Validation,
-    ValidationRun,
-    ValidationStatus,
 )
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.fingerprint import fingerprint, value_sha256
@@ -66,19 +63,10 @@ from hatch_epcontext.jobs.validation import (
     validation_without_run,
 )
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.results import FEW_SAMPLES, Context
+from hatch_epcontext.worker.results import FEW_SAMPLES, Context, Validation, ValidationStatus
 
-_DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.OUTPUT_SHAPE, Kind.NOT_FINITE})
-"""The problems of outputs that differ from the CPU's: another form of the model may agree. All others end the
-job.
-"""
-
-_HARDLY = -0.1
-"""Decibels."""
-
-
-Runs = dict[str, ValidationRun]
-"""The validation of each model of a job, by its name."""
+Runs = Mapping[str, Validation]
+"""The validation of each model of a job, by its name, up to the first one that differs."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +114,8 @@ class JobRunner:
             key, artifact = self._latest(job, settings_key, folder)
             _check_coverage(job, artifact.record)
             cached, runs = True, self.validations(job, key, artifact)
+            if error := _disagreement(runs):
+                raise error
         else:
             key, artifact, cached, runs = self._chosen(job)
             self._cache(job).set_latest(settings_key, key)
@@ -133,11 +123,7 @@ class JobRunner:
         saved = 0
         if {each.job.name for each in alone} == {model.name for model in job.models}:
             saved = sum(each.artifact.size for each in alone) - artifact.size
-        validations = {name: run.validation for name, run in runs.items()}
-        loads = {name: run.load for name, run in runs.items() if run.load is not None}
-        days = {name: run.day for name, run in runs.items() if run.day}
-        form = artifact.record.recipe.form_of(job)
-        return Built(form, artifact, validations, cached, saved, loads, days)
+        return Built(artifact.record.recipe.form_of(job), artifact, runs, cached, saved)
 
     def _chosen(self, job: Job) -> tuple[str, Artifact, bool, Runs]:
         """The key of the job's artifact, the artifact, whether the cache had it, and its validations.
@@ -148,7 +134,7 @@ class JobRunner:
         cache = self._cache(job)
         fingerprint = self._fingerprint(job, self.executor.versions(job))
         choice = self._choice(job, fingerprint)
-        wrong: dict[str, BuildError] = {}
+        wrong: dict[str, Runs] = {}
         if found := self._known(job, choice, wrong):
             return found
         self._check_embeddable(job)
@@ -161,11 +147,11 @@ class JobRunner:
             return attempt.key, artifact, attempt.cached, runs
 
     def _known(
-        self, job: Job, choice: str, wrong: dict[str, BuildError]
+        self, job: Job, choice: str, wrong: dict[str, Runs]
     ) -> tuple[str, Artifact, bool, Runs] | None:
         """The choice of an earlier build, if the cache has it, and if it agrees with the CPU here too.
 
-        If it disagrees, ``wrong`` gets its key and the disagreement, and it is not tried again.
+        If it disagrees, ``wrong`` gets its key and the validations, and it is not tried again.
         """
         folder = self.staging / PACKAGE / job.folder
         # A later choice by others is not better: a build with a choice of its own reads no shared cache.
@@ -173,15 +159,13 @@ class JobRunner:
         artifact = None if key in wrong else self.take(job, key, folder)
         if key is None or artifact is None:
             return None
-        try:
-            return key, artifact, True, self.validations(job, key, artifact)
-        except BuildError as error:
-            if not error.is_only(_DISAGREEMENTS):
-                raise
-            # The earlier build could not run the artifact.
-            wrong[key] = error
-            shutil.rmtree(folder)
-            return None
+        runs = self.validations(job, key, artifact)
+        if _disagreement(runs) is None:
+            return key, artifact, True, runs
+        # The earlier build could not run the artifact.
+        wrong[key] = runs
+        shutil.rmtree(folder)
+        return None
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Compile ``job`` with ``recipe`` into ``folder``; raises as `Executor.compile` does."""
@@ -203,17 +187,21 @@ class JobRunner:
 
     def validations(self, job: Job, key: str, artifact: Artifact) -> Runs:
         """The validations of the job's models: those in the cache, or new ones."""
-        return {
-            context.model: self._validation_alone(job, model)
-            if job.needs_device
-            else self._validate(artifact.record.recipe.form_of(job), model, key, artifact, context)
-            for model, context in zip(job.models, artifact.record.contexts, strict=True)
-        }
+        runs: dict[str, Validation] = {}
+        form = artifact.record.recipe.form_of(job)
+        for model, context in zip(job.models, artifact.record.contexts, strict=True):
+            if job.needs_device:
+                runs[model.name] = self._validation_alone(job, model)
+            else:
+                runs[model.name] = self._validate(form, model, key, artifact, context)
+            if runs[model.name].differs:
+                break
+        return runs
 
-    def _validation_alone(self, job: Job, model: Model) -> ValidationRun:
+    def _validation_alone(self, job: Job, model: Model) -> Validation:
         built = (each.validations for each in self._alone(job))
         validations = [each[model.name] for each in built if model.name in each]
-        return ValidationRun(validation_of_alone(job, model, validations))
+        return validation_of_alone(job, model, validations)
 
     def _choice(self, job: Job, fingerprint: str) -> str:
         """What identifies the choice of an artifact: what is compiled, and what is required of it."""
@@ -322,18 +310,18 @@ class JobRunner:
 
     def _validate(
         self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
-    ) -> ValidationRun:
+    ) -> Validation:
         not_run = validation_without_run(job, model, self.executor.reason_not_to_run(job))
         if not_run and not job.target.from_cache:
-            return ValidationRun(not_run)
+            return not_run
         validated = validation_key(job, model, artifact.record, self.index)
         cached = self._cache(job).validation(key, validated)
         # If it was not run, the EP's device may be here now.
-        if cached and (cached.validation.status is ValidationStatus.RAN or job.target.from_cache):
-            check_conclusive(job, model, cached.validation)
+        if cached and (cached.status is ValidationStatus.RAN or job.target.from_cache):
+            check_conclusive(job, model, cached)
             return cached
         if not_run:
-            return ValidationRun(not_run)
+            return not_run
         if job.target.from_cache:
             message = (
                 "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, and the artifact in "
@@ -343,19 +331,21 @@ class JobRunner:
             hint = _build_elsewhere(job)
             raise BuildError(Problem(Kind.NOT_CACHED, "", message, hint, step="validation"))
         with self._unchanged(job):
-            run = self.executor.validate(job, model, artifact, context)
-        unavailable = run.validation.status is not ValidationStatus.RAN
+            validation = self.executor.validate(job, model, artifact, context)
+        if validation.differs:
+            return validation
+        unavailable = validation.status is not ValidationStatus.RAN
         if unavailable and model.validate.mode == "require":
-            raise not_run_error(job, model, run.validation.reason or "it was not run")
-        check_conclusive(job, model, run.validation)
-        self._cache(job).store_validation(key, validated, run)
-        return run
+            raise not_run_error(job, model, validation.reason or "it was not run")
+        check_conclusive(job, model, validation)
+        self._cache(job).store_validation(key, validated, validation)
+        return validation
 
 
 class _Search:
     """Tries recipes for a job until one is whole and agrees with the CPU; each is validated at most once.
 
-    ``wrong``: the disagreements of attempts that are known to differ, by their keys.
+    ``wrong``: the validations of attempts that are known to differ, by their keys.
     """
 
     def __init__(
@@ -364,7 +354,7 @@ class _Search:
         job: Job,
         fingerprint: str,
         cache: Cache,
-        wrong: Mapping[str, BuildError],
+        wrong: Mapping[str, Runs],
     ) -> None:
         self._runner = runner
         self._job = job
@@ -373,7 +363,7 @@ class _Search:
         self._folder = runner.staging / "attempts" / job.folder
         self._partial = value_sha256([fingerprint, "partial"])
         self._attempts: list[Attempt] = []
-        self._validated: dict[str, Runs | BuildError] = {**wrong}
+        self._validated: dict[str, Runs] = {**wrong}
         self._stored: set[str] = set()
 
     def run(self) -> tuple[Attempt, Artifact, Runs]:
@@ -386,7 +376,6 @@ class _Search:
             or self._choose()
         )
         runs = self._validated[taken.key]
-        assert not isinstance(runs, BuildError), "only what agrees is chosen"
         for each in self._attempts:
             if each is not taken and isinstance(each.result, Artifact):
                 shutil.rmtree(each.result.folder, ignore_errors=True)
@@ -455,26 +444,19 @@ class _Search:
         """Store the artifact; returns how near it is to the CPU, as far as it can be compared here."""
         if attempt.key not in self._validated:
             self._store(attempt)
-            try:
-                self._validated[attempt.key] = self._runner.validations(
-                    self._job, attempt.key, attempt.artifact
-                )
-            except BuildError as error:
-                if not error.is_only(_DISAGREEMENTS):
-                    raise
-                self._validated[attempt.key] = error
+            self._validated[attempt.key] = self._runner.validations(
+                self._job, attempt.key, attempt.artifact
+            )
         return self._verdict(self._validated[attempt.key])
 
-    def _verdict(self, found: Runs | BuildError) -> Assessment:
-        if isinstance(found, BuildError):
-            # No margin in decibels: another limit is exceeded, which counts as a small excess.
-            margins = (min(each.margin or 0.0, _HARDLY) for each in found.problems)
-            gap = next((each.gap for each in found.problems if each.gap is not None), math.inf)
-            return Assessment(agrees=False, margin=min(margins), gap=gap)
-        validations = [each.validation for each in found.values()]
+    def _verdict(self, runs: Runs) -> Assessment:
+        validations = runs.values()
+        if differing := next((each for each in validations if each.differs), None):
+            gap = math.inf if differing.gap is None else differing.gap
+            return Assessment(agrees=False, margin=differing.margin, gap=gap)
         emulations = [each.emulation for each in validations if each.emulation is not None]
         # Simulators are slow with large models: rewrites for kernels are tried only if these differ.
-        gaps = (e.gap for v in validations if (e := v.emulation) and not _is_large(v))
+        gaps = (each.gap for each in validations if each.gap is not None and not _is_large(each))
         return Assessment(
             not any(each.sensitive for each in validations),
             max(0.0, min((each.margin for each in validations), default=math.inf)),
@@ -490,8 +472,7 @@ class _Search:
             self._cache.store(attempt.key, folder, record)
 
     def _disagreement(self, attempt: Attempt) -> BuildError | None:
-        found = self._validated.get(attempt.key)
-        return found if isinstance(found, BuildError) else None
+        return _disagreement(self._validated.get(attempt.key, {}))
 
     def _margin(self, attempt: Attempt) -> float | None:
         found = self._validated.get(attempt.key)
@@ -525,6 +506,12 @@ class _Search:
             for each in record.preparations
         )
         return replace(record, preparations=tuple(preparations))
+
+
+def _disagreement(runs: Runs) -> BuildError | None:
+    """The error of the model that differs, if one does."""
+    problems = [problem for validation in runs.values() for problem in validation.problems]
+    return BuildError(*problems).located("", step="validation") if problems else None
 
 
 def _is_large(validation: Validation) -> bool:

@@ -17,12 +17,15 @@ from hatch_epcontext.jobs.artifact import (
     Result,
     Source,
     Times,
-    Validation,
 )
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.validation import describe_validation
 from hatch_epcontext.text import pairs, show_size
-from hatch_epcontext.worker.results import Context, Coverage
+from hatch_epcontext.worker.results import (
+    Context,
+    Coverage,
+    Validation,
+)
 
 _MAX_CHARACTERS = 90
 """Characters of a failed preparation's message in a summary; the report has the whole message."""
@@ -33,8 +36,6 @@ class ModelReport:
     """One model of a job.
 
     ``source_size``: bytes of the source and its external data.
-    ``load``: seconds in which validation opened a session; None if it did not.
-    ``day``: when validation ran it; empty if it did not.
     ``chip``: what it was compiled for, by name.
     """
 
@@ -44,8 +45,6 @@ class ModelReport:
     preparation: Preparation
     coverage: Coverage | None
     validation: Validation
-    load: float | None
-    day: str
     chip: Mapping[str, str]
 
 
@@ -72,7 +71,7 @@ class JobReport:
     @property
     def load(self) -> float | None:
         """Seconds to open sessions on all its models; None if one was not opened."""
-        loads = [model.load for model in self.models if model.load is not None]
+        loads = [m.validation.load for m in self.models if m.validation.load is not None]
         return sum(loads) if len(loads) == len(self.models) else None
 
 
@@ -129,8 +128,6 @@ def _job(built: Built, sources: Mapping[str, Source]) -> JobReport:
                 preparation,
                 context.coverage,
                 built.validations[model.name],
-                built.loads.get(model.name),
-                built.days.get(model.name, ""),
                 built.job.target.provider.compiled_for(context.compatibility),
             )
             for model, preparation, context in models
@@ -159,8 +156,9 @@ def summarize(built: Built, sources: Mapping[str, Source]) -> str:
     if built.saved > 0:
         way = "sharing" if built.job.group else "one context for all chips"
         parts.append(f"{show_size(built.saved)} saved by {way}")
-    if built.loads:
-        parts.append(f"opens in {sum(built.loads.values()):.3f} s")
+    loads = [each.load for each in built.validations.values() if each.load is not None]
+    if loads:
+        parts.append(f"opens in {sum(loads):.3f} s")
     parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")
     return f"{built.job.location} ({built.job.target.provider.name}): {', '.join(parts)}"
 

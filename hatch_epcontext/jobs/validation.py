@@ -8,25 +8,27 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hatch_epcontext.config.settings import (
-    SYNTHETIC,
     CompileSettings,
     Model,
 )
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
-from hatch_epcontext.jobs.artifact import Record, Validation, ValidationStatus
+from hatch_epcontext.jobs.artifact import Record
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Job
-from hatch_epcontext.providers import QUANTIZED, Product, Provider
+from hatch_epcontext.providers import QUANTIZED, Provider
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.results import NOTHING, Emulation, worst_agreements
-
-if TYPE_CHECKING:
-    from hatch_epcontext.worker.requests import ValidateReply
+from hatch_epcontext.worker.results import (
+    NOTHING,
+    Emulation,
+    Validation,
+    ValidationStatus,
+    worst_agreements,
+)
 
 
 def describe_validation(validation: Validation) -> str:
@@ -200,28 +202,6 @@ def reason_not_to_run_here(provider: Provider, settings: CompileSettings) -> str
     return f"{provider.ep} cannot run its contexts on this machine {machine}"
 
 
-def validation_of(
-    product: Product, reply: ValidateReply, inputs: str, provider: Provider
-) -> Validation:
-    """The validation with the results in a worker's ``reply``; ``inputs`` are those of `ValidateTable`."""
-    status = ValidationStatus.RAN
-    if reply.unavailable is not None:
-        # An optimized graph is plain ONNX, which the CPU EP ran instead.
-        optimized = product == "optimized"
-        status = ValidationStatus.RAN_ON_CPU if optimized else ValidationStatus.STRUCTURE
-    return Validation(
-        status,
-        reply.agreements,
-        reply.unavailable,
-        reply.samples,
-        inputs in SYNTHETIC,
-        reply.warnings,
-        reply.emulation,
-        reply.float_form_db,
-        provider.simulates and status is ValidationStatus.RAN,
-    )
-
-
 def reason_not_to_open(job: Job) -> str | None:
     """Why no simulator can open the job's result, if it needs the EP's own device."""
     if not job.needs_device:
@@ -253,6 +233,9 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
         reason=reason,
         warnings=tuple(dict.fromkeys(text for each in alone for text in each.warnings)),
         emulation=next((each.emulation for each in alone if each.emulation), None),
+        # Of the files that were compiled alone.
+        load=None,
+        day="",
     )
 
 

@@ -24,11 +24,20 @@ from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
-from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
+from hatch_epcontext.jobs.artifact import (
+    GENERATOR,
+    Built,
+    Preparation,
+    Result,
+    Source,
+)
 from hatch_epcontext.providers import Plugin, Product, secrets_in
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
-from hatch_epcontext.worker.results import Coverage
+from hatch_epcontext.worker.results import (
+    Coverage,
+    Validation,
+)
 
 FILE = "manifest.json"
 """The name of the manifest."""
@@ -280,7 +289,8 @@ def _variant(built: Built, model: str) -> Variant:
         # What an EP says when it fails, with paths and numbers, is for the report.
         preparation=dataclasses.replace(record.preparations[index], failed=(), tried=()),
         coverage=context.coverage,
-        validation=built.validations[model],
+        # The same for equal files: a wheel does not depend on the clock.
+        validation=dataclasses.replace(built.validations[model], load=None, day=""),
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
         secrets=tuple(from_app),
         needs_device=job.needs_device,

@@ -10,6 +10,7 @@ from typing import Any
 
 from hatch_epcontext.config.settings import CompileSettings, Config
 from hatch_epcontext.errors import (
+    BuildError,
     ConfigError,
     EpcontextError,
     InspectionError,
@@ -22,20 +23,19 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.jobs.sources import unknown_outputs
-from hatch_epcontext.jobs.validation import reason_not_to_run, validation_of
+from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.text import listing, pairs, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.inspecting import inspect_model, verify_model
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
-from hatch_epcontext.worker.results import Context
+from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
 
 _SMALL = 2**20
 """The most bytes of a context model whose blobs are in sidecars."""
@@ -244,14 +244,14 @@ def _run(
         job.models[0].tolerance_for(job.target) if has_source else None,
         has_source=has_source,
     )
-    reply = workers.call(request, staging / "validate", location=str(path))
-    if reply.unavailable is not None:
+    validation = workers.call(request, staging / "validate", location=str(path))
+    if validation.differs:
+        raise BuildError(*validation.problems).located(str(path))
+    if validation.status is not ValidationStatus.RAN:
         how = "not run" if request.product == "context" else "run on the CPU only"
-        message = f"it was {how}: {reply.unavailable}."
+        message = f"it was {how}: {validation.reason}."
         hint = "Validate it on a machine that has its EP."
         raise UnavailableError(Problem(Kind.NOT_RUN, str(path), message, hint))
-    inputs, provider = job.models[0].validate.inputs, job.target.provider
-    validation = validation_of(request.product, reply, inputs, provider)
     return validation if has_source else replace(validation, reason="no source is given")
 
 

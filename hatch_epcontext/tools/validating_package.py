@@ -20,10 +20,9 @@ from hatch_epcontext.errors import (
     UnavailableError,
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
-from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
-from hatch_epcontext.jobs.validation import reason_not_to_run_here, validation_of
+from hatch_epcontext.jobs.validation import reason_not_to_run_here
 from hatch_epcontext.package.manifest import FILE, ModelPackage, Variant
 from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
 from hatch_epcontext.providers import PROVIDERS, Provider, secrets_in
@@ -40,7 +39,7 @@ from hatch_epcontext.tools.validating import (
     refuse_mode,
 )
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
-from hatch_epcontext.worker.results import Context
+from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
 
 _ELSEWHERE = re.compile(r"(?:^|[\"'])(?:[/\\]|[A-Za-z]:[/\\])|(?:^|[/\\])\.\.(?:[/\\]|$)")
 """What an absolute path and a parent folder have, alone or in JSON."""
@@ -334,10 +333,10 @@ class _Validator:
                 self._sharing(target.name, found, context),
                 has_source=reference is not None,
             )
-            reply = self.workers.call(request, staging / "validate", location=location)
-        inputs, provider = model.validate.inputs, target.provider
-        validation = validation_of(request.product, reply, inputs, provider)
-        if reference is not None or reply.unavailable is not None:
+            validation = self.workers.call(request, staging / "validate", location=location)
+        if validation.differs:
+            raise BuildError(*validation.problems).located(location)
+        if reference is not None or validation.reason is not None:
             return validation
         is_reference = found.ep == CPU_EP
         reason = "it is the reference" if is_reference else "the package has no reference for it"

@@ -17,14 +17,14 @@ from hatch_epcontext.worker.requests import (
     CompileRequest,
     PrepareRequest,
     ReplyT,
-    ValidateReply,
     ValidateRequest,
     WorkerRequest,
 )
+from hatch_epcontext.worker.results import Validation
 from hatch_epcontext.worker.tensors import end_watch
 
 
-def rehearse(folder: Path) -> ValidateReply:
+def rehearse(folder: Path) -> Validation:
     """Prepare, compile and validate a small model on the CPU, in the empty ``folder``."""
     path, prepared, compiled = (folder / name for name in ("model.onnx", "prepared", "compiled"))
     onnx.save(_model(), path)

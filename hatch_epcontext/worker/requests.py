@@ -16,13 +16,12 @@ from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Product, Tolerance
 from hatch_epcontext.worker.results import (
-    Agreement,
     Context,
     CutResult,
-    Emulation,
     ModelFacts,
     Precision,
     Simplifier,
+    Validation,
 )
 
 ReplyT = TypeVar("ReplyT")
@@ -201,27 +200,7 @@ class CompileBytesRequest(WorkerRequest[CompileBytesReply], action="compile_byte
 
 
 @dataclass(frozen=True)
-class ValidateReply:
-    """``agreements`` is empty if nothing was compared; ``load``: seconds to open the context's file, after
-    the EP's libraries were loaded.
-
-    ``unavailable`` is the reason why an optimized graph ran on the CPU EP instead of its own; None if the
-    target's EP ran the artifact. ``samples``: the names of the inputs that were compared; ``warnings``:
-    disagreements for inputs that the app may never have; ``emulation``: the effect of the EP's number format,
-    None if that is unknown. ``float_form_db``: as in `Validation`.
-    """
-
-    agreements: tuple[Agreement, ...]
-    unavailable: str | None = None
-    load: float | None = None
-    samples: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    emulation: Emulation | None = None
-    float_form_db: float | None = None
-
-
-@dataclass(frozen=True)
-class ValidateRequest(WorkerRequest[ValidateReply], action="validate"):
+class ValidateRequest(WorkerRequest[Validation], action="validate"):
     """Load and run ``context`` (in ``folder``, a moved copy of the artifact) on dummy inputs, and
     compare with the CPU EP on the source model unless ``tolerance`` is None.
 

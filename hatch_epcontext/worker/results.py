@@ -5,6 +5,7 @@ Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from enum import Enum
@@ -12,12 +13,12 @@ from typing import Any, Literal
 
 from hatch_epcontext.config.settings import Quantize, Target
 from hatch_epcontext.config.tables import Dequantize
-from hatch_epcontext.errors import Key, Setting
+from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.graph.limits import QUANTIZED_WEIGHTS
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.text import listing
+from hatch_epcontext.text import count, listing
 
 Simplifier = Literal["onnxruntime", "onnxslim", "none"]
 
@@ -195,6 +196,19 @@ class AgreementStatus(Enum):
     """The reference has no finite values, or is the same constant for all inputs."""
     RANDOM = "random"
     """It is random, and was not compared."""
+    DIFFERS = "differs"
+    """It is beyond a limit."""
+    NOT_FINITE = "not-finite"
+    """It has NaN or Inf where the reference has none."""
+    OTHER_SHAPE = "other-shape"
+    """It has another shape than the reference."""
+
+
+_DIFFERENCES = {
+    AgreementStatus.DIFFERS: Kind.OUTPUT_DIFFERS,
+    AgreementStatus.NOT_FINITE: Kind.NOT_FINITE,
+    AgreementStatus.OTHER_SHAPE: Kind.OUTPUT_SHAPE,
+}
 
 
 @dataclass(frozen=True)
@@ -205,8 +219,9 @@ class Agreement:
     ``cosine``: the cosine similarity; None for an output that is nearly zero.
     ``snr``: the signal-to-noise ratio in decibels; ``worst`` has that of the worst slice. Both are None for
     equal outputs, and so is ``margin``.
-    ``reason``: why the status is not ``AGREES``, and which inputs to give.
-    ``margin``: the decibels by which the ratios are above their limits.
+    ``reason``: why the status is not ``AGREES``, and which inputs to give; of a difference a whole sentence,
+    to which ``hint`` and ``settings`` say what to do.
+    ``margin``: the decibels by which the ratios are above their limits, negative if one is below.
     """
 
     output: str
@@ -217,6 +232,28 @@ class Agreement:
     status: AgreementStatus = AgreementStatus.AGREES
     reason: str | None = None
     margin: float | None = None
+    hint: str | None = None
+    settings: tuple[Setting, ...] = ()
+
+    @property
+    def differs(self) -> bool:
+        """Whether the output is wrong, or beyond a limit."""
+        return self.status in _DIFFERENCES
+
+
+def differences(agreements: Iterable[Agreement]) -> tuple[Problem, ...]:
+    """The problems of the ``agreements`` that differ."""
+    return tuple(
+        Problem(
+            _DIFFERENCES[agreement.status],
+            "",
+            agreement.reason or "",
+            agreement.hint,
+            settings=agreement.settings,
+        )
+        for agreement in agreements
+        if agreement.differs
+    )
 
 
 def worst_agreements(found: Iterable[Agreement]) -> tuple[Agreement, ...]:
@@ -254,10 +291,9 @@ class Emulation:
     ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the worst sample, whose
     signal-to-noise ratio is ``snr`` decibels, None if it is equal. ``margin``: the decibels of the worst
     sample above the limits, and `SENSITIVE` more if an app may never have it; None if all are equal.
-    ``reason``: why the model is sensitive to the format, and the node; None if it is not. ``gap``: the
-    decibels by which the target was worse than the emulation of the same sample. ``inexact``: the operators
-    whose kernels are less exact than the format. ``in_format``: whether the format itself makes the model
-    sensitive, and not only the target's results.
+    ``reason``: why the model is sensitive to the format, and the node; None if it is not. ``inexact``: the
+    operators whose kernels are less exact than the format. ``in_format``: whether the format itself makes the
+    model sensitive, and not only the target's results.
     """
 
     format: str
@@ -267,6 +303,141 @@ class Emulation:
     snr: float | None = None
     margin: float | None = None
     reason: str | None = None
-    gap: float = 0.0
     inexact: tuple[str, ...] = ()
     in_format: bool = False
+
+
+class ValidationStatus(Enum):
+    """How a context was validated."""
+
+    RAN = "ran"
+    """It was loaded and run on its EP."""
+    RAN_ON_CPU = "ran-on-cpu"
+    """It is an optimized graph, and was run on the CPU EP instead of its own."""
+    RAN_ALONE = "ran-alone"
+    """It shares weights or is for several chips: its files were checked, and the same model, compiled alone
+    for each chip, was run."""
+    STRUCTURE = "structure"
+    """Only its files were checked."""
+    NOT_VALIDATED = "not-validated"
+    """Validation is switched off."""
+
+    @property
+    def label(self) -> str:
+        """The status for a table."""
+        return {
+            ValidationStatus.RAN: "ran",
+            ValidationStatus.RAN_ON_CPU: "ran on the CPU only",
+            ValidationStatus.RAN_ALONE: "ran alone",
+            ValidationStatus.STRUCTURE: "NOT run",
+            ValidationStatus.NOT_VALIDATED: "NOT validated",
+        }[self]
+
+
+_HARDLY = -0.1
+"""The margin in decibels of an output that is beyond another limit."""
+
+_MIN_GIVEN = 4
+"""The number of given inputs from which they are representative."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """How a context was validated; ``agreements`` is empty unless outputs were compared.
+
+    ``reason``: why it was not run as the app will run it, or was not compared.
+    ``samples``: the names of the inputs that were compared; ``synthetic`` if they were generated.
+    ``warnings``: disagreements for inputs that the app may never have.
+    ``emulation``: what the EP's number format makes of the model; None if an output differs.
+    ``gap``: the decibels by which a run was worse than the emulation of the same sample; None if there is
+    none, or if that is equal to the source.
+    ``float_form_db``: the decibels by which the integers of the source on the CPU differ from its float
+    form, if the comparison was with that.
+    ``simulated``: whether a simulator of the device ran it.
+    ``load``: the seconds that it took to open a session on the file, after the EP's libraries were loaded;
+    None if none was opened. ``day``: the day of that, such as ``"2026-11-23"``, else empty.
+    """
+
+    status: ValidationStatus
+    agreements: tuple[Agreement, ...] = ()
+    reason: str | None = None
+    samples: tuple[str, ...] = ()
+    synthetic: bool = True
+    warnings: tuple[str, ...] = ()
+    emulation: Emulation | None = None
+    float_form_db: float | None = None
+    simulated: bool = False
+    gap: float | None = None
+    load: float | None = None
+    day: str = ""
+
+    @property
+    def label(self) -> str:
+        """The status for a table, and whether outputs were compared."""
+        if self.differs:
+            return f"{self.status.label}, differs"
+        if self.status is ValidationStatus.RAN:
+            if self.sensitive:
+                return "ran, sensitive"
+            if not self.compared:
+                return "ran, not compared"
+            few = f" ({count(len(self.samples), 'input')})" if self.few else ""
+            return f"ran and agrees{' (synthetic)' if self.synthetic else few}"
+        return self.status.label
+
+    @property
+    def few(self) -> bool:
+        """Whether too few inputs were given to represent others: only the given ones are run and emulated."""
+        return not self.synthetic and len(self.samples) < _MIN_GIVEN
+
+    @property
+    def compared(self) -> tuple[Agreement, ...]:
+        """The agreements of the outputs whose comparison is conclusive."""
+        return tuple(
+            a
+            for a in self.agreements
+            if a.status in (AgreementStatus.AGREES, AgreementStatus.SENSITIVE)
+        )
+
+    @property
+    def sensitive(self) -> bool:
+        """Whether other inputs may disagree."""
+        return any(each.status is AgreementStatus.SENSITIVE for each in self.agreements)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The problems of the outputs that differ."""
+        return differences(self.agreements)
+
+    @property
+    def differs(self) -> bool:
+        """Whether an output differs."""
+        return any(each.differs for each in self.agreements)
+
+    @property
+    def margin(self) -> float:
+        """The smallest number of decibels by which an output, run or emulated, is above its limit.
+
+        Negative if one differs: a limit that is not in decibels counts as slightly exceeded.
+        """
+        if self.differs:
+            return min(min(each.margin or 0.0, _HARDLY) for each in self.agreements if each.differs)
+        found = [each.margin for each in self.compared]
+        if self.emulation is not None and self.emulation.seen:
+            found.append(self.emulation.margin)
+        return min((each for each in found if each is not None), default=math.inf)
+
+    @property
+    def inconclusive(self) -> tuple[Agreement, ...]:
+        """The agreements of the outputs whose comparison is inconclusive."""
+        return tuple(a for a in self.agreements if a.status is AgreementStatus.INCONCLUSIVE)
+
+    @property
+    def cosine(self) -> float | None:
+        """The smallest of the outputs' cosine similarities, if there is one."""
+        return min((a.cosine for a in self.compared if a.cosine is not None), default=None)
+
+    @property
+    def snr(self) -> float | None:
+        """The smallest signal-to-noise ratio of an output, in decibels; None if all are equal."""
+        return min((a.snr for a in self.compared if a.snr is not None), default=None)

@@ -15,8 +15,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.errors import Kind, Problem, RefusedError
 from hatch_epcontext.graph.arrays import STRING, Array, Arrays, is_extended, is_float, numpy_dtype
+from hatch_epcontext.worker.results import Agreement, AgreementStatus
 
 
 class TooSlowError(Exception):
@@ -184,12 +184,12 @@ def _to_array(value: ort.OrtValue) -> Array:
     return onnx.numpy_helper.to_array(tensor)
 
 
-def refuse_not_finite(outputs: Arrays, reference: Arrays) -> None:
-    """Raise BuildError for NaN and Inf, unless ``reference`` has them in the same place.
+def not_finite(outputs: Arrays, reference: Arrays) -> list[Agreement]:
+    """The agreements of outputs with NaN or Inf, unless ``reference`` has them in the same place.
 
     With a reference, outputs that it lacks are ignored.
     """
-    problems = []
+    agreements = []
     for name, output in outputs.items():
         if not is_float(output.dtype) or (reference and name not in reference):
             continue
@@ -199,7 +199,7 @@ def refuse_not_finite(outputs: Arrays, reference: Arrays) -> None:
         if bad.any():
             end = " where the CPU has none." if name in reference else "."
             count = f"{int(bad.sum())} of {bad.size} places"
-            message = f"the output {name!r} has NaN or Inf in {count}{end}"
-            problems.append(Problem(Kind.NOT_FINITE, "", message))
-    if problems:
-        raise RefusedError(*problems)
+            reason = f"the output {name!r} has NaN or Inf in {count}{end}"
+            status = AgreementStatus.NOT_FINITE
+            agreements.append(Agreement(name, 0.0, None, status=status, reason=reason))
+    return agreements

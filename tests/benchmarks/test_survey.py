@@ -23,13 +23,13 @@ _JOB: dict[str, Any] = {
             "coverage": {"nodes": 9, "compiled": 9, "partitions": 1, "uncovered": []},
             "validation": {
                 "status": "ran",
+                "load": 0.25,
                 "agreements": [
                     {"output": "a", "status": "agrees", "snr": 40.0, "reason": None},
                     {"output": "b", "status": "agrees", "snr": None, "reason": None},
                     {"output": "c", "status": "random", "snr": None, "reason": "chance"},
                 ],
             },
-            "load": 0.25,
         }
     ],
 }

@@ -10,17 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hatch_epcontext.files import is_intact
-from hatch_epcontext.jobs.artifact import Artifact, Validation, ValidationRun, ValidationStatus
+from hatch_epcontext.jobs.artifact import (
+    Artifact,
+)
 from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.folder import entry_folder, validation_file
 from hatch_epcontext.jobs.cache.signing import Statement, read, signed
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.results import Agreement
+from hatch_epcontext.worker.results import (
+    Agreement,
+    Validation,
+    ValidationStatus,
+)
 from tests.fuzzing.mutations import VALUES, mutated
 
 KEY, OTHER = "ab" * 32, "cd" * 32
-RUN = to_plain(ValidationRun(Validation(ValidationStatus.RAN, (Agreement("y", 0.1, 0.9),)), 0.2))
+RUN = to_plain(Validation(ValidationStatus.RAN, (Agreement("y", 0.1, 0.9),), load=0.2))
 STATEMENT = Statement("latest", KEY, text=OTHER)
 
 

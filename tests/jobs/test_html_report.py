@@ -14,10 +14,19 @@ import pytest
 
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.jobs import html_report
-from hatch_epcontext.jobs.artifact import Artifact, Validation, ValidationStatus
+from hatch_epcontext.jobs.artifact import (
+    Artifact,
+)
 from hatch_epcontext.jobs.report import FailureReport, Report, make_report
 from hatch_epcontext.text import printable
-from hatch_epcontext.worker.results import Agreement, AgreementStatus, Coverage, NodeFacts
+from hatch_epcontext.worker.results import (
+    Agreement,
+    AgreementStatus,
+    Coverage,
+    NodeFacts,
+    Validation,
+    ValidationStatus,
+)
 from tests.results import configured, resulting
 
 
@@ -32,7 +41,7 @@ def made(project: Path, artifact: Artifact) -> Report:
         coverage=Coverage(
             3, 2, 1, (NodeFacts("where", "NonZero", "its shape depends on the data"),)
         ),
-        validation=Validation(ValidationStatus.RAN, (Agreement("y", 0.00125, 0.9995),)),
+        validation=Validation(ValidationStatus.RAN, (Agreement("y", 0.00125, 0.9995),), load=0.2),
     )
     problem = Problem(
         Kind.WORKER_CRASHED,
@@ -115,10 +124,8 @@ def test_few_given_inputs_are_counted() -> None:
 
 def test_the_badge_says_where_and_when(made: Report) -> None:
     (job,) = made.jobs
-    validation = Validation(ValidationStatus.RAN, simulated=True)
-    model = dataclasses.replace(
-        job.models[0], validation=validation, day="2026-11-23", chip={"soc_model": "60"}
-    )
+    validation = Validation(ValidationStatus.RAN, simulated=True, day="2026-11-23")
+    model = dataclasses.replace(job.models[0], validation=validation, chip={"soc_model": "60"})
     job = dataclasses.replace(job, models=(model,), versions={"onnxruntime-qnn": "2.7.0"})
     text = text_of(html_report.render(Report("g", (job,)), "a"))
     assert "simulator · soc_model 60 · 2026-11-23 · onnxruntime-qnn 2.7.0" in text

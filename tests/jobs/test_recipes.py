@@ -23,9 +23,6 @@ from hatch_epcontext.jobs.artifact import (
     Refused,
     Source,
     Times,
-    Validation,
-    ValidationRun,
-    ValidationStatus,
 )
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.job import JobRunner
@@ -38,6 +35,8 @@ from hatch_epcontext.worker.results import (
     Emulation,
     ModelFacts,
     NodeFacts,
+    Validation,
+    ValidationStatus,
 )
 from tests.conftest import needs_qnn
 
@@ -75,7 +74,7 @@ class Compiler:
     """Gives each recipe its outcome, by its name, and nothing to change for others.
 
     ``wrong``: the recipes whose results differ from the CPU's; ``sensitive``: those whose results may differ
-    for other inputs, each with its margin; ``gap``: see `Emulation`, and ``gap_of_wrong``: see `Problem`;
+    for other inputs, each with its margin; ``gap`` and ``gap_of_wrong``: see `Validation`;
     ``emulated``: so many samples were.
     """
 
@@ -136,16 +135,15 @@ class Compiler:
             Times(0, 0),
         )
 
-    def validate(
-        self, job: Job, model: Model, artifact: Artifact, context: Context
-    ) -> ValidationRun:
+    def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
         name = (artifact.folder / "a_ctx.onnx").read_text(encoding="utf-8")
         self.validated.append(name)
         if name in self.wrong:
-            kind = Kind.OUTPUT_SHAPE if name == "plain" else Kind.OUTPUT_DIFFERS
-            raise BuildError(
-                Problem(kind, job.location, f"{name} is wrong.", gap=self.gap_of_wrong)
-            )
+            status = AgreementStatus.DIFFERS
+            if name == "plain":
+                status = AgreementStatus.OTHER_SHAPE
+            wrong = Agreement("y", 0.1, None, status=status, reason=f"{name} is wrong.")
+            return Validation(ValidationStatus.RAN, (wrong,), gap=self.gap_of_wrong)
         if name in self.sensitive:
             found = Agreement(
                 "y", 0.1, 1.0, status=AgreementStatus.SENSITIVE, margin=self.sensitive[name]
@@ -153,11 +151,10 @@ class Compiler:
             emulation = Emulation(
                 *("float16", "here", self.emulated),
                 reason="it is small",
-                gap=self.gap,
                 in_format=True,
             )
-            return ValidationRun(Validation(ValidationStatus.RAN, (found,), emulation=emulation))
-        return ValidationRun(Validation(ValidationStatus.RAN))
+            return Validation(ValidationStatus.RAN, (found,), emulation=emulation, gap=self.gap)
+        return Validation(ValidationStatus.RAN)
 
     def finished(self, job: Job) -> None: ...
 

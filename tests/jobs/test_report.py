@@ -3,11 +3,19 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from hatch_epcontext.jobs.artifact import Artifact, Preparation, Validation, ValidationStatus
+from hatch_epcontext.jobs.artifact import (
+    Artifact,
+    Preparation,
+)
 from hatch_epcontext.jobs.html_report import render
 from hatch_epcontext.jobs.report import Report, make_report, summarize
 from hatch_epcontext.serialize import from_json, to_json
-from hatch_epcontext.worker.results import Agreement, Coverage
+from hatch_epcontext.worker.results import (
+    Agreement,
+    Coverage,
+    Validation,
+    ValidationStatus,
+)
 from tests.results import configured, resulting
 
 
@@ -34,6 +42,7 @@ def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
         ValidationStatus.RAN,
         (Agreement("y", 0.0125, 0.99876), Agreement("z", 0.001, None)),
         samples=("random",),
+        load=0.2,
     )
     (context,) = artifact.record.contexts
     context = dataclasses.replace(context, coverage=Coverage(12, 10, 2))

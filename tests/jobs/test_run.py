@@ -20,7 +20,9 @@ from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs import job as job_module
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs import validation as validation_module
-from hatch_epcontext.jobs.artifact import Result, ValidationStatus
+from hatch_epcontext.jobs.artifact import (
+    Result,
+)
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.cleaning import Store
 from hatch_epcontext.jobs.executors import local
@@ -29,6 +31,9 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import IncompleteError, build
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.requests import CheckRequest
+from hatch_epcontext.worker.results import (
+    ValidationStatus,
+)
 from tests.conftest import needs_qnn
 from tests.models import half_for_the_cpu, interrupted, network, save, transformer, unknown_operator
 
@@ -592,7 +597,7 @@ def test_one_context_for_several_chips_is_run_for_each_chip_alone(run: Run, log:
     assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ALONE, 1)
     reason = "QNNExecutionProvider cannot open contexts for several chips on this machine"
     assert validation.reason == reason
-    assert not first.loads
+    assert validation.load is None
     assert f"for soc_model 60,57, htp_arch 73,75, structure checked ({reason})" in log[0]
     assert "compiled separately, it ran and agrees with the CPU" in log[0]
     assert "saved by one context for all chips" in log[0]

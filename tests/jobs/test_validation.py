@@ -10,7 +10,10 @@ import pytest
 from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, ValidationStatus
+from hatch_epcontext.jobs.artifact import (
+    Artifact,
+    Record,
+)
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.validation import (
@@ -19,14 +22,18 @@ from hatch_epcontext.jobs.validation import (
     reason_not_to_open,
     reason_not_to_run,
     validation_key,
-    validation_of,
     validation_of_alone,
     validation_warnings,
     validation_without_run,
 )
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.worker.requests import ValidateReply
-from hatch_epcontext.worker.results import Agreement, AgreementStatus, Emulation
+from hatch_epcontext.worker.results import (
+    Agreement,
+    AgreementStatus,
+    Emulation,
+    Validation,
+    ValidationStatus,
+)
 from tests.results import configured
 
 AGREEMENTS = (Agreement("y", 0.0125, 0.9987, 31.4), Agreement("z", 0.5, None))
@@ -195,17 +202,6 @@ def test_the_hint_keeps_the_other_settings_of_validate(
         'no NPU, and validate is "require".',
     )
     assert [str(each) for each in problem.settings] == [setting]
-
-
-def test_the_status_follows_the_reply_and_the_product() -> None:
-    ran = validation_of("context", ValidateReply(AGREEMENTS), "random", PROVIDERS["cpu"])
-    assert ran == Validation(ValidationStatus.RAN, AGREEMENTS)
-    reply = ValidateReply(AGREEMENTS, "no GPU")
-    found = validation_of("context", reply, "random", PROVIDERS["cpu"])
-    assert found.status is ValidationStatus.STRUCTURE
-    assert validation_of("optimized", reply, "random", PROVIDERS["cpu"]) == Validation(
-        ValidationStatus.RAN_ON_CPU, AGREEMENTS, "no GPU"
-    )
 
 
 RAN = Validation(ValidationStatus.RAN, AGREEMENTS)

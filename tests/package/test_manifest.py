@@ -14,8 +14,6 @@ from hatch_epcontext.jobs.artifact import (
     Artifact,
     Preparation,
     Result,
-    Validation,
-    ValidationStatus,
 )
 from hatch_epcontext.package.manifest import (
     ModelPackage,
@@ -30,7 +28,13 @@ from hatch_epcontext.package.reader import damaged_files, own_files
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.shipped import METADATA
-from hatch_epcontext.worker.results import Agreement, Coverage, NodeFacts
+from hatch_epcontext.worker.results import (
+    Agreement,
+    Coverage,
+    NodeFacts,
+    Validation,
+    ValidationStatus,
+)
 from tests.projects import GROUP
 from tests.results import compiled, configured, resulting
 

@@ -20,6 +20,7 @@ from hatch_epcontext.tools.inspecting import inspect_model, verify_model
 from hatch_epcontext.worker import rtx_library, session
 from hatch_epcontext.worker.actions import validate
 from hatch_epcontext.worker.requests import ValidateRequest
+from hatch_epcontext.worker.results import ValidationStatus
 from hatch_epcontext.worker.rtx_library import check_engine, compile_with_library
 from tests.conftest import needs
 from tests.models import model, network, save, save_with_data, value
@@ -178,7 +179,7 @@ def test_another_gpu_than_that_of_the_engine_runs_nothing(
     monkeypatch.setattr(session, "_devices", lambda provider, settings: [])
     name = "onnxruntime.capi._pybind_state.get_model_compatibility_for_ep_devices"
     monkeypatch.setattr(name, compare)
-    assert validate.handle(request).unavailable is not None
+    assert validate.handle(request).status is ValidationStatus.STRUCTURE
     assert asked == [reply.contexts[0].compatibility]
 
 
@@ -285,6 +286,6 @@ def test_without_a_gpu_only_the_structure_is_validated(tmp_path: Path) -> None:
     spec = Model("a", path, MODEL)
     request = ValidateRequest(spec, to, reply.product, reply.contexts[0], str(folder), None)
     found = validate.handle(request)
-    if found.unavailable is None:
+    if found.status is ValidationStatus.RAN:
         pytest.skip("this machine has an RTX GPU")
     assert found.agreements == ()

@@ -17,7 +17,7 @@ from hatch_epcontext.files import (
     mark_used,
     write_atomically,
 )
-from hatch_epcontext.jobs.artifact import Artifact, Record, ValidationRun
+from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
 from hatch_epcontext.jobs.cache.folder import (
@@ -30,6 +30,7 @@ from hatch_epcontext.jobs.cache.folder import (
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import refusal
+from hatch_epcontext.worker.results import Validation
 
 if TYPE_CHECKING:
     from hatch_epcontext.jobs.cache.shared import SharedCache
@@ -166,7 +167,7 @@ class Cache:
         if self.shared is not None:
             self.shared.send(key, folder, record)
 
-    def validation(self, key: str, validation: str) -> ValidationRun | None:
+    def validation(self, key: str, validation: str) -> Validation | None:
         """The validation under the key ``validation`` of the artifact of ``key``."""
         own = self._local_validation(key, validation)
         text = own
@@ -175,7 +176,7 @@ class Cache:
         if text is None:
             return None
         try:
-            run = from_json(text, ValidationRun)
+            result = from_json(text, Validation)
         except ValueError:
             self._warn("a validation in the cache is damaged; validating again")
             return None
@@ -183,11 +184,11 @@ class Cache:
             self._keep_validation(key, validation, text)
         elif self.shared is not None:
             self.shared.share("validation", f"{key}/{validation}", text)
-        return run
+        return result
 
-    def store_validation(self, key: str, validation: str, run: ValidationRun) -> None:
-        """Store ``run`` beside the artifact, if the cache has that and can be written."""
-        text = to_json(run, indent=None)
+    def store_validation(self, key: str, validation: str, result: Validation) -> None:
+        """Store ``result`` beside the artifact, if the cache has that and can be written."""
+        text = to_json(result, indent=None)
         self._keep_validation(key, validation, text)
         if self.shared is not None:
             self.shared.write("validation", f"{key}/{validation}", text)

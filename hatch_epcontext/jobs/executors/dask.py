@@ -33,7 +33,7 @@ from hatch_epcontext.errors import (
     Problem,
 )
 from hatch_epcontext.files import FileRecord, record_file, temp_dir
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Source, ValidationRun
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Source
 from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.cache.index import Index, changed_error
@@ -53,7 +53,7 @@ from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 from hatch_epcontext.jobs.validation import input_files, reason_not_to_run
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import count, hide_credentials, pairs
-from hatch_epcontext.worker.results import Context
+from hatch_epcontext.worker.results import Context, Validation
 
 CONNECT_SECONDS = 10.0
 """Seconds in which the scheduler must answer."""
@@ -193,15 +193,13 @@ class DaskExecutor:
         self._archives[folder] = compiled
         return record
 
-    def validate(
-        self, job: Job, model: Model, artifact: Artifact, context: Context
-    ) -> ValidationRun:
+    def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
         """Validate on a worker: if possible on the one that compiled the artifact."""
 
         def work() -> ToValidate:
             return ToValidate(artifact.record, self._archive(job, artifact), context)
 
-        return cast("ValidationRun", self._run(job, work))
+        return cast("Validation", self._run(job, work))
 
     def finished(self, job: Job) -> None:
         """Let workers free what they keep for ``job`` when they get their next task."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem, UnavailableError
 from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, ValidationRun
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused
 from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.cache.shared import Transport, TransportError
@@ -33,7 +33,7 @@ from hatch_epcontext.jobs.requirements import check_environment, requirements, v
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import pairs
-from hatch_epcontext.worker.results import Context
+from hatch_epcontext.worker.results import Context, Validation
 
 TOPIC = "hatch-epcontext"
 """The topic of the events that workers log, one for all builds: the scheduler keeps the last events of each
@@ -142,7 +142,7 @@ def _check_library(job: Job) -> None:
         raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint))
 
 
-Outcome = FileRecord | Refused | ValidationRun
+Outcome = FileRecord | Refused | Validation
 """The outcome of a task: the archive of the artifact, which is in the shared cache, or why there is none; or
 a validation."""
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, ValidationRun
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused
 from hatch_epcontext.jobs.plan import Job
-from hatch_epcontext.worker.results import Context
+from hatch_epcontext.worker.results import Context, Validation
 
 
 class Executor(Protocol):
@@ -34,9 +34,7 @@ class Executor(Protocol):
         Raises BuildError for problems that no other recipe can solve.
         """
 
-    def validate(
-        self, job: Job, model: Model, artifact: Artifact, context: Context
-    ) -> ValidationRun:
+    def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
         """Validate the ``context`` of ``model`` in ``artifact``; raises BuildError when that fails."""
 
     def finished(self, job: Job) -> None:

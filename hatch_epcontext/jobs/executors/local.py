@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,15 +31,14 @@ from hatch_epcontext.jobs.artifact import (
     Record,
     Refused,
     Times,
-    ValidationRun,
 )
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.preparation import Preparations, Prepared
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.requirements import versions_of
-from hatch_epcontext.jobs.validation import reason_not_to_run, validation_of
+from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.results import Context
+from hatch_epcontext.worker.results import Context, Validation
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import CompileReply
@@ -180,9 +178,7 @@ class LocalExecutor:
         with self._device(job.target), contextlib.closing(worker):
             return worker.call(request, self._scratch("compile"), location=job.location, step="")
 
-    def validate(
-        self, job: Job, model: Model, artifact: Artifact, context: Context
-    ) -> ValidationRun:
+    def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
         """Run a moved copy of the artifact in a process that has compiled nothing."""
         from hatch_epcontext.worker.requests import ValidateRequest
 
@@ -207,12 +203,10 @@ class LocalExecutor:
             only_target=job.target.name if model.has_other_limits(job.target) else None,
         )
         with self._device(job.target):
-            reply = self.workers.call(request, scratch, location=job.location, step="validation")
+            call = self.workers.call
+            validation = call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
-        inputs, provider = model.validate.inputs, job.target.provider
-        found = validation_of(artifact.record.product, reply, inputs, provider)
-        day = datetime.now(timezone.utc).date().isoformat()
-        return ValidationRun(found, reply.load, day)
+        return validation
 
     def _prepared_path(self, job: Job, model: Model, artifact: Artifact) -> str | None:
         """The file that was compiled, for EPs whose number format is known.

@@ -17,7 +17,11 @@ from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import is_noisy
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.comparison.compare import SIMPLIFIED, check_runs
+from hatch_epcontext.worker.comparison.compare import (
+    SIMPLIFIED,
+    compare_runs,
+    refuse_differences,
+)
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.quantized import (
     float_form_reference,
@@ -119,7 +123,8 @@ def _compare(
     name += f" before it was {done}" if done else ""
     explain = partial(first_difference, before, result, model, expected.facts.states)
     what = "the prepared model on the CPU"
-    check_runs(session, expected, tolerance, model, what, name, explain=explain)
+    compared = compare_runs(session, expected, tolerance, model, what, name, explain=explain)
+    refuse_differences(compared.agreements)
 
 
 def _reference(

@@ -29,9 +29,9 @@ from hatch_epcontext.graph.unrolling.recurrent import RECURRENT
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import (
     SIMPLIFIED,
-    ComparisonResult,
-    check_outputs,
-    check_runs,
+    compare_outputs,
+    compare_runs,
+    refuse_differences,
 )
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
@@ -317,8 +317,7 @@ class _RewriteSession:
                 # logarithms of values near zero are mostly rounding.
                 before = self._rounded(path.parent)
                 anything = Tolerance(snr=NOTHING, cosine=-1)
-                found = self._check(before, path, expected, anything, expected.runs).agreements
-                own = min((a.margin for a in found if a.margin is not None), default=math.inf)
+                own = self._check(before, path, expected, anything, expected.runs)
                 if own + NOTHING > _EXACT:
                     raise
                 allowed = max(min(own + NOTHING - GAIN, _ROUNDED), SIMPLIFIED.snr)
@@ -344,14 +343,17 @@ class _RewriteSession:
         expected: Reference,
         tolerance: Tolerance,
         runs: Sequence[ReferenceRun] | None = None,
-    ) -> ComparisonResult:
+    ) -> float:
+        """The smallest margin of an output in decibels; raises BuildError if one differs."""
         model, what = self.request.model, "the rewritten model on the CPU"
         before = Path(self.request.prepared)
         explain = partial(first_difference, before, path, model, expected.facts.states)
         name = "the source model's"
-        return check_runs(
+        agreements = compare_runs(
             session, expected, tolerance, model, what, name, runs=runs, explain=explain
-        )
+        ).agreements
+        refuse_differences(agreements)
+        return min((a.margin for a in agreements if a.margin is not None), default=math.inf)
 
     def _compare_branches(
         self,
@@ -377,7 +379,9 @@ class _RewriteSession:
                 feeds = {**each.feeds[0], **fed}
                 wanted = run_model(before, feeds, model, "a branch of the model on the CPU")
                 outputs = run_model(after, feeds, model, "the rewritten branch on the CPU")
-                check_outputs(outputs, wanted, SIMPLIFIED, model, "the branch's")
+                refuse_differences(
+                    compare_outputs(outputs, wanted, SIMPLIFIED, model, "the branch's")
+                )
 
     def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""

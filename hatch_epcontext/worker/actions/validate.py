@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
 import onnx
 import onnxruntime as ort
 
+from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import (
     Kind,
     ModelError,
@@ -23,7 +25,7 @@ from hatch_epcontext.graph import reading
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import check_outputs, check_runs
+from hatch_epcontext.worker.comparison.compare import compare_outputs, compare_runs
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
@@ -38,8 +40,15 @@ from hatch_epcontext.worker.comparison.suppression import Rest, expose_reads
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.requests import ValidateReply, ValidateRequest
-from hatch_epcontext.worker.results import SENSITIVE, Agreement, AgreementStatus, Emulation
+from hatch_epcontext.worker.requests import ValidateRequest
+from hatch_epcontext.worker.results import (
+    SENSITIVE,
+    Agreement,
+    AgreementStatus,
+    Emulation,
+    Validation,
+    ValidationStatus,
+)
 from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,
@@ -47,19 +56,30 @@ from hatch_epcontext.worker.session import (
     open_session,
     set_model_path,
 )
-from hatch_epcontext.worker.tensors import refuse_not_finite
+from hatch_epcontext.worker.tensors import not_finite
 
 
-def handle(request: ValidateRequest) -> ValidateReply:
+def handle(request: ValidateRequest) -> Validation:
     """Validate the request's context: open it from disk and from memory, run it, and compare.
 
-    Raises BuildError when it cannot be opened without compiling, fails, has NaN or Inf where the CPU EP has
-    none, or exceeds the tolerance; ModelError when the dummy inputs do not fit.
+    Outputs that differ are in the result. Raises BuildError when it cannot be opened without compiling, or
+    fails; ModelError when the dummy inputs do not fit.
     """
-    model, provider = request.model, request.target.provider
+    provider = request.target.provider
     unavailable = _unavailable(request)
-    if unavailable is not None and provider.by_library:
-        return ValidateReply((), unavailable)
+    validation = Validation(
+        ValidationStatus.RAN,
+        reason=unavailable,
+        synthetic=request.model.validate.inputs in SYNTHETIC,
+        simulated=provider.simulates,
+    )
+    if unavailable is not None:
+        # An optimized graph is plain ONNX, which the CPU EP runs instead.
+        on_cpu = request.product == "optimized"
+        status = ValidationStatus.RAN_ON_CPU if on_cpu else ValidationStatus.STRUCTURE
+        validation = replace(validation, status=status, simulated=False)
+        if provider.by_library:
+            return validation
     expected = _reference(request)
     step("opening the compiled model")
     # In a group, sessions that are opened first must outlive the later ones.
@@ -75,21 +95,29 @@ def handle(request: ValidateRequest) -> ValidateReply:
     session_options = make_options()
     start = time.perf_counter()
     session = open_session(_file(request), session_options)
-    load = time.perf_counter() - start
+    day = datetime.now(timezone.utc).date().isoformat()
+    validation = replace(validation, load=time.perf_counter() - start, day=day)
     if unavailable is None:
         _check_assignment(request, from_memory, "memory")
         _check_assignment(request, session, "disk")
-    if not isinstance(expected, Reference):
-        outputs = run_model(session, expected, model, "the compiled model")
-        refuse_not_finite(outputs, {})
-        return ValidateReply((), unavailable, load)
-    assert request.tolerance is not None, "there is a reference to compare with"
-    if rest is not None:
+    if isinstance(expected, Reference):
         # The session that also returns the values that are compared before a selection.
-        session = from_memory
+        return _compare(request, session if rest is None else from_memory, expected, validation)
+    outputs = run_model(session, expected, request.model, "the compiled model")
+    return replace(validation, agreements=tuple(not_finite(outputs, {})))
+
+
+def _compare(
+    request: ValidateRequest,
+    session: ort.InferenceSession,
+    expected: Reference,
+    validation: Validation,
+) -> Validation:
+    """``validation`` with how near ``session`` is to the reference, and to recorded outputs."""
+    model, settings = request.model, request.target.settings
+    assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
-    settings = request.target.settings
-    tolerance = within_noise(request.tolerance, expected.facts, provider.tolerance)
+    tolerance = within_noise(request.tolerance, expected.facts, request.target.provider.tolerance)
     emulator = _emulator(request, expected, tolerance)
     if settings.changes_precision:
         expected = for_other_numbers(expected)
@@ -98,41 +126,45 @@ def handle(request: ValidateRequest) -> ValidateReply:
         first = run_model(session, expected.feeds, model, "the compiled model")
         name, only_target = "the recorded output", request.only_target
         own = model.tolerance_for(request.target, recorded=True) or request.tolerance
-        check_outputs(first, recorded, own, model, name, only_target=only_target)
-    checked = check_runs(
+        agreements = compare_outputs(first, recorded, own, model, name, only_target=only_target)
+        if any(agreement.differs for agreement in agreements):
+            return replace(validation, agreements=tuple(agreements))
+    float_form_db = expected.facts.float_form_db
+    compared = compare_runs(
         session,
         expected,
         tolerance,
         model,
         "the compiled model",
-        "the CPU's" if expected.facts.float_form_db is None else "its float form's",
+        "the CPU's" if float_form_db is None else "its float form's",
         runs=emulator.to_run() if emulator else None,
         first=first,
         only_target=request.only_target,
         emulator=emulator,
         explain=_explain(request, expected),
     )
-    agreements, emulation = checked.agreements, None
+    validation = replace(
+        validation,
+        agreements=compared.agreements,
+        samples=compared.samples,
+        warnings=compared.warnings,
+        gap=compared.gap,
+        float_form_db=float_form_db,
+    )
+    if validation.differs:
+        return validation
+    emulation = None
     if emulator is not None:
-        emulation = replace(emulator.result(), gap=checked.gap)
-        agreements = tuple(_judged(each, emulation, emulator) for each in agreements)
+        emulation = emulator.result()
     elif (format_ := _format(request)) is not None:
         emulation = Emulation(format_.name, format_.seen)
-        agreements = tuple(_judged(each, emulation) for each in agreements)
-    return ValidateReply(
-        agreements,
-        unavailable,
-        load,
-        checked.samples,
-        checked.warnings,
-        emulation,
-        expected.facts.float_form_db,
-    )
+    if emulation is None:
+        return validation
+    judged = tuple(_judged(each, emulation, emulator) for each in compared.agreements)
+    return replace(validation, agreements=judged, emulation=emulation)
 
 
-def _judged(
-    agreement: Agreement, emulation: Emulation, emulator: Emulator | None = None
-) -> Agreement:
+def _judged(agreement: Agreement, emulation: Emulation, emulator: Emulator | None) -> Agreement:
     """``agreement``, or a sensitive one if other inputs may disagree because of the EP's number format."""
     if agreement.status is not AgreementStatus.AGREES:
         return agreement

@@ -1,4 +1,4 @@
-"""Check the outputs of a model against its reference."""
+"""Compare the outputs of a model with its reference."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, RefusedError, Setting
+from hatch_epcontext.errors import RefusedError, Setting
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.emulation import Emulator, Level
-from hatch_epcontext.worker.comparison.measures import Comparison, compare
+from hatch_epcontext.worker.comparison.measures import Comparison, compare, other_shape
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun, run_steps
 from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.results import (
@@ -25,9 +25,10 @@ from hatch_epcontext.worker.results import (
     SENSITIVE,
     Agreement,
     AgreementStatus,
+    differences,
     worst_agreements,
 )
-from hatch_epcontext.worker.tensors import refuse_not_finite
+from hatch_epcontext.worker.tensors import not_finite
 
 SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
 """A simplifier may change only the order of additions."""
@@ -39,7 +40,7 @@ _WRONG_SLICE = 3.0
 """The same for a slice, such as all scores of one class."""
 
 
-def check_runs(
+def compare_runs(
     session: ort.InferenceSession,
     expected: Reference,
     tolerance: Tolerance,
@@ -55,64 +56,61 @@ def check_runs(
 ) -> ComparisonResult:
     """Run ``session``, the model ``what``, on ``runs`` of the reference, by default on those for a target.
 
-    ``first``: its outputs for the first sample, if that was run already. ``only_target``: the target whose
-    limits a hint should relax, if not those of all. ``emulator``: of its number format; the runs correct it.
-    ``explain``: without an emulator, it names where the model begins to differ. Raises BuildError when an
-    output has NaN or Inf where the reference has none, or exceeds the tolerance; ModelError when it takes
-    too long.
+    It ends with the first run that differs. ``first``: its outputs for the first sample, if that was run
+    already. ``only_target``: the target whose limits a hint should relax, if not those of all. ``emulator``:
+    of its number format; the runs correct it. ``explain``: without an emulator, it names where the model
+    begins to differ. Raises ModelError when it takes too long.
     """
-    found: list[Agreement] = []
+    compared: list[Agreement] = []
     warnings: list[str] = []
     ran: list[str] = []
     levels: list[Level] = []
-    gap = 0.0
+    gap = None if emulator is None else 0.0
     if runs is None:
-        runs = [each for each in expected.runs if each.on_target]
-    longest = max(runs, key=lambda each: len(each.feeds))
-    for each in runs:
-        ran.append(each.name)
-        if first is not None and each is expected.runs[0]:
+        runs = [run for run in expected.runs if run.on_target]
+    longest = max(runs, key=lambda run: len(run.feeds))
+    for run in runs:
+        ran.append(run.name)
+        if first is not None and run is expected.runs[0]:
             outputs: Iterable[Arrays] = (first,)
         else:
-            outputs = run_steps(session, each.feeds, expected.facts.states, model, what)
-        before = len(found)
-        try:
+            outputs = run_steps(session, run.feeds, expected.facts.states, model, what)
+        agreeing, differing = _until_different(
+            compare_outputs(
+                own,
+                wanted,
+                tolerance,
+                model,
+                reference_name,
+                expected,
+                _place(run, number),
+                only_target,
+                candidates,
+                what,
+            )
             for number, (own, (wanted, candidates)) in enumerate(
-                zip(outputs, each.steps, strict=True)
-            ):
-                place = _place(each, number)
-                found += check_outputs(
-                    own,
-                    wanted,
-                    tolerance,
-                    model,
-                    reference_name,
-                    expected,
-                    place,
-                    only_target,
-                    candidates,
-                    what,
-                )
-        except ModelError:
-            raise
-        except BuildError as error:
-            error = _explained(error, each, emulator, explain)
+                zip(outputs, run.steps, strict=True)
+            )
+        )
+        compared += agreeing
+        if differing:
+            differing, distance = _explained(differing, run, emulator, explain)
             # The app may never have unusual inputs; but if the number format does not explain the EP's error
             # there, the EP may be wrong elsewhere too.
-            if each.usual or (emulator is not None and emulator.level(each).margin >= SENSITIVE):
-                raise error from None
-            warnings.append(_warning(error))
+            if run.usual or (emulator is not None and emulator.level(run).margin >= SENSITIVE):
+                return ComparisonResult(differing, tuple(warnings), tuple(ran), distance)
+            warnings.append(_warning(differing))
             continue
-        if emulator is None:
+        if emulator is None or gap is None:
             continue
-        of_outputs = [(a.margin, a.output) for a in found[before:] if a.margin is not None]
+        of_outputs = [(a.margin, a.output) for a in agreeing if a.margin is not None]
         margin, output = min(of_outputs, default=(math.inf, ""))
-        levels.append(Level(each, output, margin, margin + tolerance.of(output).snr, ran=True))
-        emulated = emulator.level(each).margin
+        levels.append(Level(run, output, margin, margin + tolerance.of(output).snr, ran=True))
+        emulated = emulator.level(run).margin
         gap = max(gap, min(emulated, _reachable(emulator)) - margin)
-        is_longest = each is longest and len(each.feeds) > 1
+        is_longest = run is longest and len(run.feeds) > 1
         is_worst = (
-            not is_longest and each is not expected.runs[0] and model.validate.inputs in SYNTHETIC
+            not is_longest and run is not expected.runs[0] and model.validate.inputs in SYNTHETIC
         )
         is_better = emulated < SENSITIVE <= margin
         if is_worst and margin >= emulated - GAIN and not is_better:
@@ -120,20 +118,25 @@ def check_runs(
             break
     if emulator is not None:
         emulator.correct(levels)
-    return ComparisonResult(worst_agreements(found), tuple(warnings), tuple(ran), gap)
+    return ComparisonResult(worst_agreements(compared), tuple(warnings), tuple(ran), gap)
 
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """The worst agreement of each output, disagreements on inputs that may never be so large, and the names
-    of the samples. ``gap``: the decibels by which a sample was worse than its emulation, as far as they
-    count.
+    """The worst agreement of each output, or those of the step that differs; disagreements on inputs that may
+    never be so large; and the names of the samples. ``gap``: as in `Validation`, as far as it counts.
     """
 
     agreements: tuple[Agreement, ...]
     warnings: tuple[str, ...]
     samples: tuple[str, ...]
-    gap: float
+    gap: float | None
+
+
+def refuse_differences(agreements: Iterable[Agreement]) -> None:
+    """Raise RefusedError if some of the ``agreements``, of a form that a worker made, differ."""
+    if problems := differences(agreements):
+        raise RefusedError(*problems)
 
 
 def _reachable(emulator: Emulator) -> float:
@@ -141,17 +144,30 @@ def _reachable(emulator: Emulator) -> float:
     return SENSITIVE + GAIN if emulator.margin >= SENSITIVE else SENSITIVE
 
 
+def _until_different(
+    steps: Iterable[list[Agreement]],
+) -> tuple[list[Agreement], tuple[Agreement, ...]]:
+    """The agreements of the ``steps`` before the first one with a difference, and those of that one."""
+    agreeing: list[Agreement] = []
+    for agreements in steps:
+        if any(agreement.differs for agreement in agreements):
+            return agreeing, tuple(agreements)
+        agreeing += agreements
+    return agreeing, ()
+
+
 def _explained(
-    error: BuildError,
+    agreements: tuple[Agreement, ...],
     run: ReferenceRun,
     emulator: Emulator | None,
     explain: Callable[[ReferenceRun], str] | None,
-) -> BuildError:
-    """``error`` of ``run`` with the first diverging node after its first message, if that is known."""
-    first, *others = error.problems
-    gap = None
+) -> tuple[tuple[Agreement, ...], float | None]:
+    """``agreements`` of ``run`` with the first diverging node, if that is known, in the reason of the first
+    difference; and the gap, as in `Validation`.
+    """
+    gap, first = None, next(agreement for agreement in agreements if agreement.differs)
     if emulator is not None:
-        margins = [each.margin for each in error.problems if each.margin is not None]
+        margins = (a.margin for a in agreements if a.differs and a.margin is not None)
         margin = min(margins, default=NOTHING)
         distance = emulator.level(run).margin - margin
         # None if the emulation is equal: a reply cannot contain infinity.
@@ -159,24 +175,24 @@ def _explained(
         text = emulator.explanation(run, margin)
     else:
         text = explain(run) if explain else ""
-    message = f"{first.message}\n{text}" if text else first.message
-    return type(error)(replace(first, message=message, gap=gap), *others)
+    explained = replace(first, reason=f"{first.reason}\n{text}" if text else first.reason)
+    return tuple(explained if each is first else each for each in agreements), gap
 
 
-def _warning(error: BuildError) -> str:
-    first, *others = (problem.message.splitlines()[0] for problem in error.problems)
+def _warning(agreements: Iterable[Agreement]) -> str:
+    first, *others = (problem.message.splitlines()[0] for problem in differences(agreements))
     verb = "does" if len(others) == 1 else "do"
     more = f" So {verb} {count(len(others), 'other output')}." if others else ""
     return f"{first}{more} This matters only if the app can have such inputs."
 
 
-def _place(each: ReferenceRun, number: int) -> str:
-    if len(each.feeds) > 1:
-        return f" in step {number + 1} of {each.name.replace(' steps', '', 1)}, with its own states"
-    return "" if each.name in ("random", "given") else f" for the sample {each.name!r}"
+def _place(run: ReferenceRun, number: int) -> str:
+    if len(run.feeds) > 1:
+        return f" in step {number + 1} of {run.name.replace(' steps', '', 1)}, with its own states"
+    return "" if run.name in ("random", "given") else f" for the sample {run.name!r}"
 
 
-def check_outputs(
+def compare_outputs(
     outputs: Arrays,
     wanted: Arrays,
     tolerance: Tolerance,
@@ -191,20 +207,22 @@ def check_outputs(
     """Compare ``outputs`` with ``wanted``, which messages call ``reference_name`` ("the CPU's").
 
     ``expected``: the reference that contains ``wanted``, and ``place`` where in it, for messages;
-    ``only_target`` and ``what`` as in `check_runs`; ``candidates``: see `ReferenceRun`. Raises BuildError
-    when an output has NaN or Inf where ``wanted`` has none, or exceeds the tolerance.
+    ``only_target`` and ``what`` as in `compare_runs`; ``candidates``: see `ReferenceRun`.
     """
     facts = expected.facts if expected else Facts()
     outputs = {name: array for name, array in outputs.items() if name not in facts.random}
-    refuse_not_finite(outputs, {**candidates, **wanted})
+    if gaps := not_finite(outputs, {**candidates, **wanted}):
+        return gaps
     agreements = [
         Agreement(name, 0.0, None, status=AgreementStatus.RANDOM, reason="it is random")
         for name in facts.random
     ]
-    problems = []
     selected = select(facts.selections, outputs, wanted, candidates, tolerance.unit)
     for name, output in outputs.items():
         if name not in selected.wanted:
+            continue
+        if (reshaped := other_shape(name, output, selected.wanted[name])) is not None:
+            agreements.append(reshaped)
             continue
         compared = compare(
             name,
@@ -218,18 +236,15 @@ def check_outputs(
             is_state=name in facts.states.values(),
         )
         agreement = compared.agreement
-        if reason := facts.inconclusive.get(name):
+        if compared.excesses:
+            agreement = _differing(compared, model, reference_name, place, facts, only_target, what)
+        elif reason := facts.inconclusive.get(name):
             agreement = replace(agreement, status=AgreementStatus.INCONCLUSIVE, reason=reason)
         agreements.append(agreement)
-        if compared.excesses:
-            problem = _differs(compared, model, reference_name, place, facts, only_target, what)
-            problems.append(replace(problem, margin=max(compared.margin, NOTHING)))
-    if problems:
-        raise RefusedError(*problems)
     return agreements
 
 
-def _differs(
+def _differing(
     compared: Comparison,
     model: Model,
     reference_name: str,
@@ -237,7 +252,8 @@ def _differs(
     facts: Facts,
     only_target: str | None,
     what: str,
-) -> Problem:
+) -> Agreement:
+    """The agreement of ``compared``, which is beyond a limit: how, and what to do."""
     agreement = compared.agreement
     # An index has no difference: only its score differs.
     largest = f"; the largest difference is {agreement.max_abs:.3g}" if agreement.max_abs else ""
@@ -245,38 +261,39 @@ def _differs(
         f"the output {agreement.output!r} differs from {reference_name}{place}: "
         f"{' and '.join(compared.excesses)}{largest}."
     )
+    hint, setting = _advice(compared, model, facts, only_target, what)
+    return replace(
+        agreement,
+        status=AgreementStatus.DIFFERS,
+        reason=message,
+        hint=hint,
+        settings=() if setting is None else (setting,),
+    )
+
+
+def _advice(
+    compared: Comparison, model: Model, facts: Facts, only_target: str | None, what: str
+) -> tuple[str, Setting | None]:
+    """What to do about an output that is beyond a limit, and what to set."""
     key = model.key / "validate"
     are_given = model.validate.inputs not in SYNTHETIC
     if facts.guessed and not are_given:
         names = ", ".join(map(repr, facts.guessed))
-        return Problem(
-            Kind.OUTPUT_DIFFERS,
-            "",
-            message,
-            f"Nothing in the graph bounds {names}, which got values up to 255. Give real inputs:",
-            settings=(Setting(key / "inputs", "samples.npz"),),
-        )
+        hint = f"Nothing in the graph bounds {names}, which got values up to 255. Give real inputs:"
+        return hint, Setting(key / "inputs", "samples.npz")
     if _is_wrong(compared):
         wrong = f"{what[0].upper()}{what[1:]} is wrong there"
         if are_given:
             advice = ": do not ship it for this target" if what == "the compiled model" else ""
-            return Problem(Kind.OUTPUT_DIFFERS, "", message, f"{wrong}{advice}.")
+            return f"{wrong}{advice}.", None
         hint = f"{wrong}. If the app never has such inputs, give its real ones:"
-        return Problem(
-            Kind.OUTPUT_DIFFERS,
-            "",
-            message,
-            hint,
-            settings=(Setting(key / "inputs", "samples.npz"),),
-        )
+        return hint, Setting(key / "inputs", "samples.npz")
     allowed = {name: _rounded(name, limit) for name, limit in compared.needed.items()}
-    limits: dict[str, Any] = {"outputs": {agreement.output: allowed}}
+    limits: dict[str, Any] = {"outputs": {compared.agreement.output: allowed}}
     if only_target is not None:
         limits = {"targets": {only_target: limits}}
     hint = "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more):"
-    return Problem(
-        Kind.OUTPUT_DIFFERS, "", message, hint, settings=(Setting(key / "tolerance", limits),)
-    )
+    return hint, Setting(key / "tolerance", limits)
 
 
 def _is_wrong(compared: Comparison) -> bool:

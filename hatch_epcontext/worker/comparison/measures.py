@@ -20,10 +20,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.errors import Kind, Problem, RefusedError
 from hatch_epcontext.graph.arrays import STRING, Array
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.results import Agreement, Slice
+from hatch_epcontext.worker.results import NOTHING, Agreement, AgreementStatus, Slice
 
 Nature = Literal["any", "unit", "probabilities", "indices"]
 """The nature of an output's values: any; between -1 and 1 (after a Sigmoid); probabilities that add up to 1
@@ -127,15 +126,8 @@ def compare(
     ``elsewhere``: the same output of the reference for other inputs. ``quantization_step``: the step between
     its values, if it is quantized. ``rows``: for selected rows, the signal-to-noise ratio of each in
     decibels. ``is_state``: whether only the model itself reads it: then single features mean nothing, and
-    the limit is lower. Strings, booleans and other indices are equal or not. Raises BuildError when the
-    shapes differ.
+    the limit is lower. Strings, booleans and other indices are equal or not. Both have the same shape.
     """
-    if output.shape != reference.shape:
-        message = (
-            f"the output {name!r} has the shape {list(output.shape)}, but "
-            f"{list(reference.shape)} on the CPU."
-        )
-        raise RefusedError(Problem(Kind.OUTPUT_SHAPE, "", message))
     if is_state:
         limits = replace(limits, snr=limits.snr - _STATE)
     exact = reference.dtype == STRING or reference.dtype.kind == "b" or nature == "indices"
@@ -156,6 +148,17 @@ def compare(
         agreement = replace(agreement, worst=None, snr=snr)
     row = None if rows is None else _worst_row(rows, ref.shape)
     return _judge(agreement, out, ref, limits, row)
+
+
+def other_shape(name: str, output: Array, reference: Array) -> Agreement | None:
+    """The agreement of an ``output`` with another shape than ``reference``; None if the shapes are equal."""
+    if output.shape == reference.shape:
+        return None
+    reason = (
+        f"the output {name!r} has the shape {list(output.shape)}, but {list(reference.shape)} on the "
+        "CPU."
+    )
+    return Agreement(name, 0.0, None, status=AgreementStatus.OTHER_SHAPE, reason=reason)
 
 
 def _worst_row(rows: Numbers, shape: tuple[int, ...]) -> Slice | None:
@@ -203,7 +206,8 @@ def _judge(
             )
             needed["atol"] = atol + float(beyond.max())
     margin = min(margins)
-    known = margin if math.isfinite(margin) else None
+    # JSON has no infinity.
+    known = None if margin == math.inf else max(margin, NOTHING)
     agreement = replace(agreement, margin=known)
     return Comparison(agreement, tuple(excesses), needed, margin, margin + limits.snr)
 

@@ -27,7 +27,8 @@ from hatch_epcontext.graph.external import load_whole
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.side_by_side import Undone, add_floats
 from hatch_epcontext.providers import QUANTIZED, Tolerance
-from hatch_epcontext.worker.comparison.measures import Comparison, compare
+from hatch_epcontext.worker.comparison.compare import refuse_differences
+from hatch_epcontext.worker.comparison.measures import Comparison, compare, other_shape
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.run_errors import source_failed
 from hatch_epcontext.worker.comparison.runs import (
@@ -190,10 +191,15 @@ def _steps(
 def _compare(
     model: Model, session: ort.InferenceSession, expected: Reference
 ) -> Iterator[Comparison]:
-    """Compare each output of ``session`` for which the reference is conclusive."""
+    """Compare each output of ``session`` for which the reference is conclusive.
+
+    Raises BuildError when one has another shape.
+    """
     facts = expected.facts
     for outputs, wanted in _steps(model, session, expected):
         for name in wanted.keys() - {*facts.random, *facts.inconclusive}:
+            if (reshaped := other_shape(name, outputs[name], wanted[name])) is not None:
+                refuse_differences([reshaped])
             nature, elsewhere = facts.natures.get(name, "any"), expected.elsewhere(name)
             yield compare(
                 name, outputs[name], wanted[name], _NO_LIMITS, elsewhere=elsewhere, nature=nature

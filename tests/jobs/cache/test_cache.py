@@ -18,16 +18,17 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import FileRecord, record_file, record_files
 from hatch_epcontext.jobs.artifact import (
     Artifact,
-    Validation,
-    ValidationRun,
-    ValidationStatus,
 )
 from hatch_epcontext.jobs.cache import folder as folder_module
 from hatch_epcontext.jobs.cache import index as index_module
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.folder import staging
 from hatch_epcontext.jobs.run import open_cache
-from hatch_epcontext.worker.results import Agreement
+from hatch_epcontext.worker.results import (
+    Agreement,
+    Validation,
+    ValidationStatus,
+)
 from tests.conftest import make_record
 
 KEY = "ab" * 32
@@ -334,11 +335,11 @@ def test_without_a_cache_nothing_is_found_again(artifact: Artifact, warnings: li
 def test_validations_are_stored_by_their_key(cache: Cache, artifact: Artifact) -> None:
     cache.store(KEY, artifact.folder, artifact.record)
     agreements = (Agreement("y", 0.001, 0.999), Agreement("z", 0.1, 0.99))
-    run = ValidationRun(Validation(ValidationStatus.RAN, agreements), 0.25)
+    run = Validation(ValidationStatus.RAN, agreements, load=0.25)
     cache.store_validation(KEY, "random", run)
     assert cache.validation(KEY, "random") == run
     assert cache.validation(KEY, "ones") is None
-    assert run.validation.cosine == 0.99
+    assert run.cosine == 0.99
     assert cache.has(KEY)
 
 
@@ -347,7 +348,7 @@ def test_a_damaged_validation_is_a_miss(
     cache: Cache, artifact: Artifact, entry: Path, warnings: list[str], text: str
 ) -> None:
     cache.store(KEY, artifact.folder, artifact.record)
-    cache.store_validation(KEY, "random", ValidationRun(Validation(ValidationStatus.RAN)))
+    cache.store_validation(KEY, "random", Validation(ValidationStatus.RAN))
     (file,) = entry.glob("validation-*.json")
     file.write_text(text, encoding="utf-8")
     assert cache.validation(KEY, "random") is None

@@ -19,8 +19,11 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import record_files
-from hatch_epcontext.jobs.artifact import Artifact, Built, Result, ValidationRun, ValidationStatus
-from hatch_epcontext.jobs.artifact import Validation as ValidationOf
+from hatch_epcontext.jobs.artifact import (
+    Artifact,
+    Built,
+    Result,
+)
 from hatch_epcontext.jobs.cache import shared
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.index import Index
@@ -30,7 +33,13 @@ from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build, dry_run, open_cache
 from hatch_epcontext.jobs.sources import read_sources
-from hatch_epcontext.worker.results import ModelFacts
+from hatch_epcontext.worker.results import (
+    ModelFacts,
+    ValidationStatus,
+)
+from hatch_epcontext.worker.results import (
+    Validation as ValidationOf,
+)
 from tests.conftest import needs_qnn
 from tests.models import network, save
 from tests.remotes import WebServer, make_bucket, s3_server, use_s3, web_server
@@ -393,7 +402,7 @@ def test_a_damaged_validation_of_a_remote_is_a_miss(
             tmp_path / name, print, SharedCache(server.url, warnings.append, can_write=True)
         )
 
-    run = ValidationRun(ValidationOf(ValidationStatus.RAN))
+    run = ValidationOf(ValidationStatus.RAN)
     cache("a").store(KEY, artifact.folder, artifact.record)
     cache("a").store_validation(KEY, "random", run)
     assert cache("b").validation(KEY, "random") == run

@@ -12,13 +12,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
-from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph.number_format import FLOAT16, Fault, NumberFormat
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import check_runs
+from hatch_epcontext.worker.comparison.compare import compare_runs
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import reference
-from hatch_epcontext.worker.results import FEW_SAMPLES
+from hatch_epcontext.worker.results import FEW_SAMPLES, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import model, save, value, weights
 from tests.worker.actions.test_compile import MODEL
@@ -274,10 +273,9 @@ def test_a_disagreement_where_the_emulation_is_equal_can_be_sent(tmp_path: Path)
     spec = Model("a", path, MODEL)
     expected = reference(spec, made)
     found = Emulator(spec, path, FLOAT16, frozenset(), expected, QNN)
-    with pytest.raises(BuildError) as raised:
-        check_runs(session, expected, QNN, spec, "the model", "the CPU's", emulator=found)
-    problem = raised.value.problems[0]
-    assert problem.gap is None
+    result = compare_runs(session, expected, QNN, spec, "the model", "the CPU's", emulator=found)
+    assert result.gap is None
+    (problem,) = differences(result.agreements)
     assert "changes nothing for the sample 'random', so the EP computes" in problem.message
 
 
@@ -291,18 +289,18 @@ def test_a_disagreement_names_the_first_diverging_node(tmp_path: Path) -> None:
     session = open_session(save(broken, tmp_path / "broken.onnx"), cpu_options())
     expected = reference(spec, made)
     found = Emulator(spec, tmp_path / "a.onnx", FLOAT16, frozenset(), expected, QNN)
-    with pytest.raises(BuildError) as raised:
-        check_runs(
-            session,
-            expected,
-            QNN,
-            spec,
-            "the model",
-            "the CPU's",
-            runs=[each.run for each in found.levels if each.margin < 0 and each.run.usual],
-            emulator=found,
-        )
-    assert "The first diverging node: Add floor uses 1e-10" in raised.value.problems[0].message
+    result = compare_runs(
+        session,
+        expected,
+        QNN,
+        spec,
+        "the model",
+        "the CPU's",
+        runs=[each.run for each in found.levels if each.margin < 0 and each.run.usual],
+        emulator=found,
+    )
+    (problem,) = differences(result.agreements)
+    assert "The first diverging node: Add floor uses 1e-10" in problem.message
 
 
 def detector() -> onnx.ModelProto:

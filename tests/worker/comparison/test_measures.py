@@ -4,10 +4,17 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.errors import Kind
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.measures import Comparison, Elsewhere, Nature, compare
+from hatch_epcontext.worker.comparison.measures import (
+    Comparison,
+    Elsewhere,
+    Nature,
+    compare,
+    other_shape,
+)
+from hatch_epcontext.worker.results import differences
 
 HALF = Tolerance(20, 0.99, unit=0.1)
 RNG = np.random.default_rng(1)
@@ -193,9 +200,12 @@ def test_needed_limits_are_those_that_let_it_pass() -> None:
 
 
 def test_another_shape_is_an_error() -> None:
-    with pytest.raises(BuildError, match=r"has the shape \[2\], but \[1, 2\] on the CPU") as raised:
-        compared(np.zeros(2), np.zeros((1, 2)))
-    assert raised.value.problems[0].kind is Kind.OUTPUT_SHAPE
+    assert other_shape("y", np.zeros(2), np.zeros(2)) is None
+    agreement = other_shape("y", np.zeros(2), np.zeros((1, 2)))
+    assert agreement is not None
+    (problem,) = differences([agreement])
+    assert problem.kind is Kind.OUTPUT_SHAPE
+    assert problem.message == "the output 'y' has the shape [2], but [1, 2] on the CPU."
 
 
 def test_single_scalars_of_a_state_fail_nothing() -> None:

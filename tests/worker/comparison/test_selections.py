@@ -12,10 +12,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
-from hatch_epcontext.errors import BuildError, Key
+from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import check_outputs
+from hatch_epcontext.worker.comparison.compare import compare_outputs
 from hatch_epcontext.worker.comparison.measures import Numbers, compare
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
@@ -28,6 +28,7 @@ from hatch_epcontext.worker.comparison.selections import (
     selections,
 )
 from hatch_epcontext.worker.comparison.suppression import expose_reads
+from hatch_epcontext.worker.results import differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
 from tests.models import model, value
@@ -140,19 +141,16 @@ class Head:
                 "scores": table[None, :, 4].astype(np.float32),
                 "classes": table[None, :, 5].astype(np.int64),
             }
-        try:
-            check_outputs(
-                outputs,
-                self.wanted,
-                limits,
-                self.model,
-                "the CPU's",
-                self.expected,
-                candidates=self.candidates,
-            )
-        except BuildError:
-            return False
-        return True
+        agreements = compare_outputs(
+            outputs,
+            self.wanted,
+            limits,
+            self.model,
+            "the CPU's",
+            self.expected,
+            candidates=self.candidates,
+        )
+        return not differences(agreements)
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -266,16 +264,16 @@ def test_the_message_names_the_worst_row(tmp_path: Path) -> None:
     table = detector.table
     wrong_box(table)
     outputs = {"y": table[None].astype(np.float32)}
-    with pytest.raises(BuildError, match=r"dB in \[:, 7, :\] \(at least 20\)"):
-        check_outputs(
-            outputs,
-            detector.wanted,
-            HALF,
-            detector.model,
-            "the CPU's",
-            detector.expected,
-            candidates=detector.candidates,
-        )
+    (agreement,) = compare_outputs(
+        outputs,
+        detector.wanted,
+        HALF,
+        detector.model,
+        "the CPU's",
+        detector.expected,
+        candidates=detector.candidates,
+    )
+    assert "dB in [:, 7, :] (at least 20)" in (agreement.reason or "")
 
 
 def test_the_reference_of_a_file_has_the_selections(tmp_path: Path) -> None:
@@ -523,19 +521,16 @@ class Suppressing:
 
     def disagreement(self, outputs: dict[str, Array]) -> str | None:
         """The first output that differs."""
-        try:
-            check_outputs(
-                outputs,
-                self.wanted,
-                HALF,
-                self.model,
-                "the CPU's",
-                self.expected,
-                candidates=self.candidates,
-            )
-        except BuildError as error:
-            return error.problems[0].message.split("'")[1]
-        return None
+        agreements = compare_outputs(
+            outputs,
+            self.wanted,
+            HALF,
+            self.model,
+            "the CPU's",
+            self.expected,
+            candidates=self.candidates,
+        )
+        return next((each.output for each in agreements if each.differs), None)
 
 
 @pytest.fixture(params=SUPPRESSED)
