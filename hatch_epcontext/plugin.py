@@ -88,12 +88,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _fill_sdist(self, build_data: dict[str, Any]) -> None:
         from hatch_epcontext.jobs.downloads import download_models
-        from hatch_epcontext.jobs.run import open_cache
 
         sdist = self._sdist()
         if models := sdist.downloaded:
-            index = open_cache(sdist.config, self._warning).index()
-            download_models(models, sdist.config, index, self._info)
+            download_models(models, sdist.config, self._info)
         added = list(sdist.additions(self.build_config, build_data))
         for each in added:
             self._info(f"added to the sdist: {each}")
@@ -207,17 +205,17 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         folder = editable.project_folder(output, files)
         editable.check(folder)
         staging = self._make_staging()
-        cache, compiled = open_cache(config, self._warning), config.editable == "compile"
+        compiled = config.editable == "compile"
         if not compiled:
             check_environment((), () if config.only_from_cache else INSPECTION)
         workers, _ = self._workers(config)
-        download_sources(config, cache, workers, ships_all=True)
+        download_sources(config, workers, ships_all=True)
         if compiled:
             result = self._build(config, staging)
         else:
-            index = cache.index()
-            config = cut_models(config, index, workers, staging)
-            result = Result(read_sources(config, index, workers, staging / "check"), ())
+            cache = open_cache(config, self._warning)
+            config = cut_models(config, cache, workers, staging)
+            result = Result(read_sources(config, cache, workers, staging / "check"), ())
         self._editable = result, folder, modules(self._hooked_name(output), config.models)
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Here Hatch does not call `finalize`.

@@ -19,7 +19,7 @@ from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.errors import ConfigError, Kind, Problem, collect
 from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.cache.cleaning import Store
+from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 from hatch_epcontext.jobs.report import make_report

@@ -44,7 +44,7 @@ def command(
     root, store = project.resolve(), open_store(cache_dir)
     _check(root, name)
     try:
-        pinned = pin_location(url, Downloads(store.root, is_offline(), log))
+        pinned = pin_location(url, Downloads(store, is_offline(), log))
     except DownloadError as error:
         raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
     for warning in pinned.warnings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -13,12 +14,21 @@ from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.shared_cache import SIGNATURES
 from hatch_epcontext.errors import ROOT
-from hatch_epcontext.jobs.cache.cleaning import Entry, Store
+from hatch_epcontext.jobs.cache.store import Entry, Files, Kind, Store
 from hatch_epcontext.jobs.requirements import pip_install
 from hatch_epcontext.text import count, show_size, to_toml
 
 _LONGEST = datetime.timedelta(days=36500)
 _UNITS = {"d": "days", "h": "hours", "w": "weeks"}
+
+_NOUNS: dict[Kind, str] = {
+    "artifacts": "artifact",
+    "models": "downloaded model",
+    "cut": "cut model",
+    "searches": "record",
+    "facts": "record",
+}
+"""What a kind of entries is called; searches and facts are only counted."""
 
 
 def _age(
@@ -46,21 +56,17 @@ def command(ctx: click.Context, cache_dir: Path | None) -> None:
 @command.command()
 @click.pass_obj
 def info(store: Store) -> None:
-    """Show the cache's folder, its artifacts and downloaded models."""
-    entries = [*store.entries(), *store.models()]
+    """Show the cache's folder, its artifacts, and its downloaded and cut models."""
+    entries = store.entries()
     echo(f"{store.root}: {_summarize(entries)}")
-    if not entries:
-        return
-    made = table("models", "files", "size", "last used", "artifact")
-    for entry in entries:
+    rows = table("kind", "files", "size", "last used", "key")
+    for entry in (entry for entry in entries if _NOUNS[entry.kind] != "record"):
+        contents = store.record(entry, Files)
+        files = "damaged" if contents is None else ", ".join(contents.files)
         used = entry.used.astimezone().strftime("%Y-%m-%d %H:%M")
-        names = entry.record.files if entry.record else entry.files or {}
-        files = str(len(names)) if names else ""
-        models = next(iter(entry.files or ()), "")
-        if entry.record:
-            models = ", ".join(context.model for context in entry.record.contexts)
-        add_row(made, models or "damaged", files, show_size(entry.size), used, entry.key[:12])
-    show(made)
+        add_row(rows, _NOUNS[entry.kind], files, show_size(entry.size), used, entry.key[:12])
+    if rows.row_count:
+        show(rows)
 
 
 @command.command()
@@ -73,7 +79,7 @@ def info(store: Store) -> None:
 @click.option("--all", "everything", is_flag=True, help="Remove everything that builds wrote.")
 @click.pass_obj
 def prune(store: Store, older_than: datetime.timedelta | None, everything: bool) -> None:
-    """Remove artifacts and models from elsewhere."""
+    """Remove what builds stored: artifacts, models, and what they learned of them."""
     if everything == (older_than is not None):
         raise click.UsageError("Choose what to remove: either --older-than or --all.")
     echo(f"removed {_summarize(store.prune(older_than))}")
@@ -100,7 +106,6 @@ def new_key() -> None:
 
 
 def _summarize(entries: list[Entry]) -> str:
-    size = show_size(sum(entry.size for entry in entries))
-    models = sum(entry.is_model for entry in entries)
-    more = f", {count(models, 'model')} from elsewhere" if models else ""
-    return f"{count(len(entries) - models, 'artifact')}{more}, {size}"
+    numbers = Counter(_NOUNS[entry.kind] for entry in entries)
+    counts = (count(numbers[noun], noun) for noun in dict.fromkeys(["artifact", *sorted(numbers)]))
+    return ", ".join([*counts, show_size(sum(entry.size for entry in entries))])

@@ -17,7 +17,6 @@ from hatch_epcontext.config.pyproject import FILE, tool_table
 from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.files import write_atomically
 from hatch_epcontext.jobs.downloads import Downloads, download_models
-from hatch_epcontext.jobs.run import open_cache
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.pinning import pin
 
@@ -39,11 +38,10 @@ def command(project: Path, pins: bool, cache_dir: Path | None) -> None:
     store = open_store(cache_dir)
     environ = {**os.environ, f"{PREFIX}CACHE_DIR": str(store.root)}
     if pins:
-        _pin(root, environ, Downloads(store.root, is_offline(), log))
+        _pin(root, environ, Downloads(store, is_offline(), log))
     # Other files may be missing: hooks may make them.
     config = load(root, tool_table(root), {}, environ, pending=True)
-    index = open_cache(config, warn).index()
-    download_models(config.models, config, index, log)
+    download_models(config.models, config, log)
     paths = {model.path for model in config.models if model.download}
     echo(f"{count(len(paths), 'model')} from elsewhere in {store.root}")
 

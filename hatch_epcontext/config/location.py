@@ -8,14 +8,15 @@ import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import Path
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from hatch_epcontext.files import is_portable
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import HUB_REPO
 
-DOWNLOADS = "models"
-"""The folder with models from elsewhere in the user's cache: each has a folder that is named by its key."""
+LAYOUT = "v6"
+"""The folder of this format, below the root of a user's cache and the URL of a shared one."""
 
 BUCKETS = ("s3", "gs", "az")
 """The schemes of buckets, which are read as shared caches are."""
@@ -84,6 +85,10 @@ class Download:
     def key(self) -> str:
         """A hex sha256 that identifies the contents of all files, and their names."""
         return files_key(self.files)
+
+    def folder(self, root: Path) -> Path:
+        """The folder of the files in the user's cache at ``root``."""
+        return root / LAYOUT / "models" / self.key / "files"
 
     @property
     def place_in_sdist(self) -> str:

@@ -18,7 +18,7 @@ from hatch_epcontext.config.checks.options import render_options
 from hatch_epcontext.config.checks.root import check_root
 from hatch_epcontext.config.checks.target import check_target, check_target_name
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment
-from hatch_epcontext.config.location import DOWNLOADS, Download, check_url, file_of
+from hatch_epcontext.config.location import Download, check_url, file_of
 from hatch_epcontext.config.paths import NO_HOME, Finder, default_root
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
@@ -107,7 +107,7 @@ class Resolver:
             # There are problems: nothing is downloaded.
             is_valid = check_url(table.url or "") is None
             return self._root / (file_of(table.url or "") if is_valid else f"{key.parts[-1]}.onnx")
-        return folder / DOWNLOADS / download.key / next(iter(download.files))
+        return download.folder(folder) / next(iter(download.files))
 
     def _selected(self, model: Model) -> Model:
         """``model`` with those of its targets that the environment selects."""

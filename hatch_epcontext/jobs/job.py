@@ -100,12 +100,12 @@ class JobRunner:
         key: str | None
         if job.target.from_cache:
             fingerprint = self._fingerprint(job, {})
-            key = self.cache.latest(fingerprint)
+            key = self.cache.ref(fingerprint)
         else:
             with job.locating():
                 fingerprint = self._fingerprint(job, self.executor.versions(job))
-            key = self._cache(job).latest(self._choice(job, fingerprint), own_first=True)
-        return fingerprint, key is not None and self._cache(job).has(key)
+            key = self._cache(job).ref(self._choice(job, fingerprint), own_first=True)
+        return fingerprint, key is not None and self._cache(job).has("artifacts", key, Record)
 
     def _run(self, job: Job) -> Built:
         settings_key = self._fingerprint(job, {})
@@ -118,7 +118,7 @@ class JobRunner:
                 raise error
         else:
             key, artifact, cached, runs = self._chosen(job)
-            self._cache(job).set_latest(settings_key, key)
+            self._cache(job).set_ref(settings_key, key)
         alone = self._alone(job)
         saved = 0
         if {each.job.name for each in alone} == {model.name for model in job.models}:
@@ -143,7 +143,7 @@ class JobRunner:
             if found := self._known(job, choice, wrong):
                 return found
             attempt, artifact, runs = _Search(self, job, fingerprint, cache, wrong).run()
-            cache.set_latest(choice, attempt.key)
+            cache.set_ref(choice, attempt.key)
             return attempt.key, artifact, attempt.cached, runs
 
     def _known(
@@ -155,7 +155,7 @@ class JobRunner:
         """
         folder = self.staging / PACKAGE / job.folder
         # A later choice by others is not better: a build with a choice of its own reads no shared cache.
-        key = self._cache(job).latest(choice, own_first=True)
+        key = self._cache(job).ref(choice, own_first=True)
         artifact = None if key in wrong else self.take(job, key, folder)
         if key is None or artifact is None:
             return None
@@ -266,7 +266,7 @@ class JobRunner:
             )
             hint = "Compile the target in the build of the wheel."
             raise BuildError(Problem(Kind.NOT_CACHED, "", message, hint))
-        key = self.cache.latest(settings_key)
+        key = self.cache.ref(settings_key)
         artifact = self.take(job, key, folder)
         if key is None or artifact is None:
             message = (
@@ -388,7 +388,7 @@ class _Search:
 
     def _known_partial(self) -> Attempt | None:
         """The best attempt of an earlier build in which none was whole, if it is good enough now."""
-        key = self._cache.latest(self._partial, own_first=True)
+        key = self._cache.ref(self._partial, own_first=True)
         artifact = self._runner.take(self._job, key, self._folder / "partial")
         if key is None or artifact is None:
             return None
@@ -419,7 +419,7 @@ class _Search:
         found = best(self._attempts)
         if found.may_be_taken and not found.is_whole:
             self._store(found)
-            self._cache.set_latest(self._partial, found.key)
+            self._cache.set_ref(self._partial, found.key)
         if (taken := chosen(self._job, self._attempts, self._judge)) is not None:
             return taken
         if wrong := [
@@ -469,7 +469,7 @@ class _Search:
         if not attempt.cached and attempt.key not in self._stored:
             self._stored.add(attempt.key)
             folder, record = attempt.artifact.folder, self._record(attempt)
-            self._cache.store(attempt.key, folder, record)
+            self._cache.put("artifacts", attempt.key, record, folder)
 
     def _disagreement(self, attempt: Attempt) -> BuildError | None:
         return _disagreement(self._validated.get(attempt.key, {}))

@@ -98,16 +98,14 @@ def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
     Raises as `build` does.
     """
     workers = Workers(plan.config.build.timeout)
-    download_sources(plan.config, cache, workers)
-    plan = cut_plan(plan, cache.index(), workers, staging)
+    download_sources(plan.config, workers)
+    plan = cut_plan(plan, cache, workers, staging)
     runner = job_runner(plan, staging, cache, workers)
     with contextlib.closing(runner.executor):
         return tuple(DryRun(job, *runner.dry_run(job)) for job in plan.jobs)
 
 
-def download_sources(
-    config: Config, cache: Cache, workers: Workers, *, ships_all: bool = False
-) -> None:
+def download_sources(config: Config, workers: Workers, *, ships_all: bool = False) -> None:
     """Download the models from elsewhere; for a build entirely from the cache only what it ships or changes.
 
     With ``ships_all`` these are all, as in an editable install.
@@ -118,8 +116,7 @@ def download_sources(
         for each in config.models
         if needs_all or each.is_changed or ships_source(each, _targets_of(each, config))
     ]
-    # With an index of its own: the next one sees the new files.
-    download_models(models, config, cache.index(), workers.progress or _ignore, workers.pulse)
+    download_models(models, config, workers.progress or _ignore, workers.pulse)
 
 
 def _targets_of(model: Model, config: Config) -> Iterator[Target]:
@@ -136,8 +133,8 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     """
     config = plan.config
     installed = check_environment(plan.local_targets, plan.requirements)
-    index = cache.index()
-    read = read_sources(config, index, workers, staging / "check")
+    index = cache.index
+    read = read_sources(config, cache, workers, staging / "check")
     sources = {source.model.name: source for source in read}
     executor: Executor
     # A build entirely from the cache contacts no scheduler.
@@ -173,9 +170,9 @@ def build(
     """
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
-        download_sources(plan.config, cache, started)
+        download_sources(plan.config, started)
         started.expect(target.provider for target in plan.local_targets)
-        plan = cut_plan(plan, cache.index(), started, staging)
+        plan = cut_plan(plan, cache, started, staging)
         runner = job_runner(plan, staging, cache, started)
         with contextlib.closing(runner.executor):
             built, failures = _run(runner, plan, log, warn or log)

@@ -14,6 +14,7 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, merged
 from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_file, too_large
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.jobs.artifact import Source
+from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, model_settings, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.processes.process import Workers
@@ -30,30 +31,32 @@ _REQUESTS = 16
 
 
 def read_sources(
-    config: Config, index: Index, workers: Workers, scratch: Path
+    config: Config, cache: Cache, workers: Workers, scratch: Path
 ) -> tuple[Source, ...]:
-    """All models of ``config``; a worker in ``scratch`` reads those that are not in ``index``.
+    """All models of ``config``; a worker in ``scratch`` reads those whose facts ``cache`` lacks.
 
     Raises BuildError with all problems of all models.
     """
-    if config.only_from_cache and (absent := _assume(config.models, index)):
-        raise BuildError(*(_not_known(model, _trouble(index)) for model in absent))
-    if problems := list(_too_large(each for each in config.models if not index.has(each.path))):
+    index = cache.index
+    if config.only_from_cache and (absent := _assume(config.models, cache)):
+        raise BuildError(*(_not_known(model, cache) for model in absent))
+    if problems := list(_too_large(m for m in config.models if not index.has(m.path))):
         # Not even hashed.
         raise ModelError(*problems)
     # The build that filled the cache has checked the model for its own targets.
     key_of = _unchecked_key if config.only_from_cache else _key
     keys = {model.name: key_of(model, index) for model in config.models}
-    known: dict[str, ModelFacts] = {}
-    found = _for_each(index, lambda name: index.facts(name, ModelFacts), keys.values())
-    for model, facts in zip(config.models, found, strict=True):
-        if facts is not None and _is_whole(model, facts, index):
-            known[model.name] = facts
+    stored = _for_each(cache, lambda key: cache.get("facts", key, ModelFacts), keys.values())
+    known = {
+        model.name: facts
+        for model, facts in zip(config.models, stored, strict=True)
+        if facts is not None and _is_whole(model, facts, index)
+    }
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
         if config.only_from_cache:
-            raise BuildError(*(_not_known(model, _trouble(index)) for model in unknown))
-        # Imported here: a build that has its models in the index makes no requests.
+            raise BuildError(*(_not_known(model, cache) for model in unknown))
+        # Imported here: a build that has its models in the cache makes no requests.
         from hatch_epcontext.worker.requests import CheckRequest
 
         reply = workers.call(CheckRequest(unknown), scratch, location="reading the models")
@@ -65,14 +68,14 @@ def read_sources(
     # the cache.
     kept = {_unchecked_key(model, index): known[model.name] for model in config.models}
     kept |= {keys[model.name]: known[model.name] for model in unknown}
-    _for_each(index, lambda item: index.store_facts(*item), kept.items())
+    _for_each(cache, lambda item: cache.put("facts", *item), kept.items())
     if problems := [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]:
         # All shapes of one model have the same tolerance.
         raise ModelError(*merged(problems))
-    return tuple(_source(model, known[model.name], index) for model in config.models)
+    return tuple(_source(model, known[model.name], cache) for model in config.models)
 
 
-def _assume(models: Iterable[Model], index: Index) -> list[Model]:
+def _assume(models: Iterable[Model], cache: Cache) -> list[Model]:
     """Let pinned hashes stand for known files of models from elsewhere that are not on this machine; returns
     the models whose own file is not known.
     """
@@ -84,16 +87,12 @@ def _assume(models: Iterable[Model], index: Index) -> list[Model]:
         if all(is_regular(folder / name) for name in files):
             continue
         for name, digest in files.items():
-            record = index.facts(_size_key(digest), FileRecord)
+            record = cache.get("facts", _size_key(digest), FileRecord)
             if record is not None and record.sha256 == digest:
-                index.assume(folder / name, record)
-        if not index.has(model.path):
+                cache.index.assume(folder / name, record)
+        if not cache.index.has(model.path):
             absent.append(model)
     return absent
-
-
-def _trouble(index: Index) -> str | None:
-    return index.shared.trouble if index.shared is not None else None
 
 
 def _size_key(sha256: str) -> str:
@@ -123,32 +122,32 @@ def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Pr
             yield Problem.at(place / "outputs" / name, Kind.UNKNOWN_INPUT, message, hint)
 
 
-def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
+def _for_each(cache: Cache, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """The results of ``request`` for all items, several at once: a shared cache may be slow."""
-    if index.shared is None:
+    if cache.shared is None:
         return list(map(request, items))
     with ThreadPoolExecutor(_REQUESTS) as pool:
         try:
             return list(pool.map(request, items))
         except BaseException:
             # An interrupted build must not wait for answers.
-            index.shared.stop()
+            cache.stop()
             raise
 
 
-def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
+def _source(model: Model, facts: ModelFacts, cache: Cache) -> Source:
     """The model with its hex sha256: of its file, or of its file and all files of its external data."""
     folder = model.path.parent
     names = (model.path.name, *facts.external_data)
-    records = {name: index.record(folder / name) for name in names}
+    records = {name: cache.index.record(folder / name) for name in names}
     if model.download is not None:
         for record in records.values():
-            index.store_facts(_size_key(record.sha256), record)
+            cache.put("facts", _size_key(record.sha256), record)
     sha256 = records[model.path.name].sha256
     if facts.external_data:
         data = {name: records[name].sha256 for name in sorted(facts.external_data)}
         sha256 = value_sha256({"model": sha256, "data": data})
-    origin = index.record(model.origin) if model.origin else None
+    origin = cache.index.record(model.origin) if model.origin else None
     return Source(model, facts, sha256, records, origin)
 
 
@@ -178,14 +177,13 @@ def _too_large(models: Iterable[Model]) -> Iterator[Problem]:
             )
 
 
-def _not_known(model: Model, trouble: str | None) -> Problem:
+def _not_known(model: Model, cache: Cache) -> Problem:
     message = (
         "HATCH_EPCONTEXT_FROM_CACHE is all, and the cache lacks this model with these settings."
+        + cache.trouble
     )
     hint = "Build it on a machine that can compile it, with the same cache."
-    return Problem.at(
-        model.key, Kind.NOT_CACHED, f"{message}\n{trouble}" if trouble else message, hint
-    )
+    return Problem.at(model.key, Kind.NOT_CACHED, message, hint)
 
 
 def _key(model: Model, index: Index) -> str:

@@ -13,7 +13,7 @@ from hatch_epcontext.config.paths import NO_HOME
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, EpcontextError, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.jobs.cache.cleaning import Store
+from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_app, check_environment, installed
@@ -86,7 +86,7 @@ def examine(project: Path, store: Store | None, environ: Mapping[str, str]) -> D
         tools,
         tuple(states),
         NO_HOME if store is None else str(store.root),
-        0 if store is None else len(store.entries()),
+        0 if store is None else sum(entry.kind == "artifacts" for entry in store.entries()),
         summary,
         problems,
     )

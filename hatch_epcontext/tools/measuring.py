@@ -124,8 +124,8 @@ def _compile(
     report: Callable[[Problem], None],
 ) -> Iterator[_Subject]:
     cache = Cache(None, log)
-    download_sources(planned.config, cache, workers)
-    cut = cut_plan(planned, cache.index(), workers, staging)
+    download_sources(planned.config, workers)
+    cut = cut_plan(planned, cache, workers, staging)
     runner = job_runner(cut, staging, cache, workers)
     for job in cut.jobs:
         if reason := reason_not_to_open(job):

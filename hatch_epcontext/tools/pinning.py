@@ -30,15 +30,8 @@ from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Key, 
 from hatch_epcontext.files import MAX_BYTES, is_portable, is_sha256
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs import web
-from hatch_epcontext.jobs.downloads import (
-    PINNING,
-    Downloads,
-    check_allowed,
-    described,
-    keep,
-    locked,
-    recorded_files,
-)
+from hatch_epcontext.jobs.cache.store import Files, Store
+from hatch_epcontext.jobs.downloads import Downloads, check_allowed, described
 from hatch_epcontext.package.external_data import external_data
 from hatch_epcontext.text import show, suggestion, to_toml
 
@@ -64,7 +57,11 @@ def pin(text: str, downloads: Downloads) -> tuple[str, list[Pinned]]:
     """
     problems, pins = list[Problem](), dict[int, Pinned]()
     for index, table in enumerate(parse(text)["tool"]["epcontext"]["models"]):
-        if not isinstance(table, dict) or "url" not in table or _is_pinned(table, downloads.store):
+        if (
+            not isinstance(table, dict)
+            or "url" not in table
+            or _is_pinned(table, downloads.store.root)
+        ):
             continue
         key = Key(("models", index), table["url"], table.get("name"))
         try:
@@ -81,12 +78,12 @@ def pin(text: str, downloads: Downloads) -> tuple[str, list[Pinned]]:
     return _with_pins(text, pins), [*pins.values()]
 
 
-def _is_pinned(table: Mapping[str, Any], store: Path) -> bool:
+def _is_pinned(table: Mapping[str, Any], root: Path) -> bool:
     """Whether no hash is missing in the table of a model, as far as the cache shows."""
     url, hub, data = table["url"], hub_file(table["url"]), table.get("data", {})
     if "sha256" not in table or (hub and not hub.is_pinned):
         return False
-    model = store / Download(url, table["sha256"], data).key / file_of(url)
+    model = Download(url, table["sha256"], data).folder(root) / file_of(url)
     try:
         return {*external_data(model)} == {*data}
     except (OSError, ValueError):
@@ -151,9 +148,9 @@ def pin_location(url: str, downloads: Downloads, hashes: Mapping[str, Any] | Non
     if hub is not None:
         hub, known, terms = _ask_hub(hub)
         url = str(hub)
-    with downloads.writing(), locked(downloads.store / PINNING, downloads.log):
-        download = _download(url, known, downloads, hashes or {})
-    return Pinned(download, downloads.store / download.key / file_of(url), *terms)
+    with downloads.parts(hashlib.sha256(url.encode()).hexdigest()) as parts:
+        download = _download(url, known, downloads, hashes or {}, parts)
+    return Pinned(download, download.folder(downloads.store.root) / file_of(url), *terms)
 
 
 def _ask_hub(
@@ -198,12 +195,18 @@ def _license(card: Any, repo: str) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _download(
-    url: str, known: Mapping[str, str | None], downloads: Downloads, hashes: Mapping[str, Any]
+    url: str,
+    known: Mapping[str, str | None],
+    downloads: Downloads,
+    hashes: Mapping[str, Any],
+    parts: Path,
 ) -> Download:
-    """Download the model at ``url`` with its external data; ``known``: hashes by the hub's path."""
+    """Download the model at ``url`` with its external data into the folder ``parts``, and store it.
+
+    ``known``: hashes by the hub's path.
+    """
     model = file_of(url)
     digests = {**hashes.get("data", {}), model: hashes.get("sha256")}
-    parts = dict[str, Path]()
 
     def get(name: str, limit: int) -> None:
         location = beside(url, name)
@@ -214,17 +217,16 @@ def _download(
                 )
                 raise DownloadError(message, "Choose another file.", Kind.EXTERNAL_DATA)
             digests[name] = digests.get(name) or known[hub.path]
-        identity = hashlib.sha256(location.encode()).hexdigest()[:32]
-        parts[name] = part = downloads.store / f".{identity}.part"
         digest = digests.get(name)
-        digests[name] = downloads.get(location, part, digest, limit, _same(digest, downloads))
+        near = _same(digest, downloads.store)
+        digests[name] = downloads.get(location, parts / name, digest, limit, near)
 
     get(model, PROTOBUF_LIMIT)
     try:
-        names = external_data(parts[model])
+        names = external_data(parts / model)
     except ValueError as error:
-        message = f"{url} is no ONNX model: {error}.{described(parts[model])}"
-        parts[model].unlink()
+        message = f"{url} is no ONNX model: {error}.{described(parts / model)}"
+        (parts / model).unlink()
         raise DownloadError(message, "Choose another file.", Kind.INVALID_MODEL) from error
     for name in names:
         if not is_portable(name) or name == model:
@@ -232,15 +234,14 @@ def _download(
             raise DownloadError(message, "Choose another file.", Kind.EXTERNAL_DATA)
         get(name, MAX_BYTES)
     download = Download(url, digests[model], {name: digests[name] for name in names})
-    with downloads.folder_of(download) as folder:
-        for name, part in parts.items():
-            keep(part, folder / name)
+    downloads.keep(download, parts)
     return download
 
 
-def _same(digest: str | None, downloads: Downloads) -> Iterator[Path]:
+def _same(digest: str | None, store: Store) -> Iterator[Path]:
     """The files with this hex sha256 of models in the cache."""
-    for folder in downloads.store.iterdir():
-        for name, other in (recorded_files(folder) or {}).items():
-            if other == digest:
-                yield folder / name
+    for entry in store.entries():
+        model = store.record(entry, Files) if entry.kind == "models" else None
+        for name, record in model.files.items() if model else ():
+            if record.sha256 == digest:
+                yield entry.folder / "files" / name

@@ -23,7 +23,7 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
@@ -91,7 +91,9 @@ def validate_context(
             workers = make_workers(planned.config.build.timeout)
             with temp_dir() as staging:
                 if source is not None:
-                    (job,) = cut_plan(planned, Index(), workers, staging).jobs
+                    (job,) = cut_plan(
+                        planned, Cache(None, lambda line: None), workers, staging
+                    ).jobs
                 validation = _run(
                     context, model, job, staging, workers, has_source=source is not None
                 )

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pytest
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import _OURS
-from hatch_epcontext.jobs.cache import cleaning
-from hatch_epcontext.jobs.cache.folder import staging
+from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.signing import public_key
+from hatch_epcontext.jobs.cache.store import Store
 from tests.cli.conftest import Cli
 
 DAY = 86400
@@ -25,8 +24,8 @@ def filled(cli: Cli, app_project: Path, tmp_path: Path) -> Path:
     return tmp_path / "user-cache"
 
 
-def entries(cache: Path) -> list[Path]:
-    return sorted((cache / "v5").glob("??/[!.]*"))
+def entries(cache: Path, kind: str = "artifacts") -> list[Path]:
+    return sorted((cache / LAYOUT / kind).glob("[!.]*"))
 
 
 def age(entry: Path, days: float) -> None:
@@ -83,17 +82,21 @@ def test_artifacts_that_were_not_used_for_long_are_removed(
 
 
 def test_what_was_read_of_models_long_ago_is_removed(cli: Cli, filled: Path) -> None:
-    old, *new = sorted((filled / "v5" / "index").iterdir())
+    old, *new = sorted((filled / LAYOUT / "index").iterdir())
     age(old, 31)
     cli("cache", "prune", "--older-than", "30d")
-    assert sorted((filled / "v5" / "index").iterdir()) == new
+    assert sorted((filled / LAYOUT / "index").iterdir()) == new
     assert len(entries(filled)) == 2
 
 
 def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> None:
     (filled / "reports").mkdir()
-    assert list((filled / "v5" / "index").iterdir())
-    mine = [filled / "notes.txt", filled / "reports" / "mine.json", filled / "v5" / "ab" / "mine"]
+    assert list((filled / LAYOUT / "index").iterdir())
+    mine = [
+        filled / "notes.txt",
+        filled / "reports" / "mine.json",
+        filled / LAYOUT / "facts" / "mine",
+    ]
     for file in mine:
         file.parent.mkdir(exist_ok=True)
         file.write_text("{}", encoding="utf-8")
@@ -103,16 +106,14 @@ def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> Non
 
 def leave(cache: Path) -> list[Path]:
     """What killed builds can leave in ``cache``."""
-    entry = entries(cache)[0]
-    folder = cache / "v5" / "staging" / ".epcontext-abcd1234"
+    folder = cache / LAYOUT / "staging" / ".epcontext-abcd1234"
     (folder / "entry" / "files").mkdir(parents=True)
     (folder / "entry" / "files" / "a_ctx.onnx").write_bytes(b"model")
     (folder / ".lock").write_bytes(_OURS.format(folder.name).encode())
     files = [
-        cache / "v5" / "latest" / f".{'ab' * 32}.17-4711.tmp",
-        cache / "v5" / "index" / f".{'ab' * 32}.17-4711.tmp",
+        cache / LAYOUT / "refs" / f".{'ab' * 32}.17-4711.tmp",
+        cache / LAYOUT / "index" / f".{'ab' * 32}.17-4711.tmp",
         cache / "reports" / ".digits-app.json.17-4711.tmp",
-        entry / ".record.json.17-4711.tmp",
     ]
     for file in files:
         file.parent.mkdir(exist_ok=True)
@@ -126,36 +127,34 @@ def test_clearing_removes_what_killed_builds_left(cli: Cli, filled: Path) -> Non
         filled / ".mine.17-4711.tmp",
         filled / "staging" / "x1" / "mine",
         filled / "reports" / ".mine.tmp",
-        filled / "v5" / "my" / "x1" / "mine",
-        filled / "v5" / "ab" / "mine" / ".mine.17-4711.tmp",
+        filled / LAYOUT / "my" / "x1" / "mine",
+        filled / LAYOUT / "facts" / "mine" / ".mine.17-4711.tmp",
     ]
     for file in mine:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     cli("cache", "prune", "--all")
     assert sorted(path for path in filled.rglob("*") if path.is_file()) == sorted(mine)
-    assert not list((filled / "v5" / "staging").iterdir())
+    assert not list((filled / LAYOUT / "staging").iterdir())
 
 
 def test_what_a_running_build_uses_stays(cli: Cli, filled: Path) -> None:
-    with staging(filled / "v5") as folder:
+    with Store(filled).staging() as folder:
         (folder / "entry").mkdir()
         cli("cache", "prune", "--all")
         cli("cache", "prune", "--older-than", "1d")
         assert (folder / "entry").is_dir()
 
 
-def test_pruning_removes_what_builds_left_that_were_killed_more_than_a_day_ago(
-    cli: Cli, filled: Path
-) -> None:
+def test_pruning_removes_what_killed_builds_left_long_ago(cli: Cli, filled: Path) -> None:
     left = leave(filled)
     for path in left:
-        age(path, 0.9)
+        age(path, 29)
     cli("cache", "prune", "--older-than", "30d")
-    assert not list((filled / "v5" / "staging").iterdir())
+    assert not list((filled / LAYOUT / "staging").iterdir())
     assert all(path.exists() for path in left)
     for path in left:
-        age(path, 1.1)
+        age(path, 31)
     cli("cache", "prune", "--older-than", "30d")
     assert not any(path.exists() for path in left)
     assert len(entries(filled)) == 2
@@ -184,12 +183,14 @@ def test_clearing_goes_on_behind_what_is_in_use(
 ) -> None:
     first, second = entries(filled)
 
-    def refusing(entry: Path) -> None:
+    discard = Store._discard
+
+    def refusing(store: Store, entry: Path) -> None:
         if entry == first:
             raise PermissionError(13, "it is in use", str(first))
-        shutil.rmtree(entry)
+        discard(store, entry)
 
-    monkeypatch.setattr(cleaning, "discard", refusing)
+    monkeypatch.setattr(Store, "_discard", refusing)
     failed = cli("cache", "prune", "--all", code=1)
     assert str(first) in failed.stderr
     assert (first.exists(), second.exists()) == (True, False)

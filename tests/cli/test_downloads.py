@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from hatch_epcontext.cli.app import app as commands
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.jobs.downloads import PINNING, locked
+from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.tools.pinning import Pinned, pin_location
 from tests.cli.conftest import Cli, problems
 from tests.hub import COMMIT, Hub, model_hub, sha256
@@ -350,29 +350,15 @@ def test_nothing_is_pinned_offline(
 
 def test_the_cache_lists_and_removes_models(cli: Cli, app: Path, tmp_path: Path) -> None:
     cli("fetch", "--pin", app)
-    cache = tmp_path / "cache"
+    store = Store(tmp_path / "cache")
+    first, second = (entry.key for entry in store.entries())
     listed = cli("cache", "info").stdout
-    assert "0 artifacts, 2 models from elsewhere" in listed
+    assert "0 artifacts, 2 downloaded models" in listed
     assert "b.onnx" in listed
-    assert "2 models from elsewhere" in cli("cache", "prune", "--all").stdout
-    assert list((cache / "models").glob("*/*")) == []
-    assert list((cache / "models").glob("*.json")) == []
-
-
-def test_what_somebody_downloads_is_not_removed(cli: Cli, app: Path, tmp_path: Path) -> None:
-    cli("fetch", "--pin", app)
-    store = tmp_path / "cache" / "models"
-    first, second = sorted(each for each in store.iterdir() if each.is_dir())
-    with locked(first, print), locked(store / PINNING, print):
-        parts = [place / ".0123.part" for place in (store, first, second)]
-        for part in parts:
-            part.touch()
-        assert "1 model from elsewhere" in cli("cache", "prune", "--all").stdout
-        assert [part.exists() for part in parts] == [True, True, False]
-        assert (store / f"{PINNING}.lock").exists()
-        assert first.is_dir()
-        assert not second.exists()
-    (store / f"{first.name}.json").write_text("[]", encoding="utf-8")
-    cli("fetch", app)
-    assert "2 models from elsewhere" in cli("cache", "prune", "--all").stdout
-    assert not any(part.exists() for part in parts)
+    with store.parts(first, lambda: None) as parts:
+        (parts / "a.onnx").touch()
+        (left := parts.with_name(second)).mkdir()
+        assert "2 downloaded models" in cli("cache", "prune", "--all").stdout
+        # What somebody downloads stays.
+        assert ((parts / "a.onnx").exists(), left.exists()) == (True, False)
+    assert store.entries() == []

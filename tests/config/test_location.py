@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.config.location import (
+    LAYOUT,
     Download,
     HubFile,
     beside,
@@ -170,5 +171,5 @@ def test_a_model_lies_in_the_users_cache(project: Path, tmp_path: Path) -> None:
     toml = f'{TABLE}url = "{HUB}"\nsha256 = "{SHA}"\nsdist = true'
     (model,) = read(project, toml, CACHE_DIR=str(tmp_path)).models
     assert model.download == Download(HUB, SHA, {}, sdist=True)
-    assert model.path == tmp_path / "models" / model.download.key / "model.onnx"
+    assert model.path == tmp_path / LAYOUT / "models" / model.download.key / "files" / "model.onnx"
     assert model.name == "model"

@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hatch_epcontext.files import is_intact
-from hatch_epcontext.jobs.artifact import (
-    Artifact,
-)
-from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
+from hatch_epcontext.jobs.artifact import Artifact, Record
+from hatch_epcontext.jobs.cache.archive import pack, unpack
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.folder import entry_folder, validation_file
 from hatch_epcontext.jobs.cache.signing import Statement, read, signed
+from hatch_epcontext.jobs.cache.store import DamagedError, Store
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.results import (
     Agreement,
@@ -26,14 +24,14 @@ from hatch_epcontext.worker.results import (
 from tests.fuzzing.mutations import VALUES, mutated
 
 KEY, OTHER = "ab" * 32, "cd" * 32
-RUN = to_plain(Validation(ValidationStatus.RAN, (Agreement("y", 0.1, 0.9),), load=0.2))
+VALIDATION = to_plain(Validation(ValidationStatus.RAN, (Agreement("y", 0.1, 0.9),), load=0.2))
 STATEMENT = Statement("latest", KEY, text=OTHER)
 
 
 @pytest.fixture
 def root(tmp_path: Path, artifact: Artifact) -> Path:
     """A cache with one artifact."""
-    Cache(tmp_path / "cache", print).store(KEY, artifact.folder, artifact.record)
+    Cache(tmp_path / "cache", print).put("artifacts", KEY, artifact.record, artifact.folder)
     return tmp_path / "cache"
 
 
@@ -59,12 +57,14 @@ def test_any_archive_is_unpacked_as_it_was_or_damaged(
 
 
 @given(st.data())
-def test_any_validation_is_read_or_damaged(root: Path, data: st.DataObject) -> None:
+def test_any_small_entry_is_read_or_damaged(root: Path, data: st.DataObject) -> None:
     warnings: list[str] = []
-    cache = Cache(root, warnings.append)
-    text = json.dumps(data.draw(mutated(RUN)))
-    validation_file(root, KEY, OTHER).write_text(text, encoding="utf-8")
-    assert (cache.validation(KEY, OTHER) is None) == bool(warnings)
+    text = json.dumps(data.draw(mutated(VALIDATION)))
+    record = Store(root).entry("facts", OTHER) / "record.json"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(text, encoding="utf-8")
+    validation = Cache(root, warnings.append).get("facts", OTHER, Validation)
+    assert (validation is None) == bool(warnings)
 
 
 @given(st.one_of(VALUES, mutated(to_plain(STATEMENT))))
@@ -81,6 +81,7 @@ def test_any_statement_is_that_of_its_name_or_damaged(statement: Any) -> None:
 @given(VALUES)
 def test_any_document_that_is_no_record_is_damaged(root: Path, document: Any) -> None:
     warnings: list[str] = []
-    (entry_folder(root, KEY) / "record.json").write_text(json.dumps(document), encoding="utf-8")
-    assert not Cache(root, warnings.append).has(KEY)
+    file = Store(root).entry("artifacts", KEY) / "record.json"
+    file.write_text(json.dumps(document), encoding="utf-8")
+    assert not Cache(root, warnings.append).has("artifacts", KEY, Record)
     assert len(warnings) == 1

@@ -69,9 +69,10 @@ class Project:
         assert "Traceback (most recent call last)" not in text.split("the worker's log:")[0]
         assert self.files() == before
         # The report and what was read of the models stay in the cache, and no artifact.
-        kept = {path.parent for path in self.cache.rglob("*") if path.is_file()}
-        layout = self.cache / "v5"
-        assert kept <= {self.cache / "reports", layout / "index", layout / "locks"}
+        kept = {
+            path.relative_to(self.cache).parts for path in self.cache.rglob("*") if path.is_file()
+        }
+        assert {parts[1] for parts in kept if parts[0] != "reports"} <= {"facts", "index", "locks"}
         assert not list(self.temporary.glob("hatch-epcontext-*"))
         return text
 

@@ -21,8 +21,8 @@ from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.cleaning import Store
-from hatch_epcontext.jobs.cut_models import FOLDER, cut_models
+from hatch_epcontext.jobs.cache.store import Store
+from hatch_epcontext.jobs.cut_models import cut_models
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build
@@ -91,9 +91,9 @@ def test_a_build_without_changes_cuts_nothing(
     data = project / "models" / "network.data"
     data.write_bytes(bytes(data.stat().st_size))
     assert run().sources[0].sha256 != first.sources[0].sha256
-    assert list((tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx"))
+    assert list((tmp_path / "cache").rglob("cut/*/files/a.onnx"))
     Store(tmp_path / "cache").prune(None)
-    assert not list((tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx"))
+    assert not list((tmp_path / "cache").rglob("cut/*/files/a.onnx"))
     # It is cut again, and not compiled, which needs the artifact.
     with pytest.raises(BuildError, match="HATCH_EPCONTEXT_FROM_CACHE"):
         run(only_from_cache)
@@ -101,7 +101,7 @@ def test_a_build_without_changes_cuts_nothing(
 
 def test_a_damaged_cut_model_is_made_again(run: Run, tmp_path: Path) -> None:
     first = run()
-    (kept,) = (tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx")
+    (kept,) = (tmp_path / "cache").rglob("cut/*/files/a.onnx")
     kept.write_bytes(b"damaged")
     assert run().sources[0].sha256 == first.sources[0].sha256
 
@@ -109,11 +109,11 @@ def test_a_damaged_cut_model_is_made_again(run: Run, tmp_path: Path) -> None:
 def test_an_editable_install_has_the_cut_source(project: Path, tmp_path: Path) -> None:
     save(network(), project / "models" / "a.onnx")
     config = load(project, parse(CUT), {}, {})
-    index, workers = Cache(None, print).index(), Workers(60)
-    config = cut_models(config, index, workers, tmp_path)
+    cache, workers = Cache(None, print), Workers(60)
+    config = cut_models(config, cache, workers, tmp_path)
     folder = project / "my_app" / "epcontext"
     editable.write(
-        Result(read_sources(config, index, workers, tmp_path / "check"), ()), folder, MODULES
+        Result(read_sources(config, cache, workers, tmp_path / "check"), ()), folder, MODULES
     )
     session = loader.load("a", package=folder)
     assert [each.name for each in session.get_inputs()] == ["c"]
@@ -135,8 +135,8 @@ def test_each_shape_of_a_cut_model_begins_with_its_own(project: Path, tmp_path: 
     several = CUT.replace("{ batch = 2 }", "[{ batch = 1 }, { batch = 3 }], static-shapes = true")
     config = load(project, parse(several), {}, {})
     workers = Workers(60)
-    config = cut_models(config, Cache(None, print).index(), workers, tmp_path)
-    sources = read_sources(config, Cache(None, print).index(), workers, tmp_path / "check")
+    config = cut_models(config, Cache(None, print), workers, tmp_path)
+    sources = read_sources(config, Cache(None, print), workers, tmp_path / "check")
     assert [source.facts.inputs[0].shape for source in sources] == [(1, 4, 8, 8), (3, 4, 8, 8)]
     # One file for all shapes, which stays open.
     assert len({source.sha256 for source in sources}) == 1
@@ -198,6 +198,6 @@ models = [{{ path = "models/a.onnx", constants = {constants} }}]
 """
     config = load(project, parse(toml), {}, {})
     with pytest.raises(ModelError, match=message) as raised:
-        cut_models(config, Cache(None, print).index(), Workers(60), tmp_path)
+        cut_models(config, Cache(None, print), Workers(60), tmp_path)
     (problem,) = raised.value.problems
     assert str(problem.key).startswith("tool.epcontext.models[0].constants.")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.location import Download
+from hatch_epcontext.config.location import LAYOUT, Download
 from hatch_epcontext.errors import DownloadError, Kind
 from hatch_epcontext.files import file_sha256, symlink_or_copy
 from hatch_epcontext.jobs import web
-from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.downloads import Downloads, recorded_files
+from hatch_epcontext.jobs.cache.store import Files, Store
+from hatch_epcontext.jobs.downloads import Downloads
 from hatch_epcontext.jobs.processes.process import Heartbeat
 from tests import remotes
 from tests.hub import SIGNED, TOKEN, Hub, model_hub, sha256
@@ -46,17 +46,23 @@ def run(
     download: Download, root: Path, project: Path | None = None, *, offline: bool = False
 ) -> tuple[Path, list[str]]:
     """Download into the cache at ``root``; the folder with the files, and the lines of its log."""
-    folder, log = root / "models" / download.key, list[str]()
-    project = project or root / "project"
-    Downloads(root, offline, log.append, Heartbeat()).run(download, project, Index())
-    return folder, log
+    log = list[str]()
+    Downloads(Store(root), offline, log.append).run(download, project or root / "project")
+    return download.folder(root), log
+
+
+def part_of(download: Download, root: Path) -> Path:
+    """Where its model arrives, in a folder that is made."""
+    part = root / LAYOUT / "parts" / download.key / "m.onnx"
+    part.parent.mkdir(parents=True, exist_ok=True)
+    return part
 
 
 def failure(download: Download, root: Path, *, offline: bool = False) -> DownloadError:
     with pytest.raises(DownloadError) as raised:
         run(download, root, offline=offline)
     for name in download.files:
-        assert not (root / "models" / download.key / name).exists()
+        assert not (download.folder(root) / name).exists()
     return raised.value
 
 
@@ -64,7 +70,9 @@ def test_a_model_is_downloaded_once_with_its_data(hub: Hub, tmp_path: Path) -> N
     folder, log = run(with_data(hub), tmp_path)
     assert (folder / "m.onnx").read_bytes() == MODEL
     assert (folder / "m.onnx_data").read_bytes() == DATA
-    assert recorded_files(folder) == with_data(hub).files
+    files = Store(tmp_path).get("models", with_data(hub).key, Files)
+    assert files is not None
+    assert {name: file.sha256 for name, file in files.files.items()} == with_data(hub).files
     assert len(log) == 2
     before = len(hub.requests)
     # Another project names the same contents elsewhere.
@@ -187,46 +195,26 @@ def test_a_byte_from_time_to_time_is_reported_and_then_an_error(
     download = Download(hub.web("m.onnx"), sha256(MODEL))
     log = list[str]()
     with pytest.raises(DownloadError, match="fewer than 1000 bytes a second"):
-        Downloads(tmp_path, False, log.append, Heartbeat()).run(download, tmp_path, Index())
+        Downloads(Store(tmp_path), False, log.append).run(download, tmp_path)
     assert "bytes of 300.0 kB" in log[0]
     assert len(hub.requests) == 1
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such pipes")
-@pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_only_a_regular_file_is_continued(hub: Hub, tmp_path: Path, kind: str) -> None:
-    download = Download(hub.web("m.onnx"), sha256(MODEL))
-    part = tmp_path / "models" / download.key / f".{sha256(MODEL)[:16]}.part"
-    part.parent.mkdir(parents=True)
-    (tmp_path / "mine").write_bytes(MODEL[:1000])
-    if kind == "pipe":
-        os.mkfifo(part)
-    else:
-        part.symlink_to(tmp_path / "mine")
-    assert str(part) in str(failure(download, tmp_path))
-    assert (tmp_path / "mine").read_bytes() == MODEL[:1000]
-
-
 def test_a_complete_part_is_not_downloaded_again(hub: Hub, tmp_path: Path) -> None:
     download = Download(hub.web("m.onnx"), sha256(MODEL))
-    folder = tmp_path / "models" / download.key
-    folder.mkdir(parents=True)
-    part = folder / f".{sha256(MODEL)[:16]}.part"
-    part.write_bytes(MODEL)
-    run(download, tmp_path)
+    part_of(download, tmp_path).write_bytes(MODEL)
+    folder, _ = run(download, tmp_path)
     assert hub.requests == []
     (folder / "m.onnx").unlink()
-    part.write_bytes(MODEL + b"more")
+    part_of(download, tmp_path).write_bytes(MODEL + b"more")
     run(download, tmp_path)
     assert (folder / "m.onnx").read_bytes() == MODEL
 
 
 def test_a_part_of_another_file_is_replaced(hub: Hub, tmp_path: Path) -> None:
     download = Download(hub.web("m.onnx"), sha256(MODEL))
-    folder = tmp_path / "models" / download.key
-    folder.mkdir(parents=True)
-    (folder / f".{sha256(MODEL)[:16]}.part").write_bytes(b"something else")
-    run(download, tmp_path)
+    part_of(download, tmp_path).write_bytes(b"something else")
+    folder, _ = run(download, tmp_path)
     assert (folder / "m.onnx").read_bytes() == MODEL
 
 
@@ -235,9 +223,7 @@ def test_servers_that_fail_or_cannot_continue(hub: Hub, tmp_path: Path, fault: s
     hub.faults = {"m.onnx": fault}
     download = Download(hub.web("m.onnx"), sha256(MODEL))
     if isinstance(fault, str):
-        folder = tmp_path / "models" / download.key
-        folder.mkdir(parents=True)
-        (folder / f".{sha256(MODEL)[:16]}.part").write_bytes(MODEL[:1000])
+        part_of(download, tmp_path).write_bytes(MODEL[:1000])
         run(download, tmp_path)
         return
     error = failure(download, tmp_path)
@@ -367,7 +353,7 @@ def test_a_file_beyond_the_limit_is_refused(
         hub.faults = {"m.onnx": fault}
         error = failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
         assert "1.0 kB" in str(error)
-        assert not list(tmp_path.rglob("*.part"))
+        assert not list(tmp_path.rglob("m.onnx"))
 
 
 def test_nothing_is_downloaded_offline(

@@ -68,7 +68,7 @@ def prepared(job: Job, tmp_path: Path, workers: Workers, body: Path, source: str
     found = Source(model, ModelFacts((), (), ()), record.sha256, {model.path.name: record})
     executor = LocalExecutor.make(workers, tmp_path, 1, {}, [job])
     cache = Cache(None, pytest.fail)
-    runner = JobRunner({"a": found}, cache, cache.index(), executor, tmp_path, pytest.fail)
+    runner = JobRunner({"a": found}, cache, cache.index, executor, tmp_path, pytest.fail)
     (preparation,) = runner.run(job).artifact.record.preparations
     return preparation
 

@@ -186,7 +186,7 @@ class Builder:
         source = Source(model, facts, record.sha256, {model.path.name: record})
         kept = Cache(cache, pytest.fail)
         runner = JobRunner(
-            {model.name: source}, kept, kept.index(), compiler, self.staging, pytest.fail
+            {model.name: source}, kept, kept.index, compiler, self.staging, pytest.fail
         )
         return runner.run(job)
 

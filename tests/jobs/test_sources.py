@@ -14,7 +14,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.text import to_toml
@@ -35,7 +35,7 @@ class Reader:
         config = load(self.project, parse(toml), {}, environ or {})
         scratch = self.folder / f"check-{self.workers}"
         try:
-            return read_sources(config, Index(self.folder / "index"), Workers(120), scratch)
+            return read_sources(config, Cache(self.folder / "cache", print), Workers(120), scratch)
         finally:
             self.workers += scratch.exists()
 

@@ -13,24 +13,17 @@ import unicodedata
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from hatch_epcontext.files import FileRecord, is_portable, record_file
+from hatch_epcontext.files import FileRecord, record_file
 from hatch_epcontext.jobs.artifact import Record
-from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.jobs.cache.store import DamagedError
+from hatch_epcontext.jobs.cache.store import read_record as read_entry
+from hatch_epcontext.serialize import to_json
 
 _RECORD = "record.json"
 _CHUNK = 4 << 20
 
 _MAX_RECORD = 64 << 20
 """Bytes of a record, which is read into memory."""
-
-
-class DamagedError(ValueError):
-    """Something in a cache is not what was written; the text is the reason.
-
-    ``blob``: the file of a shared cache that is damaged or missing, if it is one.
-    """
-
-    blob: FileRecord | None = None
 
 
 def pack(artifact: Path, record: Record, file: Path) -> FileRecord:
@@ -78,12 +71,7 @@ def _unpack(archive: tarfile.TarFile, artifact: Path) -> Record:
 
 def read_record(text: str | bytes) -> Record:
     """The record in ``text``; raises DamagedError if it is invalid, or names files outside of an artifact."""
-    try:
-        record = from_json(text, Record)
-    except ValueError:
-        raise DamagedError("its record cannot be read") from None
-    if not all(map(is_portable, record.files)):
-        raise DamagedError("its record has a file outside of the artifact")
+    record = read_entry(text, Record)
     # A file system may treat names as equal that differ in case or in Unicode normalization.
     names = {unicodedata.normalize("NFC", name).casefold() for name in record.files}
     folders = {str(parent) for name in names for parent in PurePosixPath(name).parents}

@@ -1,7 +1,6 @@
-"""An index of files: from a file's status to its sha256, and from that to the facts of a model.
+"""An index of files: from a file's status to its sha256. With it a build reads no unchanged file.
 
-With it a build reads no unchanged file, and needs no worker for a model that was read before. An index is a
-folder of small files, which are written atomically, and which any number of builds may use.
+An index is a folder of small files, which are written atomically, and which any number of builds may use.
 
 The status of a user's file, which has the time of its change, is trusted once that is two seconds old.
 Windows has no such time: there each build reads the content. Only builds write to the files of the cache, so
@@ -20,7 +19,6 @@ import sys
 import time
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.files import (
@@ -33,12 +31,6 @@ from hatch_epcontext.files import (
     write_atomically,
 )
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.serialize import from_json, to_json
-
-if TYPE_CHECKING:
-    from hatch_epcontext.jobs.cache.shared import SharedCache
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,13 +54,9 @@ apart."""
 
 @dataclass(frozen=True)
 class Index:
-    """An index in ``folder``; with None it only remembers what it read itself.
-
-    Facts of models are also read from ``shared``, and written to it if the build may write.
-    """
+    """An index in ``folder``; with None it only remembers what it read itself."""
 
     folder: Path | None = None
-    shared: SharedCache | None = None
     _states: dict[Path, FileState] = field(default_factory=dict)
     _absent: dict[Path, FileRecord] = field(default_factory=dict)
 
@@ -113,7 +101,7 @@ class Index:
         status = path.stat()
         key = _digest_of(status)
         settled = _is_settled(status)
-        found = self._read_sha256(key) if settled else None
+        found = self._read(key) if settled else None
         if found is None:
             found = file_sha256(path)
             if _digest_of(path.stat()) != key:
@@ -148,7 +136,7 @@ class Index:
         """Whether a file of the cache is unchanged; it is read if its status has changed."""
         try:
             key = _digest_of_own(path)
-            if self._read_sha256(key) != recorded.sha256:
+            if self._read(key) != recorded.sha256:
                 if record_file(path) != recorded:
                     return False
                 self._write(key, recorded.sha256)
@@ -160,46 +148,19 @@ class Index:
         """Remember that a file of the cache is as ``recorded``."""
         self._write(_digest_of_own(path), recorded.sha256)
 
-    def facts(self, key: str, type_: type[T]) -> T | None:
-        """The facts that were stored under ``key``, a hex sha256."""
-        known = self._read(key)
-        text = known
-        if known is None and self.shared is not None:
-            text = self.shared.read("facts", key)
-        try:
-            facts = from_json(text or "", type_)
-        except ValueError:
-            return None
-        if text is not None:
-            self._keep_facts(key, text, known)
-        return facts
-
-    def store_facts(self, key: str, facts: object) -> None:
-        """Store ``facts`` under ``key``, a hex sha256, wherever they are missing or differ."""
-        self._keep_facts(key, to_json(facts, indent=None), self._read(key))
-
-    def _keep_facts(self, key: str, text: str, known: str | None) -> None:
-        if text != known:
-            self._write(key, text)
-        if self.shared is not None:
-            self.shared.share("facts", key, text)
-
-    def _read_sha256(self, key: str) -> str | None:
-        found = self._read(key)
-        return found if found is not None and is_sha256(found) else None
-
     def _read(self, key: str) -> str | None:
         if self.folder is None:
             return None
-        text = known_text(self.folder / key)
-        if text is not None:
-            mark_used(self.folder / key)
-        return text
+        sha256 = known_text(self.folder / key)
+        if sha256 is None or not is_sha256(sha256):
+            return None
+        mark_used(self.folder / key)
+        return sha256
 
-    def _write(self, key: str, text: str) -> None:
+    def _write(self, key: str, sha256: str) -> None:
         if self.folder is not None:
             with contextlib.suppress(OSError):
-                write_atomically(self.folder / key, text, durable=False)
+                write_atomically(self.folder / key, sha256, durable=False)
 
 
 def changed_error(path: Path) -> ModelError:

@@ -21,18 +21,29 @@ from concurrent import futures
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import hatch_epcontext
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.shared_cache import REQUIREMENTS, SIGNATURES
-from hatch_epcontext.files import FileRecord, is_regular, patiently, record_file, remove, temp_dir
+from hatch_epcontext.files import (
+    FileRecord,
+    is_regular,
+    is_sha256,
+    patiently,
+    record_file,
+    remove,
+    temp_dir,
+)
 from hatch_epcontext.jobs.artifact import Record
 from hatch_epcontext.jobs.cache import LAYOUT
-from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
+from hatch_epcontext.jobs.cache.archive import pack, unpack
 from hatch_epcontext.jobs.cache.signing import Kind, Statement, public_key, read, signed
+from hatch_epcontext.jobs.cache.store import DamagedError, read_record
+from hatch_epcontext.jobs.cache.store import Kind as EntryKind
 from hatch_epcontext.jobs.requirements import pip_install
+from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import hide_credentials, show_size
 
 T = TypeVar("T")
@@ -371,6 +382,37 @@ class SharedCache:
     def has(self, key: str) -> bool:
         """Whether it has a statement about the artifact of that key; only the statement is read."""
         return self._reading(lambda: self._statement("artifact", key)) is not None
+
+    def get(
+        self,
+        kind: EntryKind,
+        key: str,
+        type_: type[T],
+        folder: Path | None,
+        fits: Callable[[Any], bool],
+    ) -> T | None:
+        """The record of an entry, whose files are then in ``folder``, which is created; None for a miss."""
+        if kind == "artifacts" and folder is not None:
+            return cast("T | None", self.fetch(key, folder, fits))
+        if kind != "facts":
+            return None
+        return self._reading(lambda: read_record(self._statement("facts", key).text, type_))
+
+    def put(self, kind: EntryKind, key: str, record: object, folder: Path | None) -> None:
+        """Send an entry, if the build may write and the cache lacks it."""
+        if kind == "artifacts" and folder is not None and isinstance(record, Record):
+            self.send(key, folder, record)
+        elif kind == "facts":
+            self.share("facts", key, to_json(record, indent=None))
+
+    def ref(self, name: str) -> str | None:
+        """The key that ``name`` stands for."""
+        key = self.read("latest", name)
+        return key if key is not None and is_sha256(key) else None
+
+    def set_ref(self, name: str, key: str) -> None:
+        """Let ``name`` stand for ``key``, if the build may write."""
+        self.share("latest", name, key)
 
     def fetch(self, key: str, folder: Path, fits: Callable[[Record], bool]) -> Record | None:
         """Download the artifact of that key into ``folder``, which is created.

@@ -20,7 +20,7 @@ from hatch_epcontext.config.shared_cache import (
     public_bytes,
 )
 from hatch_epcontext.files import FileRecord, is_sha256
-from hatch_epcontext.jobs.cache.archive import DamagedError
+from hatch_epcontext.jobs.cache.store import DamagedError
 from hatch_epcontext.serialize import from_json, to_json
 
 T = TypeVar("T")

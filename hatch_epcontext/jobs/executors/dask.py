@@ -34,10 +34,11 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import FileRecord, record_file, temp_dir
 from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Source
-from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
+from hatch_epcontext.jobs.cache.archive import pack, unpack
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.cache.index import Index, changed_error
 from hatch_epcontext.jobs.cache.shared import Transport, TransportError
+from hatch_epcontext.jobs.cache.store import DamagedError
 from hatch_epcontext.jobs.executors import dask_worker
 from hatch_epcontext.jobs.executors.dask_worker import (
     TOPIC,

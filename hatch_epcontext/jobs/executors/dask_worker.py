@@ -23,9 +23,10 @@ from typing import Any
 from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem, UnavailableError
 from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused
-from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
+from hatch_epcontext.jobs.cache.archive import pack, unpack
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.cache.shared import Transport, TransportError
+from hatch_epcontext.jobs.cache.store import DamagedError
 from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Workers

@@ -11,7 +11,8 @@ import pytest
 
 from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.jobs.artifact import Artifact
-from hatch_epcontext.jobs.cache.archive import DamagedError, pack, read_record, unpack
+from hatch_epcontext.jobs.cache.archive import pack, read_record, unpack
+from hatch_epcontext.jobs.cache.store import DamagedError
 from hatch_epcontext.serialize import to_json
 from tests.conftest import make_record
 
@@ -140,7 +141,7 @@ def test_a_compressed_archive_which_could_have_any_size_is_damaged(
     ],
 )
 def test_a_record_that_names_files_elsewhere_is_damaged(name: str) -> None:
-    with pytest.raises(DamagedError, match="a file outside of the artifact"):
+    with pytest.raises(DamagedError, match="a file outside of its folder"):
         read_record(to_json(make_record({"a_ctx.onnx": FILE, name: FILE})))
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,6 @@ from hatch_epcontext.jobs.cache import index as index_module
 from hatch_epcontext.jobs.cache.index import Index
 
 LONG_AGO = 10**9
-
-
-@dataclass(frozen=True)
-class Facts:
-    inputs: tuple[str, ...]
 
 
 @pytest.fixture
@@ -121,15 +115,6 @@ def test_another_link_or_mode_is_no_change(tmp_path: Path, file: Path, read: lis
     assert len(read) <= (3 if sys.platform == "win32" else 2)
 
 
-def test_facts_are_stored_by_their_key(tmp_path: Path) -> None:
-    index, key = Index(tmp_path / "index"), "ab" * 32
-    assert index.facts(key, Facts) is None
-    index.store_facts(key, Facts(("x", "y")))
-    assert Index(tmp_path / "index").facts(key, Facts) == Facts(("x", "y"))
-    (tmp_path / "index" / key).write_text("[]", encoding="utf-8")
-    assert index.facts(key, Facts) is None
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")
 @pytest.mark.usefixtures("_settled")
 def test_a_pipe_in_an_index_holds_nobody_up(tmp_path: Path, file: Path, read: list[str]) -> None:
@@ -145,7 +130,5 @@ def test_an_index_that_cannot_be_written_is_no_error(tmp_path: Path, read: list[
     (tmp_path / "file").touch()
     (tmp_path / "a.onnx").write_bytes(b"model")
     for index in (Index(), Index(tmp_path / "file" / "index")):
-        index.store_facts("ab" * 32, Facts(()))
-        assert index.facts("ab" * 32, Facts) is None
         assert index.sha256(tmp_path / "a.onnx") == file_sha256(tmp_path / "a.onnx")
     assert read == ["a.onnx"] * 2

@@ -27,6 +27,7 @@ from hatch_epcontext.jobs.cache import shared, signing
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.shared import SharedCache
 from hatch_epcontext.jobs.cache.signing import Statement, new_keys
+from hatch_epcontext.jobs.cache.store import DamagedError
 from hatch_epcontext.serialize import to_json
 from tests.conftest import make_record
 from tests.remotes import (
@@ -134,7 +135,7 @@ def test_a_file_is_sent_once_and_fetched_by_its_content(url: str, tmp_path: Path
     )
     shared.Transport(url).fetch_file(sent.sha256, sent.size, tmp_path / "fetched")
     assert (tmp_path / "fetched").read_bytes() == content
-    with pytest.raises(shared.DamagedError, match="is missing"):
+    with pytest.raises(DamagedError, match="is missing"):
         shared.Transport(url).fetch_file(OTHER, 3, tmp_path / "other")
 
 
@@ -167,7 +168,7 @@ def test_files_that_the_remote_has_are_not_sent_again(
     remote.send(KEY, artifact.folder, artifact.record)
     remote.send(OTHER, artifact.folder, artifact.record)
     sent = [path for method, path in server.requests if method == "PUT"]
-    assert sent == [f"/cache/v5/artifact/{OTHER}.json"]
+    assert sent == [f"/cache/v6/artifact/{OTHER}.json"]
     assert not warnings
 
 
@@ -188,17 +189,17 @@ def test_asking_for_an_artifact_downloads_none_of_its_files(
     remote.send(KEY, artifact.folder, artifact.record)
     server.requests.clear()
     assert remote.has(KEY)
-    assert server.requests == [("GET", f"/cache/v5/artifact/{KEY}.json")]
+    assert server.requests == [("GET", f"/cache/v6/artifact/{KEY}.json")]
 
 
 def blob(folder: Path) -> Path:
     """The only archive."""
-    (found,) = (folder / "v5" / "blobs").iterdir()
+    (found,) = (folder / "v6" / "blobs").iterdir()
     return found
 
 
 def statement(folder: Path, key: str = KEY) -> Path:
-    return folder / "v5" / "artifact" / f"{key}.json"
+    return folder / "v6" / "artifact" / f"{key}.json"
 
 
 @pytest.mark.parametrize("harm", ["changed", "shorter", "missing"])
@@ -249,7 +250,7 @@ def test_a_document_that_is_too_large_to_be_read_is_not_written(
     remote = make()
     remote.write("latest", "x", "x" * (5 << 20))
     remote.write("latest", "y", "y")
-    assert [path.name for path in (folder / "v5" / "latest").iterdir()] == ["y.json"]
+    assert [path.name for path in (folder / "v6" / "latest").iterdir()] == ["y.json"]
     (warning,) = warnings
     assert "no statement of 5.2 MB" in warning
 
@@ -338,7 +339,7 @@ def test_a_valid_signature_of_another_artifact_or_recipe_is_a_miss(
     assert "which is not used: a statement has another kind or name" in warnings[0]
     # Of another kind with the same name.
     signed.write("latest", KEY, "text")
-    shutil.copyfile(folder / "v5" / "latest" / f"{KEY}.json", statement(folder))
+    shutil.copyfile(folder / "v6" / "latest" / f"{KEY}.json", statement(folder))
     assert not signed.has(KEY)
 
 
@@ -349,7 +350,7 @@ def test_a_signed_archive_with_a_member_that_its_record_does_not_name_is_a_miss(
     with tarfile.open(blob(folder), "a") as archive:
         archive.add(artifact.folder / "a_ctx.onnx", "files/../../evil.onnx")
     record = record_file(blob(folder))
-    blob(folder).rename(folder / "v5" / "blobs" / record.sha256)
+    blob(folder).rename(folder / "v6" / "blobs" / record.sha256)
     lie(folder, statement(folder), archive=dataclasses.asdict(record))
     assert signed.fetch(KEY, tmp_path / "fetched", anything) is None
     assert "its archive has more than its record names" in warnings[0]
@@ -362,11 +363,14 @@ def test_a_signed_artifact_that_does_not_fit_is_a_miss(
 ) -> None:
     signed.send(KEY, artifact.folder, artifact.record)
     own = Cache(tmp_path / "own", warnings.append, signed)
-    assert own.take(KEY, tmp_path / "taken", lambda record: record.product == "optimized") is None
+    optimized = own.get(
+        "artifacts", KEY, Record, tmp_path / "taken", lambda record: record.product == "optimized"
+    )
+    assert optimized is None
     (warning,) = warnings
     assert warning.endswith(f"the artifact {KEY[:12]} belongs to another job")
     # Nor is it kept.
-    assert not Cache(tmp_path / "own", warnings.append).has(KEY)
+    assert not Cache(tmp_path / "own", warnings.append).has("artifacts", KEY, Record)
     assert not (tmp_path / "taken").exists()
 
 
@@ -394,7 +398,7 @@ def test_what_is_no_file_in_a_folder_is_missing_and_holds_nobody_up(
     assert cache.fetch(KEY, tmp_path / "fetched", anything) is None
     assert not cache.has(OTHER)
     (warning,) = warnings
-    assert f"which is not used: {folder_url(folder)}/v5/blobs/{place.name} is missing" in warning
+    assert f"which is not used: {folder_url(folder)}/v6/blobs/{place.name} is missing" in warning
     # It is still asked for others.
     cache.write("latest", "x", "text")
     assert cache.read("latest", "x") == "text"
@@ -427,7 +431,7 @@ def test_an_older_statement_of_the_same_name_is_accepted(
     signed: SharedCache, folder: Path, warnings: list[str]
 ) -> None:
     signed.write("latest", "x", "older")
-    file = folder / "v5" / "latest" / "x.json"
+    file = folder / "v6" / "latest" / "x.json"
     older = file.read_bytes()
     signed.write("latest", "x", "newer")
     file.write_bytes(older)
@@ -768,7 +772,7 @@ def test_a_signature_is_for_one_name_and_one_text(
     )
     remote.write("latest", "x", "first")
     remote.write("latest", "y", "second")
-    x, y = (json.loads((folder / "v5" / "latest" / f"{n}.json").read_text("utf-8")) for n in "xy")
+    x, y = (json.loads((folder / "v6" / "latest" / f"{n}.json").read_text("utf-8")) for n in "xy")
     document: dict[str, Any] = {
         "text": {**x, "statement": x["statement"].replace("first", "forged")},
         "name": {**y, "statement": y["statement"].replace('"y"', '"x"')},
@@ -777,7 +781,7 @@ def test_a_signature_is_for_one_name_and_one_text(
         "number": {**x, "signature": 5},
     }[harm]
     assert document != x
-    (folder / "v5" / "latest" / "x.json").write_text(json.dumps(document), encoding="utf-8")
+    (folder / "v6" / "latest" / "x.json").write_text(json.dumps(document), encoding="utf-8")
     assert remote.read("latest", "x") is None
     reason = (
         "a statement cannot be read"

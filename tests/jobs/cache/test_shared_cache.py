@@ -26,7 +26,6 @@ from hatch_epcontext.jobs.artifact import (
 )
 from hatch_epcontext.jobs.cache import shared
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cache.shared import SharedCache
 from hatch_epcontext.jobs.cache.signing import new_keys
 from hatch_epcontext.jobs.plan import plan
@@ -244,7 +243,7 @@ def test_a_build_that_may_write_repairs_what_the_store_removed(
 ) -> None:
     first, last = machine("first"), machine("last")
     first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
-    for blob in (server.folder / "cache" / "v5" / "blobs").glob("*"):
+    for blob in (server.folder / "cache" / "v6" / "blobs").glob("*"):
         blob.unlink()
     first.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1")
     last.build(ONE, compiles=False, CACHE=server.url, FROM_CACHE="all")
@@ -275,7 +274,7 @@ def test_a_damaged_artifact_is_compiled_again_and_replaced(
 ) -> None:
     first, second, third = map(machine, ("first", "second", "third"))
     first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
-    for blob in server.folder.glob("cache/v5/blobs/*"):
+    for blob in server.folder.glob("cache/v6/blobs/*"):
         blob.write_bytes(bytes(reversed(blob.read_bytes())))
     (again,) = second.build(ONE, CACHE=server.url, CACHE_WRITE="1")
     assert not again.cached
@@ -365,8 +364,8 @@ profiles = [{{ x = {{ min = [1, 1, 8, 8], opt = [1, 1, 8, 8], max = [1, 1, 8, 8]
         workers = Workers(120)
         if "FROM_CACHE" in variables:
             workers.stop()
-        index = open_cache(config, print).index()
-        (source,) = read_sources(config, index, workers, its.folder / "scratch")
+        cache = open_cache(config, print)
+        (source,) = read_sources(config, cache, workers, its.folder / "scratch")
         return source.facts
 
     facts = read("npu", TARGETS="npu", CACHE_WRITE="1")
@@ -381,18 +380,18 @@ def test_the_latest_artifact_is_the_remotes(
             tmp_path / name, print, SharedCache(server.url, print, can_write=name != "old")
         )
 
-    Cache(tmp_path / "old", print).set_latest("ee" * 32, "cd" * 32)
-    assert cache("old").latest("ee" * 32) == "cd" * 32
-    cache("new").set_latest("ee" * 32, KEY)
-    assert cache("old").latest("ee" * 32) == KEY
+    Cache(tmp_path / "old", print).set_ref("ee" * 32, "cd" * 32)
+    assert cache("old").ref("ee" * 32) == "cd" * 32
+    cache("new").set_ref("ee" * 32, KEY)
+    assert cache("old").ref("ee" * 32) == KEY
     # Unless the own folder may answer, which then asks nobody.
     server.requests.clear()
-    assert cache("old").latest("ee" * 32, own_first=True) == "cd" * 32
+    assert cache("old").ref("ee" * 32, own_first=True) == "cd" * 32
     assert server.requests == []
-    assert cache("empty").latest("ee" * 32, own_first=True) == KEY
+    assert cache("empty").ref("ee" * 32, own_first=True) == KEY
 
 
-def test_a_damaged_validation_of_a_remote_is_a_miss(
+def test_damaged_facts_of_a_remote_are_a_miss(
     artifact: Artifact, server: WebServer, tmp_path: Path
 ) -> None:
     warnings: list[str] = []
@@ -403,10 +402,9 @@ def test_a_damaged_validation_of_a_remote_is_a_miss(
         )
 
     run = ValidationOf(ValidationStatus.RAN)
-    cache("a").store(KEY, artifact.folder, artifact.record)
     cache("a").store_validation(KEY, "random", run)
     assert cache("b").validation(KEY, "random") == run
-    (file,) = server.folder.glob(f"cache/v5/validation/{KEY}/*.json")
+    (file,) = server.folder.glob("cache/v6/facts/*.json")
     file.write_text(file.read_text(encoding="utf-8").replace("ran", "RAN"), encoding="utf-8")
     assert cache("c").validation(KEY, "random") is None
     assert "something damaged or forged" in warnings[0]
@@ -418,12 +416,11 @@ def test_facts_of_a_remote_name_no_files_outside_of_the_models_folder(
     first, second = machine("first"), machine("second")
     first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
     remote = SharedCache(server.url, print, can_write=True)
-    index = Index(None, remote)
+    cache = Cache(None, print, remote)
     (second.root / "secret").touch()
-    for file in list(server.folder.glob("cache/v5/facts/*")):
-        facts = index.facts(file.stem, ModelFacts)
-        assert facts is not None
-        index.store_facts(file.stem, dataclasses.replace(facts, external_data=("../secret",)))
+    for file in list(server.folder.glob("cache/v6/facts/*")):
+        if facts := cache.get("facts", file.stem, ModelFacts):
+            cache.put("facts", file.stem, dataclasses.replace(facts, external_data=("../secret",)))
     config = second.config(ONE, CACHE=server.url)
-    (source,) = read_sources(config, Index(None, remote), Workers(120), tmp_path / "scratch")
+    (source,) = read_sources(config, Cache(None, print, remote), Workers(120), tmp_path / "scratch")
     assert source.facts.external_data == ()

@@ -326,8 +326,8 @@ def test_all_files_go_through_the_shared_cache_once(run: Builder) -> None:
         file_sha256(run.root / name) for name in ("models/a.onnx", "models/network.data", "x.npz")
     }
     # Workers do not sign, and nor does a build that may not.
-    assert [path.name for path in (run.shared / "v5").iterdir()] == ["blobs"]
-    sent = {path.name: path for path in (run.shared / "v5" / "blobs").iterdir()}
+    assert [path.name for path in (run.shared / "v6").iterdir()] == ["blobs"]
+    sent = {path.name: path for path in (run.shared / "v6" / "blobs").iterdir()}
     assert inputs < sent.keys()
     assert all(file_sha256(path) == name for name, path in sent.items())
     # Their recipes and files are equal, but not the names of the models.
@@ -335,7 +335,7 @@ def test_all_files_go_through_the_shared_cache_once(run: Builder) -> None:
     changed = {name: path.stat().st_mtime_ns for name, path in sent.items()}
     shutil.rmtree(run.folder / "cache")
     run(toml)
-    assert {path.name for path in (run.shared / "v5" / "blobs").iterdir()} >= sent.keys()
+    assert {path.name for path in (run.shared / "v6" / "blobs").iterdir()} >= sent.keys()
     assert not run.cluster.kept() - kept
     assert changed == {name: path.stat().st_mtime_ns for name, path in sent.items()}
 
@@ -368,7 +368,7 @@ def test_workers_that_cannot_use_the_shared_cache_say_so(run: Builder) -> None:
 
 def test_a_damaged_file_in_the_shared_cache_is_sent_again(run: Builder) -> None:
     model = run.root / "models" / "a.onnx"
-    blob = run.shared / "v5" / "blobs" / file_sha256(model)
+    blob = run.shared / "v6" / "blobs" / file_sha256(model)
     blob.parent.mkdir(parents=True)
     blob.write_bytes(bytes(reversed(model.read_bytes())))
     (built,) = run(CPU).built
@@ -385,7 +385,7 @@ def test_a_damaged_archive_in_the_shared_cache_is_sent_again(
     def damage(self: DaskExecutor, job: Job, artifact: Artifact) -> FileRecord:
         archive = archive_of(self, job, artifact)
         if not damaged:
-            damaged.append(run.shared / "v5" / "blobs" / archive.sha256)
+            damaged.append(run.shared / "v6" / "blobs" / archive.sha256)
             damaged[0].write_bytes(bytes(damaged[0].stat().st_size))
             # The worker that compiled it frees its own.
             self.finished(job)
