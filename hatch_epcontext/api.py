@@ -32,11 +32,7 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import (
-    Preparation,
-    Result,
-    Times,
-)
+from hatch_epcontext.jobs.artifact import Preparation, Result, Times
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report

@@ -93,4 +93,4 @@ def _built(job: Job, folder: Path) -> Built:
         Times(0.1, 0.5),
     )
     validations = {model.name: Validation(ValidationStatus.RAN) for model in job.models}
-    return Built(job, Artifact(folder, record), validations, False, saved=7 if job.group else 0)
+    return Built(job, Artifact(folder, record), validations, False)

@@ -515,7 +515,7 @@ def test_sessions_can_be_opened_in_several_threads(ship: Shipper) -> None:
 
 
 def test_models_that_share_weights_can_be_opened_in_several_threads(ship: Shipper) -> None:
-    app = ship(cpu=changed(CPU, sharing={"group": "g", "members": ["a", "b"], "saved": 1}))
+    app = ship(cpu=changed(CPU, sharing={"group": "g", "members": ["a", "b"]}))
     # Threads change often, so that a set that changes while it is read is found out.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -529,7 +529,7 @@ def test_models_that_share_weights_can_be_opened_in_several_threads(ship: Shippe
 
 
 def test_a_session_that_shares_weights_keeps_earlier_sessions_alive(ship: Shipper) -> None:
-    sharing = {"group": "g", "members": ["a", "b"], "saved": 1}
+    sharing = {"group": "g", "members": ["a", "b"]}
     app = ship(cpu=changed(CPU, sharing=sharing), other=CPU)
     first = weakref.ref(app.load("a"))
     assert first() is None
@@ -607,7 +607,7 @@ def test_devices_that_the_device_filter_excludes_are_not_used(ship: Shipper) -> 
 
 def test_models_that_share_weights_are_not_opened_on_a_simulator(ship: Shipper) -> None:
     """QNN's simulator refuses contexts that share weights."""
-    sharing = {"group": "g", "members": ["a", "b"], "saved": 1}
+    sharing = {"group": "g", "members": ["a", "b"]}
     app = ship(npu=changed(NPU, sharing=sharing, needs_device=True))
     app.Opener._offered = lambda self: [device("CPU")]
     npu, source = app.explain("a", device="any")

@@ -18,9 +18,7 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, listing, pairs, show_size
 from hatch_epcontext.tools import inspecting as tool
 from hatch_epcontext.worker.requests import InspectReply
-from hatch_epcontext.worker.results import (
-    Validation,
-)
+from hatch_epcontext.worker.results import Validation
 
 _MAX_NAMED = 3
 """The most files that a line names."""

@@ -22,9 +22,7 @@ from hatch_epcontext.tools.validating_package import (
     validate_package,
 )
 from hatch_epcontext.worker.requests import InspectReply
-from hatch_epcontext.worker.results import (
-    Validation,
-)
+from hatch_epcontext.worker.results import Validation
 
 _HEADLINE = "validation failed"
 

@@ -14,12 +14,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
-from hatch_epcontext.worker.results import (
-    Context,
-    ModelFacts,
-    Simplifier,
-    Validation,
-)
+from hatch_epcontext.worker.results import Context, ModelFacts, Simplifier, Validation
 
 GENERATOR = "hatch-epcontext"
 """The name that manifests and reports give as their generator, followed by the version."""
@@ -203,17 +198,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Built:
-    """A finished job: its artifact, and the validation of each of its models by name.
-
-    ``saved``: bytes by which the artifact is smaller than its models compiled alone for each chip; 0 if
-    they were not compiled alone.
-    """
+    """A finished job: its artifact, and the validation of each of its models by name."""
 
     job: Job
     artifact: Artifact
     validations: Mapping[str, Validation]
     cached: bool
-    saved: int = 0
 
 
 @dataclass(frozen=True)

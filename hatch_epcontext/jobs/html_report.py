@@ -14,10 +14,7 @@ from hatch_epcontext.jobs.validation import describe_emulation, validation_warni
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file, writing
 from hatch_epcontext.text import count, pairs, printable, show_size
-from hatch_epcontext.worker.results import (
-    Validation,
-    ValidationStatus,
-)
+from hatch_epcontext.worker.results import Validation, ValidationStatus
 
 
 def write(report: Report, title: str, path: Path) -> None:
@@ -107,7 +104,6 @@ def _job(job: JobReport) -> str:
     files = {name: [f"{show_size(file.size)} {file.sha256}"] for name, file in job.files.items()}
     facts = {
         "size": [show_size(job.size)],
-        "saved by compiling together": [show_size(job.saved)] if job.saved > 0 else [],
         "cached, compiled in" if job.cached else "compiled in": [f"{job.times.compile:.1f} s"],
         "prepared in": [f"{job.times.prepare:.1f} s"],
         "with": [f"{job.provider}, {pairs(job.versions)}"],

@@ -27,15 +27,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, InterruptedBuildError, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
-from hatch_epcontext.jobs.artifact import (
-    PACKAGE,
-    Artifact,
-    Built,
-    Recipe,
-    Record,
-    Refused,
-    Source,
-)
+from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Recipe, Record, Refused, Source
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.fingerprint import fingerprint, value_sha256
 from hatch_epcontext.jobs.cache.index import Index, changed_error
@@ -119,11 +111,7 @@ class JobRunner:
         else:
             key, artifact, cached, runs = self._chosen(job)
             self._cache(job).set_ref(settings_key, key)
-        alone = self._alone(job)
-        saved = 0
-        if {each.job.name for each in alone} == {model.name for model in job.models}:
-            saved = sum(each.artifact.size for each in alone) - artifact.size
-        return Built(artifact.record.recipe.form_of(job), artifact, runs, cached, saved)
+        return Built(artifact.record.recipe.form_of(job), artifact, runs, cached)
 
     def _chosen(self, job: Job) -> tuple[str, Artifact, bool, Runs]:
         """The key of the job's artifact, the artifact, whether the cache had it, and its validations.
@@ -199,6 +187,10 @@ class JobRunner:
         return runs
 
     def _validation_alone(self, job: Job, model: Model) -> Validation:
+        # Where nothing of the target can be run, nothing is compiled alone.
+        reason = None if job.target.from_cache else self.executor.reason_not_to_run(job)
+        if not_run := validation_without_run(job, model, reason):
+            return not_run
         built = (each.validations for each in self._alone(job))
         validations = [each[model.name] for each in built if model.name in each]
         return validation_of_alone(job, model, validations)

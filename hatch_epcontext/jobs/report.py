@@ -21,11 +21,7 @@ from hatch_epcontext.jobs.artifact import (
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.validation import describe_validation
 from hatch_epcontext.text import pairs, show_size
-from hatch_epcontext.worker.results import (
-    Context,
-    Coverage,
-    Validation,
-)
+from hatch_epcontext.worker.results import Context, Coverage, Validation
 
 _MAX_CHARACTERS = 90
 """Characters of a failed preparation's message in a summary; the report has the whole message."""
@@ -53,7 +49,6 @@ class JobReport:
     """One job.
 
     ``size``: bytes of all its ``files``.
-    ``saved``: bytes saved by sharing weights, and by one context for several chips; 0 if it is unknown.
     ``times``: those of the build that compiled it.
     """
 
@@ -64,7 +59,6 @@ class JobReport:
     times: Times
     size: int
     group: str | None
-    saved: int
     files: Mapping[str, FileRecord]
     versions: Mapping[str, str]
 
@@ -135,7 +129,6 @@ def _job(built: Built, sources: Mapping[str, Source]) -> JobReport:
         times=record.times,
         size=built.artifact.size,
         group=built.job.group,
-        saved=built.saved,
         files=record.files,
         versions=record.versions,
     )
@@ -153,9 +146,6 @@ def summarize(built: Built, sources: Mapping[str, Source]) -> str:
         before = sum(sources[model.name].size for model in built.job.models)
         size = f"{size}, its quantized source {show_size(before)}"
     parts.append(size)
-    if built.saved > 0:
-        way = "sharing" if built.job.group else "one context for all chips"
-        parts.append(f"{show_size(built.saved)} saved by {way}")
     loads = [each.load for each in built.validations.values() if each.load is not None]
     if loads:
         parts.append(f"opens in {sum(loads):.3f} s")

@@ -10,10 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.config.settings import (
-    CompileSettings,
-    Model,
-)
+from hatch_epcontext.config.settings import CompileSettings, Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.jobs.artifact import Record
@@ -221,11 +218,9 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
     assert reason is not None, "only such a job is compiled alone"
     if model.validate.mode == "require":
         raise not_run_error(job, model, reason)
-    if without_run := validation_without_run(job, model, None):
-        return without_run
     not_run = next((each for each in alone if each.status is not ValidationStatus.RAN), None)
-    if not_run or not alone:
-        return not_run or Validation(ValidationStatus.RAN_ALONE, (), reason)
+    if not_run:
+        return not_run
     return dataclasses.replace(
         alone[0],
         status=ValidationStatus.RAN_ALONE,

@@ -24,20 +24,11 @@ from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
-from hatch_epcontext.jobs.artifact import (
-    GENERATOR,
-    Built,
-    Preparation,
-    Result,
-    Source,
-)
+from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source
 from hatch_epcontext.providers import Plugin, Product, secrets_in
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
-from hatch_epcontext.worker.results import (
-    Coverage,
-    Validation,
-)
+from hatch_epcontext.worker.results import Coverage, Validation
 
 FILE = "manifest.json"
 """The name of the manifest."""
@@ -80,14 +71,10 @@ class ComponentMetadata:
 
 @dataclass(frozen=True)
 class Sharing:
-    """A weight-sharing group and its members.
-
-    ``saved``: the bytes by which the group is smaller than its members compiled alone; 0 if they were not.
-    """
+    """A weight-sharing group and its members."""
 
     group: str
     members: tuple[str, ...]
-    saved: int
 
 
 @dataclass(frozen=True)
@@ -295,7 +282,7 @@ def _variant(built: Built, model: str) -> Variant:
         secrets=tuple(from_app),
         needs_device=job.needs_device,
         needs_code_page=target.provider.needs_code_page and not settings.embed,
-        sharing=Sharing(job.group, members, built.saved) if job.group is not None else None,
+        sharing=Sharing(job.group, members) if job.group is not None else None,
     )
     return Variant(
         directory=job.folder,

@@ -16,11 +16,7 @@ from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.signing import Statement, read, signed
 from hatch_epcontext.jobs.cache.store import DamagedError, Store
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.results import (
-    Agreement,
-    Validation,
-    ValidationStatus,
-)
+from hatch_epcontext.worker.results import Agreement, Validation, ValidationStatus
 from tests.fuzzing.mutations import VALUES, mutated
 
 KEY, OTHER = "ab" * 32, "cd" * 32

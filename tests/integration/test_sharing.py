@@ -51,7 +51,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(project.parent / "cache")}
     text = run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=project, env=env)
     assert "decoder (prefill + decode) -> qnn (qnn)" in text
-    assert "saved by sharing" in text
     (built,) = (project / "dist").glob("*.whl")
     return built
 
@@ -76,7 +75,6 @@ def test_two_contexts_and_one_blob_are_in_the_wheel(wheel: Path) -> None:
         assert info["session_options"]["ep.share_ep_contexts"] == "1"
         about = variant["additional_metadata"]["hatch-epcontext"]
         assert about["sharing"]["members"] == ["prefill", "decode"]
-        assert about["sharing"]["saved"] > 0.6 * sizes[f"{folder}prefill_ctx_qnn.bin"]
         assert about["validation"]["status"] == "ran-alone"
         assert about["validation"]["agreements"]
 

@@ -14,9 +14,7 @@ import pytest
 
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.jobs import html_report
-from hatch_epcontext.jobs.artifact import (
-    Artifact,
-)
+from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.report import FailureReport, Report, make_report
 from hatch_epcontext.text import printable
 from hatch_epcontext.worker.results import (

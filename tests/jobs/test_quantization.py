@@ -17,20 +17,14 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.jobs.artifact import (
-    Result,
-    Source,
-)
+from hatch_epcontext.jobs.artifact import Result, Source
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.run import build, dry_run
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
-from hatch_epcontext.worker.results import (
-    ModelFacts,
-    ValidationStatus,
-)
+from hatch_epcontext.worker.results import ModelFacts, ValidationStatus
 from tests.conftest import needs_qnn, newer_runtime
 from tests.graph.test_dequantize import int4_blocks, recurrent
 from tests.models import network, save

@@ -10,10 +10,7 @@ import pytest
 from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.jobs.artifact import (
-    Artifact,
-    Record,
-)
+from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.validation import (
@@ -220,9 +217,6 @@ def test_a_shared_context_has_the_validation_of_its_model_compiled_alone(job: Jo
     job = with_validate(job, mode="require")
     with pytest.raises(BuildError, match="EPC404"):
         validation_of_alone(job, job.models[0], [RAN])
-    job = with_validate(job, mode=False)
-    off = validation_of_alone(job, job.models[0], [])
-    assert off.status is ValidationStatus.NOT_VALIDATED
 
 
 def for_several_chips(job: Job) -> Job:

@@ -25,13 +25,7 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import (
-    Artifact,
-    Recipe,
-    Record,
-    Refused,
-    Times,
-)
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Times
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.preparation import Preparations, Prepared
 from hatch_epcontext.jobs.processes.process import Worker, Workers

@@ -17,11 +17,7 @@ from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import is_noisy
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.comparison.compare import (
-    SIMPLIFIED,
-    compare_runs,
-    refuse_differences,
-)
+from hatch_epcontext.worker.comparison.compare import SIMPLIFIED, compare_runs, refuse_differences
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.quantized import (
     float_form_reference,

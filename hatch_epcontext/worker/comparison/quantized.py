@@ -31,12 +31,7 @@ from hatch_epcontext.worker.comparison.compare import refuse_differences
 from hatch_epcontext.worker.comparison.measures import Comparison, compare, other_shape
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.run_errors import source_failed
-from hatch_epcontext.worker.comparison.runs import (
-    Facts,
-    Reference,
-    for_other_numbers,
-    run_steps,
-)
+from hatch_epcontext.worker.comparison.runs import Facts, Reference, for_other_numbers, run_steps
 from hatch_epcontext.worker.configured import fix_inputs
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import cpu_options, open_session

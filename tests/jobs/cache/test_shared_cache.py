@@ -19,11 +19,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import record_files
-from hatch_epcontext.jobs.artifact import (
-    Artifact,
-    Built,
-    Result,
-)
+from hatch_epcontext.jobs.artifact import Artifact, Built, Result
 from hatch_epcontext.jobs.cache import shared
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.shared import SharedCache
@@ -32,13 +28,8 @@ from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build, dry_run, open_cache
 from hatch_epcontext.jobs.sources import read_sources
-from hatch_epcontext.worker.results import (
-    ModelFacts,
-    ValidationStatus,
-)
-from hatch_epcontext.worker.results import (
-    Validation as ValidationOf,
-)
+from hatch_epcontext.worker.results import ModelFacts, ValidationStatus
+from hatch_epcontext.worker.results import Validation as ValidationOf
 from tests.conftest import needs_qnn
 from tests.models import network, save
 from tests.remotes import WebServer, make_bucket, s3_server, use_s3, web_server

@@ -24,12 +24,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import FileRecord, file_sha256
-from hatch_epcontext.jobs.artifact import (
-    Artifact,
-    Record,
-    Result,
-    Times,
-)
+from hatch_epcontext.jobs.artifact import Artifact, Record, Result, Times
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.shared import Transport
 from hatch_epcontext.jobs.cache.signing import new_keys
@@ -40,9 +35,7 @@ from hatch_epcontext.jobs.processes import process
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import FARM
 from hatch_epcontext.jobs.run import DryRun, build, dry_run, open_cache
-from hatch_epcontext.worker.results import (
-    ValidationStatus,
-)
+from hatch_epcontext.worker.results import ValidationStatus
 from tests.conftest import REPOSITORY, needs_qnn, newer_runtime
 from tests.graph.test_dequantize import recurrent
 from tests.jobs.test_quantization import save_dynamic

@@ -23,13 +23,7 @@ from hatch_epcontext.worker.results import ValidationStatus
 from hatch_epcontext.worker.session import context_options
 from tests.conftest import needs_qnn
 from tests.models import interrupted, model, network, save, value, with_weights_left_over
-from tests.worker.actions.test_compile import (
-    MODEL,
-    X_ELITE,
-    compile_request,
-    run_compile,
-    target,
-)
+from tests.worker.actions.test_compile import MODEL, X_ELITE, compile_request, run_compile, target
 from tests.worker.comparison.test_emulation import detector
 
 STRICT = Tolerance(50, 0.9999)
