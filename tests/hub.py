@@ -33,7 +33,7 @@ class Hub:
 
     The hub's large files, all but text, are at a server of their own, as those of the real one. ``faults``
     of paths below ``/web/``, or of the hub's large files by their names: a status code, ``"cut"``,
-    ``"cut-once"``, ``"reset-once"``, ``"pieces"``, ``"pieces-no-range"``, ``"slow"`` (a byte at a time),
+    ``"cut-once"``, ``"reset-once"``, ``"pieces-no-range"``, ``"slow"`` (a byte at a time),
     ``"wrong"`` (other bytes of the same size), ``"html"``, ``"no-range"``, ``"no-length"``,
     ``"other-range"``, ``"unasked"`` (a 206 to a request without a range), or a URL to redirect to. With
     ``private`` the hub wants the token. ``answer``: that to questions about the repository. ``requests``:
@@ -159,7 +159,7 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
     sent = data[start:]
     if fault != "no-length":
         headers["Content-Length"] = str(len(sent))
-    if str(fault).startswith("pieces"):
+    if fault == "pieces-no-range":
         # Now more, now less.
         sent = sent[: 30_000 + 10_000 * (len(hub.requests) % 2)]
     if fault in ("cut", "cut-once", "reset-once"):
@@ -182,7 +182,7 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
         handler.connection.close()
 
 
-_PARTIAL = ("cut", "cut-once", "reset-once", "pieces", "pieces-no-range", "no-length")
+_PARTIAL = ("cut", "cut-once", "reset-once", "pieces-no-range", "no-length")
 """The faults of an answer with another length than it has, or without one."""
 
 

@@ -36,7 +36,7 @@ _CHUNK = 1 << 20
 _MAX_DOCUMENT = 32 << 20
 
 _ATTEMPTS, _PAUSE = 3, 1.0
-"""How often in a row a file is asked for without a new byte, and the seconds before the second time."""
+"""How often a file is asked for, and the seconds before the second time."""
 
 _TIMEOUT = 30.0
 """Seconds without a byte after which an attempt ends."""
@@ -102,54 +102,43 @@ def download(url: str, part: Path, limit: int, progress: Progress, *, pinned: bo
     wrong continuation shows. Raises DownloadError, also for more than ``limit`` bytes, and OSError if the
     file cannot be written. What has arrived stays in ``part``.
     """
-    etag, attempt, most = "", 0, _size(part)
-    while True:
+    for attempt in range(1, _ATTEMPTS + 1):
         if not pinned:
             remove(part)
         try:
-            with _open(url, have := _size(part)) as reply:
-                before, etag = etag, reply.headers.get("ETag", "")
-                start, total = _span(reply, have, same=before in ("", etag))
-                return _receive(reply, part, start, total, limit, progress)
+            with _open(url, _size(part)) as reply:
+                _receive(reply, part, limit, progress)
+                return
         except DownloadError as error:
-            attempt += 1
             if isinstance(error, _TransientError) and error.restarts:
                 remove(part)
-            kept = _size(part) if pinned else 0
-            if kept > most:
-                attempt, most = 0, kept
             if attempt == _ATTEMPTS or not isinstance(error, _TransientError):
+                kept = _size(part) if pinned else 0
                 more = f" {show_size(kept)} are kept for the next attempt." if kept else ""
                 message = f"{url} cannot be downloaded: {error}.{more}"
                 raise DownloadError(message, error.hint) from error
-        time.sleep(_PAUSE * 2.0**attempt / 2)
+        time.sleep(_PAUSE * 2 ** (attempt - 1))
 
 
 def _size(part: Path) -> int:
     return part.stat().st_size if part.exists() else 0
 
 
-def _span(reply: Any, have: int, *, same: bool) -> tuple[int, int | None]:
-    """The first byte of the answer, and the bytes of the whole file if they are known.
-
-    ``same``: whether the answer is of the version of which ``have`` bytes have arrived.
-    """
+def _start(reply: Any, have: int) -> int:
+    """The first byte of the answer, of which ``have`` bytes have arrived before."""
     if reply.status == http.HTTPStatus.OK:
-        length = reply.headers.get("Content-Length", "")
-        return 0, int(length) if re.fullmatch(r"[0-9]{1,18}", length) else None
+        return 0
     if not have or reply.status != http.HTTPStatus.PARTIAL_CONTENT:
         raise DownloadError(f"HTTP {reply.status}, and not the whole file", _CHECK)
-    span = reply.headers.get("Content-Range", "")
-    match = re.fullmatch(rf"bytes {have}-[0-9]{{1,18}}/([0-9]{{1,18}})", span)
-    if match is None or not same:
-        raise _TransientError("it continues another file than had arrived", restarts=True)
-    return have, int(match[1])
+    if not reply.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+        raise _TransientError("it continues at another byte", restarts=True)
+    return have
 
 
-def _receive(
-    reply: Any, part: Path, arrived: int, total: int | None, limit: int, progress: Progress
-) -> None:
-    before, since = arrived, time.monotonic()
+def _receive(reply: Any, part: Path, limit: int, progress: Progress) -> None:
+    arrived = before = _start(reply, _size(part))
+    since = time.monotonic()
+    total = None if reply.length is None else arrived + reply.length
     with part.open("ab" if arrived else "wb") as file:
         while max(arrived, total or 0) <= limit:
             progress(arrived, total)

@@ -119,25 +119,13 @@ def test_what_a_failed_build_got_is_continued_by_the_next_one(hub: Hub, tmp_path
     assert int(headers["Range"][6:-1]) > len(MODEL) // 2
 
 
-def test_a_server_that_cuts_each_answer_is_asked_until_all_is_there(
-    hub: Hub, tmp_path: Path
-) -> None:
-    hub.faults = {"m.onnx": "pieces"}
-    run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
-    assert len(hub.downloads) > 5
-
-
 def test_attempts_that_bring_nothing_new_end(hub: Hub, tmp_path: Path) -> None:
     hub.faults = {"m.onnx": "pieces-no-range"}
-    with pytest.raises(DownloadError):
-        run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
-    assert len(hub.downloads) < 8
+    assert failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    assert len(hub.downloads) == 3
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_a_new_version_is_not_joined_with_the_old_one(
-    hub: Hub, tmp_path: Path, pinned: bool
-) -> None:
+def test_a_new_version_is_not_joined_with_the_old_one(hub: Hub, tmp_path: Path) -> None:
     part = tmp_path / "part"
     changed = os.urandom(len(MODEL))
 
@@ -146,14 +134,16 @@ def test_a_new_version_is_not_joined_with_the_old_one(
             hub.files["m.onnx"] = changed
 
     hub.faults = {"m.onnx": "cut-once"}
-    web.download(hub.web("m.onnx"), part, len(MODEL), progress, pinned=pinned)
+    web.download(hub.web("m.onnx"), part, len(MODEL), progress, pinned=False)
     assert part.read_bytes() == changed
     # What another run has left may be anything, and only a hash shows that.
     part.write_bytes(MODEL[:1000])
-    hub.requests.clear()
-    web.download(hub.web("m.onnx"), part, len(MODEL), progress, pinned=pinned)
-    assert (part.read_bytes() == changed) == (not pinned)
-    assert ["Range" in headers for *_, headers in hub.requests] == [pinned]
+    for pinned in (True, False):
+        hub.requests.clear()
+        web.download(hub.web("m.onnx"), part, len(MODEL), progress, pinned=pinned)
+        assert (part.read_bytes() == changed) == (not pinned)
+        assert ["Range" in headers for *_, headers in hub.requests] == [pinned]
+        part.write_bytes(MODEL[:1000])
 
 
 def test_a_continuation_of_something_else_begins_again(hub: Hub, tmp_path: Path) -> None:
