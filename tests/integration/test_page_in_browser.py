@@ -76,7 +76,6 @@ def test_the_page_has_no_errors_at_any_width(browser: Browser, file: Path, width
     assert shown.locator("h2").all_inner_texts() == [
         "Failed",
         "Models by targets",
-        "Compiling and opening",
         "Jobs",
     ]
     assert shown.locator("article.failed").count() == 2
@@ -84,13 +83,8 @@ def test_the_page_has_no_errors_at_any_width(browser: Browser, file: Path, width
     assert shown.locator("td .badge.fair").count() == 2
     # Only parts that scroll by themselves are wider than the screen.
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
-    for bar in shown.locator("figure .track i").all():
-        box = bar.bounding_box()
-        assert box is not None
-        assert box["width"] >= 2
-        assert box["height"] > 0
     shown.get_by_role("link", name="FAILED").first.click()
-    assert shown.url.endswith("#job-b-cpu")
+    assert shown.url.endswith("#b-cpu")
     shown.locator("summary").last.click()
     assert shown.get_by_text("a_optimized.onnx").last.is_visible()
     shown.close()
