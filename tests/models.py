@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -47,118 +48,110 @@ def model(
     return made
 
 
+def parsed(
+    text: str, opset: int = 17, ir_version: int = 8, check: bool = True, **stored: Any
+) -> onnx.ModelProto:
+    """A model of ``(inputs) => (outputs) { nodes }``, in ONNX's own notation.
+
+    ``stored``: initializers that the text does not have, as arrays or as the shapes of `weights`.
+    """
+    domains = {"": opset, "com.microsoft": 1, "ai.onnx.ml": 3, "our.own": 1}
+    opsets = [
+        f'"{name}" : {number}' for name, number in domains.items() if not name or name in text
+    ]
+    made: onnx.ModelProto = onnx.parser.parse_model(
+        f"<ir_version: {ir_version}, opset_import: [{', '.join(opsets)}]> graph {text}"
+    )
+    made.graph.initializer.extend(
+        weights(name, *each)
+        if isinstance(each, tuple)
+        else numpy_helper.from_array(np.asarray(each), name)
+        for name, each in stored.items()
+    )
+    if check:
+        onnx.checker.check_model(made)
+    return made
+
+
 def network(batch: int | str | None = "batch") -> onnx.ModelProto:
     """``x`` (batch x 1 x 8 x 8) -> convolution, ReLU, matrix product -> ``y`` (batch x 10)."""
-    return model(
-        [
-            helper.make_node("Conv", ["x", "w", "b"], ["c"], "conv", pads=[1, 1, 1, 1]),
-            helper.make_node("Relu", ["c"], ["r"], "relu"),
-            helper.make_node("Flatten", ["r"], ["f"], "flatten"),
-            helper.make_node("MatMul", ["f", "dense"], ["y"], "dense"),
-        ],
-        [value("x", [batch, 1, 8, 8])],
-        [value("y", [batch, 10])],
-        [weights("w", 4, 1, 3, 3), weights("b", 4), weights("dense", 256, 10)],
-    )
+    size = "?" if batch is None else batch
+    return parsed(
+        f"""(float[{size}, 1, 8, 8] x) => (float[{size}, 10] y) {{
+            [conv] c = Conv <pads = [1, 1, 1, 1]> (x, w, b)
+            [relu] r = Relu (c)
+            [flatten] f = Flatten (r)
+            [dense] y = MatMul (f, dense) }}""",
+        w=(4, 1, 3, 3), b=(4,), dense=(256, 10),
+    )  # fmt: skip
 
 
 def of_any_rank() -> onnx.ModelProto:
     """``x`` -> ReLU -> ``y``, without shapes, which ONNX Runtime accepts."""
-    made = model([helper.make_node("Relu", ["x"], ["y"])], [value("x", [1])], [value("y", [1])])
-    for each in (*made.graph.input, *made.graph.output):
-        each.type.tensor_type.ClearField("shape")
-    return made
+    return parsed("(float[] x) => (float[] y) { y = Relu (x) }", check=False)
 
 
 def initializer_among_the_inputs() -> onnx.ModelProto:
     """A matrix product of ``x`` and stored ``w``, which is an input too, as before ONNX IR 4."""
-    return model(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        [value("x", [1, 2]), value("w", [2, 2])],
-        [value("y", [1, 2])],
-        [weights("w", 2, 2)],
-        ir_version=3,
-    )
+    text = "(float[1, 2] x, float[2, 2] w) => (float[1, 2] y) { y = MatMul (x, w) }"
+    return parsed(text, ir_version=3, w=(2, 2))
 
 
 def half_for_the_cpu() -> onnx.ModelProto:
     """A matrix product, followed by an operator that no NPU has."""
-    return model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["m"], "product"),
-            helper.make_node("Relu", ["m"], ["r"], "relu"),
-            helper.make_node("NonZero", ["r"], ["y"], "where"),
-        ],
-        [value("x", [2, 4])],
-        [value("y", [2, None], TensorProto.INT64)],
-        [weights("w", 4, 4)],
+    return parsed(
+        """(float[2, 4] x) => (int64[2, ?] y) {
+            [product] m = MatMul (x, w)
+            [relu] r = Relu (m)
+            [where] y = NonZero (r) }""",
+        w=(4, 4),
     )
 
 
 def interrupted() -> onnx.ModelProto:
     """Two matrix products, with an operator between them that QNN leaves to the CPU."""
-    return model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["a"], "first"),
-            helper.make_node("Relu", ["a"], ["b"], "relu"),
-            helper.make_node("Hardmax", ["b"], ["c"], "hardmax"),
-            helper.make_node("Add", ["c", "b"], ["d"], "sum"),
-            helper.make_node("MatMul", ["d", "w"], ["y"], "second"),
-        ],
-        [value("x", [4, 8])],
-        [value("y", [4, 8])],
-        [weights("w", 8, 8)],
+    return parsed(
+        """(float[4, 8] x) => (float[4, 8] y) {
+            [first] a = MatMul (x, w)
+            [relu] b = Relu (a)
+            [hardmax] c = Hardmax (b)
+            [sum] d = Add (c, b)
+            [second] y = MatMul (d, w) }""",
+        w=(8, 8),
     )
 
 
 def transformer(length: int) -> onnx.ModelProto:
     """Matrix products and ReLUs on ``x`` (1 x ``length`` x 256), with the same weights at any length."""
-    nodes, current = [], "x"
-    for layer in range(4):
-        nodes += [
-            helper.make_node("MatMul", [current, f"w{layer}"], [f"m{layer}"], f"product{layer}"),
-            helper.make_node("Relu", [f"m{layer}"], [f"r{layer}"], f"relu{layer}"),
-        ]
-        current = f"r{layer}"
-    return model(
-        nodes,
-        [value("x", [1, length, 256])],
-        [value(current, [1, length, 256])],
-        [weights(f"w{layer}", 256, 256) for layer in range(4)],
+    names = ["x", "r0", "r1", "r2", "r3"]
+    nodes = "".join(
+        f"[product{layer}] m{layer} = MatMul ({names[layer]}, w{layer})\n"
+        f"[relu{layer}] r{layer} = Relu (m{layer})\n"
+        for layer in range(4)
     )
+    text = f"(float[1, {length}, 256] x) => (float[1, {length}, 256] r3) {{ {nodes} }}"
+    matrices: dict[str, Any] = {f"w{layer}": (256, 256) for layer in range(4)}
+    return parsed(text, **matrices)
 
 
 def choosing_nothing() -> onnx.ModelProto:
     """A single operator, which no NPU has."""
-    return model(
-        [helper.make_node("NonZero", ["x"], ["y"], "where")],
-        [value("x", [2, 4])],
-        [value("y", [2, None], TensorProto.INT64)],
-    )
+    return parsed("(float[2, 4] x) => (int64[2, ?] y) { [where] y = NonZero (x) }")
 
 
 def unknown_operator() -> onnx.ModelProto:
     """A single operator, which no EP has."""
-    return model(
-        [helper.make_node("Strange", ["x"], ["y"], "strange", domain="our.own")],
-        [value("x", [2, 4])],
-        [value("y", [2, 4])],
-        domain="our.own",
-    )
+    return parsed("(float[2, 4] x) => (float[2, 4] y) { [strange] y = our.own.Strange (x) }")
 
 
 def with_weights_left_over() -> onnx.ModelProto:
     """A matrix product, and a separate operator with weights that QNN leaves to the CPU."""
-    rng = np.random.default_rng(0)
-    kernel = rng.integers(0, 255, (16, 4, 5, 5)).astype(np.uint8)
-    return model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["y"], "product"),
-            helper.make_node("ConvInteger", ["image", "kernel"], ["z"], "convolution"),
-        ],
-        [value("x", [4, 64]), value("image", [1, 4, 9, 9], TensorProto.UINT8)],
-        [value("y", [4, 64]), value("z", [1, 16, 5, 5], TensorProto.INT32)],
-        [weights("w", 64, 64), numpy_helper.from_array(kernel, "kernel")],
+    return parsed(
+        """(float[4, 64] x, uint8[1, 4, 9, 9] image) => (float[4, 64] y, int32[1, 16, 5, 5] z) {
+            [product] y = MatMul (x, w)
+            [convolution] z = ConvInteger (image, kernel) }""",
+        w=(64, 64),
+        kernel=np.random.default_rng(0).integers(0, 255, (16, 4, 5, 5)).astype(np.uint8),
     )
 
 

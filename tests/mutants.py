@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import onnx
 from google.protobuf.message import Message
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from tests import models
 from tests.hostile import context
+from tests.models import parsed
 
 _NUMBERS = (0, 1, -1, 2, 7, 2**31 - 1, 2**31, -(2**31), 2**62, -(2**63), 10**9)
 _FLOATS = (0.0, -1.5, float("nan"), float("inf"), 1e300)
@@ -142,22 +143,15 @@ def _value(field: Any, chance: random.Random) -> Any:
 
 def _ranges() -> onnx.ModelProto:
     """Inputs that choose from stored tables, in all ways that bounds are found."""
-    kinds = onnx.TensorProto
-    return models.model(
-        [
-            helper.make_node("Equal", ["range", "i"], ["is"]),
-            helper.make_node("Cast", ["is"], ["y"], to=kinds.FLOAT),
-            helper.make_node("OneHot", ["j", "depth", "values"], ["z"]),
-            helper.make_node("Gather", ["table", "j"], ["r"], axis=0),
-        ],
-        [models.value("i", [2, 1], kinds.INT32), models.value("j", [2], kinds.INT64)],
-        [models.value("y", [2, 5]), models.value("z", [2, 9]), models.value("r", [2, 3])],
-        [
-            numpy_helper.from_array(np.arange(5, dtype=np.int32), "range"),
-            numpy_helper.from_array(np.array(9), "depth"),
-            numpy_helper.from_array(np.array([0, 1], np.float32), "values"),
-            models.weights("table", 7, 3),
-        ],
+    return parsed(
+        """(int32[2, 1] i, int64[2] j) => (float[2, 5] y, float[2, 9] z, float[2, 3] r)
+        <int64 depth = {9}, float[2] values = {0, 1}> {
+            is = Equal (range, i)
+            y = Cast <to = 1> (is)
+            z = OneHot (j, depth, values)
+            r = Gather <axis = 0> (table, j) }""",
+        range=np.arange(5, dtype=np.int32),
+        table=(7, 3),
     )
 
 
@@ -182,9 +176,7 @@ def _function() -> onnx.ModelProto:
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("our.own", 1)]
     double = helper.make_node("Add", ["a", "a"], ["b"])
     twice = helper.make_function("our.own", "twice", ["a"], ["b"], [double], opsets)
-    made = models.model(
-        [helper.make_node("Relu", ["x"], ["y"])], [models.value("x", [2])], [models.value("y", [2])]
-    )
+    made = parsed("(float[2] x) => (float[2] y) { y = Relu (x) }")
     made.opset_import.append(opsets[1])
     made.functions.append(twice)
     made.graph.node[0].op_type, made.graph.node[0].domain = "twice", "our.own"

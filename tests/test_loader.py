@@ -28,7 +28,6 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 import pytest
-from onnx import helper
 
 from hatch_epcontext import _recompile, loader
 from hatch_epcontext.config.settings import Model
@@ -38,7 +37,7 @@ from hatch_epcontext.package.manifest import UNSEALED, seal
 from hatch_epcontext.package.modules import loader_file
 from hatch_epcontext.shipped import METADATA
 from tests.conftest import needs_qnn, printed_json
-from tests.models import model, network, of_any_rank, save, save_with_data, value
+from tests.models import network, of_any_rank, parsed, save, save_with_data
 
 CPU_EP = "CPUExecutionProvider"
 QNN_EP = "QNNExecutionProvider"
@@ -1692,7 +1691,7 @@ SHAPES: dict[str, list[int | str]] = {
 
 
 def identity(shape: list[int | str]) -> onnx.ModelProto:
-    return model([helper.make_node("Relu", ["x"], ["y"])], [value("x", shape)], [value("y", shape)])
+    return parsed(f"(float{shape} x) => (float{shape} y) {{ y = Relu (x) }}")
 
 
 @pytest.fixture
@@ -1793,8 +1792,8 @@ def test_a_wrong_input_or_rank_is_an_error(several: Any) -> None:
 def test_a_model_of_two_inputs_is_large_enough_in_both(ship: Shipper) -> None:
     components = {}
     for name, (first, second) in {"m.1": (8, 4), "m.2": (4, 8), "m.3": (4, 4)}.items():
-        nodes = [helper.make_node("Concat", ["x", "y"], ["z"], axis=0)]
-        made = model(nodes, [value("x", [first]), value("y", [second])], [value("z", [None])])
+        made = parsed(f"""(float[{first}] x, float[{second}] y) => (float[?] z)
+        {{ z = Concat <axis = 0> (x, y) }}""")
         save(made, ship.folder / name / "m.onnx")
         inputs = [{"name": "x", "shape": [first]}, {"name": "y", "shape": [second]}]
         cpu = variant(name, "m.onnx", inputs=inputs)

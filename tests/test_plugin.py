@@ -12,7 +12,6 @@ import onnx
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
-from onnx import helper
 
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs.requirements import TOOLS
@@ -21,7 +20,7 @@ from hatch_epcontext.plugin import EpcontextBuildHook
 from hatch_epcontext.text import printable
 from tests import projects
 from tests.conftest import needs
-from tests.models import model, network, save, save_with_data, unknown_operator, value
+from tests.models import network, parsed, save, save_with_data, unknown_operator
 from tests.package.conftest import opened
 
 PROJECT = (
@@ -321,7 +320,7 @@ def test_all_failed_jobs_are_reported_and_the_others_are_cached(
 ) -> None:
     # NaN for half of the random inputs.
     save(
-        model([helper.make_node("Sqrt", ["x"], ["y"])], [value("x", [9])], [value("y", [9])]),
+        parsed("(float[9] x) => (float[9] y) { y = Sqrt (x) }"),
         root / "models" / "roots.onnx",
     )
     text = PROJECT.replace('models = ["models/*.onnx"]\n', "")

@@ -17,11 +17,10 @@ from typing import Any
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
 
 from hatch_epcontext import _recompile
 from tests.conftest import needs_qnn
-from tests.models import model, save, value
+from tests.models import parsed, save
 from tests.test_loader import (
     CPU,
     NPU,
@@ -365,8 +364,7 @@ def test_a_prepared_model_that_cannot_be_compiled_is_a_failure(
 @needs_qnn
 def test_a_model_of_which_the_ep_compiles_nothing_is_a_failure(qnn: Shipper) -> None:
     (prepared,) = (qnn.folder / "a/npu/prepared").iterdir()
-    nodes = [helper.make_node("NonZero", ["x"], ["y"])]
-    made = model(nodes, [value("x", [2, 4])], [value("y", [2, None], TensorProto.INT64)])
+    made = parsed("(float[2, 4] x) => (int64[2, ?] y) { y = NonZero (x) }")
     save(made, prepared)
     app = qnn(npu=QNN)
     damage(qnn.folder / "a/npu/a_ctx_qnn.bin")

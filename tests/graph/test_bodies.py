@@ -6,71 +6,52 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
 from hatch_epcontext.graph.bodies import fix_states, keep_weights, move_weights, remove_readers
 from hatch_epcontext.worker.session import cpu_options, open_session
-from tests.models import model, value
+from tests.models import parsed, value
 
-WEIGHT = numpy_helper.from_array(np.eye(8, dtype=np.float32)[::-1].copy(), "w")
-
-OPERATORS = ("Loop", "Scan", "If")
+OPERATORS = {
+    "Loop": """z = Loop (n, , r) <body = body (int64 i, bool c, float[1, 8] before)
+        => (bool go_on, float[1, 8] after) { NODES go_on = Identity (c) }>""",
+    "Scan": """z, steps = Scan <num_scan_inputs = 1, body = body (float[1, 8] before, float[1, 8] e)
+        => (float[1, 8] after, float[1, 8] step) { NODES step = Identity (after) }> (r, n)""",
+    "If": """z = If (n) <then_branch = body () => (float[1, 8] after) { before = Identity (r) NODES },
+        else_branch = other () => (float[1, 8] same) { same = Identity (r) }>""",
+}
 PLACES = ("around the body", "in the body", "a Constant of the body")
+WEIGHT = numpy_helper.from_array(np.eye(8, dtype=np.float32)[::-1].copy(), "w")
+DATA: dict[str, tuple[str, Any]] = {
+    "Loop": ("int64 n", np.array(3)),
+    "Scan": ("float[3, 1, 8] n", np.ones((3, 1, 8), np.float32)),
+    "If": ("bool n", np.array(True)),
+}
 
 
 def with_body(operator: str, place: str) -> onnx.ModelProto:
     """``x`` (1 x 8) -> Relu, ``operator`` with a stored weight in its body, MatMul -> ``y``."""
-    inner = [WEIGHT] * (place == "in the body")
-    nodes = [helper.make_node("Constant", [], ["w"], value=WEIGHT)]
-    nodes *= place == "a Constant of the body"
-    row = [1, 8]
-    before = "r" if operator == "If" else "before"
-    nodes += [
-        helper.make_node("MatMul", [before, "w"], ["t"]),
-        helper.make_node("Tanh", ["t"], ["after"]),
-    ]
-
-    def body(
-        more: Sequence[onnx.NodeProto],
-        inputs: Sequence[onnx.ValueInfoProto],
-        outputs: Sequence[onnx.ValueInfoProto],
-    ) -> onnx.GraphProto:
-        return helper.make_graph([*nodes, *more], "body", inputs, outputs, inner)
-
-    def copy(name: str, output: str) -> onnx.NodeProto:
-        return helper.make_node("Identity", [name], [output])
-
-    after = value("after", row)
-    if operator == "Loop":
-        condition = value("c", [], TensorProto.BOOL), value("go_on", [], TensorProto.BOOL)
-        counted = [value("i", [], TensorProto.INT64), condition[0], value("before", row)]
-        loop = body([copy("c", "go_on")], counted, [condition[1], after])
-        node = helper.make_node("Loop", ["n", "", "r"], ["z"], body=loop)
-        data = value("n", [], TensorProto.INT64)
-    elif operator == "Scan":
-        steps = body(
-            [copy("after", "step")], [value("before", row), value("e", row)], [after, value("step", row)]
-        )  # fmt: skip
-        node = helper.make_node("Scan", ["r", "n"], ["z", "steps"], body=steps, num_scan_inputs=1)
-        data = value("n", [3, *row])
+    node = OPERATORS[operator].replace("NODES", "t = MatMul (before, w) after = Tanh (t)")
+    made = parsed(
+        f"""(float[1, 8] x, {DATA[operator][0]}) => (float[1, 8] y)
+        {{ r = Relu (x) {node} y = MatMul (z, v) }}""",
+        check=False,
+        v=np.ones((8, 8), np.float32),
+    )
+    body = next(each.g for each in made.graph.node[1].attribute if each.g.name == "body")
+    if place == "around the body":
+        made.graph.initializer.append(WEIGHT)
+    elif place == "in the body":
+        body.initializer.append(WEIGHT)
     else:
-        otherwise = helper.make_graph([copy("r", "same")], "else", [], [value("same", row)])
-        then = body([], [], [after])
-        node = helper.make_node("If", ["n"], ["z"], then_branch=then, else_branch=otherwise)
-        data = value("n", [], TensorProto.BOOL)
-    return model(
-        [helper.make_node("Relu", ["x"], ["r"]), node, helper.make_node("MatMul", ["z", "v"], ["y"])],
-        [value("x", row), data],
-        [value("y", row)],
-        [numpy_helper.from_array(np.ones((8, 8), np.float32), "v")]
-        + [WEIGHT] * (place == "around the body"),
-    )  # fmt: skip
+        body.node.insert(0, helper.make_node("Constant", [], ["w"], value=WEIGHT))
+    onnx.checker.check_model(made)
+    return made
 
 
 def feeds_of(operator: str) -> dict[str, Any]:
-    data = {"Loop": np.array(3), "Scan": np.ones((3, 1, 8), np.float32), "If": np.array(True)}
-    return {"x": np.array([[0.1, 0.5, 0.2, 0.9] * 2], np.float32), "n": data[operator]}
+    return {"x": np.array([[0.1, 0.5, 0.2, 0.9] * 2], np.float32), "n": DATA[operator][1]}
 
 
 @pytest.mark.parametrize("external", [False, True])

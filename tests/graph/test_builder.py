@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import (
@@ -18,7 +18,7 @@ from hatch_epcontext.graph.builder import (
     separate_outputs,
 )
 from hatch_epcontext.graph.scope import Scope
-from tests.models import model, value
+from tests.models import parsed, value
 
 
 def doubled(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -28,9 +28,9 @@ def doubled(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 def chain(*operators: str) -> onnx.ModelProto:
     """``y`` (float, 2) made of ``x`` by ``operators``, one after the other."""
     names = ["x", *(f"v{index}" for index in range(len(operators) - 1)), "y"]
-    pairs = zip(operators, names, names[1:], strict=False)
-    nodes = [helper.make_node(op, [a], [b], op) for op, a, b in pairs]
-    return model(nodes, [value("x", [2])], [value("y", [2])])
+    steps = zip(operators, names, names[1:], strict=False)
+    nodes = " ".join(f"[{op}] {b} = {op} ({a})" for op, a, b in steps)
+    return parsed(f"(float[2] x) => (float[2] y) {{ {nodes} }}")
 
 
 def operators(made: onnx.ModelProto) -> list[str]:
@@ -71,20 +71,15 @@ def test_a_value_that_is_there_already_is_copied_to_the_output() -> None:
 
 
 def test_graphs_inside_new_nodes_get_the_new_names_too() -> None:
-    branch = helper.make_graph([], "b", [], [value("inner", [2])])
-
     def rule(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         first = builder.add("Exp", node.input[0])
-        taken = onnx.GraphProto.FromString(branch.SerializeToString())
-        taken.node.append(helper.make_node("Neg", [first], ["inner"]))
+        inner = helper.make_node("Neg", [first], ["inner"])
+        branch = helper.make_graph([inner], "b", [], [value("inner", [2])])
         condition = builder.store(np.array(True))
-        return [first, builder.add("If", condition, then_branch=taken, else_branch=taken)]
+        return [first, builder.add("If", condition, then_branch=branch, else_branch=branch)]
 
-    made = model(
-        [helper.make_node("TopK", ["x", "k"], ["y", "z"], "top")],
-        [value("x", [2])],
-        [value("y", [2]), value("z", [2], TensorProto.INT64)],
-        [numpy_helper.from_array(np.array([2]), "k")],
+    made = parsed(
+        "(float[2] x) => (float[2] y, int64[2] z) <int64[1] k = {2}> { y, z = TopK (x, k) }"
     )
     assert replace(made, {"TopK": rule}, {}) == 1
     (inner, other) = graph.inner_graphs(made.graph.node[-1])
@@ -92,27 +87,18 @@ def test_graphs_inside_new_nodes_get_the_new_names_too() -> None:
 
 
 def test_equal_names_in_two_graphs_are_two_values() -> None:
-    def branch(axis: int) -> onnx.GraphProto:
-        nodes = [
-            helper.make_node("Constant", [], ["value"], value_int=axis),
-            helper.make_node("Neg", ["x"], ["inner"]),
-        ]
-        return helper.make_graph(nodes, "b", [], [value("inner", [2])])
-
     found = []
 
     def rule(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         found.append(scope.constant("value"))
         return None
 
-    made = model(
-        [helper.make_node("If", ["c"], ["y"], then_branch=branch(1), else_branch=branch(2))],
-        [value("c", [], TensorProto.BOOL), value("x", [2])],
-        [value("y", [2])],
-    )
+    branch = "() => (float[2] inner) {{ value = Constant <value_int = {}> () inner = Neg (x) }}"
+    made = parsed(f"""(bool c, float[2] x) => (float[2] y) {{ y = If (c) <
+        then_branch = one {branch.format(1)}, else_branch = other {branch.format(2)}> }}""")
     assert replace(made, {"Neg": rule}, {}) == 0
-    # Attributes are in the order of their names.
-    assert found == [2, 1]
+    # Attributes are in the order of the text.
+    assert found == [1, 2]
     assert replace(made, {"Neg": doubled}, {}, nested=False) == 0
 
 
@@ -134,18 +120,13 @@ def test_names_are_unique_among_values_and_nodes() -> None:
 
 @pytest.mark.parametrize("ir_version", [3, 8])
 def test_what_nothing_uses_is_removed(ir_version: int) -> None:
-    stored = [numpy_helper.from_array(np.ones(2, np.float32), name) for name in ("k", "kept")]
-    listed = [value(name, [2]) for name in ("k", "kept")] if ir_version < 4 else []
-    made = model(
-        [
-            helper.make_node("Mul", ["x", "k"], ["a"]),
-            helper.make_node("Neg", ["a"], ["b"]),
-            helper.make_node("Add", ["x", "kept"], ["y"]),
-        ],
-        [value("x", [2]), *listed],
-        [value("y", [2])],
-        stored,
+    listed = ir_version < 4
+    made = parsed(
+        f"""(float[2] x{", float[2] k, float[2] kept" if listed else ""}) => (float[2] y)
+        {{ a = Mul (x, k) b = Neg (a) y = Add (x, kept) }}""",
         ir_version=ir_version,
+        k=(2,),
+        kept=(2,),
     )
     remove_unused(made.graph, lambda node: node.op_type != "Neg")
     assert operators(made) == ["Mul", "Neg", "Add"]
@@ -157,10 +138,10 @@ def test_what_nothing_uses_is_removed(ir_version: int) -> None:
 
 
 def test_each_output_of_an_inner_graph_gets_its_own_value() -> None:
-    text = """main (float[2] h, float[3, 2] x) => (float[2] last, float[3, 2] y) {
+    text = """(float[2] h, float[3, 2] x) => (float[2] last, float[3, 2] y) {
         last, y = Scan <num_scan_inputs = 1, body = body (float[2] state, float[2] item)
             => (float[2] next, float[2] next) { next = Add (state, item) }> (h, x) }"""
-    made = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
+    made = parsed(text, check=False)
     assert separate_outputs(made)
     onnx.checker.check_model(made, full_check=True)
     assert not separate_outputs(made)

@@ -14,8 +14,8 @@ from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph, reading
 from tests.models import (
     initializer_among_the_inputs,
-    model,
     network,
+    parsed,
     save,
     save_with_data,
     value,
@@ -25,30 +25,17 @@ from tests.models import (
 KEY = Key(("models", 0))
 
 
-def context_model() -> onnx.ModelProto:
-    node = helper.make_node("EPContext", ["x"], ["y"], domain="com.microsoft")
-    made = helper.make_graph([node], "g", [value("x", [1])], [value("y", [1])])
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(made, opset_imports=opsets)
-
-
 def branching() -> onnx.ModelProto:
     """An ``If`` with one node in each branch, one of them with a tensor of its own."""
-    then = helper.make_graph(
-        [helper.make_node("Add", ["x", "one"], ["t"], "add")],
-        "then",
-        [],
-        [value("t", [2])],
-        [weights("one", 2)],
+    made = parsed(
+        """(float[2] x, bool c) => (float[2] y) {
+        y = If (c) <then_branch = one () => (float[2] t) { t = Add (x, stored) },
+                    else_branch = other () => (float[2] e) { e = Relu (x) }> }""",
+        check=False,
     )
-    other = helper.make_graph(
-        [helper.make_node("Relu", ["x"], ["e"], "relu")], "else", [], [value("e", [2])]
-    )
-    return model(
-        [helper.make_node("If", ["c"], ["y"], "if", then_branch=then, else_branch=other)],
-        [value("x", [2]), value("c", [], TensorProto.BOOL)],
-        [value("y", [2])],
-    )
+    (branch,) = (each.g for each in made.graph.node[0].attribute if each.name == "then_branch")
+    branch.initializer.append(weights("stored", 2))
+    return made
 
 
 def problem(path: Path) -> Problem:
@@ -58,10 +45,6 @@ def problem(path: Path) -> Problem:
     (found,) = raised.value.problems
     assert found.key == KEY
     return found
-
-
-def test_a_source_model_is_read(tmp_path: Path) -> None:
-    assert reading.read(save(network(), tmp_path / "a.onnx"), KEY).graph.name == "graph"
 
 
 @pytest.mark.parametrize(
@@ -85,29 +68,28 @@ def test_a_file_that_is_not_a_model_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("outputs", "message"),
+    ("text", "kind", "message"),
     [
-        (["x"], "has nothing to compile: its outputs are inputs or stored values"),
-        ([], "its graph has no node"),
+        (
+            "(float[1] x) => (float[1] x) {}",
+            Kind.INVALID_MODEL,
+            "has nothing to compile: its outputs",
+        ),
+        ("(float[1] x) => () {}", Kind.INVALID_MODEL, "its graph has no node"),
+        ("(float[1] x) => () { y = Relu (x) }", Kind.INVALID_MODEL, "its graph has no output"),
+        (
+            "(float[1] x) => (float[1] y) { y = com.microsoft.EPContext (x) }",
+            Kind.COMPILED_MODEL,
+            "is a context model already",
+        ),
     ],
 )
-def test_a_graph_without_nodes_has_nothing_to_compile(
-    tmp_path: Path, outputs: list[str], message: str
+def test_a_graph_that_cannot_be_compiled_is_an_error(
+    tmp_path: Path, text: str, kind: Kind, message: str
 ) -> None:
-    ends = [value(name, [1]) for name in outputs]
-    assert message in problem(save(model([], [value("x", [1])], ends), tmp_path / "a.onnx")).message
-
-
-def test_a_graph_without_outputs_is_an_error(tmp_path: Path) -> None:
-    made = network()
-    del made.graph.output[:]
-    assert "its graph has no output" in problem(save(made, tmp_path / "a.onnx")).message
-
-
-def test_a_context_model_is_not_a_source_model(tmp_path: Path) -> None:
-    found = problem(save(context_model(), tmp_path / "a.onnx"))
-    assert found.kind is Kind.COMPILED_MODEL
-    assert "is a context model already" in found.message
+    found = problem(save(parsed(text, check=False), tmp_path / "a.onnx"))
+    assert (found.kind, found.key) == (kind, KEY)
+    assert message in found.message
 
 
 def test_nested_nodes_are_found() -> None:
@@ -116,16 +98,11 @@ def test_nested_nodes_are_found() -> None:
     assert len(graph.compute_nodes(network().graph)) == 4
 
 
-def test_external_data_is_found(tmp_path: Path) -> None:
-    path = save_with_data(network(), tmp_path / "a.onnx")
-    loaded = reading.read(path, KEY)
-    assert external.external_data(loaded, tmp_path / "a.onnx", KEY) == ("network.data",)
-    assert external.external_data(network(), tmp_path / "a.onnx", KEY) == ()
-
-
-def test_external_data_of_nested_nodes_is_found(tmp_path: Path) -> None:
-    path = save_with_data(branching(), tmp_path / "a.onnx")
+@pytest.mark.parametrize("made", [network(), branching()], ids=["network", "nested"])
+def test_external_data_is_found(tmp_path: Path, made: onnx.ModelProto) -> None:
+    path = save_with_data(made, tmp_path / "a.onnx")
     assert external.external_data(reading.read(path, KEY), path, KEY) == ("network.data",)
+    assert external.external_data(network(), path, KEY) == ()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
@@ -236,24 +213,18 @@ def test_initializers_among_the_inputs_are_not_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name"),
+    ("info", "dtype"),
     [
-        (TensorProto.FLOAT, "float32"),
-        (TensorProto.FLOAT16, "float16"),
-        (TensorProto.BFLOAT16, "bfloat16"),
-        (TensorProto.INT64, "int64"),
-        (TensorProto.BOOL, "bool"),
-        (TensorProto.STRING, "string"),
+        (value("x", [1], TensorProto.FLOAT), "float32"),
+        (value("x", [1], TensorProto.BFLOAT16), "bfloat16"),
+        (value("x", [1], TensorProto.BOOL), "bool"),
+        (value("x", [1], TensorProto.STRING), "string"),
+        (value("x", [1], 84), "undefined"),
+        (helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, [1]), "sequence_type"),
     ],
 )
-def test_dtypes_have_numpys_names(dtype: int, name: str) -> None:
-    assert graph.facts(value("x", [1], dtype)).dtype == name
-
-
-def test_an_invalid_dtype_is_undefined() -> None:
-    damaged = value("x", [1])
-    damaged.type.tensor_type.elem_type = 84
-    assert graph.facts(damaged).dtype == "undefined"
+def test_dtypes_have_numpys_names(info: onnx.ValueInfoProto, dtype: str) -> None:
+    assert graph.facts(info).dtype == dtype
 
 
 def test_an_open_dimension_has_its_name_or_none() -> None:
@@ -269,18 +240,8 @@ def test_an_unknown_rank_is_open_and_a_scalar_is_fixed() -> None:
     assert (scalar.shape, scalar.is_fixed, scalar.takes((2,))) == ((), True, False)
 
 
-def test_the_dtype_of_a_sequence_is_its_kind() -> None:
-    sequence = helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, [1])
-    assert graph.facts(sequence).dtype == "sequence_type"
-
-
 def test_types_are_inferred_beside_tensors_in_another_file(tmp_path: Path) -> None:
-    made = model(
-        [helper.make_node("Reshape", ["x", "sizes"], ["a"]), helper.make_node("Neg", ["a"], ["y"])],
-        [value("x", [4])],
-        [value("y", [2, 2])],
-        [helper.make_tensor("sizes", TensorProto.INT64, [2], [2, 2])],
-    )
-    path = save_with_data(made, tmp_path / "a.onnx")
+    text = "(float[4] x) => (float[2, 2] y) { a = Reshape (x, sizes) y = Neg (a) }"
+    path = save_with_data(parsed(text, sizes=[2, 2]), tmp_path / "a.onnx")
     (found,) = graph.inferred(onnx.load(path, load_external_data=False)).value_info
     assert (found.name, len(graph.facts(found).sizes)) == ("a", 2)

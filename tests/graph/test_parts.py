@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Key, ModelError
+from hatch_epcontext.errors import Key, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.worker.actions.cut import handle
@@ -17,12 +17,11 @@ from hatch_epcontext.worker.requests import CutReply, CutRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
     initializer_among_the_inputs,
-    model,
     network,
+    parsed,
     save,
     save_with_data,
     value,
-    weights,
 )
 
 KEY = Key(("models", 0))
@@ -30,33 +29,19 @@ KEY = Key(("models", 0))
 
 def branching() -> onnx.ModelProto:
     """``x`` -> ``a``; ``a`` and ``s`` -> ``b``, whose sign chooses ``y``; ``s`` -> ``z``; all n x 4."""
-
-    def branch(name: str, factor: str) -> onnx.GraphProto:
-        node = helper.make_node("Mul", ["b", factor], [name])
-        return helper.make_graph([node], name, [], [value(name, None)])
-
-    return model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["a"], "product"),
-            helper.make_node("Add", ["a", "s"], ["b"], "sum"),
-            helper.make_node("ReduceSum", ["b"], ["total"], "total", keepdims=0),
-            helper.make_node("Greater", ["total", "zero"], ["positive"], "sign"),
-            helper.make_node(
-                "If", ["positive"], ["y"], "choice",
-                then_branch=branch("then", "two"), else_branch=branch("else", "three"),
-            ),
-            helper.make_node("Relu", ["s"], ["z"], "other"),
-        ],
-        [value("x", ["n", 4]), value("s", ["n", 4])],
-        [value("y", ["n", 4]), value("z", ["n", 4])],
-        [
-            weights("w", 4, 4),
-            *(
-                numpy_helper.from_array(np.array(number, np.float32), name)
-                for name, number in (("zero", 0), ("two", 2), ("three", 3))
-            ),
-        ],
-    )  # fmt: skip
+    return parsed(
+        """(float[n, 4] x, float[n, 4] s) => (float[n, 4] y, float[n, 4] z)
+        <float zero = {0}, float two = {2}, float three = {3}> {
+            [product] a = MatMul (x, w)
+            [sum] b = Add (a, s)
+            [total] total = ReduceSum <keepdims = 0> (b)
+            [sign] positive = Greater (total, zero)
+            [choice] y = If (positive) <
+                then_branch = one () => (float[n, 4] then) { then = Mul (b, two) },
+                else_branch = other () => (float[n, 4] else) { else = Mul (b, three) }>
+            [other] z = Relu (s) }""",
+        w=(4, 4),
+    )
 
 
 def cut(
@@ -125,38 +110,33 @@ def test_a_cut_that_is_no_model_is_an_error(
     assert "models[0].cut." in str(raised.value)
 
 
-def test_outputs_that_need_the_same_input_are_one_problem(tmp_path: Path) -> None:
+def refused(tmp_path: Path, inputs: str, outputs: tuple[str, ...]) -> tuple[Problem, ...]:
     with pytest.raises(ModelError) as raised:
-        cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", ("a",), ("b", "y", "z"))
-    (problem,) = raised.value.problems
+        cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", (inputs,), outputs)
+    return raised.value.problems
+
+
+def test_outputs_that_need_the_same_input_are_one_problem(tmp_path: Path) -> None:
+    (problem,) = refused(tmp_path, "a", ("b", "y", "z"))
     assert "the outputs 'b', 'y' and 'z' also need the input 's'" in problem.message
 
 
-def test_inputs_that_no_output_needs_are_not_proposed(tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as raised:
-        cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", ("b",), ("a",))
-    (setting,) = (each for problem in raised.value.problems for each in problem.settings)
-    assert setting.value == ["x"]
-
-
-def test_what_is_proposed_for_one_output_is_enough_for_all(tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as raised:
-        cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", ("total",), ("a", "z", "y"))
-    proposed = {tuple(each.value) for problem in raised.value.problems for each in problem.settings}
-    assert len(raised.value.problems) > 1
-    (inputs,) = proposed
-    cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "other", inputs, ("a", "z", "y"))
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "needed"),
+    [("b", ("a",), ("x",)), ("total", ("a", "z", "y"), None)],
+)
+def test_what_is_proposed_is_needed_and_enough_for_all_outputs(
+    tmp_path: Path, inputs: str, outputs: tuple[str, ...], needed: tuple[str, ...] | None
+) -> None:
+    problems = refused(tmp_path, inputs, outputs)
+    (proposed,) = {tuple(each.value) for problem in problems for each in problem.settings}
+    assert needed in (None, proposed)
+    cut(tmp_path / "a.onnx", tmp_path / "other", proposed, outputs)
 
 
 def test_an_output_that_depends_on_no_input_is_an_error(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("Relu", ["w"], ["fixed"]),
-            helper.make_node("Add", ["x", "fixed"], ["y"]),
-        ],
-        [value("x", [2, 2])],
-        [value("y", [2, 2])],
-        [weights("w", 2, 2)],
+    made = parsed(
+        "(float[2, 2] x) => (float[2, 2] y) { fixed = Relu (w) y = Add (x, fixed) }", w=(2, 2)
     )
     with pytest.raises(ModelError, match="'fixed' does not depend on any input"):
         cut(save(made, tmp_path / "a.onnx"), tmp_path / "cut", outputs=("fixed",))
@@ -206,15 +186,11 @@ def test_only_the_data_that_is_needed_goes_along(tmp_path: Path) -> None:
 
 
 def test_operators_that_onnx_does_not_know_have_a_type_too(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("FusedMatMul", ["x", "w"], ["a"], domain="com.microsoft"),
-            helper.make_node("Relu", ["a"], ["y"]),
-        ],
-        [value("x", ["n", 4])],
-        [value("y", ["n", 4])],
-        [weights("w", 4, 4)],
-        domain="com.microsoft",
+    made = parsed(
+        """(float[n, 4] x) => (float[n, 4] y) {
+            a = com.microsoft.FusedMatMul (x, w)
+            y = Relu (a) }""",
+        w=(4, 4),
     )
     cut(save(made, tmp_path / "a.onnx"), tmp_path / "cut", inputs=("a",))
     facts = graph.facts(onnx.load(tmp_path / "cut" / "a.onnx").graph.input[0])

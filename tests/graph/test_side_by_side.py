@@ -15,7 +15,6 @@ from tests.graph.test_dequantize import (
     BY_HAND,
     embedding,
     feeds_of,
-    made_of,
     quantized,
     recurrent,
     run,
@@ -65,7 +64,7 @@ def test_float_operators_differ_from_what_onnx_runtime_quantized_by_rounding_onl
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_other_float_operators_differ_by_rounding_only(name: str) -> None:
-    made = made_of(*BY_HAND[name])
+    made = copied(BY_HAND[name])
     floats = copied(made)
     dequantize(floats)
     assert max(errors(made, floats)) < 1e-5
@@ -73,7 +72,7 @@ def test_other_float_operators_differ_by_rounding_only(name: str) -> None:
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_each_weight_that_is_wrong_by_one_percent_is_seen(name: str) -> None:
-    made = made_of(*BY_HAND[name])
+    made = copied(BY_HAND[name])
     floats = copied(made)
     dequantize(floats)
     before = {each.name for each in made.graph.initializer}

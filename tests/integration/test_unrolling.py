@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import onnx
 import pytest
 from onnx import numpy_helper
 
 from hatch_epcontext.api import BuildError, ValidationStatus, compile_models
 from tests.conftest import needs_qnn
-from tests.graph.unrolling.models import parsed, recurrent
-from tests.models import save
+from tests.graph.unrolling.models import recurrent
+from tests.models import parsed, save
 
 pytestmark = needs_qnn
 
 OPTIONS = {"soc_model": 60}
 
-HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
-
 LOOP = """
-main (float[1, 8] x) => (float[1, 8] y)
+(float[1, 8] x) => (float[1, 8] y)
 <int64 trips = {3}, bool true = {1}>
 {
     sum = Add (x, x)
@@ -41,7 +38,7 @@ def test_a_loop_of_known_length_becomes_one_context(tmp_path: Path) -> None:
 
 
 SCAN = """
-main (float[1, 8] h, float[5, 1, 8] x) => (float[1, 8] last, float[5, 1, 8] y)
+(float[1, 8] h, float[5, 1, 8] x) => (float[1, 8] last, float[5, 1, 8] y)
 {
     last, y = Scan <num_scan_inputs = 1, body = body (float[1, 8] state, float[1, 8] item)
         => (float[1, 8] next, float[1, 8] next) { sum = Add (state, item) next = Tanh (sum) }> (h, x)
@@ -53,8 +50,7 @@ def test_a_cell_that_returns_its_state_as_its_result_by_the_same_name_is_compile
     tmp_path: Path,
 ) -> None:
     """ONNX Runtime's CPU computes one of both wrong: the compared model has two names."""
-    source = tmp_path / "a.onnx"
-    source.write_bytes(onnx.parser.parse_model(f"{HEAD}{SCAN}").SerializeToString())
+    source = save(parsed(SCAN, check=False), tmp_path / "a.onnx")
     result = compile_models(source, tmp_path / "out", "qnn", provider_options=OPTIONS)
     (model,) = result.report.jobs[0].models
     assert model.preparation.rewrites == ("Scan unrolled 5 times",)

@@ -6,27 +6,22 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import Listed, Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
-from tests.models import model, of_any_rank, shapes, value
+from tests.models import of_any_rank, parsed, shapes
 
 MODEL = Key(("models", 0))
 
 
 def two_inputs() -> onnx.ModelProto:
     """``y = x * scale``, with a shared dimension and a an input of one number."""
-    return model(
-        [
-            helper.make_node("Mul", ["x", "scale"], ["m"]),
-            helper.make_node("Add", ["m", "z"], ["y"]),
-        ],
-        [value("x", ["n", 4]), value("z", ["n", None]), value("scale", [1])],
-        [value("y", ["n", 4])],
-    )
+    return parsed("""(float[n, 4] x, float[n, ?] z, float[1] scale) => (float[n, 4] y) {
+            m = Mul (x, scale)
+            y = Add (m, z) }""")
 
 
 def spec(**settings: Any) -> Model:
@@ -164,10 +159,6 @@ def test_settings_that_do_not_fit_the_model_are_an_error(
 
 
 def test_a_number_that_is_too_large_for_the_dtype_is_an_error() -> None:
-    made = model(
-        [helper.make_node("Identity", ["x"], ["y"])],
-        [value("x", [1], TensorProto.INT8)],
-        [value("y", [1], TensorProto.INT8)],
-    )
+    made = parsed("(int8[1] x) => (int8[1] y) { y = Identity (x) }")
     found = problem(made, constants={"x": 1000})
     assert "does not fit the input, which has the dtype int8" in found.message

@@ -14,7 +14,7 @@ from hatch_epcontext.worker import reasons
 from hatch_epcontext.worker.reasons import ask, explained, refused_nodes
 from hatch_epcontext.worker.results import NodeFacts
 from tests.conftest import needs_qnn
-from tests.models import interrupted, model, network, save, value
+from tests.models import interrupted, network, parsed, save, value
 from tests.worker.actions.test_compile import X_ELITE, target
 
 
@@ -102,11 +102,10 @@ def test_an_ep_that_refuses_nothing_gives_no_reasons(tmp_path: Path) -> None:
 
 @needs_qnn
 def test_a_refused_node_has_a_reason(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Relu", ["x"], ["r"]),
-        helper.make_node("Hardmax", ["r"], ["y"], name="hard"),
-    ]
-    path = save(model(nodes, [value("x", [2, 4])], [value("y", [2, 4])]), tmp_path / "a.onnx")
+    path = save(
+        parsed("(float[2, 4] x) => (float[2, 4] y) { r = Relu (x) [hard] y = Hardmax (r) }"),
+        tmp_path / "a.onnx",
+    )
     refused = refused_nodes(path, target("qnn", X_ELITE))
     assert refused.text == "It refuses Hardmax (the EP does not have this operator)."
     assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, InspectionError, Kind
@@ -23,7 +23,7 @@ from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.results import ValidationStatus
 from hatch_epcontext.worker.rtx_library import check_engine, compile_with_library
 from tests.conftest import needs
-from tests.models import model, network, save, save_with_data, value
+from tests.models import network, parsed, save, save_with_data
 from tests.worker.actions.test_compile import MODEL, compiled, target
 
 pytestmark = needs("tensorrt_rtx_bindings")
@@ -119,11 +119,7 @@ def test_profiles_have_the_shapes_of_open_inputs(tmp_path: Path) -> None:
 
 
 def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Relu", ["x"], ["a"], name="first"),
-        helper.make_node("Det", ["a"], ["y"], name="second"),
-    ]
-    made = model(nodes, [value("x", [3, 3])], [value("y", [])])
+    made = parsed("(float[3, 3] x) => (float y) { [first] a = Relu (x) [second] y = Det (a) }")
     with pytest.raises(BuildError) as raised:
         engine_of(made, tmp_path, rtx())
     (problem,) = raised.value.problems
@@ -131,8 +127,7 @@ def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
     assert "'second' (Det)" in problem.message
     assert "first" not in problem.message
     path = save(made, tmp_path / "models" / "a.onnx")
-    other = helper.make_node("Det", ["x"], ["y"], name="second")
-    source = model([other], [value("x", [3, 3])], [value("y", [])])
+    source = parsed("(float[3, 3] x) => (float y) { [second] y = Det (x) }")
     # The second source has no tensor that preparation has made.
     for whole, cut in ((path, {"outputs": ["a"]}), (save(source, tmp_path / "b.onnx"), None)):
         with pytest.raises(BuildError) as raised:
@@ -142,8 +137,7 @@ def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
 
 
 def test_a_type_that_the_library_changes_is_refused(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.DOUBLE)]
-    made = model(nodes, [value("x", [3, 3])], [value("y", [3, 3], TensorProto.DOUBLE)])
+    made = parsed("(float[3, 3] x) => (double[3, 3] y) { y = Cast <to = 11> (x) }")
     with pytest.raises(BuildError) as raised:
         engine_of(made, tmp_path, rtx())
     (problem,) = raised.value.problems
@@ -152,9 +146,7 @@ def test_a_type_that_the_library_changes_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_output_may_have_no_shape_in_the_file(tmp_path: Path) -> None:
-    made = model(
-        [helper.make_node("Relu", ["x"], ["y"])], [value("x", [2, 3])], [value("y", [2, 3])]
-    )
+    made = parsed("(float[2, 3] x) => (float[2, 3] y) { y = Relu (x) }")
     made.graph.output[0].type.tensor_type.ClearField("shape")
     assert engine_of(made, tmp_path, rtx())
 
@@ -184,8 +176,7 @@ def test_another_gpu_than_that_of_the_engine_runs_nothing(
 
 
 def test_what_a_gpu_does_not_have_is_refused_with_the_librarys_reason(tmp_path: Path) -> None:
-    nodes = [helper.make_node("MatMul", ["x", "x"], ["y"])]
-    made = model(nodes, [value("x", [3, 3])], [value("y", [3, 3])])
+    made = parsed("(float[3, 3] x) => (float[3, 3] y) { y = MatMul (x, x) }")
     assert engine_of(made, tmp_path, rtx(("8.6",)))
     with pytest.raises(BuildError) as raised:
         engine_of(made, tmp_path, rtx(("7.5",)))
@@ -215,9 +206,7 @@ def test_an_engine_that_no_onnx_file_can_hold_is_not_embedded(
 
 
 def test_an_input_that_decides_shapes_is_to_be_frozen(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Reshape", ["x", "s"], ["y"])]
-    inputs = [value("x", [3, 4]), value("s", [2], TensorProto.INT64)]
-    made = model(nodes, inputs, [value("y", [None, None])])
+    made = parsed("(float[3, 4] x, int64[2] s) => (float[?, ?] y) { y = Reshape (x, s) }")
     path = save(made, tmp_path / "models" / "a.onnx")
     with pytest.raises(BuildError) as raised:
         compile_with_library(path, tmp_path / "a_ctx.onnx", rtx(), Model("a", path, MODEL))

@@ -23,7 +23,7 @@ from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.session import _matches, cpu_options, open_session, options
 from tests.conftest import needs, needs_qnn, newer_runtime
-from tests.models import model, network, save, value, weights
+from tests.models import network, parsed, save, value
 from tests.worker.actions.test_compile import MODEL, X_ELITE, target
 
 needs_rtx = needs("onnxruntime_ep_nv_tensorrt_rtx")
@@ -34,12 +34,7 @@ needs_nxrt = needs("nxrt_ep_cpu")
 
 def product() -> onnx.ModelProto:
     """A single matrix product."""
-    return model(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], "product")],
-        [value("x", [1, 4])],
-        [value("y", [1, 4])],
-        [weights("w", 4, 4)],
-    )
+    return parsed("(float[1, 4] x) => (float[1, 4] y) { [product] y = MatMul (x, w) }", w=(4, 4))
 
 
 def compile_in_a_worker(to: Target, tmp_path: Path) -> CompileReply:

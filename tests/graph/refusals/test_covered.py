@@ -6,16 +6,15 @@ from onnx import helper
 
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.refusals.covered import largest_covered
-from tests.models import interrupted, model, value, weights
+from tests.models import interrupted, parsed
 
 
 def chain(*operators: str) -> onnx.ModelProto:
     """``x`` through operators, whose results are called after them and their place: ``Relu0``."""
-    nodes, current = [], "x"
-    for index, operator in enumerate(operators):
-        nodes.append(helper.make_node(operator, [current], [f"{operator}{index}"]))
-        current = f"{operator}{index}"
-    return model(nodes, [value("x", [2])], [value(current, [2])])
+    names = ["x", *(f"{operator}{index}" for index, operator in enumerate(operators))]
+    steps = zip(operators, names, names[1:], strict=False)
+    nodes = " ".join(f"{after} = {operator} ({before})" for operator, before, after in steps)
+    return parsed(f"(float[2] x) => (float[2] {names[-1]}) {{ {nodes} }}")
 
 
 def largest(source: onnx.ModelProto, *uncovered: int, **more: object) -> Cut | None:
@@ -48,18 +47,13 @@ def test_a_part_is_not_left_and_entered_again() -> None:
     assert largest(made, 4) == Cut(outputs=("b",))
 
 
-@pytest.mark.parametrize("outputs", [("selected",), ("selected", "boxes")])
-def test_all_that_an_uncovered_node_reads_is_an_output(outputs: tuple[str, ...]) -> None:
-    made = model(
-        [
-            helper.make_node("Relu", ["x"], ["a"]),
-            helper.make_node("Relu", ["a"], ["boxes"]),
-            helper.make_node("Sigmoid", ["y"], ["scores"]),
-            helper.make_node("NonMaxSuppression", ["boxes", "scores"], ["selected"]),
-        ],
-        [value("x", [1, 9, 4]), value("y", [1, 2, 9])],
-        [value(name, [None, 3] if name == "selected" else [1, 9, 4]) for name in outputs],
-    )
+@pytest.mark.parametrize("more", ["", ", float[1, 9, 4] boxes"])
+def test_all_that_an_uncovered_node_reads_is_an_output(more: str) -> None:
+    made = parsed(f"""(float[1, 9, 4] x, float[1, 2, 9] y) => (int64[?, 3] selected{more}) {{
+        a = Relu (x)
+        boxes = Relu (a)
+        scores = Sigmoid (y)
+        selected = NonMaxSuppression (boxes, scores) }}""")
     assert largest(made, 3) == Cut(outputs=("boxes", "scores"))
 
 
@@ -97,35 +91,23 @@ def test_a_part_that_has_an_uncovered_node_in_the_source_is_none() -> None:
 @pytest.mark.parametrize("ends", [4, 5])
 def test_a_part_with_many_ends_is_none(ends: int) -> None:
     names = [f"n{index}" for index in range(ends)]
-    made = model(
-        [
-            *(helper.make_node("Relu", ["x"], [name]) for name in names),
-            helper.make_node("NonMaxSuppression", names, ["y"]),
-        ],
-        [value("x", [1, 9, 4])],
-        [value("y", [None, 3])],
-    )
+    nodes = " ".join(f"{name} = Relu (x)" for name in names)
+    made = parsed(f"""(float[1, 9, 4] x) => (int64[?, 3] y)
+        {{ {nodes} y = NonMaxSuppression ({", ".join(names)}) }}""")
     assert largest(made, ends) == (Cut(outputs=tuple(names)) if ends == 4 else None)
 
 
 def test_more_of_the_source_can_depend_on_its_inputs() -> None:
     # Preparation has computed the sum of the weights and the shape that `x` has.
-    source = model(
-        [
-            helper.make_node("Hardmax", ["x"], ["a"]),
-            helper.make_node("Relu", ["a"], ["b"]),
-            helper.make_node("Relu", ["b"], ["c"]),
-            helper.make_node("Shape", ["x"], ["shape"]),
-            helper.make_node("Reshape", ["c", "shape"], ["y"]),
-        ],
-        [value("x", [2, 2])],
-        [value("y", [2, 2])],
-        [weights("w", 2, 2)],
+    source = parsed(
+        """(float[2, 2] x) => (float[2, 2] y) {
+            a = Hardmax (x)
+            b = Relu (a)
+            c = Relu (b)
+            shape = Shape (x)
+            y = Reshape (c, shape) }""",
+        w=(2, 2),
     )
-    prepared = chain("Hardmax", "Relu", "Relu", "Relu")
-    for node, names in zip(prepared.graph.node, "xabcy", strict=False):
-        node.input[0] = names
-    for node, names in zip(prepared.graph.node, "abcy", strict=True):
-        node.output[0] = names
-    prepared.graph.output[0].name = "y"
+    prepared = parsed("""(float[2, 2] x) => (float[2, 2] y)
+        { a = Hardmax (x) b = Relu (a) c = Relu (b) y = Relu (c) }""")
     assert largest_covered(prepared.graph, [prepared.graph.node[0]], source) is None

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Key, Kind, Problem
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.refusals.conditions import advice
+from hatch_epcontext.worker.actions import check
 from hatch_epcontext.worker.actions.check import not_compilable
 from hatch_epcontext.worker.configured import fix_constants
+from hatch_epcontext.worker.requests import CheckRequest
+from tests.models import parsed
 from tests.worker.actions.test_compile import target
 
-FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
 ML = "ai.onnx.ml"
 SPEC = Model("m", Path("m.onnx"), Key() / "models" / 0)
 
 
-def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any) -> onnx.NodeProto:
-    return helper.make_node(op, inputs.split(), outputs.split(), op, domain=domain, **attributes)
-
-
-def value(name: str, dtype: int = FLOAT, shape: Sequence[int | None] = (1, 4)) -> Any:
-    return helper.make_tensor_value_info(name, dtype, shape)
-
-
-def model(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> onnx.ModelProto:
-    weights = numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
-    graph = helper.make_graph(nodes, "g", inputs, outputs, [weights])
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(ML, 3)]
-    return helper.make_model(graph, opset_imports=opsets)
+def graph_of(nodes: str, outputs: str, more: str = "") -> onnx.ModelProto:
+    """``x`` (1 x 4) and ``more`` inputs -> ``nodes``, which may read the matrix ``w`` -> ``outputs``."""
+    return parsed(f"(float[1, 4] x{more}) => ({outputs}) {{ {nodes} }}", check=False, w=(4, 4))
 
 
 def problems(
@@ -52,94 +40,80 @@ def problems(
     return list(not_compilable(given, replace(SPEC, cut=cut), [npu]))
 
 
-MATMUL = node("MatMul", "x w", "y")
-SEQUENCE = helper.make_value_info(
-    "z", helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))
-)
-LABELS = {"keys_int64s": [0, 1], "values_strings": ["a", "b"]}
-TREE = node("TreeEnsembleRegressor", "x", "t", ML)
-
-
-def tail(last: onnx.NodeProto, output: Any) -> onnx.ModelProto:
-    return model([MATMUL, last], [value("x")], [output])
+PRODUCT = "y = MatMul (x, w)"
+LABELS = f'{ML}.LabelEncoder <keys_int64s = [0, 1], values_strings = ["a", "b"]>'
+TREE = f"t = {ML}.TreeEnsembleRegressor (x)"
+SCALED = graph_of(f"{PRODUCT} z = {ML}.Scaler (y)", "float[1, 4] z")
 
 
 @pytest.mark.parametrize("provider", ["qnn", "openvino", "tensorrt", "vitisai"])
 @pytest.mark.parametrize(
-    ("given", "word"),
+    ("node", "output", "word"),
     [
-        (tail(node("LabelEncoder", "y", "z", ML, **LABELS), value("z", STRING)), "strings: 'z'"),
-        (tail(node("ZipMap", "y", "z", ML), SEQUENCE), "a sequence: 'z'"),
-        (tail(node("SplitToSequence", "y", "z"), SEQUENCE), "a sequence: 'z'"),
-        (tail(node("Scaler", "y", "z", ML), value("z")), "an operator of ai.onnx.ml"),
+        (f"{LABELS} (y)", "string[1, 4]", "strings: 'z'"),
+        (f"{ML}.ZipMap (y)", "seq(float[])", "a sequence: 'z'"),
+        ("SplitToSequence (y)", "seq(float[])", "a sequence: 'z'"),
+        (f"{ML}.Scaler (y)", "float[1, 4]", "an operator of ai.onnx.ml"),
     ],
 )
 def test_a_tail_that_no_npu_takes_is_refused_with_the_tensor_to_keep(
-    given: onnx.ModelProto, word: str, provider: str
+    node: str, output: str, word: str, provider: str
 ) -> None:
-    (problem,) = problems(given, provider)
+    (problem,) = problems(graph_of(f"{PRODUCT} z = {node}", f"{output} z"), provider)
     assert problem.kind is Kind.NOT_COMPILABLE
     assert word in problem.message
     assert str(problem.settings[0]) == 'tool.epcontext.models[0].cut = { outputs = ["y"] }'
 
 
 def test_a_head_of_strings_is_refused_with_the_tensor_to_begin_with() -> None:
-    head = node("LabelEncoder", "s", "x", ML, keys_strings=["a"], values_floats=[1.0])
-    given = model([head, MATMUL], [value("s", STRING)], [value("y")])
-    (problem,) = problems(given)
-    assert problem.settings[0].value == {"inputs": ["x"]}
+    head = f'v = {ML}.LabelEncoder <keys_strings = ["a"], values_floats = [1.0]> (s)'
+    (problem,) = problems(
+        graph_of(f"{head} y = MatMul (v, w)", "float[1, 4] y", ", string[1, 4] s")
+    )
+    assert problem.settings[0].value == {"inputs": ["v"]}
 
 
 def test_what_the_model_was_cut_to_stays_cut() -> None:
-    (problem,) = problems(tail(node("Scaler", "y", "z", ML), value("z")), cut=Cut(("x",), ("z",)))
+    (problem,) = problems(SCALED, cut=Cut(("x",), ("z",)))
     assert problem.settings[0].value == {"inputs": ["x"], "outputs": ["y"]}
 
 
 def test_a_part_does_not_begin_with_a_sequence() -> None:
-    branch = helper.make_graph([node("Identity", "s", "t")], "b", [], [SEQUENCE])
-    branch.output[0].name = "t"
-    given = model(
-        [
-            node("SplitToSequence", "x", "s"),
-            # Nothing in the graph says that it makes a sequence.
-            node("If", "c", "u", then_branch=branch, else_branch=branch),
-            node("SequenceAt", "u i", "v"),
-            node("MatMul", "v w", "y"),
-        ],
-        [value("x"), value("c", TensorProto.BOOL, []), value("i", INT64, [])],
-        [value("y")],
-    )
-    (problem,) = problems(given)
-    assert problem.settings[0].value is None
-    # The part after the sequence.
-    given.graph.node[1].CopyFrom(node("Identity", "s", "u"))
-    (problem,) = problems(given)
-    assert problem.settings[0].value == {"inputs": ["v"]}
+    branch = "() => (seq(float[]) t) { t = Identity (s) }"
+    # Nothing in the graph says that the branches make a sequence.
+    chosen = f"u = If (c) <then_branch = one {branch}, else_branch = two {branch}>"
+    for node, expected in ((chosen, None), ("u = Identity (s)", {"inputs": ["v"]})):
+        given = graph_of(
+            f"s = SplitToSequence (x) {node} v = SequenceAt (u, i) y = MatMul (v, w)",
+            "float[1, 4] y",
+            ", bool c, int64 i",
+        )
+        (problem,) = problems(given)
+        assert problem.settings[0].value == expected
 
 
 def test_a_model_that_is_all_trees_gets_the_cpu_provider_and_no_cut() -> None:
-    casts = node("Identity", "t", "z")
-    (problem,) = problems(model([TREE, casts], [value("x")], [value("z")]))
+    (problem,) = problems(graph_of(f"{TREE} z = Identity (t)", "float[1, 4] z"))
     assert "(an ensemble of trees" in problem.message
     assert 'provider = "cpu"' in (problem.hint or "")
     assert problem.settings == ()
 
 
 def test_the_cpu_and_an_unknown_ep_refuse_nothing() -> None:
-    given = model([TREE], [value("x")], [value("t")])
+    given = graph_of(TREE, "float[1, 4] t")
     assert problems(given, "cpu") == problems(given, "plugin") == []
 
 
 def test_min_coverage_counts() -> None:
-    last = node("Scaler", "y", "z", ML)
-    given = model([MATMUL, node("Relu", "y", "r"), last], [value("x")], [value("z"), value("r")])
+    nodes = f"{PRODUCT} r = Relu (y) z = {ML}.Scaler (y)"
+    given = graph_of(nodes, "float[1, 4] z, float[1, 4] r")
     assert problems(given, min_coverage=0.7)
     assert problems(given, min_coverage=0.6) == []
 
 
 def test_what_is_between_parts_that_can_be_compiled_is_to_be_cut_away() -> None:
-    nodes = [MATMUL, node("Scaler", "y", "s", ML), node("MatMul", "s w", "z")]
-    (problem,) = problems(model(nodes, [value("x")], [value("z")]))
+    nodes = f"{PRODUCT} s = {ML}.Scaler (y) z = MatMul (s, w)"
+    (problem,) = problems(graph_of(nodes, "float[1, 4] z"))
     assert "Keep only the part before or after them" in (problem.hint or "")
     assert [str(each) for each in problem.settings] == [
         "tool.epcontext.models[0].cut",
@@ -147,30 +121,30 @@ def test_what_is_between_parts_that_can_be_compiled_is_to_be_cut_away() -> None:
     ]
 
 
-def test_what_only_constants_need_is_not_refused() -> None:
-    inner = node("NonZero", "shape", "n")
-    nodes = [MATMUL, node("Shape", "y", "shape"), inner, node("Reshape", "n two", "m")]
-    assert problems(model(nodes, [value("x")], [value("m", INT64, [None])])) == []
-
-
-def test_what_no_output_needs_is_not_refused() -> None:
-    given = model([MATMUL, node("NonZero", "y", "n")], [value("x")], [value("y")])
-    assert problems(given) == []
+@pytest.mark.parametrize(
+    ("nodes", "outputs"),
+    [
+        # Only constants need it.
+        ("shape = Shape (y) n = NonZero (shape) m = Reshape (n, two)", "int64[?] m"),
+        # No output needs it.
+        ("n = NonZero (y)", "float[1, 4] y"),
+        # Its shape is known.
+        ("z = NonZero (y)", "int64[2, 4] z"),
+    ],
+)
+def test_what_does_not_matter_is_not_refused(nodes: str, outputs: str) -> None:
+    assert problems(graph_of(f"{PRODUCT} {nodes}", outputs)) == []
 
 
 def test_shapes_that_depend_on_data_are_refused_for_fixed_shapes_only() -> None:
-    given = tail(node("NonZero", "y", "z"), value("z", INT64, [2, None]))
+    given = graph_of(f"{PRODUCT} z = NonZero (y)", "int64[2, ?] z")
     (problem,) = problems(given)
     assert "depends on the values of 'y'" in problem.message
     assert problems(given, "openvino") == []
-    fixed = tail(node("NonZero", "y", "z"), value("z", INT64, [2, 4]))
-    assert problems(fixed) == []
 
 
 def test_an_input_that_decides_a_shape_is_to_be_frozen_and_then_nothing_is_refused() -> None:
-    nodes = [MATMUL, node("Reshape", "y size", "z")]
-    inputs = [value("x"), value("size", INT64, [2])]
-    given = model(nodes, inputs, [value("z", FLOAT, [None, None])])
+    given = graph_of(f"{PRODUCT} z = Reshape (y, size)", "float[?, ?] z", ", int64[2] size")
     (problem,) = problems(given)
     assert "'size'" in (problem.hint or "")
     assert [str(each) for each in problem.settings] == ["tool.epcontext.models[0].constants.size"]
@@ -179,24 +153,23 @@ def test_an_input_that_decides_a_shape_is_to_be_frozen_and_then_nothing_is_refus
 
 
 def test_data_that_decides_a_shape_is_not_to_be_frozen() -> None:
-    nodes = [MATMUL, node("Cast", "y", "size", to=INT64), node("Reshape", "y size", "z")]
-    (problem,) = problems(model(nodes, [value("x")], [value("z", FLOAT, [None] * 4)]))
+    nodes = f"{PRODUCT} size = Cast <to = 7> (y) z = Reshape (y, size)"
+    (problem,) = problems(graph_of(nodes, "float[?, ?, ?, ?] z"))
     assert "Freeze" not in (problem.hint or "")
 
 
-def _choosing(condition: Sequence[onnx.NodeProto], inputs: Sequence[Any]) -> onnx.ModelProto:
-    branches = [
-        helper.make_graph([node(op, "x", f"{op}_")], op, [], [value(f"{op}_")])
-        for op in ("Relu", "Neg")
-    ]
-    last = node("If", "c", "z", then_branch=branches[0], else_branch=branches[1])
-    return model([*condition, last], [value("x"), *inputs], [value("z")])
+def _choosing(condition: str, more: str) -> onnx.ModelProto:
+    return graph_of(
+        f"""{condition} z = If (c) <then_branch = one () => (float[1, 4] a) {{ a = Relu (x) }},
+        else_branch = other () => (float[1, 4] b) {{ b = Neg (x) }}>""",
+        "float[1, 4] z",
+        more,
+    )
 
 
 def test_the_input_that_decides_a_condition_is_named_with_what_it_is_compared_with() -> None:
-    rate = node("Constant", "", "rate", value_int=16000)
-    del rate.input[:]
-    given = _choosing([rate, node("Equal", "sr rate", "c")], [value("sr", INT64, [])])
+    nodes = "rate = Constant <value_int = 16000> () c = Equal (sr, rate)"
+    given = _choosing(nodes, ", int64 sr")
     found = advice(given.graph, SPEC.key)
     assert found is not None
     assert "'sr' (compared with 16000)" in found[0]
@@ -204,42 +177,35 @@ def test_the_input_that_decides_a_condition_is_named_with_what_it_is_compared_wi
 
 
 def test_a_condition_on_data_gives_no_advice() -> None:
-    nodes = [node("ReduceMax", "x", "top", keepdims=0), node("Greater", "top limit", "c")]
-    assert advice(_choosing(nodes, [value("limit", FLOAT, [])]).graph, SPEC.key) is None
+    nodes = "top = ReduceMax <keepdims = 0> (x) c = Greater (top, limit)"
+    assert advice(_choosing(nodes, ", float limit").graph, SPEC.key) is None
 
 
-def test_a_loop_with_a_computed_count_is_refused_and_one_with_a_fixed_count_is_not() -> None:
-    body = helper.make_graph(
-        [node("Identity", "go", "more"), node("Relu", "s", "t")],
-        "body",
-        [value("i", INT64, []), value("go", TensorProto.BOOL, []), value("s")],
-        [value("more", TensorProto.BOOL, []), value("t")],
+@pytest.mark.parametrize(
+    ("count", "refused"), [("Cast <to = 7> (top)", True), ("Constant <value_int = 4> ()", False)]
+)
+def test_a_loop_with_a_computed_count_is_refused_and_one_with_a_fixed_count_is_not(
+    count: str, refused: bool
+) -> None:
+    given = graph_of(
+        f"""top = ReduceMax <keepdims = 0> (x) n = {count}
+        z = Loop (n, , x) <body = body (int64 i, bool go, float[1, 4] s)
+            => (bool more, float[1, 4] t) {{ more = Identity (go) t = Relu (s) }}>""",
+        "float[1, 4] z",
     )
-    nodes = [
-        node("ReduceMax", "x", "top", keepdims=0),
-        node("Cast", "top", "n", to=INT64),
-        helper.make_node("Loop", ["n", "", "x"], ["z"], "loop", body=body),
-    ]
-    (problem,) = problems(model(nodes, [value("x")], [value("z")]))
-    assert "depends on 'n'" in problem.message
-    nodes[-1].input[0] = "four"
-    fixed = model(nodes, [value("x")], [value("z")])
-    fixed.graph.initializer.append(numpy_helper.from_array(np.array(4), "four"))
-    assert problems(fixed) == []
+    messages = [problem.message for problem in problems(given)]
+    assert len(messages) == refused
+    assert all("depends on 'n'" in message for message in messages)
 
 
 def test_a_refused_model_fails_before_anything_is_compiled(tmp_path: Path) -> None:
-    from hatch_epcontext.errors import ModelError
-    from hatch_epcontext.worker.actions import check
-    from hatch_epcontext.worker.requests import CheckRequest
-
     path = tmp_path / "m.onnx"
-    onnx.save(tail(node("Scaler", "y", "z", ML), value("z")), path)
+    onnx.save(SCALED, path)
     spec = Model("m", path, SPEC.key)
     npu = target("qnn")
     check.handle(CheckRequest((spec,)))
     trees = tmp_path / "trees.onnx"
-    onnx.save(model([TREE, node("ZipMap", "t", "z", ML)], [value("x")], [SEQUENCE]), trees)
+    onnx.save(graph_of(f"{TREE} z = {ML}.ZipMap (t)", "seq(float[]) z"), trees)
     with pytest.raises(ModelError, match="an ensemble of trees"):
         check.handle(CheckRequest((Model("m", trees, SPEC.key, targets=(npu,)),)))
     with pytest.raises(ModelError) as caught:

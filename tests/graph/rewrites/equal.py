@@ -2,65 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Rewrite
 from hatch_epcontext.graph.rewrites import rewrite
 from hatch_epcontext.worker.value_types import value_types
-from tests.models import Shape, value
-
-Given = Mapping[str, tuple[int, Shape]]
-"""The dtype and shape of each input or output."""
-
-_DTYPES: dict[str, Any] = {
-    "tensor(float)": np.float32,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(int16)": np.int16,
-    "tensor(int8)": np.int8,
-    "tensor(uint8)": np.uint8,
-    "tensor(uint16)": np.uint16,
-    "tensor(bool)": np.bool_,
-}
-
-
-def made(
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Given,
-    outputs: Given,
-    stored: Mapping[str, Any] | None = None,
-    opset: int = 17,
-) -> onnx.ModelProto:
-    """A model of ONNX's and ONNX Runtime's operators, with ``stored`` arrays."""
-    made_graph = helper.make_graph(
-        nodes,
-        "graph",
-        [value(name, shape, dtype) for name, (dtype, shape) in inputs.items()],
-        [value(name, shape, dtype) for name, (dtype, shape) in outputs.items()],
-        [numpy_helper.from_array(np.asarray(each), name) for name, each in (stored or {}).items()],
-    )
-    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(made_graph, opset_imports=opsets, ir_version=8)
 
 
 def operators(model: onnx.ModelProto) -> list[str]:
     return [graph.operator(node) for node in graph.compute_nodes(model.graph)]
 
 
+def _dtype(name: str) -> np.dtype[Any]:
+    """That of ONNX Runtime's ``name``, such as ``tensor(float)``."""
+    name = name.removeprefix("tensor(").removesuffix(")")
+    return np.dtype("float32" if name == "float" else name)
+
+
 def feeds(session: ort.InferenceSession, seed: int, scale: float = 3.0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     result = {}
     for each in session.get_inputs():
-        dtype = _DTYPES[each.type]
-        factor = scale if np.dtype(dtype).kind == "f" else 50
+        dtype = _dtype(each.type)
+        factor = scale if dtype.kind == "f" else 50
         result[each.name] = np.asarray(rng.standard_normal(each.shape) * factor).astype(dtype)
     return result
 
@@ -82,6 +53,9 @@ def rewritten(
 ) -> onnx.ModelProto:
     """``model`` after the rewrite ``each``, which has done something, and has changed no results."""
     after = onnx.ModelProto.FromString(model.SerializeToString())
+    if graph.MICROSOFT not in {opset.domain for opset in model.opset_import}:
+        # As in all models that ONNX Runtime has prepared.
+        after.opset_import.add(domain=graph.MICROSOFT, version=1)
     wanted = frozenset(operators(model) if refused is None else refused)
     assert rewrite(after, wanted, value_types(model, Path("unsaved.onnx")), (each,)) == (each.name,)
     onnx.checker.check_model(after)

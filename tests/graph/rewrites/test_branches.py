@@ -6,100 +6,72 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, removed, with_inputs
-from tests.graph.rewrites.equal import made, operators, rewritten, untouched
-from tests.models import value
-
-FLOAT = TensorProto.FLOAT
+from tests.graph.rewrites.equal import operators, rewritten, untouched
+from tests.models import parsed
 
 
-def choosing(
-    then: list[onnx.NodeProto],
-    other: list[onnx.NodeProto],
-    condition: list[int] | None = None,
-    sizes: tuple[list[int], list[int]] = ([2, 3], [2, 3]),
-) -> onnx.ModelProto:
-    """``y = then(x) if sum(x) > 0 else other(x)``, with a condition of the shape ``condition``."""
-    names = ("t", "e")
-    branches = [
-        helper.make_graph(
-            nodes,
-            name,
-            [],
-            [value(name, size)],
-            [numpy_helper.from_array(np.array([[2]], np.float32), "k")],
-        )
-        for nodes, name, size in zip((then, other), names, sizes, strict=True)
-    ]
-    return made(
-        [
-            helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
-            helper.make_node("Greater", ["sum", "zero"], ["above"]),
-            helper.make_node("Reshape", ["above", "form"], ["c"]),
-            helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1]),
-        ],
-        {"x": (FLOAT, [2, 3]), "i": (TensorProto.INT64, [2, 3])},
-        {"y": (FLOAT, [2, 3])},
-        {"zero": np.float32(0), "form": np.array(condition or [], np.int64)},
+def choosing(then: str, other: str, form: str = "int64[0] form = {}") -> onnx.ModelProto:
+    """``t`` of the nodes ``then`` if the sum of ``x`` is positive, and otherwise ``e`` of ``other``.
+
+    ``form``: the shape of the condition.
+    """
+    return parsed(
+        f"""(float[2, 3] x, int64[2, 3] i) => (float[2, 3] y) <float zero = {{0}}, {form}> {{
+            sum = ReduceSum <keepdims = 0> (x)
+            above = Greater (sum, zero)
+            c = Reshape (above, form)
+            y = If (c) <
+                then_branch = then_ () => (float[2, 3] t) <float[1, 1] k = {{2}}> {{ {then} }},
+                else_branch = else_ () => (float[2, 3] e) <float[1, 1] k = {{2}}> {{ {other} }}> }}"""
     )
 
 
-TWICE = helper.make_node("Mul", ["x", "k"], ["t"])
-NEGATIVE = helper.make_node("Neg", ["x"], ["e"])
+TWICE, NEGATIVE = "t = Mul (x, k)", "e = Neg (x)"
 
 
-@pytest.mark.parametrize("condition", [[], [1], [1, 1]])
-def test_both_branches_are_computed(condition: list[int]) -> None:
+@pytest.mark.parametrize(
+    "form", ["int64[0] form = {}", "int64[1] form = {1}", "int64[2] form = {1, 1}"]
+)
+def test_both_branches_are_computed(form: str) -> None:
     # Both have a value of that name.
-    other = [helper.make_node("Mul", ["x", "k"], ["v"]), helper.make_node("Neg", ["v"], ["e"])]
-    then = [helper.make_node("Exp", ["x"], ["v"]), helper.make_node("Sqrt", ["v"], ["t"])]
-    after = rewritten(choosing(then, other, condition), BRANCHES)
-    assert operators(after)[3:] == ["Exp", "Sqrt", "Mul", "Neg", "Where"]
+    model = choosing("v = Exp (x) t = Sqrt (v)", "v = Mul (x, k) e = Neg (v)", form)
+    assert operators(rewritten(model, BRANCHES))[3:] == ["Exp", "Sqrt", "Mul", "Neg", "Where"]
 
 
 def test_a_condition_of_more_dimensions_than_the_result_is_reshaped() -> None:
-    branches = [
-        helper.make_graph([helper.make_node(each, ["x"], [name])], name, [], [value(name, [])])
-        for each, name in (("Exp", "t"), ("Neg", "e"))
-    ]
-    model = made(
-        [helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])],
-        {"x": (FLOAT, []), "c": (TensorProto.BOOL, [1, 1])},
-        {"y": (FLOAT, [])},
-    )
+    model = parsed("""(float x, bool[1, 1] c) => (float y) {
+        y = If (c) <then_branch = then_ () => (float t) { t = Exp (x) },
+                    else_branch = else_ () => (float e) { e = Neg (x) }> }""")
     assert operators(rewritten(model, BRANCHES)) == ["Exp", "Neg", "Reshape", "Where"]
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        [
-            helper.make_node("Div", ["i", "i"], ["q"]),
-            helper.make_node("Cast", ["q"], ["e"], to=FLOAT),
-        ],
-        [
-            helper.make_node("Cast", ["x"], ["j"], to=TensorProto.INT64),
-            helper.make_node("GatherElements", ["x", "j"], ["e"]),
-        ],
-        [helper.make_node("RandomNormalLike", ["x"], ["e"])],
+        "q = Div (i, i) e = Cast <to = 1> (q)",
+        "j = Cast <to = 7> (x) e = GatherElements (x, j)",
+        "e = RandomNormalLike (x)",
     ],
     ids=["division of integers", "computed indices", "chance"],
 )
-def test_branches_that_can_fail_stay(other: list[onnx.NodeProto]) -> None:
-    assert untouched(choosing([TWICE], other), BRANCHES)
+def test_branches_that_can_fail_stay(other: str) -> None:
+    assert untouched(choosing(TWICE, other), BRANCHES)
 
 
 def test_branches_of_other_shapes_stay() -> None:
-    first = helper.make_node("ReduceSum", ["x"], ["e"], keepdims=1)
-    model = choosing([TWICE], [first], sizes=([2, 3], [1, 1]))
-    model.graph.output[0].CopyFrom(value("y", [None, None]))
+    model = choosing(TWICE, "e = ReduceSum <keepdims = 1> (x)")
+    (other,) = (each.g for each in model.graph.node[-1].attribute if each.name == "else_branch")
+    for dim in (*other.output[0].type.tensor_type.shape.dim,):
+        dim.dim_value = 1
+    for dim in model.graph.output[0].type.tensor_type.shape.dim:
+        dim.ClearField("dim_value")
     assert untouched(model, BRANCHES)
 
 
 def test_a_condition_is_made_an_input() -> None:
-    model = choosing([TWICE], [NEGATIVE])
+    model = choosing(TWICE, NEGATIVE)
     after = rewritten(model, BRANCHES)
     assert removed(model, after) == ("c",)
     assert removed(model, model) == ()

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
 from onnxruntime.quantization import (
     CalibrationDataReader,
     QuantFormat,
@@ -19,7 +17,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites import rewrite
 from hatch_epcontext.graph.rewrites.integers import INTEGERS
 from hatch_epcontext.worker.session import cpu_options, open_session
-from tests.models import model, value, weights
+from tests.models import parsed
 
 RNG = np.random.default_rng(4)
 SAMPLES = [RNG.uniform(0, 1, (1, 4, 8, 8)).astype(np.float32) for _ in range(8)]
@@ -33,33 +31,26 @@ class Samples(CalibrationDataReader):  # type: ignore[misc]
         return {"x": self.left.pop()} if self.left else None
 
 
-def node(operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
-    return helper.make_node(operator, inputs, [output], output, **attributes)
-
-
 def network() -> onnx.ModelProto:
     """Operators that ONNX Runtime quantizes, on ``x`` (1 x 4 x 8 x 8)."""
-    nodes = [
-        node("Conv", ["x", "w1", "b1"], "c1", pads=[1, 1, 1, 1]),
-        node("LeakyRelu", ["c1"], "l", alpha=0.1),
-        node("Conv", ["l", "w2"], "c2", pads=[1, 1, 1, 1]),
-        node("Add", ["c2", "l"], "sum"),
-        node("MaxPool", ["sum"], "p", kernel_shape=[2, 2], strides=[2, 2]),
-        node("AveragePool", ["p"], "q", kernel_shape=[2, 2], strides=[2, 2]),
-        node("Concat", ["q", "q"], "both", axis=1),
-        node("GlobalAveragePool", ["both"], "g"),
-        node("Flatten", ["g"], "f"),
-        node("Gemm", ["f", "w3", "b3"], "e", transB=1),
-        node("MatMul", ["e", "w4"], "m"),
-        node("Sigmoid", ["m"], "s"),
-        node("Mul", ["s", "m"], "product"),
-        node("Softmax", ["product"], "y", axis=-1),
-    ]
-    stored = [
-        *(weights("w1", 8, 4, 3, 3), weights("b1", 8), weights("w2", 8, 8, 3, 3)),
-        *(weights("w3", 6, 16), weights("b3", 6), weights("w4", 6, 5)),
-    ]
-    return model(nodes, [value("x", [1, 4, 8, 8])], [value("y", [1, 5])], stored)
+    return parsed(
+        """(float[1, 4, 8, 8] x) => (float[1, 5] y) {
+            [c1] c1 = Conv <pads = [1, 1, 1, 1]> (x, w1, b1)
+            [l] l = LeakyRelu <alpha = 0.1> (c1)
+            [c2] c2 = Conv <pads = [1, 1, 1, 1]> (l, w2)
+            [sum] sum = Add (c2, l)
+            [p] p = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (sum)
+            [q] q = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (p)
+            [both] both = Concat <axis = 1> (q, q)
+            [g] g = GlobalAveragePool (both)
+            [f] f = Flatten (g)
+            [e] e = Gemm <transB = 1> (f, w3, b3)
+            [m] m = MatMul (e, w4)
+            [s] s = Sigmoid (m)
+            [product] product = Mul (s, m)
+            [y] y = Softmax <axis = -1> (product) }""",
+        w1=(8, 4, 3, 3), b1=(8,), w2=(8, 8, 3, 3), w3=(6, 16), b3=(6,), w4=(6, 5),
+    )  # fmt: skip
 
 
 def run(made: onnx.ModelProto) -> list[Any]:
@@ -103,49 +94,26 @@ def test_operators_of_integers_are_those_of_floats_between_two_of_quantization(
 
 
 def test_a_scale_that_is_not_known_keeps_the_operator() -> None:
-    made = model(
-        [
-            node("QuantizeLinear", ["x", "s"], "q"),
-            helper.make_node("QLinearConv", ["q", "s", "z", "w", "ws", "wz", "s", "z", "b"], ["c"]),
-            node("DequantizeLinear", ["c", "s"], "y"),
-        ],
-        [value("x", [1, 4, 8, 8]), value("s", [])],
-        [value("y", [1, 2, 8, 8])],
-        [
-            numpy_helper.from_array(np.uint8(0), "z"),
-            numpy_helper.from_array(np.ones((2, 4, 1, 1), np.int8), "w"),
-            numpy_helper.from_array(np.float32(0.1), "ws"),
-            numpy_helper.from_array(np.int8(0), "wz"),
-            numpy_helper.from_array(np.array([1, 2], np.int32), "b"),
-        ],
+    made = parsed(
+        """(float[1, 4, 8, 8] x, float s) => (float[1, 2, 8, 8] y)
+        <uint8 z = {0}, float ws = {0.1}, int8 wz = {0}, int32[2] b = {1, 2}> {
+            q = QuantizeLinear (x, s)
+            c = QLinearConv (q, s, z, w, ws, wz, s, z, b)
+            y = DequantizeLinear (c, s) }""",
+        w=np.ones((2, 4, 1, 1), np.int8),
     )
     assert rewrite(made, frozenset({"QLinearConv"}), {}) == ()
 
 
 def test_what_is_added_to_a_product_has_its_factor() -> None:
-    made = model(
-        [
-            node("QuantizeLinear", ["x", "s", "z"], "q"),
-            node("Flatten", ["q"], "f"),
-            helper.make_node(
-                "QGemm",
-                ["f", "s", "z", "w", "s", "wz", "c", "s", "z"],
-                ["g"],
-                domain=graph.MICROSOFT,
-                alpha=0.5,
-            ),
-            node("DequantizeLinear", ["g", "s", "z"], "y"),
-        ],
-        [value("x", [1, 4, 8, 8])],
-        [value("y", [1, 2])],
-        [
-            numpy_helper.from_array(np.float32(0.02), "s"),
-            numpy_helper.from_array(np.uint8(10), "z"),
-            numpy_helper.from_array(RNG.integers(-9, 9, (256, 2)).astype(np.int8), "w"),
-            numpy_helper.from_array(np.int8(0), "wz"),
-            numpy_helper.from_array(np.array([5000, -9000], np.int32), "c"),
-        ],
-        domain=graph.MICROSOFT,
+    made = parsed(
+        """(float[1, 4, 8, 8] x) => (float[1, 2] y)
+        <float s = {0.02}, uint8 z = {10}, int8 wz = {0}, int32[2] c = {5000, -9000}> {
+            q = QuantizeLinear (x, s, z)
+            f = Flatten (q)
+            g = com.microsoft.QGemm <alpha = 0.5> (f, s, z, w, s, wz, c, s, z)
+            y = DequantizeLinear (g, s, z) }""",
+        w=RNG.integers(-9, 9, (256, 2)).astype(np.int8),
     )
     wanted = run(made)
     assert rewrite(made, frozenset({f"{graph.MICROSOFT}.QGemm"}), {}) == (INTEGERS.name,)

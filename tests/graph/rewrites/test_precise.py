@@ -17,7 +17,7 @@ from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
 from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
 from tests.graph.rewrites.equal import operators
-from tests.graph.unrolling.models import parsed
+from tests.models import parsed
 from tests.worker.actions.test_compile import X_ELITE, target
 
 Floats = NDArray[np.float32]
@@ -405,7 +405,7 @@ def test_what_is_mended_stays_as_it_is(name: RewriteName) -> None:
 
 
 def test_nodes_inside_others_are_mended() -> None:
-    model = parsed("""test (float[3, 8] x, bool c) => (float[3, 8] y) <float two = {2}> {
+    model = parsed("""(float[3, 8] x, bool c) => (float[3, 8] y) <float two = {2}> {
         total = ReduceMean(x)
         y = If(c) <
             then_branch = inner () => (float[3, 8] a) { a = Pow(x, two) },
@@ -417,7 +417,7 @@ def test_nodes_inside_others_are_mended() -> None:
 
 
 def test_a_sum_that_another_graph_reads_stays() -> None:
-    model = parsed("""test (float[3, 8] x, bool c) => (float[1, 1] y, float[1, 1] z) <float n = {24}> {
+    model = parsed("""(float[3, 8] x, bool c) => (float[1, 1] y, float[1, 1] z) <float n = {24}> {
         total = ReduceSum(x)
         z = Identity(total)
         y = If(c) <

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites.ranks import FEW_DIMENSIONS
 from hatch_epcontext.graph.scope import Scope
-from tests.graph.rewrites.equal import made, operators, rewritten, untouched
-from tests.graph.unrolling.models import parsed
+from tests.graph.rewrites.equal import operators, rewritten, untouched
+from tests.models import parsed
 
 FLOAT = TensorProto.FLOAT
 
@@ -21,15 +21,13 @@ FLOAT = TensorProto.FLOAT
 def permuted(sizes: list[int], perm: list[int]) -> onnx.ModelProto:
     """Values that are reshaped, transposed, and reshaped again."""
     count = math.prod(sizes)
-    return made(
-        [
-            helper.make_node("Reshape", ["x", "many"], ["a"]),
-            helper.make_node("Transpose", ["a"], ["b"], perm=perm),
-            helper.make_node("Reshape", ["b", "few"], ["y"]),
-        ],
-        {"x": (FLOAT, [count])},
-        {"y": (FLOAT, [1, count])},
-        {"many": np.array(sizes), "few": np.array([1, count])},
+    return parsed(
+        f"""(float[{count}] x) => (float[1, {count}] y) {{
+            a = Reshape (x, many)
+            b = Transpose <perm = {perm}> (a)
+            y = Reshape (b, few) }}""",
+        many=np.array(sizes),
+        few=np.array([1, count]),
     )
 
 
@@ -67,15 +65,10 @@ def test_permutations_of_any_order(sizes: list[int]) -> None:
 
 
 def test_a_chain_without_a_transpose_is_one_reshape() -> None:
-    model = made(
-        [
-            helper.make_node("Unsqueeze", ["x", "axes"], ["a"]),
-            helper.make_node("Squeeze", ["a", "axis"], ["y"]),
-        ],
-        {"x": (FLOAT, [2, 3, 4])},
-        {"y": (FLOAT, [2, 1, 3, 4])},
-        {"axes": np.array([0, 2]), "axis": np.array([0])},
-    )
+    model = parsed("""(float[2, 3, 4] x) =>
+        (float[2, 1, 3, 4] y) <int64[2] axes = {0, 2}, int64[1] axis = {0}> {
+            a = Unsqueeze (x, axes)
+            y = Squeeze (a, axis) }""")
     assert untouched(model, FEW_DIMENSIONS) is False
     (node,) = rewritten(model, FEW_DIMENSIONS).graph.node
     assert graph.operator(node) == "Reshape"
@@ -97,15 +90,14 @@ def test_a_gather_of_many_dimensions_is_one_of_three(
     sizes: list[int], axis: int, indices: Any
 ) -> None:
     count = math.prod(np.take(np.zeros(sizes), indices, axis).shape)
-    model = made(
-        [
-            helper.make_node("Reshape", ["x", "many"], ["a"]),
-            helper.make_node("Gather", ["a", "i"], ["b"], axis=axis),
-            helper.make_node("Reshape", ["b", "few"], ["y"]),
-        ],
-        {"x": (FLOAT, [math.prod(sizes)])},
-        {"y": (FLOAT, [1, count])},
-        {"many": np.array(sizes), "few": np.array([1, count]), "i": np.array(indices)},
+    model = parsed(
+        f"""(float[{math.prod(sizes)}] x) => (float[1, {count}] y) {{
+            a = Reshape (x, many)
+            b = Gather <axis = {axis}> (a, i)
+            y = Reshape (b, few) }}""",
+        many=np.array(sizes),
+        few=np.array([1, count]),
+        i=np.array(indices),
     )
     after = rewritten(model, FEW_DIMENSIONS)
     assert largest_rank(after) <= 4
@@ -113,11 +105,10 @@ def test_a_gather_of_many_dimensions_is_one_of_three(
 
 
 def test_a_gather_of_few_dimensions_stays() -> None:
-    node = helper.make_node("Gather", ["x", "i"], ["y"])
-    stored = {"i": np.array([1, 0])}
-    shape = [3, 2, 2, 2]
-    model = made([node], {"x": (FLOAT, shape)}, {"y": (FLOAT, [2, 2, 2, 2])}, stored)
-    assert untouched(model, FEW_DIMENSIONS)
+    text = (
+        "(float[3, 2, 2, 2] x) => (float[2, 2, 2, 2] y) <int64[2] i = {1, 0}> { y = Gather (x, i) }"
+    )
+    assert untouched(parsed(text), FEW_DIMENSIONS)
 
 
 SIX = [1, 2, 3, 2, 4, 2]
@@ -139,7 +130,7 @@ def test_operators_with_six_dimensions_have_fewer(
     nodes: str, shape: list[int], result: list[int]
 ) -> None:
     before, after = math.prod(shape), math.prod(result)
-    model = parsed(f"""main (float[{before}] x, float[3, 1, 1, 2] z) => (float[{after}] y)
+    model = parsed(f"""(float[{before}] x, float[3, 1, 1, 2] z) => (float[{after}] y)
     <int64[6] many = {{{", ".join(map(str, shape))}}}, int64[6] wide = {{1, 2, 3, 2, 4, 2}},
     int64[6] times = {{2, 1, 1, 2, 1, 2}}, int64[2] axes = {{3, -1}}, int64[1] flat = {{-1}}>
     {{ a = Reshape (x, many) {nodes.replace("y =", "b =")} y = Reshape (b, flat) }}""")

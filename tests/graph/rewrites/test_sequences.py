@@ -4,7 +4,8 @@ import pytest
 
 from hatch_epcontext.graph.rewrites.sequences import SEQUENCES
 from tests.graph.rewrites.equal import operators, rewritten, untouched
-from tests.graph.unrolling.models import parsed, unrolled
+from tests.graph.unrolling.models import unrolled
+from tests.models import parsed
 
 
 @pytest.mark.parametrize("opset", [11, 17])
@@ -22,7 +23,7 @@ def test_a_split_of_known_sizes_is_a_split(split: str, expected: list[str], opse
     shape = "2" if "keepdims" in split else "n, 2"
     model = parsed(
         f"""
-        main (float[5, 2] x) => (float[{shape}] y, float[{shape}] z, int64 n)
+        (float[5, 2] x) => (float[{shape}] y, float[{shape}] z, int64 n)
         <int64 two = {{2}}, int64[3] sizes = {{1, 3, 1}}, int64 one = {{1}}, int64 last = {{-1}}>
         {{
             parts = {split}
@@ -43,7 +44,7 @@ def test_a_sequence_of_known_tensors_is_concatenated(opset: int, new_axis: int) 
     shape = "2, 4, 2" if new_axis else "2, 8"
     model = parsed(
         f"""
-        main (float[2, 2] x) => (float[{shape}] y)
+        (float[2, 2] x) => (float[{shape}] y)
         <int64 zero = {{0}}, int64 two = {{-2}}>
         {{
             a = Exp (x)
@@ -67,7 +68,7 @@ def test_a_sequence_of_known_tensors_is_concatenated(opset: int, new_axis: int) 
 def test_a_sequence_that_a_loop_fills_is_known_when_that_is_unrolled() -> None:
     model = parsed(
         """
-        main (float[2] x) => (float[3, 2] y)
+        (float[2] x) => (float[3, 2] y)
         <int64 trips = {3}, bool true = {1}>
         {
             start = SequenceEmpty <dtype = 1> ()
@@ -91,7 +92,7 @@ def test_a_sequence_that_a_loop_fills_is_known_when_that_is_unrolled() -> None:
 def test_a_sequence_that_is_used_otherwise_stays() -> None:
     model = parsed(
         """
-        main (float[4, 2] x) => (float[n, 2] y, float[m, 2] z)
+        (float[4, 2] x) => (float[n, 2] y, float[m, 2] z)
         <int64 zero = {0}>
         {
             largest = ArgMax <axis = 0, keepdims = 0> (x)
@@ -115,7 +116,7 @@ def test_a_split_of_unknown_sizes_stays(split: str) -> None:
     first = "n" if "length)" not in split else "4"
     model = parsed(
         f"""
-        main (float[{first}, 2] x, int64 length) => (float[m, 2] z)
+        (float[{first}, 2] x, int64 length) => (float[m, 2] z)
         <int64 zero = {{0}}>
         {{
             parts = {split}
@@ -129,7 +130,7 @@ def test_a_split_of_unknown_sizes_stays(split: str) -> None:
 def test_only_what_is_refused_is_rewritten() -> None:
     model = parsed(
         """
-        main (float[4, 2] x) => (float[1, 2] z)
+        (float[4, 2] x) => (float[1, 2] z)
         <int64 zero = {0}>
         { parts = SplitToSequence (x) z = SequenceAt (parts, zero) }
         """

@@ -20,15 +20,6 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 STEPS, BATCH, FEATURES, HIDDEN = 3, 2, 4, 5
 
 
-def parsed(text: str, opset: int = 17) -> onnx.ModelProto:
-    """A checked model of a graph in ONNX's own notation."""
-    model: onnx.ModelProto = onnx.parser.parse_model(
-        f'<ir_version: 8, opset_import: ["" : {opset}]>\n{text}'
-    )
-    onnx.checker.check_model(model)
-    return model
-
-
 def recurrent(
     op: str,
     direction: str = "forward",

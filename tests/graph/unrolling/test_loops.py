@@ -7,12 +7,12 @@ from tests.graph.unrolling.models import (
     assert_equal,
     assert_too_large,
     assert_unchanged,
-    parsed,
     unrolled,
 )
+from tests.models import parsed
 
 COUNTING = """
-main (float[2] x) => (float[2] y, float[n, 2] rows)
+(float[2] x) => (float[2] y, float[n, 2] rows)
 <int64 trips = {4}, bool true = {1}>
 {
     y, rows = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
@@ -53,7 +53,7 @@ def test_the_number_and_the_condition_decide(trips: str, condition: str, times: 
     end = "Identity (go)" if condition == "" else "Less (counter_out, two)"
     model = parsed(
         f"""
-        main (float[2] x) => (float[2] y)
+        (float[2] x) => (float[2] y)
         <int64 trips = {{3}}, int64 few = {{1}}, int64 zero = {{0}}, bool true = {{1}}, bool false = {{0}},
          int64 start = {{0}}, int64 one = {{1}}, int64 two = {{2}}>
         {{
@@ -73,7 +73,7 @@ def test_the_number_and_the_condition_decide(trips: str, condition: str, times: 
 def test_a_condition_can_be_of_rank_1() -> None:
     model = parsed(
         """
-        main (float[2] x) => (float[2] y)
+        (float[2] x) => (float[2] y)
         <int64[1] trips = {2}, bool[1] true = {1}>
         {
             y = Loop (trips, true, x) <body = body (int64[1] i, bool[1] go, float[2] state)
@@ -87,60 +87,39 @@ def test_a_condition_can_be_of_rank_1() -> None:
     assert_equal(model, "Loop unrolled 2 times")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        """
-        main (int64 trips, float[2] x) => (float[2] y)
-        <bool true = {1}>
-        {
-            y = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
-                => (bool go, float[2] next) { next = Exp (state) }>
-        }
-        """,
-        """
-        main (float[2] x) => (float[2] y)
-        <int64 trips = {9}, bool true = {1}, float limit = {3.0}>
-        {
-            y = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
-                => (bool go_out, float[2] next) {
-                next = Exp (state)
-                sum = ReduceSum <keepdims = 0> (next)
-                go_out = Less (sum, limit)
-            }>
-        }
-        """,
-        """
-        main (float[2] x) => (float[2] y)
-        <bool true = {1}, float half = {0.5}>
-        {
-            y = Loop (, true, x) <body = body (int64 i, bool go, float[2] state)
-                => (bool[1] go_out, float[2] next) {
-                next = Exp (state)
-                chance = RandomUniform <shape = [1], seed = 1.0> ()
-                go_out = Less (chance, half)
-            }>
-        }
-        """,
-        """
-        main (float[2] x) => (float[2] y, float[n, 2] rows)
-        <int64 trips = {0}, bool true = {1}>
-        {
-            y, rows = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
-                => (bool go, float[2] next, float[2] row) { next = Exp (state) row = Exp (state) }>
-        }
-        """,
-    ],
-    ids=["number fed", "condition on data", "condition on chance", "no rows"],
-)
-def test_a_loop_of_unknown_length_stays(text: str) -> None:
-    assert_unchanged(parsed(text))
+BODY = "body = body (int64 i, bool go, float[2] state)"
+STAYING = {
+    "number fed": f"""(int64 trips, float[2] x) => (float[2] y) <bool true = {{1}}> {{
+        y = Loop (trips, true, x) <{BODY} => (bool go, float[2] next) {{ next = Exp (state) }}> }}""",
+    "condition on data": f"""(float[2] x) => (float[2] y)
+        <int64 trips = {{9}}, bool true = {{1}}, float limit = {{3.0}}> {{
+        y = Loop (trips, true, x) <{BODY} => (bool go_out, float[2] next) {{
+            next = Exp (state)
+            sum = ReduceSum <keepdims = 0> (next)
+            go_out = Less (sum, limit) }}> }}""",
+    "condition on chance": f"""(float[2] x) => (float[2] y) <bool true = {{1}}, float half = {{0.5}}> {{
+        y = Loop (, true, x) <{BODY} => (bool[1] go_out, float[2] next) {{
+            next = Exp (state)
+            chance = RandomUniform <shape = [1], seed = 1.0> ()
+            go_out = Less (chance, half) }}> }}""",
+    "no rows": f"""(float[2] x) => (float[2] y, float[n, 2] rows) <int64 trips = {{0}}, bool true = {{1}}> {{
+        y, rows = Loop (trips, true, x) <{BODY} => (bool go, float[2] next, float[2] row) {{
+            next = Exp (state)
+            row = Exp (state) }}> }}""",
+    "Scan of unknown length": """(float[n, 2] x) => (float[n, 2] y) { y = Scan <num_scan_inputs = 1,
+        body = body (float[2] row) => (float[2] out) { out = Exp (row) }> (x) }""",
+}
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_a_loop_of_unknown_length_stays(name: str) -> None:
+    assert_unchanged(parsed(STAYING[name]))
 
 
 def test_loops_in_loops_are_unrolled_with_constants_and_branches_of_their_own() -> None:
     model = parsed(
         """
-        main (float[2] x) => (float[n, 2] y)
+        (float[2] x) => (float[n, 2] y)
         <int64 two = {2}, int64 three = {3}, bool true = {1}, float zero = {0.0}>
         {
             unused, y = Loop (three, true, x) <body = outer (int64 i, bool go, float[2] state)
@@ -170,7 +149,7 @@ def test_loops_in_loops_are_unrolled_with_constants_and_branches_of_their_own() 
 def test_what_is_the_same_in_all_trips_is_computed_once_unless_it_is_random() -> None:
     model = parsed(
         """
-        main (float[2] x) => (float[2] y)
+        (float[2] x) => (float[2] y)
         <int64 trips = {3}, bool true = {1}>
         {
             y = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
@@ -192,7 +171,7 @@ def test_what_is_the_same_in_all_trips_is_computed_once_unless_it_is_random() ->
 def test_names_stay_unique() -> None:
     model = parsed(
         """
-        main (float[2] x) => (float[2] y, float[2] z)
+        (float[2] x) => (float[2] y, float[2] z)
         <int64 trips = {2}, bool true = {1}>
         {
             taken = Exp (x)
@@ -222,36 +201,20 @@ def test_nothing_is_unrolled_beyond_the_limit() -> None:
     assert_too_large(model, 0)
 
 
-def test_an_endless_loop_is_beyond_any_limit() -> None:
-    model = parsed(
-        """
-        main (float[2] x) => (float[2] y)
-        <bool true = {1}>
-        {
-            y = Loop (, true, x) <body = body (int64 i, bool go, float[2] state)
-                => (bool go, float[2] next) { next = Exp (state) }>
-        }
-        """
-    )
-    assert_too_large(model, 50)
-
-
-def test_a_body_without_nodes_does_not_run_for_ever() -> None:
-    model = parsed(
-        """
-        main (float[2] x) => (float[2] y)
-        <int64 trips = {9223372036854775807}, bool true = {1}>
-        {
-            y = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
-                => (bool go, float[2] state) {}>
-        }
-        """
-    )
+@pytest.mark.parametrize(
+    ("trips", "nodes", "last"),
+    [("", "next = Exp (state)", "next"), ("trips", "", "state")],
+    ids=["endless", "without nodes"],
+)
+def test_a_loop_that_takes_for_ever_is_beyond_any_limit(trips: str, nodes: str, last: str) -> None:
+    model = parsed(f"""(float[2] x) => (float[2] y)
+        <int64 trips = {{9223372036854775807}}, bool true = {{1}}>
+        {{ y = Loop ({trips}, true, x) <{BODY} => (bool go, float[2] {last}) {{ {nodes} }}> }}""")
     assert_too_large(model, 50)
 
 
 SCAN = """
-main (float[2] start, float[3, 2] a, float[2, 3] b) => (float[2] end, float[%s] c, float[%s] d)
+(float[2] start, float[3, 2] a, float[2, 3] b) => (float[2] end, float[%s] c, float[%s] d)
 {
     end, c, d = Scan <num_scan_inputs = 2, scan_input_axes = [0, %d], scan_input_directions = [%d, 1],
         scan_output_axes = [%d, 0], scan_output_directions = [0, %d],
@@ -277,37 +240,15 @@ def test_a_scan_computes_the_same(axis: int, backward: int, out_axis: int, prepe
 
 
 def test_a_scan_without_states_or_of_one_step_computes_the_same() -> None:
-    model = parsed(
-        """
-        main (float[1, 2] x) => (float[1, 2] y)
-        {
-            y = Scan <num_scan_inputs = 1, body = body (float[2] row) => (float[2] out) {
-                out = Exp (row)
-            }> (x)
-        }
-        """
-    )
+    model = parsed("""(float[1, 2] x) => (float[1, 2] y) { y = Scan <num_scan_inputs = 1,
+        body = body (float[2] row) => (float[2] out) { out = Exp (row) }> (x) }""")
     assert_equal(model, "Scan unrolled 1 time")
-
-
-def test_a_scan_of_unknown_length_stays() -> None:
-    model = parsed(
-        """
-        main (float[n, 2] x) => (float[n, 2] y)
-        {
-            y = Scan <num_scan_inputs = 1, body = body (float[2] row) => (float[2] out) {
-                out = Exp (row)
-            }> (x)
-        }
-        """
-    )
-    assert_unchanged(model)
 
 
 def test_a_loop_that_stays_keeps_its_unrolled_inside() -> None:
     model = parsed(
         """
-        main (int64 trips, float[2] x) => (float[2] y)
+        (int64 trips, float[2] x) => (float[2] y)
         <int64 two = {2}, bool true = {1}>
         {
             y = Loop (trips, true, x) <body = outer (int64 i, bool go, float[2] state)

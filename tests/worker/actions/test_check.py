@@ -16,7 +16,7 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import Profile
 from hatch_epcontext.worker.actions.check import check_fixed, handle
 from hatch_epcontext.worker.requests import CheckRequest
-from tests.models import model, network, of_any_rank, save, save_with_data, value
+from tests.models import model, network, of_any_rank, parsed, save, save_with_data, value
 from tests.worker.actions.test_compile import MODEL, target
 
 QNN = target("qnn")
@@ -300,11 +300,8 @@ def test_an_output_that_is_no_tensor_is_an_error_with_the_tensors_to_keep(
 
 
 def test_the_size_of_an_image_is_for_the_user_to_choose(tmp_path: Path) -> None:
-    made = model(
-        [helper.make_node("Relu", ["x"], ["y"])],
-        [value("x", ["batch", 3, 48, "width"])],
-        [value("y", ["batch", 3, 48, "width"])],
-    )
+    made = parsed("""(float[batch, 3, 48, width] x) => (float[batch, 3, 48, width] y)
+        { y = Relu (x) }""")
     with pytest.raises(ModelError, match="the size that the app feeds") as raised:
         handle(request_for(save(made, tmp_path / "a.onnx"), QNN))
     (problem,) = raised.value.problems

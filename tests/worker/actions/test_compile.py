@@ -33,12 +33,11 @@ from tests.models import (
     choosing_nothing,
     half_for_the_cpu,
     interrupted,
-    model,
     network,
+    parsed,
     save,
     save_with_data,
     value,
-    weights,
 )
 
 X_ELITE = {"soc_model": "60", "htp_arch": "73"}
@@ -153,11 +152,7 @@ def test_a_context_of_a_source_with_external_data_needs_no_external_data(tmp_pat
 
 @needs_qnn
 def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
-    only = model(
-        [helper.make_node("NonZero", ["x"], ["y"])],
-        [value("x", [2, 2])],
-        [value("y", [2, None], TensorProto.INT64)],
-    )
+    only = parsed("(float[2, 2] x) => (int64[2, ?] y) { y = NonZero (x) }")
     path = save(only, tmp_path / "a.onnx")
     with pytest.raises(
         BuildError, match="QNNExecutionProvider compiled no node of the model"
@@ -168,10 +163,7 @@ def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
 
 @needs_qnn
 def test_a_model_that_depends_on_no_input_has_nothing_to_compile(tmp_path: Path) -> None:
-    product = helper.make_node("MatMul", ["one", "other"], ["y"])
-    made = model(
-        [product], [], [value("y", [2, 3])], [weights("one", 2, 4), weights("other", 4, 3)]
-    )
+    made = parsed("() => (float[2, 3] y) { y = MatMul (one, other) }", one=(2, 4), other=(4, 3))
     path = save(made, tmp_path / "a.onnx")
     with pytest.raises(BuildError, match="None of them depends on an input") as it:
         compiled(path, target("qnn", X_ELITE), tmp_path)
@@ -182,11 +174,7 @@ def test_a_model_that_depends_on_no_input_has_nothing_to_compile(tmp_path: Path)
 def test_what_the_ep_says_of_its_nodes_stands_in_place_of_a_guess_about_the_chip(
     tmp_path: Path,
 ) -> None:
-    only = model(
-        [helper.make_node("Hardmax", ["x"], ["y"], "hardmax")],
-        [value("x", [1, 4])],
-        [value("y", [1, 4])],
-    )
+    only = parsed("(float[1, 4] x) => (float[1, 4] y) { [hardmax] y = Hardmax (x) }")
     path = save(only, tmp_path / "a.onnx")
     with pytest.raises(BuildError, match=r"It refuses Hardmax \(") as raised:
         compiled(path, target("qnn", X_ELITE), tmp_path)
@@ -268,13 +256,10 @@ def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model(dty
 
 @needs_qnn
 def test_a_failure_of_the_compiler_names_what_the_ep_refuses(tmp_path: Path) -> None:
-    double = TensorProto.DOUBLE
-    nodes = [
-        helper.make_node("Relu", ["x"], ["r"], name="relu"),
-        helper.make_node("Cast", ["r"], ["d"], to=double, name="cast"),
-        helper.make_node("Exp", ["d"], ["y"], name="exp"),
-    ]
-    made = model(nodes, [value("x", [2, 3])], [value("y", [2, 3], double)])
+    made = parsed("""(float[2, 3] x) => (double[2, 3] y) {
+            [relu] r = Relu (x)
+            [cast] d = Cast <to = 11> (r)
+            [exp] y = Exp (d) }""")
     path = save(made, tmp_path / "a.onnx")
     wanted = r"failed: .*\. It refuses Cast and Exp \(.* float64\)\."
     with pytest.raises(BuildError, match=wanted) as raised:
@@ -286,15 +271,12 @@ def test_a_failure_of_the_compiler_names_what_the_ep_refuses(tmp_path: Path) -> 
 
 @needs_qnn
 def test_a_cut_before_a_type_that_the_ep_lacks_is_named(tmp_path: Path) -> None:
-    double = TensorProto.DOUBLE
-    nodes = [
-        helper.make_node("Relu", ["x"], ["r"], name="relu"),
-        helper.make_node("Sigmoid", ["r"], ["s"], name="sigmoid"),
-        helper.make_node("Tanh", ["s"], ["t"], name="tanh"),
-        helper.make_node("Cast", ["t"], ["d"], to=double, name="cast"),
-        helper.make_node("Exp", ["d"], ["y"], name="exp"),
-    ]
-    made = model(nodes, [value("x", [2, 3])], [value("y", [2, 3], double)])
+    made = parsed("""(float[2, 3] x) => (double[2, 3] y) {
+            [relu] r = Relu (x)
+            [sigmoid] s = Sigmoid (r)
+            [tanh] t = Tanh (s)
+            [cast] d = Cast <to = 11> (t)
+            [exp] y = Exp (d) }""")
     path = save(made, tmp_path / "a.onnx")
     with pytest.raises(BuildError) as raised:
         compile_context(

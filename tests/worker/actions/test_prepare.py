@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnxslim
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, ModelError
@@ -21,6 +21,7 @@ from tests.models import (
     initializer_among_the_inputs,
     model,
     network,
+    parsed,
     save,
     save_with_data,
     shapes,
@@ -98,43 +99,19 @@ def test_a_model_beyond_the_protobuf_limit_keeps_external_data(
 
 def choosing() -> onnx.ModelProto:
     """``y = x + w if rate == 16000 else relu(x)``, with ``w`` from the outer graph, and a ``Loop``."""
-    then = helper.make_graph(
-        [helper.make_node("Add", ["x", "w"], ["t"])], "then", [], [value("t", [2])]
-    )
-    other = helper.make_graph(
-        [helper.make_node("Relu", ["x"], ["e"])], "else", [], [value("e", [2])]
-    )
-    body = helper.make_graph(
-        [
-            helper.make_node("Add", ["carried", "w"], ["sum"]),
-            helper.make_node("Identity", ["on"], ["on_"]),
-        ],
-        "body",
-        [
-            value("i", [], TensorProto.INT64),
-            value("on", [], TensorProto.BOOL),
-            value("carried", [2]),
-        ],
-        [value("on_", [], TensorProto.BOOL), value("sum", [2])],
-    )
-    return model(
-        [
-            helper.make_node("Equal", ["rate", "wanted"], ["c"]),
-            helper.make_node("If", ["c"], ["chosen"], then_branch=then, else_branch=other),
-            helper.make_node("Loop", ["times", "", "chosen"], ["y"], body=body),
-        ],
-        [value("x", [2]), value("rate", [], TensorProto.INT64)],
-        [value("y", [2])],
-        [
-            weights("w", 2),
-            numpy_helper.from_array(np.array(16000), "wanted"),
-            numpy_helper.from_array(np.array(3), "times"),
-        ],
+    return parsed(
+        """(float[2] x, int64 rate) => (float[2] y) <int64 wanted = {16000}, int64 times = {3}> {
+            c = Equal (rate, wanted)
+            chosen = If (c) <then_branch = one () => (float[2] t) { t = Add (x, w) },
+                             else_branch = other () => (float[2] e) { e = Relu (x) }>
+            y = Loop (times, , chosen) <body = body (int64 i, bool on, float[2] carried)
+                => (bool on_, float[2] sum) { sum = Add (carried, w) on_ = Identity (on) }> }""",
+        w=(2,),
     )
 
 
 def test_all_nodes_get_names_by_which_an_ep_can_refuse_them(tmp_path: Path) -> None:
-    made = model([helper.make_node("Relu", ["x"], ["y"])], [value("x", [2])], [value("y", [2])])
+    made = parsed("(float[2] x) => (float[2] y) { y = Relu (x) }")
     reply = run(save(made, tmp_path / "a.onnx"), tmp_path, "onnxruntime")
     assert [node.name for node in onnx.load(reply.path).graph.node] == ["y"]
 

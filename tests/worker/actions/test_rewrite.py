@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
@@ -25,31 +25,42 @@ from hatch_epcontext.worker.requests import (
     RewriteRequest,
 )
 from tests.conftest import needs_qnn
-from tests.graph.rewrites.equal import made, operators
+from tests.graph.rewrites.equal import operators
 from tests.graph.rewrites.test_branches import NEGATIVE, TWICE, choosing
-from tests.models import save, save_with_data
+from tests.models import parsed, save, save_with_data
 from tests.worker.actions.test_compile import X_ELITE, run_compile, target
-
-FLOAT = TensorProto.FLOAT
 
 
 def rewritten(
-    source: Path, tmp_path: Path, refused: tuple[str, ...] | None, compare: bool = True
+    source: Path,
+    tmp_path: Path,
+    refused: tuple[str, ...] | None,
+    compare: bool = True,
+    path: str = "",
+    **more: Any,
 ) -> RewriteReply:
+    """``source``, or the other form of it at ``path``, prepared and rewritten."""
     spec = Model("a", source, Key(("models", 0)))
     folders = [tmp_path / name for name in ("prepared", "rewritten")]
     for folder in folders:
         folder.mkdir(parents=True)
     reply = prepare.handle(PrepareRequest(spec, "onnxruntime", str(folders[0]), compare))
-    return rewrite.handle(
-        RewriteRequest(spec, reply.path, refused, str(folders[1]), True, compare, reply.reference)
+    out, compared = str(folders[1]), reply.reference
+    request = RewriteRequest(
+        spec, path or reply.path, refused, out, True, compare, compared, **more
     )
+    return rewrite.handle(request)
+
+
+def for_ranges(model: onnx.ModelProto, tmp_path: Path) -> RewriteReply:
+    """``model`` after the rewrites for the range of float16, where an emulation gains by them."""
+    source, npu = save(model, tmp_path / "a.onnx"), target("qnn", X_ELITE)
+    return rewritten(source, tmp_path, None, remedies=FOR_RANGES, target=npu)
 
 
 def norms(scale: float, offset: float = 1.0) -> onnx.ModelProto:
     """Two norms: of values times ``scale``, as a logarithm above ``offset``, and of values near 2."""
-    text = f"""<ir_version: 8, opset_import: ["" : 17]>
-    norms (float[1, 64] x) => (float[1, 1] small, float[1, 1] usual)
+    return parsed(f"""(float[1, 64] x) => (float[1, 1] small, float[1, 1] usual)
     <float scale = {{{scale:.9f}}}, float offset = {{{offset:.9f}}}, float two = {{2.0}},
      int64[1] axes = {{1}}> {{
         less = Mul(x, scale)
@@ -63,8 +74,7 @@ def norms(scale: float, offset: float = 1.0) -> onnx.ModelProto:
         squares = Mul(near, near)
         mean = ReduceMean<axes = [1]>(squares)
         usual = Sqrt(mean)
-    }}"""
-    return onnx.parser.parse_model(text)
+    }}""")
 
 
 @needs_qnn
@@ -80,24 +90,7 @@ def norms(scale: float, offset: float = 1.0) -> onnx.ModelProto:
 def test_rewrites_for_the_range_of_float16_are_kept_where_an_emulation_gains(
     tmp_path: Path, scale: float, offset: float, kept: tuple[str, ...]
 ) -> None:
-    spec = Model("a", save(norms(scale, offset), tmp_path / "a.onnx"), Key(("models", 0)))
-    folders = [tmp_path / name for name in ("prepared", "rewritten")]
-    for folder in folders:
-        folder.mkdir()
-    prepared = prepare.handle(PrepareRequest(spec, "onnxruntime", str(folders[0]), True))
-    reply = rewrite.handle(
-        RewriteRequest(
-            spec,
-            prepared.path,
-            None,
-            str(folders[1]),
-            simplify=True,
-            compare=True,
-            reference=prepared.reference,
-            remedies=FOR_RANGES,
-            target=target("qnn", X_ELITE),
-        )
-    )
+    reply = for_ranges(norms(scale, offset), tmp_path)
     assert reply.remedies == kept
     assert (reply.path is None) == (not kept)
     assert len(reply.dropped) + len(kept) == 2
@@ -105,25 +98,9 @@ def test_rewrites_for_the_range_of_float16_are_kept_where_an_emulation_gains(
 
 @needs_qnn
 def test_a_rewrite_around_a_kernel_that_no_emulation_shows_is_kept(tmp_path: Path) -> None:
-    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 18]>
-    norm (float[1, 64] x) => (float[1, 1] y) <int64[1] axes = {1}> {
-        near = Tanh(x)
-        y = ReduceL2(near, axes)
-    }""")
-    spec = Model("a", save(model, tmp_path / "a.onnx"), Key(("models", 0)))
-    folders = [tmp_path / name for name in ("prepared", "rewritten")]
-    for folder in folders:
-        folder.mkdir()
-    prepared = prepare.handle(PrepareRequest(spec, "onnxruntime", str(folders[0]), True))
-    request = RewriteRequest(
-        *(spec, prepared.path, None, str(folders[1])),
-        simplify=True,
-        compare=True,
-        reference=prepared.reference,
-        remedies=FOR_RANGES,
-        target=target("qnn", X_ELITE),
-    )
-    reply = rewrite.handle(request)
+    text = """(float[1, 64] x) => (float[1, 1] y) <int64[1] axes = {1}>
+    { near = Tanh(x) y = ReduceL2(near, axes) }"""
+    reply = for_ranges(parsed(text, 18), tmp_path)
     assert (reply.remedies, reply.dropped) == (("hypot",), ())
 
 
@@ -132,62 +109,43 @@ def test_a_rewrite_is_as_near_to_the_source_as_what_is_rewritten(
     tmp_path: Path, factor: float, kept: tuple[str, ...]
 ) -> None:
     def squares(factor: float, name: str) -> Path:
-        text = """<ir_version: 8, opset_import: ["" : 17]>
-        squares (float[1, 64] x) => (float[1, 64] y) <float two = {2.0}> {
-            square = Pow(x, two)
-            y = Mul(square, factor)
-        }"""
-        model, path = onnx.parser.parse_model(text), tmp_path / name
-        weights = numpy_helper.from_array(np.full(64, factor, np.float32), "factor")
-        model.graph.initializer.append(weights)
-        data = f"{name}.data"
-        onnx.save(model, path, save_as_external_data=True, location=data, size_threshold=16)
+        text = """(float[1, 64] x) => (float[1, 64] y) <float two = {2.0}>
+        { square = Pow(x, two) y = Mul(square, factor) }"""
+        model = parsed(text, factor=np.full(64, factor, np.float32))
+        path = save_with_data(model, tmp_path / name, f"{name}.data")
         # As in caches, and as workers make them.
-        os.link(tmp_path / data, tmp_path / f"{name}.link")
+        os.link(tmp_path / f"{name}.data", tmp_path / f"{name}.link")
         return path
 
     # As where the order of additions counts: 50 dB, and 34 dB, which no simplifier may cost.
-    spec = Model("a", squares(1.0, "a.onnx"), Key(("models", 0)))
-    prepared, rewritten = tmp_path / "prepared", tmp_path / "rewritten"
-    prepared.mkdir()
-    rewritten.mkdir()
-    first = prepare.handle(PrepareRequest(spec, "onnxruntime", str(prepared), True))
-    reply = rewrite.handle(
-        RewriteRequest(
-            spec,
-            str(squares(factor, "other.onnx")),
-            None,
-            str(rewritten),
-            simplify=True,
-            compare=True,
-            reference=first.reference,
-            remedies=("square",),
-            target=target("qnn", X_ELITE),
-        )
+    reply = rewritten(
+        squares(1.0, "a.onnx"),
+        tmp_path,
+        None,
+        path=str(squares(factor, "other.onnx")),
+        remedies=("square",),
+        target=target("qnn", X_ELITE),
     )
     assert reply.remedies == kept
     assert bool(reply.dropped) is not bool(kept)
 
 
 def einsum_and_clip() -> onnx.ModelProto:
-    return made(
-        [
-            helper.make_node("Einsum", ["x", "w"], ["e"], equation="bi,oi->bo"),
-            helper.make_node("ReduceMax", ["e"], ["m"], keepdims=0),
-            helper.make_node("Clip", ["e", "", "m"], ["y"]),
-        ],
-        {"x": (FLOAT, [2, 300])},
-        {"y": (FLOAT, [2, 4])},
-        {"w": np.linspace(-1, 1, 1200, dtype=np.float32).reshape(4, 300)},
+    return parsed(
+        """(float[2, 300] x) => (float[2, 4] y) {
+            e = Einsum <equation = "bi,oi->bo"> (x, w)
+            m = ReduceMax <keepdims = 0> (e)
+            y = Clip (e, , m) }""",
+        w=np.linspace(-1, 1, 1200, dtype=np.float32).reshape(4, 300),
     )
 
 
 @pytest.mark.parametrize(
     ("refused", "expected"),
     [
-        (("Einsum",), ["Transpose", "MatMul", "ReduceMax", "Clip"]),
+        (("Einsum",), ["MatMul", "ReduceMax", "Clip"]),
         (("Clip",), ["Einsum", "ReduceMax", "Min"]),
-        (None, ["Transpose", "MatMul", "ReduceMax", "Min"]),
+        (None, ["MatMul", "ReduceMax", "Min"]),
     ],
 )
 def test_what_is_refused_is_rewritten(
@@ -197,9 +155,7 @@ def test_what_is_refused_is_rewritten(
     assert reply.path is not None
     found = operators(onnx.load(reply.path))
     # A stored tensor is transposed at once.
-    assert [each for each in found if each != "Transpose"] == [
-        e for e in expected if e != "Transpose"
-    ]
+    assert [operator for operator in found if operator != "Transpose"] == expected
     assert reply.nodes == len(found)
     assert reply.dropped == ()
 
@@ -213,26 +169,16 @@ def test_external_data_stays_outside(tmp_path: Path) -> None:
 
 def test_external_data_hides_no_types(tmp_path: Path) -> None:
     # As language models have them: each takes the sum that the one before it gives.
-    nodes = []
-    values = ["x", "x"]
+    nodes, taken = "", "x, x"
     for index in range(4):
-        outputs = [f"y{index}", "", "", f"sum{index}"]
-        nodes.append(
-            helper.make_node(
-                "SkipSimplifiedLayerNormalization",
-                [*values, "scale"],
-                outputs,
-                domain="com.microsoft",
-            )
-        )
-        nodes.append(helper.make_node("MatMul", [outputs[0], "w"], [f"m{index}"]))
-        values = [f"m{index}", outputs[3]]
-    shape = [1, 2, 32]
-    model = made(
-        nodes,
-        {"x": (TensorProto.FLOAT, shape)},
-        {values[0]: (TensorProto.FLOAT, shape), values[1]: (TensorProto.FLOAT, shape)},
-        {"scale": np.ones(32, np.float32), "w": np.eye(32, dtype=np.float32)},
+        nodes += f"""
+        y{index}, , , sum{index} = com.microsoft.SkipSimplifiedLayerNormalization ({taken}, scale)
+        m{index} = MatMul (y{index}, w)"""
+        taken = f"m{index}, sum{index}"
+    model = parsed(
+        f"(float[1, 2, 32] x) => (float[1, 2, 32] m3, float[1, 2, 32] sum3) {{ {nodes} }}",
+        scale=np.ones(32, np.float32),
+        w=np.eye(32, dtype=np.float32),
     )
     inside = rewritten(save(model, tmp_path / "inside" / "a.onnx"), tmp_path / "1", None)
     outside = rewritten(
@@ -266,14 +212,14 @@ def test_a_rewrite_that_changes_results_is_dropped(
 
 
 def test_both_branches_are_compared(tmp_path: Path) -> None:
-    source = save(choosing([TWICE], [NEGATIVE]), tmp_path / "a.onnx")
+    source = save(choosing(TWICE, NEGATIVE), tmp_path / "a.onnx")
     assert rewritten(source, tmp_path, ("If",)).rewrites
 
 
 def test_a_branch_that_no_input_takes_is_compared_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = choosing([TWICE], [NEGATIVE])
+    model = choosing(TWICE, NEGATIVE)
     # No sum is above that.
     (zero,) = (each for each in model.graph.initializer if each.name == "zero")
     zero.CopyFrom(onnx.numpy_helper.from_array(np.array(1e30, np.float32), "zero"))
@@ -292,35 +238,30 @@ def test_a_branch_that_no_input_takes_is_compared_too(
 
 
 def test_without_a_comparison_no_branch_is_removed(tmp_path: Path) -> None:
-    source = save(choosing([TWICE], [NEGATIVE]), tmp_path / "a.onnx")
+    source = save(choosing(TWICE, NEGATIVE), tmp_path / "a.onnx")
     assert rewritten(source, tmp_path, None, compare=False).path is None
 
 
 @needs_qnn
 def test_qnn_compiles_what_it_refused(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Cast", ["x"], ["f"], to=FLOAT),
-        helper.make_node("Einsum", ["f", "w"], ["e"], equation="bi,io->ob"),
-        helper.make_node("QuickGelu", ["e"], ["g"], domain="com.microsoft"),
-        helper.make_node("ReduceMean", ["g"], ["m"], keepdims=0),
-        helper.make_node("Clip", ["g", "m"], ["c"]),
-        helper.make_node("Reshape", ["c", "many"], ["r"]),
-        helper.make_node("Transpose", ["r"], ["t"], perm=[5, 4, 2, 0, 3, 1]),
-        helper.make_node("Reshape", ["t", "few"], ["s"]),
-        helper.make_node("ReduceMax", ["s"], ["largest"], keepdims=0),
-        helper.make_node("GreaterOrEqual", ["largest", "one"], ["above"]),
-        helper.make_node("Where", ["above", "s", "one"], ["y"]),
-    ]
-    stored = {
-        "w": np.linspace(-0.1, 0.1, 768, dtype=np.float32).reshape(8, 96),
-        "many": np.array([2, 3, 2, 2, 2, 4]),
-        "few": np.array([2, 96]),
-        "one": np.array(1, np.float32),
-    }
-    inputs = {"x": (TensorProto.INT16, [2, 8])}
-    source = save(
-        made(nodes, inputs, {"y": (FLOAT, [2, 96])}, stored, opset=15), tmp_path / "a.onnx"
+    model = parsed(
+        """(int16[2, 8] x) => (float[2, 96] y)
+        <int64[6] many = {2, 3, 2, 2, 2, 4}, int64[2] few = {2, 96}, float one = {1}> {
+            f = Cast <to = 1> (x)
+            e = Einsum <equation = "bi,io->ob"> (f, w)
+            g = com.microsoft.QuickGelu (e)
+            m = ReduceMean <keepdims = 0> (g)
+            c = Clip (g, m)
+            r = Reshape (c, many)
+            t = Transpose <perm = [5, 4, 2, 0, 3, 1]> (r)
+            s = Reshape (t, few)
+            largest = ReduceMax <keepdims = 0> (s)
+            above = GreaterOrEqual (largest, one)
+            y = Where (above, s, one) }""",
+        15,
+        w=np.linspace(-0.1, 0.1, 768, dtype=np.float32).reshape(8, 96),
     )
+    source = save(model, tmp_path / "a.onnx")
     reply = rewritten(source, tmp_path, None)
     assert reply.path is not None
     folder = tmp_path / "compiled"

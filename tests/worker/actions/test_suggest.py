@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from hatch_epcontext.worker.actions.suggest import handle
 from hatch_epcontext.worker.requests import SuggestReply, SuggestRequest
-from tests.models import Shape, model, save, value, weights
+from tests.models import parsed, save
 
 
 def suggested(path: Path, made: onnx.ModelProto) -> SuggestReply:
@@ -21,21 +19,18 @@ def sizes(reply: SuggestReply) -> dict[tuple[str, int], int | None]:
     return {(each.input, each.axis): each.size for each in reply.sizes}
 
 
-def convolution(shape: Shape, strides: Sequence[int] = (1, 1)) -> onnx.ModelProto:
+def convolution(shape: str, strides: str = "[1, 1]") -> onnx.ModelProto:
     """Two convolutions of ``x``."""
-    return model(
-        [
-            helper.make_node("Conv", ["x", "v"], ["z"], strides=strides),
-            helper.make_node("Conv", ["z", "w"], ["y"], strides=strides),
-        ],
-        [value("x", shape)],
-        [value("y", ["b", 4, "h", "w"])],
-        [weights("v", 4, 3, 1, 1), weights("w", 4, 4, 1, 1)],
+    return parsed(
+        f"""(float[{shape}] x) => (float[b, 4, h, w] y)
+        {{ z = Conv <strides = {strides}> (x, v) y = Conv <strides = {strides}> (z, w) }}""",
+        v=(4, 3, 1, 1),
+        w=(4, 4, 1, 1),
     )
 
 
 def test_a_batch_is_one_and_sides_of_images_are_questions(tmp_path: Path) -> None:
-    reply = suggested(tmp_path, convolution(["n", 3, None, "w"], (4, 2)))
+    reply = suggested(tmp_path, convolution("n, 3, ?, w", "[4, 2]"))
     assert sizes(reply) == {("x", 0): 1, ("x", 2): None, ("x", 3): None}
     assert [each.note for each in reply.sizes] == [
         "1 is a guess",
@@ -58,52 +53,37 @@ def test_a_batch_is_one_and_sides_of_images_are_questions(tmp_path: Path) -> Non
 def test_sizes_in_the_metadata_are_taken(
     tmp_path: Path, key: str, text: str, expected: tuple[int | None, int | None]
 ) -> None:
-    made = convolution(["batch", 3, "h", "w"])
+    made = convolution("batch, 3, h, w")
     helper.set_model_props(made, {key: text})
     found = sizes(suggested(tmp_path, made))
     assert (found["x", 2], found["x", 3]) == expected
 
 
 def test_the_sample_rate_in_the_metadata_is_named(tmp_path: Path) -> None:
-    made = model(
-        [helper.make_node("Relu", ["x"], ["y"])],
-        [value("x", ["batch", "time"])],
-        [value("y", ["batch", "time"])],
-    )
+    made = parsed("(float[batch, time] x) => (float[batch, time] y) { y = Relu (x) }")
     helper.set_model_props(made, {"sample_rate": "16000"})
     note = suggested(tmp_path, made).sizes[1].note
     assert note == "how long is it? The file names a sample rate of 16000"
 
 
 def test_the_batch_of_a_state_is_one(tmp_path: Path) -> None:
-    made = model(
-        [helper.make_node("GRU", ["x", "w", "r", "", "", "before"], ["y"], hidden_size=2)],
-        [value("x", ["time", "many", 2]), value("before", [1, "many", 2])],
-        [value("y", ["time", 1, "many", 2])],
-        [weights("w", 1, 6, 2), weights("r", 1, 6, 2)],
+    made = parsed(
+        """(float[time, many, 2] x, float[1, many, 2] before) => (float[time, 1, many, 2] y)
+        { y = GRU <hidden_size = 2> (x, w, r, , , before) }""",
+        w=(1, 6, 2),
+        r=(1, 6, 2),
     )
     found = sizes(suggested(tmp_path, made))
     assert found == {("x", 0): None, ("x", 1): 1, ("before", 1): 1}
 
 
 def test_lengths_and_numbers_that_choose_a_branch_can_be_constants(tmp_path: Path) -> None:
-    branches = [
-        helper.make_graph(
-            [helper.make_node(operator, ["x"], [operator])], "branch", [], [value(operator, [1, 9])]
-        )
-        for operator in ("Relu", "Neg")
-    ]
-    int64 = TensorProto.INT64
-    made = model(
-        [
-            helper.make_node("Equal", ["rate", "known"], ["is"]),
-            helper.make_node("If", ["is"], ["z"], then_branch=branches[0], else_branch=branches[1]),
-            helper.make_node("Cast", ["x_length"], ["n"], to=TensorProto.FLOAT),
-            helper.make_node("Mul", ["z", "n"], ["y"]),
-        ],
-        [value("x", [1, 9]), value("rate", [], int64), value("x_length", [1], int64)],
-        [value("y", [1, 9])],
-        [numpy_helper.from_array(np.array(16000), "known")],
-    )
+    made = parsed("""(float[1, 9] x, int64 rate, int64[1] x_length) => (float[1, 9] y)
+        <int64 known = {16000}> {
+            is = Equal (rate, known)
+            z = If (is) <then_branch = one () => (float[1, 9] a) { a = Relu (x) },
+                         else_branch = other () => (float[1, 9] b) { b = Neg (x) }>
+            n = Cast <to = 1> (x_length)
+            y = Mul (z, n) }""")
     found = {each.input: (each.value, each.needed) for each in suggested(tmp_path, made).constants}
     assert found == {"rate": (16000, True), "x_length": (9, False)}

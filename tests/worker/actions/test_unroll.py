@@ -10,11 +10,11 @@ from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.actions.rewrite import handle
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
-from tests.graph.unrolling.models import parsed, recurrent
-from tests.models import save, save_with_data
+from tests.graph.unrolling.models import recurrent
+from tests.models import parsed, save, save_with_data
 
 FOLLOWING = """
-main (float[2] x) => (float[2] y)
+(float[2] x) => (float[2] y)
 <int64 trips = {3}, bool true = {1}, int64 zero = {0}>
 {
     end, rows = Loop (trips, true, x) <body = first (int64 i, bool go, float[2] state)
@@ -59,7 +59,7 @@ def test_only_what_is_refused_is_unrolled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "hint"), [("4", ""), ("n", "static-shapes = true")])
 def test_a_length_that_is_not_fixed_is_named(tmp_path: Path, size: str, hint: str) -> None:
     text = f"""
-    main (float[{size}] x) => (float[{size}] y)
+    (float[{size}] x) => (float[{size}] y)
     <bool true = {{1}}, int64 zero = {{0}}, float half = {{0.5}}>
     {{
         largest = ArgMax (x)
@@ -105,7 +105,7 @@ def test_what_changes_the_results_is_dropped(
         return ("Sub as Add",) if nodes else ()
 
     monkeypatch.setattr("hatch_epcontext.worker.actions.rewrite.unroll", faulty)
-    text = "main (float[2] x, float[2] z) => (float[2] y) { y = Sub (x, z) }"
+    text = "(float[2] x, float[2] z) => (float[2] y) { y = Sub (x, z) }"
     reply = unroll(save(parsed(text), tmp_path / "a.onnx"), tmp_path / "out")
     assert reply.path is None
     assert "Sub as Add" in reply.dropped[0]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
@@ -19,7 +19,7 @@ from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.results import FEW_SAMPLES, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
-from tests.models import model, save, value, weights
+from tests.models import model, parsed, save, value, weights
 from tests.worker.actions.test_compile import MODEL
 from tests.worker.comparison.test_states import lstm
 
@@ -37,29 +37,21 @@ def emulator(
 
 
 def layers(size: int = 32) -> onnx.ModelProto:
-    return model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["hidden"]),
-            helper.make_node("Relu", ["hidden"], ["positive"]),
-            helper.make_node("MatMul", ["positive", "v"], ["y"]),
-        ],
-        [value("x", [4, size])],
-        [value("y", [4, 8])],
-        [weights("w", size, 64), weights("v", 64, 8)],
+    return parsed(
+        f"""(float[4, {size}] x) => (float[4, 8] y) {{
+            hidden = MatMul (x, w)
+            positive = Relu (hidden)
+            y = MatMul (positive, v) }}""",
+        w=(size, 64),
+        v=(64, 8),
     )
 
 
 def log_of_power() -> onnx.ModelProto:
-    return model(
-        [
-            helper.make_node("Mul", ["x", "x"], ["power"], name="square"),
-            helper.make_node("Add", ["power", "floor"], ["positive"], name="floor"),
-            helper.make_node("Log", ["positive"], ["y"], name="log"),
-        ],
-        [value("x", [1, 400])],
-        [value("y", [1, 400])],
-        [numpy_helper.from_array(np.float32(1e-10), "floor")],
-    )
+    return parsed("""(float[1, 400] x) => (float[1, 400] y) <float floor = {1e-10}> {
+            [square] power = Mul (x, x)
+            [floor] positive = Add (power, floor)
+            [log] y = Log (positive) }""")
 
 
 def test_a_model_that_float16_computes_well_is_not_sensitive(tmp_path: Path) -> None:
@@ -73,19 +65,10 @@ def test_a_model_that_float16_computes_well_is_not_sensitive(tmp_path: Path) -> 
 
 
 def test_a_node_that_saturates_is_named_with_its_value(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("Mul", ["x", "k"], ["large"], name="scale"),
-            helper.make_node("ReduceSum", ["large", "axes"], ["sum"], name="total"),
-            helper.make_node("Div", ["sum", "k"], ["y"], name="back"),
-        ],
-        [value("x", [8, 512])],
-        [value("y", [8, 1])],
-        [
-            numpy_helper.from_array(np.float32(9000), "k"),
-            numpy_helper.from_array(np.array([1], np.int64), "axes"),
-        ],
-    )
+    made = parsed("""(float[8, 512] x) => (float[8, 1] y) <float k = {9000}, int64[1] axes = {1}> {
+            [scale] large = Mul (x, k)
+            [total] sum = ReduceSum (large, axes)
+            [back] y = Div (sum, k) }""")
     found = emulator(made, tmp_path)
     result = found.result()
     assert result.reason is not None
@@ -103,32 +86,21 @@ def test_a_constant_that_float16_lacks_is_named_where_it_counts(tmp_path: Path) 
 
 
 def test_a_mask_may_be_cut_off(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["scores"]),
-            helper.make_node("Add", ["scores", "mask"], ["masked"]),
-            helper.make_node("Softmax", ["masked"], ["y"], axis=-1),
-        ],
-        [value("x", [4, 16])],
-        [value("y", [4, 8])],
-        [
-            weights("w", 16, 8),
-            numpy_helper.from_array(np.array([0] * 4 + [-1e9] * 4, np.float32), "mask"),
-        ],
+    made = parsed(
+        """(float[4, 16] x) => (float[4, 8] y) {
+            scores = MatMul (x, w)
+            masked = Add (scores, mask)
+            y = Softmax <axis = -1> (masked) }""",
+        w=(16, 8),
+        mask=np.array([0] * 4 + [-1e9] * 4, np.float32),
     )
     assert emulator(made, tmp_path).result().reason is None
 
 
 def test_the_fault_of_an_operator_is_named(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("Pow", ["x", "two"], ["square"], name="square"),
-            helper.make_node("Sqrt", ["square"], ["y"], name="root"),
-        ],
-        [value("x", [1, 100])],
-        [value("y", [1, 100])],
-        [numpy_helper.from_array(np.float32(2), "two")],
-    )
+    made = parsed("""(float[1, 100] x) => (float[1, 100] y) <float two = {2}> {
+            [square] square = Pow (x, two)
+            [root] y = Sqrt (square) }""")
     reason = emulator(made, tmp_path, replace(FLOAT16, faults=(POWER,))).result().reason
     assert reason is not None
     assert "Pow square is -4 for -0.0" in reason
@@ -136,14 +108,12 @@ def test_the_fault_of_an_operator_is_named(tmp_path: Path) -> None:
 
 
 def test_what_no_emulation_shows_is_run_on_the_target(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("Gemm", ["x", "w", "b"], ["hidden"]),
-            helper.make_node("Sigmoid", ["hidden"], ["y"], name="gate"),
-        ],
-        [value("x", [1, 16])],
-        [value("y", [1, 8])],
-        [weights("w", 16, 8), weights("b", 8)],
+    made = parsed(
+        """(float[1, 16] x) => (float[1, 8] y) {
+            hidden = Gemm (x, w, b)
+            [gate] y = Sigmoid (hidden) }""",
+        w=(16, 8),
+        b=(8,),
     )
     exact = emulator(made, tmp_path)
     assert len(exact.to_run()) == 1
@@ -164,15 +134,9 @@ def test_the_target_runs_one_sample_of_a_large_model(tmp_path: Path) -> None:
 
 
 def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("Mul", ["state", "rate"], ["kept"], name="keep"),
-            helper.make_node("Add", ["kept", "x"], ["next"], name="add"),
-        ],
-        [value("x", [1, 40]), value("state", [1, 40])],
-        [value("next", [1, 40])],
-        [numpy_helper.from_array(np.float32(100), "rate")],
-    )
+    made = parsed("""(float[1, 40] x, float[1, 40] state) => (float[1, 40] next) <float rate = {100}> {
+            [keep] kept = Mul (state, rate)
+            [add] next = Add (kept, x) }""")
     table = ValidateTable(states={"state": "next"})
     # After eight steps the state is 1e14 times the input.
     assert emulator(made, tmp_path).result().snr is not None
@@ -181,21 +145,16 @@ def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
     assert "float16 ends at 65,504" in reason
 
 
-def mean(kept: float, shape: tuple[int, int] = (1, 16)) -> onnx.ModelProto:
+def mean(kept: float) -> onnx.ModelProto:
     """What an input differs from its running mean."""
-    return model(
-        [
-            helper.make_node("Mul", ["mean", "kept"], ["before"]),
-            helper.make_node("Mul", ["x", "rest"], ["new"]),
-            helper.make_node("Add", ["before", "new"], ["mean_out"]),
-            helper.make_node("Sub", ["x", "mean_out"], ["y"]),
-        ],
-        [value("x", shape), value("mean", shape)],
-        [value("y", shape), value("mean_out", shape)],
-        [
-            numpy_helper.from_array(np.float32(kept), "kept"),
-            numpy_helper.from_array(np.float32(1 - kept), "rest"),
-        ],
+    return parsed(
+        """(float[1, 16] x, float[1, 16] mean) => (float[1, 16] y, float[1, 16] mean_out) {
+            before = Mul (mean, kept)
+            new = Mul (x, rest)
+            mean_out = Add (before, new)
+            y = Sub (x, mean_out) }""",
+        kept=np.float32(kept),
+        rest=np.float32(1 - kept),
     )
 
 
@@ -222,30 +181,23 @@ def test_given_inputs_of_a_long_mean_are_emulated_again_and_again(tmp_path: Path
 
 
 def test_a_counter_is_emulated_until_float16_has_no_next_number(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("Add", ["step", "one"], ["next_step"]),
-            helper.make_node("Add", ["next_step", "x"], ["y"]),
-        ],
-        [value("x", [1, 8]), value("step", [1, 1])],
-        [value("y", [1, 8]), value("next_step", [1, 1])],
-        [numpy_helper.from_array(np.float32(1), "one")],
-    )
+    made = parsed("""(float[1, 8] x, float[1, 1] step) =>
+        (float[1, 8] y, float[1, 1] next_step) <float one = {1}> {
+            next_step = Add (step, one)
+            y = Add (next_step, x) }""")
     result = emulator(made, tmp_path).result()
     assert result.worst == "step 4,096"
     assert result.snr == pytest.approx(6, abs=0.1)
 
 
 def test_what_counts_the_places_of_a_table_runs_until_it_ends(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("Add", ["step", "one"], ["next_step"]),
-            helper.make_node("Gather", ["table", "step"], ["row"]),
-            helper.make_node("Add", ["row", "x"], ["y"]),
-        ],
-        [value("x", [1, 8]), value("step", [1], TensorProto.INT64)],
-        [value("y", [1, 8]), value("next_step", [1], TensorProto.INT64)],
-        [numpy_helper.from_array(np.array([1], np.int64), "one"), weights("table", 100, 8)],
+    made = parsed(
+        """(float[1, 8] x, int64[1] step) =>
+        (float[1, 8] y, int64[1] next_step) <int64[1] one = {1}> {
+            next_step = Add (step, one)
+            row = Gather (table, step)
+            y = Add (row, x) }""",
+        table=(100, 8),
     )
     found = emulator(made, tmp_path)
     assert found.result().samples == len(found.levels) + 1
@@ -261,12 +213,8 @@ def test_states_that_are_forgotten_are_run_no_longer(tmp_path: Path) -> None:
 
 
 def test_a_disagreement_where_the_emulation_is_equal_can_be_sent(tmp_path: Path) -> None:
-    half = TensorProto.FLOAT16
     made, broken = (
-        model(
-            [helper.make_node(op, ["x"], ["y"])], [value("x", [9], half)], [value("y", [9], half)]
-        )
-        for op in ("Abs", "Neg")
+        parsed(f"(float16[9] x) => (float16[9] y) {{ y = {op} (x) }}") for op in ("Abs", "Neg")
     )
     path = save(made, tmp_path / "a.onnx")
     session = open_session(save(broken, tmp_path / "broken.onnx"), cpu_options())
@@ -305,32 +253,19 @@ def test_a_disagreement_names_the_first_diverging_node(tmp_path: Path) -> None:
 
 def detector() -> onnx.ModelProto:
     """``x`` -> the rows that a NonMaxSuppression selects of 300 boxes in three classes."""
-    return model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["a"]),
-            helper.make_node("Sigmoid", ["a"], ["b"]),
-            helper.make_node("Reshape", ["b", "table"], ["boxes"]),
-            helper.make_node("MatMul", ["x", "v"], ["c"]),
-            helper.make_node("Sigmoid", ["c"], ["d"]),
-            helper.make_node("Reshape", ["d", "by class"], ["scores"]),
-            helper.make_node(
-                "NonMaxSuppression",
-                ["boxes", "scores", "most", "overlap", "least"],
-                ["rows"],
-                name="suppression",
-            ),
-        ],
-        [value("x", [1, 16])],
-        [value("rows", [None, 3], TensorProto.INT64)],
-        [
-            weights("w", 16, 1200),
-            weights("v", 16, 900),
-            numpy_helper.from_array(np.array([1, 300, 4]), "table"),
-            numpy_helper.from_array(np.array([1, 3, 300]), "by class"),
-            numpy_helper.from_array(np.array([50]), "most"),
-            numpy_helper.from_array(np.array([0.5], np.float32), "overlap"),
-            numpy_helper.from_array(np.array([0.4], np.float32), "least"),
-        ],
+    return parsed(
+        """(float[1, 16] x) => (int64[?, 3] rows)
+        <int64[3] table = {1, 300, 4}, int64[3] by_class = {1, 3, 300}, int64[1] most = {50},
+        float[1] overlap = {0.5}, float[1] least = {0.4}> {
+            a = MatMul (x, w)
+            b = Sigmoid (a)
+            boxes = Reshape (b, table)
+            c = MatMul (x, v)
+            d = Sigmoid (c)
+            scores = Reshape (d, by_class)
+            [suppression] rows = NonMaxSuppression (boxes, scores, most, overlap, least) }""",
+        w=(16, 1200),
+        v=(16, 900),
     )
 
 
@@ -341,11 +276,8 @@ def test_what_a_suppression_reads_is_compared_in_the_format(tmp_path: Path) -> N
 
 
 def test_integers_are_left_alone(tmp_path: Path) -> None:
-    made = model(
-        [helper.make_node("Gather", ["table", "ids"], ["y"])],
-        [value("ids", [1, 20], TensorProto.INT64)],
-        [value("y", [20, 8])],
-        [weights("table", 100, 8)],
+    made = parsed(
+        "(int64[1, 20] ids) => (float[20, 8] y) { y = Gather (table, ids) }", table=(100, 8)
     )
     found = emulator(made, tmp_path)
     assert found.result().reason is None
@@ -388,18 +320,12 @@ def test_a_cut_behind_the_first_diverging_node_is_proposed(
 def test_an_output_that_changes_by_less_than_a_step_is_sensitive(
     tmp_path: Path, offsets: list[float], is_flat: bool
 ) -> None:
-    made = model(
-        [
-            helper.make_node("Tanh", ["x"], ["t"]),
-            helper.make_node("Mul", ["t", "scale"], ["small"]),
-            helper.make_node("Add", ["small", "offset"], ["y"]),
-        ],
-        [value("x", [1, 16])],
-        [value("y", [1, 16])],
-        [
-            numpy_helper.from_array(np.float32(0.1), "scale"),
-            numpy_helper.from_array(np.array(offsets, np.float32), "offset"),
-        ],
+    made = parsed(
+        """(float[1, 16] x) => (float[1, 16] y) <float scale = {0.1}> {
+            t = Tanh (x)
+            small = Mul (t, scale)
+            y = Add (small, offset) }""",
+        offset=np.array(offsets, np.float32),
     )
     result = emulator(made, tmp_path).result()
     assert result.snr is not None

@@ -12,7 +12,7 @@ from hatch_epcontext.worker.comparison.outputs import (
     natures,
     quantization_steps,
 )
-from tests.models import model, value
+from tests.models import model, parsed, value
 
 
 def chain(*operators: str) -> onnx.ModelProto:
@@ -47,13 +47,11 @@ def test_the_last_operator_that_makes_new_values_says_their_nature(
 
 
 def test_joined_values_have_a_nature_if_all_parts_have_it() -> None:
-    nodes = [
-        helper.make_node("Sigmoid", ["x"], ["a"]),
-        helper.make_node("Softmax", ["x"], ["b"]),
-        helper.make_node("Concat", ["a", "b"], ["units"], axis=0),
-        helper.make_node("Concat", ["a", "x"], ["others"], axis=0),
-    ]
-    made = model(nodes, [value("x", [1, 4])], [value("units", [2, 4]), value("others", [2, 4])])
+    made = parsed("""(float[1, 4] x) => (float[2, 4] units, float[2, 4] others) {
+            a = Sigmoid (x)
+            b = Softmax (x)
+            units = Concat <axis = 0> (a, b)
+            others = Concat <axis = 0> (a, x) }""")
     assert natures(made.graph) == {"units": "unit", "others": "any"}
 
 
@@ -91,14 +89,13 @@ def test_a_quantized_output_has_steps_and_the_nature_of_what_was_quantized() -> 
 
 
 def test_what_depends_on_inputs_is_no_shape() -> None:
-    nodes = [
-        helper.make_node("Shape", ["x"], ["shape"]),
-        helper.make_node("Add", ["x", "one"], ["y"]),
-        helper.make_node("RandomNormalLike", ["x"], ["noise"]),
-    ]
-    one = numpy_helper.from_array(np.ones((1, 4), np.float32), "one")
-    outputs = [value("shape", [2], onnx.TensorProto.INT64), value("y", [1, 4])]
-    made = model(nodes, [value("x", [1, 4])], outputs, [one])
+    made = parsed(
+        """(float[1, 4] x) => (int64[2] shape, float[1, 4] y) {
+            shape = Shape (x)
+            y = Add (x, one)
+            noise = RandomNormalLike (x) }""",
+        one=np.ones((1, 4), np.float32),
+    )
     assert depend_on_inputs(made.graph) == {"y"}
     assert depend_on_chance(made.graph)
     assert not depend_on_chance(chain("Relu").graph)

@@ -26,7 +26,7 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.results import AgreementStatus, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
-from tests.models import model, save, value, weights
+from tests.models import model, parsed, save, value
 from tests.worker.actions.test_compile import MODEL
 from tests.worker.comparison.test_states import lstm
 
@@ -49,14 +49,11 @@ def check(
 
 def table(size: int = 100, *, named: str = "ids") -> onnx.ModelProto:
     """Sums of squares of the rows of a table: what 20 indices choose."""
-    return model(
-        [
-            helper.make_node("Gather", ["table", named], ["rows"]),
-            helper.make_node("ReduceSumSquare", ["rows"], ["y"], axes=[1], keepdims=0),
-        ],
-        [value(named, [1, 20], TensorProto.INT64)],
-        [value("y", [1, 8])],
-        [weights("table", size, 8)],
+    return parsed(
+        f"""(int64[1, 20] {named}) => (float[1, 8] y) {{
+            rows = Gather (table, {named})
+            y = ReduceSumSquare <axes = [1], keepdims = 0> (rows) }}""",
+        table=(size, 8),
     )
 
 
@@ -76,12 +73,7 @@ def clipped(made: onnx.ModelProto, limit: float, node: int = -1) -> onnx.ModelPr
 
 
 def test_a_disagreement_on_large_floats_that_nothing_bounds_is_a_warning(tmp_path: Path) -> None:
-    made = model(
-        [helper.make_node("Mul", ["x", "k"], ["y"])],
-        [value("x", [1, 300])],
-        [value("y", [1, 300])],
-        [numpy_helper.from_array(np.float32(10000), "k")],
-    )
+    made = parsed("(float[1, 300] x) => (float[1, 300] y) <float k = {10000}> { y = Mul (x, k) }")
     spec, expected = referred(made, tmp_path)
     session = open_session(save(clipped(made, 65504), tmp_path / "changed.onnx"), cpu_options())
     runs = [each for each in expected.runs if each.name in ("random", "random at 8")]
@@ -93,15 +85,9 @@ def test_a_disagreement_on_large_floats_that_nothing_bounds_is_a_warning(tmp_pat
 
 
 def test_integers_that_nothing_bounds_are_bytes(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("Cast", ["ids"], ["f"], to=TensorProto.FLOAT),
-            helper.make_node("Mul", ["f", "k"], ["y"]),
-        ],
-        [value("ids", [1, 600], TensorProto.INT64)],
-        [value("y", [1, 600])],
-        [numpy_helper.from_array(np.float32(2), "k")],
-    )
+    made = parsed("""(int64[1, 600] ids) => (float[1, 600] y) <float k = {2}> {
+            f = Cast <to = 1> (ids)
+            y = Mul (f, k) }""")
     spec, expected = referred(made, tmp_path)
     assert expected.facts.guessed == ("ids",)
     fed = expected.feeds["ids"]
@@ -137,9 +123,7 @@ def save_steps(folder: Path, *names: str) -> Path:
 
 
 def test_given_samples_are_all_run_and_eight_of_them_on_the_target(tmp_path: Path) -> None:
-    made = model(
-        [helper.make_node("Relu", ["x"], ["y"])], [value("x", [1, 3])], [value("y", [1, 3])]
-    )
+    made = parsed("(float[1, 3] x) => (float[1, 3] y) { y = Relu (x) }")
     (tmp_path / "samples").mkdir()
     for index in range(10):
         np.savez(tmp_path / "samples" / f"{index}.npz", x=np.full((1, 3), index, np.float32))
@@ -178,14 +162,11 @@ def test_a_given_sample_that_the_model_refuses_is_an_error(tmp_path: Path) -> No
 
 def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:
     def counter(rate: float) -> onnx.ModelProto:
-        return model(
-            [
-                helper.make_node("Mul", ["state", "rate"], ["kept"]),
-                helper.make_node("Add", ["kept", "x"], ["next"]),
-            ],
-            [value("x", [1, 40]), value("state", [1, 40])],
-            [value("next", [1, 40])],
-            [numpy_helper.from_array(np.float32(rate), "rate")],
+        return parsed(
+            """(float[1, 40] x, float[1, 40] state) => (float[1, 40] next) {
+            kept = Mul (state, rate)
+            next = Add (kept, x) }""",
+            rate=np.float32(rate),
         )
 
     spec, expected = referred(
@@ -199,15 +180,10 @@ def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:
 
 
 def test_what_depends_on_chance_is_not_compared(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("RandomNormalLike", ["x"], ["noise"]),
-            helper.make_node("Add", ["x", "noise"], ["y"]),
-            helper.make_node("Relu", ["x"], ["z"]),
-        ],
-        [value("x", [1, 10])],
-        [value("y", [1, 10]), value("z", [1, 10])],
-    )
+    made = parsed("""(float[1, 10] x) => (float[1, 10] y, float[1, 10] z) {
+            noise = RandomNormalLike (x)
+            y = Add (x, noise)
+            z = Relu (x) }""")
     spec, expected = referred(made, tmp_path)
     assert expected.facts.random == ("y",)
     statuses = {a.output: a.status for a in check(made, spec, expected, tmp_path).agreements}
@@ -217,27 +193,15 @@ def test_what_depends_on_chance_is_not_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "reason"),
     [
-        ([helper.make_node("Div", ["x", "zero"], ["y"])], None),
-        (
-            [
-                helper.make_node("Mul", ["x", "zero"], ["n"]),
-                helper.make_node("Div", ["n", "zero"], ["y"]),
-            ],
-            "the CPU's values are NaN or Inf everywhere",
-        ),
-        (
-            [helper.make_node("Mul", ["x", "zero"], ["n"]), helper.make_node("Cos", ["n"], ["y"])],
-            "the CPU's value is 1.0 everywhere, for all inputs",
-        ),
+        ("y = Add (x, zero)", None),
+        ("n = Mul (x, zero) y = Div (n, zero)", "the CPU's values are NaN or Inf everywhere"),
+        ("n = Mul (x, zero) y = Cos (n)", "the CPU's value is 1.0 everywhere, for all inputs"),
     ],
 )
 def test_a_reference_that_proves_nothing_is_inconclusive(
-    tmp_path: Path, nodes: list[onnx.NodeProto], reason: str | None
+    tmp_path: Path, nodes: str, reason: str | None
 ) -> None:
-    zero = numpy_helper.from_array(np.float32(0), "zero")
-    if reason is None:
-        nodes = [helper.make_node("Add", ["x", "zero"], ["y"])]
-    made = model(nodes, [value("x", [1, 10])], [value("y", [1, 10])], [zero])
+    made = parsed(f"(float[1, 10] x) => (float[1, 10] y) <float zero = {{0}}> {{ {nodes} }}")
     spec, expected = referred(made, tmp_path)
     assert expected.facts.inconclusive == ({} if reason is None else {"y": reason})
     (agreement,) = check(made, spec, expected, tmp_path).agreements
@@ -263,18 +227,12 @@ def test_a_sample_in_which_an_output_has_several_values_is_run_on_the_target(
 
 
 def test_the_first_sample_is_one_in_which_scores_say_something(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Abs", ["x"], ["size"]),
-        helper.make_node("ReduceMean", ["size"], ["mean"], axes=[1], keepdims=1),
-        helper.make_node("Sub", ["mean", "limit"], ["above"]),
-        helper.make_node("Mul", ["above", "scale"], ["scaled"]),
-        helper.make_node("Sigmoid", ["scaled"], ["y"]),
-    ]
-    tensors = [
-        numpy_helper.from_array(np.float32(0.9), "limit"),
-        numpy_helper.from_array(np.float32(100), "scale"),
-    ]
-    made = model(nodes, [value("x", [1, 512])], [value("y", [1, 1])], tensors)
+    made = parsed("""(float[1, 512] x) => (float[1, 1] y) <float limit = {0.9}, float scale = {100}> {
+            size = Abs (x)
+            mean = ReduceMean <axes = [1], keepdims = 1> (size)
+            above = Sub (mean, limit)
+            scaled = Mul (above, scale)
+            y = Sigmoid (scaled) }""")
     _, expected = referred(made, tmp_path)
     assert expected.runs[0].name != "random"
     assert expected.runs[0].on_target
@@ -283,22 +241,22 @@ def test_the_first_sample_is_one_in_which_scores_say_something(tmp_path: Path) -
 
 
 def test_a_text_has_no_score(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Sigmoid", ["x"], ["score"]),
-        helper.make_node("Cast", ["score"], ["y"], to=TensorProto.STRING),
-    ]
-    outputs = [value("y", [1, 4], TensorProto.STRING)]
-    _, expected = referred(model(nodes, [value("x", [1, 4])], outputs), tmp_path)
+    _, expected = referred(
+        parsed("""(float[1, 4] x) => (string[1, 4] y) {
+            score = Sigmoid (x)
+            y = Cast <to = 8> (score) }"""),
+        tmp_path,
+    )
     assert expected.runs[0].name == "random"
 
 
 def test_a_constant_that_no_input_decides_is_compared(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Shape", ["x"], ["length"]),
-        helper.make_node("Relu", ["x"], ["y"]),
-    ]
-    outputs = [value("y", [1, 10]), value("length", [2], TensorProto.INT64)]
-    _, expected = referred(model(nodes, [value("x", [1, 10])], outputs), tmp_path)
+    _, expected = referred(
+        parsed("""(float[1, 10] x) => (float[1, 10] y, int64[2] length) {
+            length = Shape (x)
+            y = Relu (x) }"""),
+        tmp_path,
+    )
     assert not expected.facts.inconclusive
 
 
@@ -351,20 +309,14 @@ BROKEN = [
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_model_that_is_broken_on_purpose_fails(tmp_path: Path, fault: str) -> None:
-    made = model(
-        [
-            helper.make_node("Gemm", ["x", "w", "b"], ["hidden"]),
-            helper.make_node("Mul", ["hidden", "scale"], ["large"]),
-            helper.make_node("MatMul", ["large", "v"], ["y"]),
-        ],
-        [value("x", [6, 8])],
-        [value("y", [6, 6])],
-        [
-            weights("w", 8, 16),
-            weights("b", 16),
-            weights("v", 16, 6),
-            numpy_helper.from_array(np.float32(400000), "scale"),
-        ],
+    made = parsed(
+        """(float[6, 8] x) => (float[6, 6] y) <float scale = {400000}> {
+            hidden = Gemm (x, w, b)
+            large = Mul (hidden, scale)
+            y = MatMul (large, v) }""",
+        w=(8, 16),
+        b=(16,),
+        v=(16, 6),
     )
     spec, expected = referred(made, tmp_path)
     assert not differences(check(made, spec, expected, tmp_path).agreements)

@@ -12,7 +12,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.worker.comparison.run_errors import source_failed
 from tests.conftest import newer_runtime
-from tests.models import model, value, weights
+from tests.models import model, parsed, value, weights
 
 I64 = TensorProto.INT64
 
@@ -27,15 +27,12 @@ def problem(made: onnx.ModelProto, **feeds: object) -> Problem:
 
 
 def test_the_node_its_input_and_what_to_set_are_named() -> None:
-    made = model(
-        [
-            helper.make_node("Add", ["sid", "one"], ["next"], "add"),
-            helper.make_node("Gather", ["table", "next"], ["row"], "choose"),
-            helper.make_node("Mul", ["row", "x"], ["y"], "times"),
-        ],
-        [value("x", [1, 3]), value("sid", [1], I64)],
-        [value("y", [1, 3])],
-        [weights("table", 7, 3), numpy_helper.from_array(np.array([1]), "one")],
+    made = parsed(
+        """(float[1, 3] x, int64[1] sid) => (float[1, 3] y) <int64[1] one = {1}> {
+            [add] next = Add (sid, one)
+            [choose] row = Gather (table, next)
+            [times] y = Mul (row, x) }""",
+        table=(7, 3),
     )
     found = problem(made, x=np.ones((1, 3), np.float32), sid=[9])
     assert found.kind is Kind.SOURCE_FAILED
@@ -67,16 +64,11 @@ def test_a_type_that_no_node_of_the_cpu_takes_is_named() -> None:
 
 
 def test_the_node_inside_a_branch_is_named() -> None:
-    choose = helper.make_node("Gather", ["table", "i"], ["t"], "inner")
-    then = helper.make_graph([choose], "then", [], [value("t", [2, 3])])
-    other = helper.make_graph(
-        [helper.make_node("Identity", ["x"], ["e"])], "else", [], [value("e", [2, 3])]
-    )
-    made = model(
-        [helper.make_node("If", ["c"], ["y"], "outer", then_branch=then, else_branch=other)],
-        [value("x", [2, 3]), value("i", [2], I64), value("c", [], TensorProto.BOOL)],
-        [value("y", [2, 3])],
-        [weights("table", 7, 3)],
+    made = parsed(
+        """(float[2, 3] x, int64[2] i, bool c) => (float[2, 3] y) {
+            [outer] y = If <then_branch = then () => (float[2, 3] t) { [inner] t = Gather (table, i) },
+                 else_branch = other () => (float[2, 3] e) { e = Identity (x) }> (c) }""",
+        table=(7, 3),
     )
     found = problem(made, x=np.ones((2, 3), np.float32), i=[9, 9], c=True)
     assert "'inner' (Gather)" in found.message
@@ -84,7 +76,7 @@ def test_the_node_inside_a_branch_is_named() -> None:
 
 
 def test_a_message_without_a_known_node_is_shown_as_it_is() -> None:
-    made = model([helper.make_node("Relu", ["x"], ["y"])], [value("x", [1])], [value("y", [1])])
+    made = parsed("(float[1] x) => (float[1] y) { y = Relu (x) }")
     spec = Model("a", Path("a.onnx"), Key(("models", 0)))
     found = source_failed(spec, made, RuntimeError("std::bad_alloc"))
     assert found.message == "the source model itself cannot be run on the CPU: std::bad_alloc"
@@ -128,11 +120,8 @@ def test_open_sizes_that_do_not_fit_are_to_be_given() -> None:
 
 
 def test_a_node_in_another_memory_layout_is_named() -> None:
-    made = model(
-        [helper.make_node("Conv", ["x", "w"], ["c"], "conv")],
-        [value("x", [1, 1, "h", "w_"])],
-        [value("c", [1, 8, None, None])],
-        [weights("w", 8, 1, 3, 3)],
+    made = parsed(
+        "(float[1, 1, h, w_] x) => (float[1, 8, ?, ?] c) { [conv] c = Conv (x, w) }", w=(8, 1, 3, 3)
     )
     spec = Model("a", Path("a.onnx"), Key(("models", 0)), shapes={"x": (1, 1, 2, 2)})
     error = RuntimeError("running Conv node. Name:'c_nchwc' Status Message: Invalid shape")
@@ -166,12 +155,8 @@ def test_where_values_decide_sizes_other_values_may_help(decides: str) -> None:
 
 @newer_runtime
 def test_open_dimensions_without_a_size_are_the_likely_cause() -> None:
-    made = model(
-        [helper.make_node("Pad", ["x", "pads"], ["y"], "pad", mode="reflect")],
-        [value("x", [None, "time"])],
-        [value("y", [None, "t"])],
-        [numpy_helper.from_array(np.array([0, 1, 0, 1]), "pads")],
-    )
+    made = parsed("""(float[?, time] x) => (float[?, t] y) <int64[4] pads = {0, 1, 0, 1}>
+        { [pad] y = Pad <mode = "reflect"> (x, pads) }""")
     found = problem(made, x=np.ones((1, 1), np.float32))
     assert "Open dimensions of the input 'x' have no size in the configuration" in found.message
     assert found.key == Key(("models", 0, "shapes"))

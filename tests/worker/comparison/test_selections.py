@@ -31,7 +31,7 @@ from hatch_epcontext.worker.comparison.suppression import expose_reads
 from hatch_epcontext.worker.results import differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
-from tests.models import model, value
+from tests.models import model, parsed, value
 
 HALF = Tolerance(20, 0.99, unit=0.1)
 CANDIDATES, CLASSES, KEPT = 400, 3, 50
@@ -66,8 +66,8 @@ def head(form: Form) -> onnx.ModelProto:
                 node("ReduceMax", ["all"], ["best"], axes=[2], keepdims=0),
                 node("TopK", ["best", "kept"], ["unused", "first"], axis=1),
                 node("Unsqueeze", ["first", "last"], ["first column"]),
-                node("Tile", ["first column", "by classes"], ["first rows"]),
-                node("Tile", ["first column", "by 4"], ["first boxes"]),
+                node("Tile", ["first column", "by_classes"], ["first rows"]),
+                node("Tile", ["first column", "by_4"], ["first boxes"]),
                 node("GatherElements", ["all", "first rows"], ["some"], axis=1),
                 node("GatherElements", ["boxes", "first boxes"], ["some boxes"], axis=1),
             ]
@@ -80,11 +80,11 @@ def head(form: Form) -> onnx.ModelProto:
         ]
     if form == "by number":
         nodes += [node("Gather", [rows, "row"], ["gathered"], axis=1)]
-        nodes += [node("Squeeze", ["gathered", "first axis"], ["chosen"])]
+        nodes += [node("Squeeze", ["gathered", "first_axis"], ["chosen"])]
     else:
         nodes += [
             node("Unsqueeze", ["row", "last"], ["column"]),
-            node("Tile", ["column", "by 4"], ["tiled"]),
+            node("Tile", ["column", "by_4"], ["tiled"]),
             node("GatherElements", [rows, "tiled"], ["chosen"], axis=1),
         ]
     inputs = [value("boxes", [1, CANDIDATES, 4]), value("logits", [1, CANDIDATES, CLASSES])]
@@ -92,9 +92,9 @@ def head(form: Form) -> onnx.ModelProto:
         integers("kept", KEPT),
         integers("count", CLASSES),
         integers("last", 2),
-        integers("first axis", 0),
-        integers("by 4", 1, 1, 4),
-        integers("by classes", 1, 1, CLASSES),
+        integers("first_axis", 0),
+        integers("by_4", 1, 1, 4),
+        integers("by_classes", 1, 1, CLASSES),
     ]
     if form == "several outputs":
         outputs = [
@@ -104,10 +104,10 @@ def head(form: Form) -> onnx.ModelProto:
         ]
         return model(nodes, inputs, outputs, stored)
     nodes += [
-        node("Unsqueeze", ["scores", "last"], ["score column"]),
-        node("Unsqueeze", ["classes", "last"], ["class column"]),
-        node("Cast", ["class column"], ["class floats"], to=TensorProto.FLOAT),
-        node("Concat", ["chosen", "score column", "class floats"], ["y"], axis=-1),
+        node("Unsqueeze", ["scores", "last"], ["score_column"]),
+        node("Unsqueeze", ["classes", "last"], ["class_column"]),
+        node("Cast", ["class_column"], ["class floats"], to=TensorProto.FLOAT),
+        node("Concat", ["chosen", "score_column", "class floats"], ["y"], axis=-1),
     ]
     return model(nodes, inputs, [value("y", [1, KEPT, 6])], stored)
 
@@ -288,9 +288,8 @@ def test_the_reference_of_a_file_has_the_selections(tmp_path: Path) -> None:
 
 
 def test_the_values_and_numbers_of_a_topk_are_a_selection() -> None:
-    nodes = [helper.make_node("TopK", ["x", "k"], ["values", "numbers"])]
-    outputs = [value("values", [2, 5]), value("numbers", [2, 5], TensorProto.INT64)]
-    made = model(nodes, [value("x", [2, 50])], outputs, [integers("k", 5)])
+    made = parsed("""(float[2, 50] x) => (float[2, 5] values, int64[2, 5] numbers) <int64[1] k = {5}>
+        { values, numbers = TopK (x, k) }""")
     (selection,) = selections(made).rows
     assert selection.candidates == "x"
     assert selection.classes is not None
@@ -348,23 +347,19 @@ def test_candidates_of_other_shapes_are_not_compared_with(shape: tuple[int, ...]
 
 
 def test_other_uses_of_a_topk_are_no_selections() -> None:
-    nodes = [
-        helper.make_node("TopK", ["x", "k"], ["values", "numbers"]),
-        helper.make_node("Relu", ["values"], ["y"]),
-    ]
-    made = model(nodes, [value("x", [2, 50])], [value("y", [2, 5])], [integers("k", 5)])
+    made = parsed("""(float[2, 50] x) => (float[2, 5] y) <int64[1] k = {5}> {
+            values, numbers = TopK (x, k)
+            y = Relu (values) }""")
     assert selections(made) == Selections()
 
 
 @pytest.mark.parametrize("operator", ["ArgMax", "ArgMin"])
 def test_the_numbers_of_the_largest_are_a_choice(operator: str) -> None:
-    nodes = [
-        helper.make_node("Relu", ["x"], ["scores"]),
-        helper.make_node(operator, ["scores"], ["numbers"], axis=1, keepdims=1),
-        helper.make_node("Flatten", ["numbers"], ["flat"]),
-        helper.make_node("Cast", ["flat"], ["y"], to=TensorProto.INT32),
-    ]
-    made = model(nodes, [value("x", [1, 5, 8, 8])], [value("y", [1, 64], TensorProto.INT32)])
+    made = parsed(f"""(float[1, 5, 8, 8] x) => (int32[1, 64] y) {{
+            scores = Relu (x)
+            numbers = {operator} <axis = 1, keepdims = 1> (scores)
+            flat = Flatten (numbers)
+            y = Cast <to = 6> (flat) }}""")
     found = selections(made)
     assert found == Selections((), (IndexOutput("y", "scores", 1, operator == "ArgMin"),))
     assert found.values == {"scores"}
@@ -468,22 +463,22 @@ def suppression(outputs: str) -> onnx.ModelProto:
         node("Split", ["x", "sizes"], ["corners", "extents", "logits"], axis=2),
         node("Add", ["corners", "extents"], ["ends"]),
         node("Concat", ["corners", "ends"], ["boxes"], axis=2),
-        node("Sigmoid", ["logits"], ["by box"]),
-        node("Transpose", ["by box"], ["by class"], perm=[0, 2, 1]),
-        node("NonMaxSuppression", ["boxes", "by class", "most", "overlap", "least"], ["rows"]),
+        node("Sigmoid", ["logits"], ["by_box"]),
+        node("Transpose", ["by_box"], ["by_class"], perm=[0, 2, 1]),
+        node("NonMaxSuppression", ["boxes", "by_class", "most", "overlap", "least"], ["rows"]),
         node("Gather", ["rows", "second"], ["classes"], axis=1),
-        node("Cast", ["classes"], ["class column"], to=TensorProto.FLOAT),
-        node("Gather", ["rows", "box columns"], ["places"], axis=1),
+        node("Cast", ["classes"], ["class_column"], to=TensorProto.FLOAT),
+        node("Gather", ["rows", "box_columns"], ["places"], axis=1),
         node("GatherND", ["boxes", "places"], ["chosen"]),
-        node("GatherND", ["by class", "rows"], ["scores"]),
-        node("Unsqueeze", ["scores", "second"], ["score column"]),
-        node("Concat", ["chosen", "score column", "class column"], ["y"], axis=1),
+        node("GatherND", ["by_class", "rows"], ["scores"]),
+        node("Unsqueeze", ["scores", "second"], ["score_column"]),
+        node("Concat", ["chosen", "score_column", "class_column"], ["y"], axis=1),
     ]
     stored = [
         integers("sizes", 2, 2, CLASSES),
         integers("most", 100),
         integers("second", 1),
-        integers("box columns", 0, 2),
+        integers("box_columns", 0, 2),
         numpy_helper.from_array(np.array([0.5], np.float32), "overlap"),
         numpy_helper.from_array(np.array([0.2], np.float32), "least"),
     ]
@@ -563,7 +558,7 @@ def boxes_of_others(x: Numbers) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "read"),
-    [(narrow_boxes, "boxes"), (boxes_of_others, "boxes"), (one_wrong_class, "by class")],
+    [(narrow_boxes, "boxes"), (boxes_of_others, "boxes"), (one_wrong_class, "by_class")],
 )
 def test_wrong_boxes_and_scores_before_a_suppression_fail(
     suppressing: Suppressing, fault: Callable[[Numbers], None], read: str
@@ -614,8 +609,8 @@ def test_the_reference_of_a_file_has_what_is_behind_a_suppression(
     written = write_reference(suppressing.expected, tmp_path / "reference")
     read = read_reference(written).facts
     assert read == suppressing.expected.facts
-    assert read.selections.reads == ("boxes", "by class")
-    assert read.natures["by class"] == "unit"
+    assert read.selections.reads == ("boxes", "by_class")
+    assert read.natures["by_class"] == "unit"
 
 
 def test_a_rest_that_reads_an_input_is_not_computed_apart() -> None:

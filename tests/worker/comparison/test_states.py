@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError
 from hatch_epcontext.worker.comparison.states import first_states, state_pairs
-from tests.models import model, value, weights
+from tests.models import model, parsed, value, weights
 
 KEY = Key(("states",))
 
@@ -67,52 +66,34 @@ def test_the_states_of_a_layer_are_found() -> None:
     ],
 )
 def test_states_of_single_operators_are_found_by_their_names(first: str, last: str) -> None:
-    made = model(
-        [helper.make_node("Add", ["x", first], [last])],
-        [value("x", [1, 4]), value(first, [1, 4])],
-        [value(last, [1, 4])],
-    )
+    made = parsed(f"""(float[1, 4] x, float[1, 4] {first}) => (float[1, 4] {last})
+        {{ {last} = Add (x, {first}) }}""")
     assert state_pairs(made, {}, KEY) == {first: last}
     # A picture that goes in and comes out is none, nor is a state of another size.
     for wrong, size in (("image", 4), (last, 5)):
         names = ("image_in", "image_out") if wrong == "image" else (first, wrong)
-        made = model(
-            [helper.make_node("Identity", ["x"], [names[1]])],
-            [value("x", [1, size]), value(names[0], [1, 4])],
-            [value(names[1], [1, size])],
-        )
+        made = parsed(f"""(float[1, {size}] x, float[1, 4] {names[0]}) => (float[1, {size}] {names[1]})
+        {{ {names[1]} = Identity (x) }}""")
         assert state_pairs(made, {}, KEY) == {}
 
 
 def test_the_cells_of_single_operators_are_found() -> None:
-    node = helper.make_node
-    nodes = [
-        node("Sigmoid", ["x"], ["keep"]),
-        node("Tanh", ["x"], ["new"]),
-        node("Squeeze", ["input_5"], ["before"]),
-        node("Mul", ["keep", "before"], ["kept"]),
-        node("Mul", ["keep", "new"], ["added"]),
-        node("Add", ["kept", "added"], ["cell"]),
-        node("Unsqueeze", ["cell", "axis"], ["stack_5"]),
-        # A mask keeps something of what it is for, and is no state.
-        node("Mul", ["keep", "x"], ["masked"]),
-    ]
-    axis = numpy_helper.from_array(np.array([0]), "axis")
-    made = model(
-        nodes,
-        [value("x", [4]), value("input_5", [1, 4])],
-        [value("stack_5", [1, 4]), value("masked", [4])],
-        [axis],
-    )
+    made = parsed("""(float[4] x, float[1, 4] input_5) =>
+        (float[1, 4] stack_5, float[4] masked) <int64[1] axis = {0}> {
+            keep = Sigmoid (x)
+            new = Tanh (x)
+            before = Squeeze (input_5)
+            kept = Mul (keep, before)
+            added = Mul (keep, new)
+            cell = Add (kept, added)
+            stack_5 = Unsqueeze (cell, axis)
+            masked = Mul (keep, x) }""")
     assert state_pairs(made, {}, KEY) == {"input_5": "stack_5"}
 
 
 def test_only_layers_have_states_unless_they_are_given() -> None:
-    made = model(
-        [helper.make_node("Add", ["x", "state"], ["next"])],
-        [value("x", [1, 4]), value("state", [1, 4])],
-        [value("next", [1, 4])],
-    )
+    made = parsed("""(float[1, 4] x, float[1, 4] state) => (float[1, 4] next)
+        { next = Add (x, state) }""")
     assert state_pairs(made, {}, KEY) == {}
     assert state_pairs(made, {"state": "next"}, KEY) == {"state": "next"}
 
