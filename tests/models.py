@@ -62,12 +62,10 @@ def parsed(
     made: onnx.ModelProto = onnx.parser.parse_model(
         f"<ir_version: {ir_version}, opset_import: [{', '.join(opsets)}]> graph {text}"
     )
-    made.graph.initializer.extend(
-        weights(name, *each)
-        if isinstance(each, tuple)
-        else numpy_helper.from_array(np.asarray(each), name)
-        for name, each in stored.items()
-    )
+    for name, each in reversed(stored.items()):
+        array = numpy_helper.from_array(np.asarray(each), name)
+        # Before those of the text.
+        made.graph.initializer.insert(0, weights(name, *each) if isinstance(each, tuple) else array)
     if check:
         onnx.checker.check_model(made)
     return made
