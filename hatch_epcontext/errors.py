@@ -424,10 +424,9 @@ class WheelError(EpcontextError):
 
 
 class DownloadError(Exception):
-    """A file that cannot be downloaded; the text says why, ``hint`` what to do, and ``key`` what names it."""
+    """A file that cannot be downloaded; the text says why, and ``hint`` what to do."""
 
     def __init__(self, reason: str, hint: str, kind: Kind = Kind.NOT_DOWNLOADED) -> None:
         super().__init__(reason)
         self.hint = hint
         self.kind = kind
-        self.key = "url"

@@ -50,7 +50,7 @@ def download_models(
         try:
             Downloads(Store(root), config.offline, log, beat).run(model.download, config.root)
         except DownloadError as error:
-            problems.append(Problem.at(model.key / error.key, error.kind, str(error), error.hint))
+            problems.append(Problem.at(model.key / "url", error.kind, str(error), error.hint))
     if problems:
         raise BuildError(*problems)
 
@@ -79,13 +79,8 @@ class Downloads:
                 own = download.folder(self.store.root) / name
                 shipped = project / download.place_in_sdist / name
                 limit = MAX_BYTES if name in download.data else PROTOBUF_LIMIT
-                try:
-                    self.get(
-                        beside(download.url, name), parts / name, digest, limit, [own, shipped]
-                    )
-                except DownloadError as error:
-                    error.key = "data" if name in download.data else "url"
-                    raise
+                url = beside(download.url, name)
+                self.get(url, parts / name, digest, limit, [own, shipped])
             self.keep(download, parts)
 
     def _has(self, download: Download) -> bool:
@@ -128,12 +123,11 @@ class Downloads:
 
         ``near``: files of this machine that are copied if they have that hash.
         """
-        from hatch_epcontext.jobs import web
-
         part.parent.mkdir(parents=True, exist_ok=True)
-        hub = hub_file(url)
+        if os.path.lexists(part) and (part.is_symlink() or not is_regular(part)):
+            raise DownloadError(f"{part} is no regular file.", "Remove it.")
         # The part may be whole: then the last build was ended before it had all parts.
-        for file in (part, *near, *([web.hub_cached(hub)] if hub else ())):
+        for file in (part, *near):
             if digest and is_regular(file) and file_sha256(file) == digest:
                 if file != part:
                     shutil.copyfile(file, part)

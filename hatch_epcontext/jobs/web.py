@@ -74,19 +74,6 @@ def hub_url(file: HubFile, *, api: bool = False) -> str:
     return f"{hub_endpoint()}/{file.repo}/resolve/{revision}/{urllib.parse.quote(file.path)}"
 
 
-def hub_cached(file: HubFile) -> Path:
-    """Where the hub's own library keeps a file."""
-    repository = _hub_path("HF_HUB_CACHE", "hub") / f"models--{file.repo.replace('/', '--')}"
-    return repository / "snapshots" / str(file.revision) / file.path
-
-
-def _hub_path(variable: str, name: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
-    # Without a home folder it stays as it is, and nothing is there.
-    return Path(os.path.expanduser(os.environ.get(variable) or f"{home}/{name}"))  # noqa: PTH111
-
-
 def read(url: str) -> bytes:
     """The document at ``url``; raises DownloadError."""
     with tempfile.TemporaryDirectory() as folder:
@@ -247,9 +234,15 @@ def _private_headers(url: str) -> Mapping[str, str]:
         return {}
     if not _is_hub(url):
         return _netrc_headers(parts.hostname or "")
-    token = os.environ.get("HF_TOKEN", "").strip()
-    with contextlib.suppress(OSError, UnicodeError):
-        token = token or _hub_path("HF_TOKEN_PATH", "token").read_text(encoding="utf-8").strip()
+    token, cache = (
+        os.environ.get("HF_TOKEN", "").strip(),
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache",
+    )
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    # Without a home folder it raises a RuntimeError.
+    with contextlib.suppress(OSError, UnicodeError, RuntimeError):
+        file = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
+        token = token or file.read_text(encoding="utf-8").strip()
     if not (token.isascii() and token.isprintable()):
         hint = "Set HF_TOKEN again, or remove it."
         raise DownloadError("the token for the hub has characters that no token has", hint)

@@ -57,17 +57,14 @@ def pin(text: str, downloads: Downloads) -> tuple[str, list[Pinned]]:
     """
     problems, pins = list[Problem](), dict[int, Pinned]()
     for index, table in enumerate(parse(text)["tool"]["epcontext"]["models"]):
-        if (
-            not isinstance(table, dict)
-            or "url" not in table
-            or _is_pinned(table, downloads.store.root)
-        ):
+        url = table.get("url") if isinstance(table, dict) else None
+        if url is None or _is_pinned(table, downloads.store.root):
             continue
-        key = Key(("models", index), table["url"], table.get("name"))
+        key = Key(("models", index), url, table.get("name"))
         try:
-            pins[index] = pinned = pin_location(table["url"], downloads, table)
+            pins[index] = pinned = pin_location(url, downloads, table)
         except DownloadError as error:
-            problems.append(Problem.at(key / error.key, error.kind, str(error), error.hint))
+            problems.append(Problem.at(key / "url", error.kind, str(error), error.hint))
             continue
         if table.get("data", pinned.download.data) != pinned.download.data:
             message = "does not have the files of the model's external data."

@@ -16,7 +16,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 
-from hatch_epcontext.config.location import Download
+from hatch_epcontext.config.location import LAYOUT, Download
 from hatch_epcontext.jobs.processes.running import worker_environment
 from hatch_epcontext.plugin import EpcontextBuildHook
 from tests.hub import COMMIT, TOKEN, Hub, model_hub, sha256
@@ -180,7 +180,7 @@ def test_a_build_from_the_cache_needs_no_model_unless_it_ships_it(hub: Hub, tmp_
     project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
     build(project, cache, "-w")
     with_source = wheel(project)
-    shutil.rmtree(cache / "models")
+    shutil.rmtree(cache / LAYOUT / "models")
     assert "EPC220" in build(project, cache, "-w", fails=True, FROM_CACHE="all", OFFLINE="1")
     build(project, cache, "-w", FROM_CACHE="all")
     assert wheel(project) == with_source
@@ -189,7 +189,7 @@ def test_a_build_from_the_cache_needs_no_model_unless_it_ships_it(hub: Hub, tmp_
     file.write_text(text, encoding="utf-8")
     build(project, cache, "-w")
     without_source = wheel(project)
-    shutil.rmtree(cache / "models")
+    shutil.rmtree(cache / LAYOUT / "models")
     hub.requests.clear()
     build(project, cache, "-w", FROM_CACHE="all", OFFLINE="1")
     assert wheel(project) == without_source
@@ -211,7 +211,7 @@ def test_a_cut_model_is_taken_from_the_cache_of_this_machine(hub: Hub, tmp_path:
     build(project, cache, "-w", FROM_CACHE="all", OFFLINE="1")
     assert wheel(project) == first
     # What is cut is compared with what was cut before.
-    shutil.rmtree(cache / "models")
+    shutil.rmtree(cache / LAYOUT / "models")
     assert "EPC220" in build(project, cache, "-w", fails=True, FROM_CACHE="all", OFFLINE="1")
     build(project, cache, "-w", FROM_CACHE="all")
     assert wheel(project) == first
@@ -239,7 +239,7 @@ def test_an_editable_install_from_the_cache_has_a_copy_too(
     text = file.read_text(encoding="utf-8").replace('fallback = "source"\n', "")
     file.write_text(text, encoding="utf-8")
     build(project, cache, "-w")
-    shutil.rmtree(cache / "models")
+    shutil.rmtree(cache / LAYOUT / "models")
     monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(cache))
     monkeypatch.setenv("HATCH_EPCONTEXT_FROM_CACHE", "all")
     builder = WheelBuilder(str(project), plugin_manager=PluginManager())
