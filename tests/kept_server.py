@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.jobs.processes.forks import ForkServer
+from hatch_epcontext.jobs.processes.forks import Fork, ForkServer
 from hatch_epcontext.jobs.processes.running import worker_environment
 
 Variables = frozenset[tuple[str, str]]
@@ -25,17 +25,15 @@ class _KeptServer(ForkServer):
     def close(self) -> None:
         """Leave it to the next build."""
 
-    def give_up(self) -> None:
-        self._process.kill()
-        self.end()
-
     def end(self) -> None:
         """End it, and all its workers."""
+        if self.is_stuck:
+            self._process.kill()
         super().close()
 
     @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
+    def is_usable(self) -> bool:
+        return not self.is_stuck and self._process.poll() is None
 
 
 class KeptServers:
@@ -46,25 +44,26 @@ class KeptServers:
         self._lock = threading.Lock()
         self._servers: dict[tuple[Variables, tuple[str, ...]], _KeptServer] = {}
 
-    def get(self, log: Path | None = None, providers: tuple[str, ...] = ()) -> ForkServer:
-        """The server for the variables of this moment and ``providers``, started if there is none.
-
-        It forks also the workers that would have a server of their own, with a ``log``.
-        """
+    def get(self, providers: tuple[str, ...] = ()) -> ForkServer:
+        """The server for the variables of this moment and ``providers``, started if there is none."""
         key = (inherited(), providers)
         with self._lock:
             server = self._servers.get(key)
-            if server is not None and server.has_ended:
+            if server is not None and not server.is_usable:
                 server.end()
                 server = None
             if server is None:
-                server = self._servers[key] = _KeptServer(providers=providers)
+                server = self._servers[key] = _KeptServer(providers)
             return server
+
+    def fork(self, log_path: Path, memory_limit: int | None) -> Fork:
+        """A fork in place of a fresh interpreter."""
+        return self.get().start()
 
     def end(self, *but: Variables) -> None:
         """End all of them but those for the variables ``but``."""
         with self._lock:
-            for key in [each for each in self._servers if each[0] not in but]:
+            for key in [key for key in self._servers if key[0] not in but]:
                 self._servers.pop(key).end()
 
 

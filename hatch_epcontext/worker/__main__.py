@@ -1,7 +1,6 @@
 """``python -m hatch_epcontext.worker``: answer the requests in lines of standard input, one by one.
 
-Each line is a list in JSON: the action, the request as text, its folder, and flags. Lines of standard output
-report the steps, the reply and its code: see `hatch_epcontext.worker.protocol`.
+The lines of standard output are those of `hatch_epcontext.worker.protocol`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
-import json
 import os
 import queue
 import signal
@@ -23,19 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.errors import AccidentError, EpcontextError, Kind, LibraryError, Problem
-from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.serialize import from_json, from_plain, to_json
 from hatch_epcontext.system import is_refusal, system_problem
-from hatch_epcontext.worker.progress import report_to
+from hatch_epcontext.worker.progress import report_in
 from hatch_epcontext.worker.protocol import (
-    ANSWERED,
-    DONE,
-    FAILED,
+    FAILURE,
     LOG,
-    MEMORY_LIMIT,
     NO_TELEMETRY,
+    READY,
     REPLY,
     TEMPORARY,
-    VERBOSE,
+    Order,
 )
 from hatch_epcontext.worker.requests import REQUESTS, Failure
 
@@ -43,8 +39,30 @@ _INFO = 1
 """ONNX Runtime's log severity for everything but messages for its own developers."""
 
 
-def _answer(action: str, request: Any, *, verbose: bool) -> Any:
-    handler = importlib.import_module(f"hatch_epcontext.worker.actions.{action}")
+def serve(orders: Iterable[bytes], send: Callable[[bytes], object]) -> int:
+    """Answer the requests of ``orders``; ``send`` gets the lines for each.
+
+    Returns the exit code of this process.
+    """
+    # Python's own output at its start may not end with a line break.
+    send(b"\n%b\n" % READY)
+    for line in orders:
+        order = from_json(line, Order)
+        _begin(order)
+        try:
+            word, reply = REPLY, answer(order)
+        except Exception as exception:
+            error = _explained(exception)
+            word, reply = FAILURE, Failure(type(error).__name__, error.problems)
+        _flush()
+        send(b"%b %b%b\n" % (word, to_json(reply, indent=None).encode(), READY))
+    return 0
+
+
+def answer(order: Order) -> Any:
+    """The reply to a request; raises what its action raises."""
+    request = from_plain(order.request, REQUESTS[order.action])
+    handler = importlib.import_module(f"hatch_epcontext.worker.actions.{order.action}")
     # Not imported, because `inspect` works without ONNX Runtime.
     runtime: Any = sys.modules.get("onnxruntime")
     if (
@@ -54,35 +72,34 @@ def _answer(action: str, request: Any, *, verbose: bool) -> Any:
     ):
         # Some builds for Windows ignore the variable. They have already sent an event.
         runtime.disable_telemetry_events()
-    if verbose and runtime is not None:
+    if order.verbose and runtime is not None:
         runtime.set_default_logger_severity(_INFO)
     return handler.handle(request)
 
 
-def _limit_memory(size: int) -> None:
-    if sys.platform == "linux":
-        import resource
-
-        # Not the address space: the libraries of EPs reserve much of it and use little.
-        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-
-
-def answer(action: str, text: str, *flags: str) -> tuple[str, int]:
-    """The reply to the request ``text``, both as JSON, and its code."""
+def _begin(order: Order) -> None:
+    """Make the order's folder the working directory, redirect all output to the log there, and limit the
+    memory.
+    """
+    os.chdir(order.folder)
+    report_in(order.folder)
+    os.environ.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(order.folder / TEMPORARY)))
+    # This process, or the forked one, may have cached the folder for temporary files.
+    tempfile.tempdir = None
+    # On Windows C would also translate line ends, and an empty line would follow each line.
+    binary = getattr(os, "O_BINARY", 0)
+    log = os.open(order.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | binary, 0o666)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
     if sys.version_info >= (3, 14):
         # The C stack has more lines than an error shows of a log, and the reason is above it.
         faulthandler.enable(c_stack=False)
-    for flag in flags:
-        if flag.startswith(MEMORY_LIMIT):
-            _limit_memory(int(flag.removeprefix(MEMORY_LIMIT)))
-    request = from_json(text, REQUESTS[action])
-    try:
-        reply = _answer(action, request, verbose=VERBOSE in flags)
-    except Exception as exception:
-        error = _explained(exception)
-        failure = Failure(type(error).__name__, error.problems)
-        return to_json(failure, indent=None), FAILED
-    return to_json(reply, indent=None), DONE
+    if sys.platform == "linux" and order.memory_limit is not None:
+        import resource
+
+        # Not the address space: the libraries of EPs reserve much of it and use little.
+        resource.setrlimit(resource.RLIMIT_DATA, (order.memory_limit,) * 2)
 
 
 def _explained(error: Exception) -> EpcontextError:
@@ -109,36 +126,7 @@ def _is_of_onnx_runtime(error: Exception) -> bool:
     return type(error).__module__.startswith("onnxruntime.") or inside
 
 
-def serve(orders: Iterable[bytes], send: Callable[[bytes], object]) -> int:
-    """Answer the requests of ``orders``; ``send`` gets the lines for each.
-
-    Returns the exit code of this process.
-    """
-    for order in orders:
-        report_to(send)
-        action, text, folder, *flags = json.loads(order)
-        _begin(Path(folder))
-        reply, code = answer(action, text, *flags)
-        flush()
-        send(b"%b %b\n%b %d\n" % (REPLY, reply.encode(), ANSWERED, code))
-    return 0
-
-
-def _begin(folder: Path) -> None:
-    """Make ``folder`` the working directory, and redirect all output to the log there."""
-    os.chdir(folder)
-    os.environ.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / TEMPORARY)))
-    # This process, or the forked one, may have cached the folder for temporary files.
-    tempfile.tempdir = None
-    # On Windows C would also translate line ends, and an empty line would follow each line.
-    binary = getattr(os, "O_BINARY", 0)
-    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | binary, 0o666)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.close(log)
-
-
-def flush() -> None:
+def _flush() -> None:
     """Write what Python and C have not yet written: this process may be killed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -154,32 +142,30 @@ def _orders(descriptor: int) -> Iterator[bytes]:
         # reads standard input, because it gets its type (numpy 24290, CPython 78961).
         yield from lines
         return
-    found = queue.SimpleQueue[bytes]()
+    unanswered = queue.SimpleQueue[bytes]()
 
     def read() -> None:
         for line in lines:
-            found.put(line)
+            unanswered.put(line)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        yield found.get()
+        yield unanswered.get()
 
 
 def _main() -> int:
     # Not inherited by the processes that a vendor's library starts.
-    orders, answers = os.dup(0), os.dup(1)
+    orders, messages = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    with os.fdopen(answers, "wb") as file:
+    with os.fdopen(messages, "wb") as file:
 
         def send(lines: bytes) -> None:
             file.write(lines)
             file.flush()
 
-        # Python's own output at its start may not end with a line break.
-        send(b"\n")
         return serve(_orders(orders), send)
 
 

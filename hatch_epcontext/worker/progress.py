@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from pathlib import Path
 
 from hatch_epcontext.worker.protocol import STEP
 
-_listeners: list[Callable[[bytes], object]] = []
-_last: list[str] = []
+_reported: list[tuple[Path, str]] = []
+"""The file for the step, and the last step in it."""
 
 
-def report_to(send: Callable[[bytes], object]) -> None:
-    """Send a line for each `step` to ``send``."""
-    _listeners[:] = [send]
-    _last.clear()
+def report_in(folder: Path) -> None:
+    """Write each `step` into a file in ``folder``: the build reads it only if it needs it."""
+    _reported[:] = [(folder / STEP, "")]
 
 
 def step(text: str) -> None:
     """Report the step that begins, such as ``"opening the source model on the CPU"``."""
-    # Repeated runs of a model are not reported again: a run takes less time than a report.
-    if [text] == _last:
-        return
-    _last[:] = [text]
-    for send in _listeners:
-        # The build may have ended.
-        with contextlib.suppress(OSError):
-            send(STEP + b" " + " ".join(text.split()).encode(errors="replace") + b"\n")
+    for file, last in _reported:
+        # Repeated runs of a model are not reported again: a run takes less time than a report.
+        if text != last:
+            _reported[:] = [(file, text)]
+            # The build may have ended, or the disk may be full.
+            with contextlib.suppress(OSError):
+                file.write_text(" ".join(text.split()), "utf-8", "replace")

@@ -1,28 +1,39 @@
-"""The protocol between a worker and the build: messages, codes, environment, the folder of a request."""
+"""The protocol between a worker and the build: lines, environment, and the folder of a request.
+
+The build answers `READY` with a request: an `Order` as one line of JSON. Then the worker sends `REPLY`, with
+the request's reply as JSON, or `FAILURE`, with a `requests.Failure`. Each line of a worker begins with one of
+these words.
+"""
 
 from __future__ import annotations
 
-DONE = 0
-FAILED = 4
-"""The worker's code when the reply is a `requests.Failure`."""
-VERBOSE = "--verbose"
-"""The worker's flag for ONNX Runtime's verbose log."""
-MEMORY_LIMIT = "--memory-limit="
-"""The prefix of the worker's flag with the bytes of memory that it may use."""
+from pathlib import Path
+from typing import Any
 
-STARTED, STEP, REPLY, ANSWERED, ENDED = b"started", b"step", b"reply", b"answered", b"ended"
-"""The first words of the lines that a worker sends: a fork's first line; its current step; the reply to a
-request as JSON; and the code of that reply. The last one is from the server of forks, with the exit code.
-"""
+from hatch_epcontext.frozen import dataclass
+
+READY, REPLY, FAILURE = b"ready", b"reply", b"failure"
+
+ENDED = b"ended"
+"""The word before the exit code of a fork, in the last line, which the server of forks sends."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A ``request``, as plain values, for the ``action`` that answers it in ``folder``.
+
+    With ``verbose`` ONNX Runtime prints more than its warnings. ``memory_limit``: the most bytes of memory.
+    """
+
+    action: str
+    request: Any
+    folder: Path
+    verbose: bool = False
+    memory_limit: int | None = None
+
 
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 """The variable that ONNX Runtime reads when it is loaded: see "Disabling Telemetry" in its ``Privacy.md``."""
 
-LOG, TEMPORARY = "worker.log", "tmp"
-"""Names in the folder of a request: the worker's log, and a folder for temporary files."""
-CRASHED = 5
-"""The exit code of the server of forks when the server itself crashed."""
-PRELOAD = "--preload"
-"""The argument that makes the server of forks import what workers need; the names of providers follow whose
-simulators it also loads.
-"""
+LOG, STEP, TEMPORARY = "worker.log", "step", "tmp"
+"""Names in the folder of a request: the worker's log, its current step, and a folder for temporary files."""

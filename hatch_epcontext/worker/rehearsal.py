@@ -11,8 +11,9 @@ from onnx import TensorProto, helper
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import Key
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.__main__ import answer
+from hatch_epcontext.worker.protocol import Order
 from hatch_epcontext.worker.requests import (
     CompileRequest,
     PrepareRequest,
@@ -56,8 +57,8 @@ def rehearse(folder: Path) -> Validation:
 
 
 def _answer(request: WorkerRequest[ReplyT]) -> ReplyT:
-    text, _ = answer(request.action, to_json(request))
-    reply: ReplyT = from_json(text, request.reply_type)
+    order = Order(request.action, to_plain(request), Path.cwd())
+    reply: ReplyT = from_plain(to_plain(answer(order)), request.reply_type)
     return reply
 
 

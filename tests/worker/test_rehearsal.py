@@ -18,9 +18,8 @@ def test_a_rehearsal_works_and_leaves_no_threads(tmp_path: Path) -> None:
         import os
         import time
         from pathlib import Path
-        from hatch_epcontext.worker.fork_server import _FIRST, _NEXT, _preload
+        from hatch_epcontext.worker.actions import check, compile, prepare, rewrite, validate
         from hatch_epcontext.worker.rehearsal import rehearse
-        _preload((*_FIRST, *_NEXT))
         before = os.listdir("/proc/self/task")
         reply = rehearse(Path({str(tmp_path / "rehearsal")!r}))
         end = time.monotonic() + 10

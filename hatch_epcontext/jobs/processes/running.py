@@ -1,31 +1,19 @@
-"""A process that answers requests, however it was started."""
+"""A process that answers requests, and how a fresh interpreter becomes one."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import IO
 
 from hatch_epcontext.config.settings import CREDENTIALS
-from hatch_epcontext.jobs.processes.worker_log import WorkerLog
-from hatch_epcontext.worker.protocol import (
-    ANSWERED,
-    ENDED,
-    LOG,
-    NO_TELEMETRY,
-    REPLY,
-    STARTED,
-    STEP,
-)
+from hatch_epcontext.worker.protocol import ENDED, NO_TELEMETRY, READY
 
 _ADDED = {
     "PYTHONFAULTHANDLER": "1",
@@ -44,99 +32,62 @@ def worker_environment() -> dict[str, str]:
     return {**inherited, **_ADDED, **telemetry}
 
 
-PIECE = 1 << 18
-"""Bytes that are read at once from a worker."""
+class NotStartedError(Exception):
+    """The worker cannot be started, or ended before it could read a request."""
 
 
-class WorkerCommand:
-    """A request to a worker, as JSON: the action, the ``folder`` where the worker works, and flags.
+class WorkerProcess:
+    """A process that reads requests from ``orders`` and writes ``messages``: see `worker.protocol`.
 
-    ``secrets`` and ``listener`` are those of its `WorkerLog`.
+    One thread sends and receives; others may kill it.
     """
 
-    def __init__(
-        self,
-        action: str,
-        request: str,
-        folder: Path,
-        flags: Iterable[str] = (),
-        secrets: Collection[str] = (),
-        listener: Callable[[str], None] | None = None,
-    ) -> None:
-        self.action = action
-        self.folder = folder
-        self.secrets = secrets
-        self.log = WorkerLog(folder / LOG, secrets, listener)
-        # The line of JSON that the worker gets.
-        self.order = json.dumps([action, request, str(folder), *flags]).encode() + b"\n"
-        self.reply: bytes | None = None
-        self._step, self._since = "", 0.0
+    def __init__(self, orders: IO[bytes], messages: IO[bytes]) -> None:
+        self._orders = orders
+        self._lines = queue.SimpleQueue[bytes]()
+        self._was_ready = self._has_ended = False
+        threading.Thread(target=self._read, args=(messages,), daemon=True).start()
 
-    def note(self, step: str) -> None:
-        """Remember the worker's current step."""
-        self._step, self._since = step, time.monotonic()
+    def send(self, order: bytes) -> None:
+        """Send a request to a process that is ready for it."""
+        # `receive` notices that it has ended.
+        with contextlib.suppress(OSError):
+            self._orders.write(order)
+            self._orders.flush()
 
-    @property
-    def last_step(self) -> str:
-        """The worker's last step and its seconds, for the end of a sentence."""
-        seconds = time.monotonic() - self._since
-        return f" while {self._step} (for {seconds:.0f} s)" if self._step else ""
+    def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
+        """Its next message, a word and a text; None after ``seconds``.
 
-
-class Messages:
-    """The lines of a worker, which come in pieces."""
-
-    def __init__(self) -> None:
-        self.is_started = False
-        self.exit_code: int | None = None
-        self._command: WorkerCommand | None = None
-        self._unread = bytearray()
-
-    def begin(self, command: WorkerCommand) -> None:
-        """Assign everything that follows to ``command``."""
-        self._command = command
-
-    def read(self, piece: bytes) -> int | None:
-        """The code of an answer if ``piece`` completes one, or the exit code if ``piece`` has that."""
-        seen = len(self._unread)
-        self._unread += piece
-        code = None
-        while (end := self._unread.find(b"\n", seen)) >= 0:
-            code = self._read_line(bytes(self._unread[:end]), code)
-            del self._unread[: end + 1]
-            seen = 0
-        return self.exit_code if code is None else code
-
-    def _read_line(self, line: bytes, code: int | None) -> int | None:
-        word, _, rest = line.partition(b" ")
-        if word == ANSWERED:
-            return int(rest)
-        if word == ENDED:
-            self.exit_code = int(rest)
-        elif word == STARTED:
-            self.is_started = True
-        elif self._command is not None and word == STEP:
-            self._command.note(rest.decode())
-        elif self._command is not None and word == REPLY:
-            self._command.reply = rest
-        # Without forks there may also be lines that Python prints at its start.
-        return code
-
-
-class WorkerProcess(Protocol):
-    """A started worker process; threads may use it at the same time."""
-
-    def send(self, command: WorkerCommand, seconds: float) -> None:
-        """Send it a request, to be answered after earlier ones; it may take ``seconds`` to read it."""
-
-    def wait(self, seconds: float) -> int | None:
-        """The code of its answer, or its exit code, negative for a signal; None after ``seconds``."""
+        The last one is `ENDED` with the exit code, negative for a signal. Raises NotStartedError.
+        """
+        try:
+            line = self._lines.get(timeout=max(seconds, 0))
+        except queue.Empty:
+            return None
+        word, _, text = line.rstrip(b"\n").partition(b" ")
+        if not line:
+            word, text = ENDED, b"%d" % self._exit_code()
+        self._was_ready |= word == READY
+        self._has_ended |= word == ENDED
+        return word, text
 
     def kill(self) -> None:
         """Begin to end it, with all its children. It may have ended already."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Return when it has ended; kill it if it still runs."""
+        raise NotImplementedError
+
+    def _exit_code(self) -> int:
+        """The exit code of the process, whose messages have ended."""
+        raise NotImplementedError
+
+    def _read(self, messages: IO[bytes]) -> None:
+        with messages, contextlib.suppress(OSError):
+            for line in messages:
+                self._lines.put(line)
+        self._lines.put(b"")
 
 
 _KILL_ON_JOB_CLOSE, _PROCESS_MEMORY, _EXTENDED_LIMIT_INFORMATION = 0x2000, 0x100, 9
@@ -147,12 +98,9 @@ _ALONE = sum(
 )
 """How a worker starts on Windows: without a window, and without Ctrl-C, which ends it through the build."""
 
-_POLL = 0.1
-"""Seconds between checks whether an interpreter has ended."""
 
-
-class Interpreter:
-    """A worker in a fresh Python interpreter, where the system has no forks.
+class Interpreter(WorkerProcess):
+    """A worker in a fresh Python interpreter, whose first output goes to ``log_path``.
 
     It ends when its standard input ends, and so with the build, however that ends.
     """
@@ -172,31 +120,17 @@ class Interpreter:
                 creationflags=_ALONE,
             )
         self._job = _contain(self._process, memory_limit)
-        self._messages = Messages()
-        self._pieces = queue.SimpleQueue[bytes]()
-        threading.Thread(target=self._read, daemon=True).start()
+        assert self._process.stdin is not None, "it is a pipe"
+        assert self._process.stdout is not None, "it is a pipe"
+        super().__init__(self._process.stdin, self._process.stdout)
 
-    def send(self, command: WorkerCommand, seconds: float) -> None:
-        self._messages.begin(command)
-        # A pipe's buffer is small, and the interpreter reads it only after its start.
-        writer = threading.Thread(target=self._write, args=(command.order,), daemon=True)
-        writer.start()
-        writer.join(seconds)
-
-    def wait(self, seconds: float) -> int | None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            code = self._process.poll()
-            try:
-                answer = self._messages.read(self._pieces.get(timeout=min(left, _POLL)))
-            except queue.Empty:
-                if code is None:
-                    continue
-                self._kill_group()
-                return code
-            if answer is not None:
-                return answer
-        return None
+    def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
+        has_ended = self._process.poll() is not None
+        message = super().receive(seconds)
+        if message is None and has_ended:
+            # What it started keeps its output open.
+            return ENDED, b"%d" % self._exit_code()
+        return message
 
     def kill(self) -> None:
         if self._process.poll() is None:
@@ -206,23 +140,14 @@ class Interpreter:
     def close(self) -> None:
         self.kill()
         self._process.wait()
-        assert self._process.stdin is not None, "it is a pipe"
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._orders.close()
         self._job.close()
 
-    def _write(self, order: bytes) -> None:
-        assert self._process.stdin is not None, "it is a pipe"
-        # The waiting thread notices that it has ended, also through `close`.
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(order)
-            self._process.stdin.flush()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None, "it is a pipe"
-        with self._process.stdout as output:
-            while piece := os.read(output.fileno(), PIECE):
-                self._pieces.put(piece)
+    def _exit_code(self) -> int:
+        code = self._process.wait()
+        self._kill_group()
+        return code
 
     def _kill_group(self) -> None:
         if sys.platform != "win32":

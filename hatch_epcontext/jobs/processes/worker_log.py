@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from hatch_epcontext.providers import is_benign
 from hatch_epcontext.text import hide_values, narrow, printable, show_size
+from hatch_epcontext.worker.protocol import LOG, STEP
 
 LOG_LIMIT = 100 * 10**6
 """Bytes of a log above which its worker is stopped: more than ONNX Runtime's verbose log of a large model."""
@@ -28,7 +30,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class WorkerLog:
-    """The log of a worker in the file ``path``; nothing that it returns has ``secrets``.
+    """The log of a worker in ``folder``; nothing that it returns has ``secrets``.
 
     ``listener``, if given, gets each line that `forward` finds. It is a file and not a pipe, because a
     vendor's compiler may leave processes running that would keep a pipe open.
@@ -36,11 +38,11 @@ class WorkerLog:
 
     def __init__(
         self,
-        path: Path,
+        folder: Path,
         secrets: Collection[str] = (),
         listener: Callable[[str], None] | None = None,
     ) -> None:
-        self.path = path
+        self.folder, self.path = folder, folder / LOG
         self._secrets, self._listener = secrets, listener
         self._offset, self._rest = 0, b""
 
@@ -51,6 +53,20 @@ class WorkerLog:
             return self.path.stat().st_size
         except OSError:
             return 0
+
+    @property
+    def last_step(self) -> str:
+        """The worker's last step and its seconds, for the end of a sentence."""
+        step = self.folder / STEP
+        try:
+            seconds = time.time() - step.stat().st_mtime
+            return f" while {step.read_text('utf-8')} (for {seconds:.0f} s)"
+        except OSError:
+            return ""
+
+    def hide(self, text: str) -> str:
+        """``text`` without secrets."""
+        return hide_values(text, self._secrets)
 
     def forward(self, *, is_last: bool = False) -> None:
         """Pass the new lines to the listener; with ``is_last`` also an incomplete line at the end."""
@@ -72,7 +88,7 @@ class WorkerLog:
         """Replace secrets in the file, which is complete: it stays until the end of the build."""
         if self._secrets and 0 < self.size <= LOG_LIMIT:
             text = narrow(self.path.read_bytes()).decode("utf-8", "replace")
-            self.path.write_bytes(hide_values(text, self._secrets).encode())
+            self.path.write_bytes(self.hide(text).encode())
 
     def tail(self, *, only_errors: bool = False) -> str:
         """The last lines, as an error shows them.
@@ -95,7 +111,7 @@ class WorkerLog:
 
     def _shown(self, line: bytes) -> str:
         # Hidden before the line is cut: half a secret must not show either.
-        text = hide_values(line.decode("utf-8", "replace"), self._secrets)
+        text = self.hide(line.decode("utf-8", "replace"))
         if len(text) <= _MAX_LINE:
             return _plain(text)
         return f"{_plain(text[:_MAX_LINE])} ... ({show_size(len(line))})"

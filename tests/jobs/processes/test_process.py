@@ -1,13 +1,12 @@
-"""Real worker processes, some of them with an ``onnx`` that fails."""
+"""Real worker processes of each kind, some of which misbehave."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import onnxruntime
@@ -15,131 +14,194 @@ import pytest
 from packaging.version import Version
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import (
-    AccidentError,
-    BuildError,
-    CrashError,
-    Key,
-    Kind,
-    Problem,
-    RefusedError,
-)
-from hatch_epcontext.jobs.processes import process
-from hatch_epcontext.jobs.processes.forks import is_supported
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.jobs.processes import failures
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.worker_log import TAIL
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest, PrepareRequest
-from tests.altered_workers import write_start_code
+from tests.conftest import wait_for
+from tests.jobs.processes.conftest import KEY, problem, process_in, request_for
 from tests.models import network, save
 
 pytestmark = pytest.mark.slow
 
-KEY = Key() / "models" / 0
+only_posix = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+
+SLEEPING = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+for name, number in (("child", child.pid), ("worker", os.getpid())):
+    with open(name, "w") as file: file.write(str(number))
+print("sleeping", flush=True)
+"""
+"""Starts a child, and writes the numbers of both processes."""
 
 
-def request_for(path: Path) -> CheckRequest:
-    return CheckRequest((Model("a", path, KEY),))
+def is_running(process: int) -> bool:
+    """Whether the process runs; POSIX only, because on Windows the call would end it."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    if sys.platform != "linux":
+        return True
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
-def problem(tmp_path: Path, path: Path, timeout: float = 60) -> Problem:
-    with pytest.raises(BuildError) as raised:
-        Workers(timeout).call(request_for(path), tmp_path / "call", location="a -> npu")
-    (found,) = raised.value.problems
-    return found
+def wait_until_gone(process: int) -> None:
+    wait_for(lambda: not is_running(process))
 
 
-@pytest.fixture
-def fake_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The source file of the ``onnx`` that workers import, which the test writes."""
-    folder = tmp_path / "fake"
-    folder.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    return folder / "onnx.py"
-
-
-def test_a_request_gets_its_own_type_of_reply(tmp_path: Path) -> None:
+def test_a_request_gets_its_own_type_of_reply(tmp_path: Path, workers: Workers) -> None:
     path = save(network(), tmp_path / "a.onnx")
-    reply = Workers(60).call(request_for(path), tmp_path / "call", location="reading")
+    reply = workers.call(request_for(path), tmp_path / "call", location="reading")
     assert isinstance(reply, CheckReply)
     assert reply.models[0].inputs[0].shape == ("batch", 1, 8, 8)
 
 
-def test_a_refusal_has_its_own_location_and_no_log(tmp_path: Path) -> None:
-    path = tmp_path / "a.onnx"
-    path.write_text("text", encoding="utf-8")
-    refused = problem(tmp_path, path)
+def test_a_refusal_has_its_own_location_and_no_log(tmp_path: Path, workers: Workers) -> None:
+    (tmp_path / "a.onnx").write_text("text", encoding="utf-8")
+    refused = problem(workers, tmp_path)
     assert refused.key == KEY
     assert "is not an ONNX model" in refused.message
     assert refused.log is None
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
-def test_a_crash_is_reported_with_its_signal_and_the_end_of_the_log(
-    tmp_path: Path, fake_onnx: Path
+ANSWERING = """
+import os
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.requests import CheckReply
+from hatch_epcontext.worker.results import ModelFacts
+name = request.models[0].name
+step("looking")
+print(name, "prints", flush=True)
+if name == "crash":
+    os.abort()
+if name == "fail":
+    raise BuildError(Problem(Kind.COMPILE_FAILED, "", f"it fails in {os.getcwd()}"))
+open("pid", "w").write(f"{os.getpid()} {os.environ['TMPDIR']}")
+reply = CheckReply((ModelFacts((), (), ()),))
+"""
+
+
+@only_posix
+@pytest.mark.parametrize("last", ["crash", "fail"])
+def test_a_worker_answers_several_requests_each_in_a_folder_of_its_own(
+    tmp_path: Path, check: Path, workers: Workers, last: str
 ) -> None:
-    fake_onnx.write_text(
-        "import os, signal\n"
-        "for n in range(50): print('line', n, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGSEGV)\n",
-        encoding="utf-8",
-    )
-    crashed = problem(tmp_path, tmp_path / "a.onnx")
-    assert (crashed.kind, crashed.location) == (Kind.WORKER_CRASHED, "a -> npu")
-    assert crashed.log is not None
-    assert "SIGSEGV" in crashed.message
-    assert "Segmentation fault" in crashed.log
-    assert "line 49" in crashed.log
-    assert len(crashed.log.splitlines()) == TAIL
+    check.write_text(ANSWERING, encoding="utf-8")
+    names, path = ("one", "two"), tmp_path / "a.onnx"
+    with workers.process() as worker:
+        for name in names:
+            worker.call(request_for(path, name), tmp_path / name, location=name)
+        with pytest.raises(BuildError) as raised:
+            worker.call(request_for(path, last), tmp_path / last, location="the last one")
+    said = [(tmp_path / name / "pid").read_text(encoding="utf-8").split() for name in names]
+    assert said[0][0] == said[1][0]
+    assert [Path(temporary).parent.name for _, temporary in said] == ["one", "two"]
+    for name in (*names, last):
+        log = (tmp_path / name / "worker.log").read_text(encoding="utf-8")
+        assert log.splitlines()[0] == f"{name} prints"
+    (failed,) = raised.value.problems
+    assert failed.location == "the last one"
+    assert failed.kind is (Kind.WORKER_CRASHED if last == "crash" else Kind.COMPILE_FAILED)
+    assert (" while looking (for 0 s)" in failed.message) == (last == "crash")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
-def test_the_hint_for_a_killed_worker_is_memory(tmp_path: Path, fake_onnx: Path) -> None:
-    fake_onnx.write_text("import os\nos.kill(os.getpid(), 9)\n", encoding="utf-8")
-    killed = problem(tmp_path, tmp_path / "a.onnx")
-    assert "SIGKILL" in killed.message
-    assert "memory" in killed.advice()
+PRINTING = "for number in range(50): print('line', number, flush=True)\n"
+KILLING = "import os, signal\nos.kill(os.getpid(), signal.{})\n"
+ALTERED_REPLY = (
+    "import os, sys\n"
+    "module = sys.modules.get('hatch_epcontext.worker.__main__') or sys.modules['__main__']\n"
+    "print('compiling', flush=True)\n"
+    "module.to_json = lambda *_, **__: {!r}\n"
+)
 
 
-def test_a_worker_without_a_reply(tmp_path: Path, fake_onnx: Path) -> None:
-    fake_onnx.write_text("import os\nos._exit(7)\n", encoding="utf-8")
-    assert "exit code 7" in problem(tmp_path, tmp_path / "a.onnx").message
+@only_posix
+@pytest.mark.parametrize(
+    ("body", "kind", "words", "logged"),
+    [
+        (PRINTING + KILLING.format("SIGSEGV"), Kind.WORKER_CRASHED, "SIGSEGV", "line 49\nFatal"),
+        (KILLING.format("SIGKILL"), Kind.WORKER_KILLED, "when memory is short", ""),
+        ("import os\nos._exit(7)\n", Kind.WORKER_CRASHED, "exit code 7 and without a reply", ""),
+        ("import sys\nsys.exit(7)\n", Kind.WORKER_CRASHED, "without a reply", ""),
+        ("raise OSError('libx is missing')", Kind.COMPILE_FAILED, "OSError: libx", "Traceback"),
+        (
+            "import ctypes\nctypes.CDLL(None).puts(b'of C')\n1/0",
+            Kind.COMPILE_FAILED,
+            "Zero",
+            "of C",
+        ),
+        ("print('x' * 10**6)\nraise ValueError", Kind.COMPILE_FAILED, "ValueError", "Error"),
+        ("print('\\x1b[0;93mof C\\x1b[m')\n1/0", Kind.COMPILE_FAILED, "Zero", "of C\nTraceback"),
+        (ALTERED_REPLY.format('{"models": [{"inp\n'), Kind.WORKER_CRASHED, "read", "compiling"),
+        (ALTERED_REPLY.format("\udcff\n"), Kind.WORKER_CRASHED, "without a reply", "compiling"),
+    ],
+)
+def test_how_a_worker_ends_is_one_message_with_the_end_of_its_log(
+    tmp_path: Path, check: Path, workers: Workers, body: str, kind: Kind, words: str, logged: str
+) -> None:
+    check.write_text(body, encoding="utf-8")
+    ended = problem(workers, tmp_path)
+    assert (ended.kind, ended.location) == (kind, "a -> npu")
+    assert words in f"{ended.message} {ended.advice()}"
+    log = ended.log or ""
+    assert logged in log
+    assert len(log.splitlines()) <= TAIL
+    assert max(map(len, log.splitlines()), default=0) < 3000
 
 
-def test_a_worker_is_stopped_after_the_timeout(tmp_path: Path, fake_onnx: Path) -> None:
-    fake_onnx.write_text(
-        "import time\nprint('compiling', flush=True)\ntime.sleep(600)\n", encoding="utf-8"
-    )
-    # Python starts slowly under Wine.
-    timeout = 10 if sys.platform == "win32" else 2
-    stopped = problem(tmp_path, tmp_path / "a.onnx", timeout=timeout)
-    assert f"after {timeout} seconds" in stopped.message
+@only_posix
+@pytest.mark.parametrize("way", ["sleeps", "is stopped"])
+def test_a_worker_is_killed_after_the_timeout_with_what_it_started(
+    tmp_path: Path, check: Path, workers: Workers, way: str
+) -> None:
+    stop = "os.kill(os.getpid(), 19)\n" if way == "is stopped" else ""
+    check.write_text(f"{SLEEPING}{stop}time.sleep(600)\n", encoding="utf-8")
+    stopped = problem(replace(workers, timeout=3), tmp_path)
+    assert stopped.kind is Kind.WORKER_TIMEOUT
+    assert "after 3 seconds" in stopped.message
     assert "build.timeout" in stopped.advice()
-    assert stopped.log == "compiling"
+    assert stopped.log == "sleeping"
+    for name in ("worker", "child"):
+        wait_until_gone(process_in(tmp_path / "call" / name))
 
 
-def test_an_exception_is_one_message_and_its_traceback_is_in_the_log(
-    tmp_path: Path, fake_onnx: Path
+@only_posix
+def test_what_a_worker_leaves_behind_ends_with_it(
+    tmp_path: Path, check: Path, workers: Workers
 ) -> None:
-    fake_onnx.write_text("raise OSError('libonnx is missing')\n", encoding="utf-8")
-    failed = problem(tmp_path, tmp_path / "a.onnx")
-    assert failed.message == "OSError: libonnx is missing"
-    assert "Traceback" in (failed.log or "")
+    check.write_text(f"{SLEEPING}raise OSError", encoding="utf-8")
+    problem(workers, tmp_path)
+    wait_until_gone(process_in(tmp_path / "call" / "child"))
 
 
-def test_colours_are_removed_from_the_log(tmp_path: Path, fake_onnx: Path) -> None:
-    fake_onnx.write_text(
-        "import os\nprint('\\x1b[0;93mwarning\\x1b[m', flush=True)\nos._exit(1)\n", encoding="utf-8"
-    )
-    assert problem(tmp_path, tmp_path / "a.onnx").log == "warning"
+def test_stopping_kills_running_workers(tmp_path: Path, check: Path, workers: Workers) -> None:
+    check.write_text(f"{SLEEPING}time.sleep(600)\n", encoding="utf-8")
+
+    def stop(line: str) -> None:
+        if line.endswith("sleeping"):
+            threading.Thread(target=workers.stop).start()
+
+    stopped = problem(replace(workers, log=stop), tmp_path)
+    assert stopped.message == "the build was interrupted."
+    if sys.platform != "win32":
+        assert not is_running(process_in(tmp_path / "call" / "worker"))
 
 
-def test_the_log_is_forwarded_while_a_worker_runs(tmp_path: Path, fake_onnx: Path) -> None:
-    fake_onnx.write_text(
+def test_the_log_is_forwarded_while_a_worker_runs(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
         "import os, time\n"
         "print('\\x1b[0;93mfirst\\x1b[m', flush=True)\n"
-        f"wait = {str(tmp_path / 'seen')!r}\n"
-        "end = time.monotonic() + 60\n"
-        "while not os.path.exists(wait) and time.monotonic() < end: time.sleep(0.05)\n"
+        "while not os.path.exists('seen'): time.sleep(0.05)\n"
         "print('second', end='', flush=True)\n"
         "os._exit(7)\n",
         encoding="utf-8",
@@ -149,194 +211,144 @@ def test_the_log_is_forwarded_while_a_worker_runs(tmp_path: Path, fake_onnx: Pat
     def log(line: str) -> None:
         lines.append(line)
         if line.endswith("first"):
-            (tmp_path / "seen").touch()
+            (tmp_path / "call" / "seen").touch()
 
-    with pytest.raises(BuildError):
-        Workers(120, log).call(
-            request_for(tmp_path / "a.onnx"), tmp_path / "call", location="a -> npu"
-        )
+    problem(replace(workers, log=log), tmp_path)
     assert lines[:3] == ["a -> npu: check ...", "a -> npu | first", "a -> npu | second"]
     assert re.fullmatch(r"a -> npu: check took \d+\.\d s", lines[3])
     assert len(lines) == 4
 
 
-def test_verbose_workers_print_onnx_runtimes_whole_log(tmp_path: Path) -> None:
+def test_a_worker_that_floods_its_log_is_stopped(
+    tmp_path: Path, check: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hatch_epcontext.jobs.processes.process.LOG_LIMIT", 10**6)
+    monkeypatch.setattr("hatch_epcontext.jobs.processes.failures.LOG_LIMIT", 10**6)
+    check.write_text(
+        "import os\nwhile True: os.write(1, b'x' * 10_000_000 + b'\\nthe end\\n')\n",
+        encoding="utf-8",
+    )
+    lines: list[str] = []
+    flooded = problem(replace(workers, log=lines.append), tmp_path)
+    assert flooded.kind is Kind.WORKER_CRASHED
+    assert "1.0 MB" in flooded.message
+    assert flooded.log is not None
+    assert len(flooded.log) < 100_000
+    assert max(map(len, lines)) < 3000
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_worker_answers_although_its_log_cannot_be_written(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
+        "import os\n"
+        "full = os.open('/dev/full', os.O_WRONLY)\n"
+        "for descriptor in (1, 2): os.dup2(full, descriptor)\n"
+        "raise OSError(28, 'No space left on device')\n",
+        encoding="utf-8",
+    )
+    assert problem(workers, tmp_path).kind is Kind.SYSTEM_ERROR
+
+
+def test_long_steps_are_reported_while_they_run(
+    tmp_path: Path, check: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hatch_epcontext.jobs.processes.process._NEXT_BEATS", 0.2)
+    check.write_text(
+        "import os, time\n"
+        "from hatch_epcontext.worker.progress import step\n"
+        "step('waiting')\n"
+        "while not os.path.exists('seen'): time.sleep(0.05)\n"
+        "raise OSError\n",
+        encoding="utf-8",
+    )
+    lines: list[str] = []
+
+    def progress(line: str) -> None:
+        lines.append(line)
+        if "while waiting" in line:
+            (tmp_path / "call" / "seen").touch()
+
+    workers.pulse.mark_reported()
+    problem(replace(workers, progress=progress), tmp_path)
+    assert lines[0] == "a -> npu: check begins"
+    assert re.fullmatch(r"a -> npu: check has run for \d+ s while waiting \(for \d+ s\)", lines[-1])
+
+
+def test_verbose_workers_print_onnx_runtimes_whole_log(tmp_path: Path, workers: Workers) -> None:
     path = save(network(), tmp_path / "a.onnx")
-    spec = Model("a", path, KEY, {"batch": 1})
+    model = Model("a", path, KEY, {"batch": 1})
     for name, verbose in (("short", False), ("whole", True)):
         (tmp_path / name).mkdir()
         lines: list[str] = []
-        Workers(60, lines.append, verbose=verbose).call(
-            PrepareRequest(spec, "onnxruntime", str(tmp_path / name), True),
+        replace(workers, log=lines.append, verbose=verbose).call(
+            PrepareRequest(model, "onnxruntime", str(tmp_path / name), True),
             tmp_path / f"call-{name}",
             location="a",
         )
         assert any("[I:onnxruntime" in line for line in lines) == verbose
 
 
-def test_stopping_kills_running_workers(tmp_path: Path, fake_onnx: Path) -> None:
-    fake_onnx.write_text(
-        "import os, time\n"
-        f"with open({str(tmp_path / 'pid')!r}, 'w') as file: file.write(str(os.getpid()))\n"
-        "print('started', flush=True)\n"
-        "time.sleep(600)\n",
-        encoding="utf-8",
-    )
-    started = threading.Event()
-    workers = Workers(300, lambda line: started.set() if line.endswith("started") else None)
-    failed: list[BuildError] = []
-
-    def work() -> None:
-        try:
-            workers.call(request_for(tmp_path / "a.onnx"), tmp_path / "call", location="a -> npu")
-        except BuildError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert started.wait(120)
-    workers.stop()
-    thread.join(120)
-    assert [problem.message for problem in failed[0].problems] == ["the build was interrupted."]
-    if sys.platform == "win32":
-        # There it would end the process.
-        return
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text(encoding="ascii")), 0)
+def test_values_of_secrets_are_hidden_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Path, workers: Workers
+) -> None:
+    check.write_text("import os\nprint(os.environ['MODEL_KEY'])\nos._exit(9)", encoding="utf-8")
+    monkeypatch.setenv("MODEL_KEY", "hunter2")
+    lines: list[str] = []
+    constants = {"x": "{env:MODEL_KEY}"}
+    request = CheckRequest((Model("a", Path("a.onnx"), KEY, constants=constants),))
+    with pytest.raises(BuildError) as raised:
+        replace(workers, log=lines.append).call(request, tmp_path / "call", location="a")
+    (ended,) = raised.value.problems
+    assert ended.log == "***"
+    assert "a | ***" in lines
+    assert (tmp_path / "call" / "worker.log").read_text(encoding="utf-8").strip() == "***"
 
 
 def test_workers_do_not_get_the_credentials_of_the_shared_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_onnx: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Path, workers: Workers
 ) -> None:
-    fake_onnx.write_text(
+    check.write_text(
         "import os\n"
         "print('secrets:', 'hunter2' in os.environ.values(), os.environ['VENDOR_SDK'], flush=True)\n"
         "os._exit(9)",
         encoding="utf-8",
     )
-    names = ("HATCH_EPCONTEXT_CACHE_KEY", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY")
-    for name in names:
+    for name in ("HATCH_EPCONTEXT_CACHE_KEY", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY"):
         monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv("VENDOR_SDK", "/opt/vendor")
-    for forks in (True, False):
-        with contextlib.ExitStack() as stack:
-            workers = Workers(60)
-            if forks:
-                stack.enter_context(workers)
-            with pytest.raises(BuildError) as raised:
-                workers.call(request_for(tmp_path), tmp_path / f"call-{forks}", location="a")
-        (found,) = raised.value.problems
-        assert "secrets: False /opt/vendor" in str(found.log)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
-def test_a_shell_that_limits_the_address_space_is_named(
-    tmp_path: Path, fake_onnx: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import resource
-
-    fake_onnx.write_text("raise ValueError('the EP says something else')", encoding="utf-8")
-    assert "ulimit" not in problem(tmp_path / "without", tmp_path / "a.onnx").advice()
-    limit = (2 * 10**9, resource.RLIM_INFINITY)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limit)
-    assert "ulimit -v allows 2.0 GB" in problem(tmp_path, tmp_path / "a.onnx").advice()
-
-
-_FORKS = ["forks", "single forks"] if is_supported() else []
-
-
-@pytest.fixture(params=[*_FORKS, "interpreters"])
-def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
-    """Workers of each kind that the system has."""
-    if request.param == "interpreters":
-        monkeypatch.setattr(process, "is_supported", lambda: False)
-    workers = Workers(60)
-    with contextlib.nullcontext() if request.param == "single forks" else workers:
-        yield workers
-
-
-ANSWERING = """
-import os, sys
-print("Python starts", end="", flush=True)
-from hatch_epcontext.errors import Kind, Problem, RefusedError
-from hatch_epcontext.worker.actions import check
-from hatch_epcontext.worker.results import ModelFacts
-from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.requests import CheckReply
-def handle(request):
-    name = request.models[0].name
-    step("looking")
-    print(name, "prints", flush=True)
-    if name == "crash":
-        os.abort()
-    if name == "fail":
-        raise RefusedError(Problem(Kind.COMPILE_FAILED, "", f"it fails in {os.getcwd()}"))
-    open("pid", "w").write(f"{os.getpid()} {os.environ['TMPDIR']}")
-    return CheckReply((ModelFacts((), (), ()),))
-check.handle = handle
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
-@pytest.mark.parametrize("last", ["crash", "fail"])
-def test_a_worker_answers_several_requests_each_in_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers, last: str
-) -> None:
-    write_start_code(tmp_path, ANSWERING)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-
-    def request(name: str) -> CheckRequest:
-        return CheckRequest((Model(name, Path("a.onnx"), KEY),))
-
-    with workers.process() as worker:
-        for name in ("one", "two"):
-            worker.call(request(name), tmp_path / name, location=name)
-        with pytest.raises(BuildError) as raised:
-            worker.call(request(last), tmp_path / last, location="the last one")
-    found = [
-        (tmp_path / name / "pid").read_text(encoding="utf-8").split() for name in ("one", "two")
-    ]
-    assert found[0][0] == found[1][0]
-    assert [Path(each[1]).parent.name for each in found] == ["one", "two"]
-    logs = [(tmp_path / n / "worker.log").read_text(encoding="utf-8") for n in ("one", "two", last)]
-    assert [each.splitlines()[0] for each in logs] == ["one prints", "two prints", f"{last} prints"]
-    (failed,) = raised.value.problems
-    assert failed.location == "the last one"
-    assert type(raised.value) is (CrashError if last == "crash" else RefusedError)
-    # Each request has steps of its own, also where they are called the same.
-    assert (" while looking " in failed.message) == (last == "crash")
-
-
-LEAVING_FILES = """
-import os, subprocess, sys, tempfile
-tempfile.mkstemp(prefix='of-python')
-code = 'import tempfile; tempfile.mkstemp(prefix="of-a-child")'
-subprocess.run([sys.executable, '-c', code], check=True)
-os._exit(9)
-"""
+    assert problem(workers, tmp_path).log == "secrets: False /opt/vendor"
 
 
 def test_what_libraries_leave_in_the_temporary_folder_is_in_that_of_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_onnx: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Path, workers: Workers
 ) -> None:
-    fake_onnx.write_text(LEAVING_FILES, encoding="utf-8")
+    check.write_text(
+        "import os, subprocess, sys, tempfile\n"
+        "tempfile.mkstemp(prefix='of-python')\n"
+        "code = 'import tempfile; tempfile.mkstemp(prefix=\"of-a-child\")'\n"
+        "subprocess.run([sys.executable, '-c', code], check=True)\n"
+        "os._exit(9)\n",
+        encoding="utf-8",
+    )
     (tmp_path / "tmp").mkdir()
     for name in ("TMPDIR", "TEMP", "TMP"):
         monkeypatch.setenv(name, str(tmp_path / "tmp"))
-    problem(tmp_path, tmp_path / "a.onnx")
+    problem(workers, tmp_path)
     assert list((tmp_path / "tmp").iterdir()) == []
-    names = sorted(each.name[:8] for each in (tmp_path / "call" / "tmp").iterdir())
+    names = sorted(file.name[:8] for file in (tmp_path / "call" / "tmp").iterdir())
     assert names == ["of-a-chi", "of-pytho"]
 
 
 @pytest.mark.parametrize(
-    ("given", "sends"), [(None, False), ("", False), ("1", False), ("0", True)]
+    ("variable", "sends"), [(None, False), ("", False), ("1", False), ("0", True)]
 )
 def test_nothing_is_sent_that_the_user_has_not_asked_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     workers: Workers,
-    given: str | None,
+    variable: str | None,
     sends: bool,
 ) -> None:
     if sends and (sys.platform == "win32" or Version(onnxruntime.__version__) < Version("1.29")):
@@ -347,46 +359,89 @@ def test_nothing_is_sent_that_the_user_has_not_asked_for(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
-    if given is not None:
-        monkeypatch.setenv("ORT_DISABLE_TELEMETRY", given)
+    if variable is not None:
+        monkeypatch.setenv("ORT_DISABLE_TELEMETRY", variable)
     path = save(network(), tmp_path / "a.onnx")
-    spec = Model("a", path, KEY, {"batch": 1})
     (tmp_path / "prepared").mkdir()
-    request = PrepareRequest(spec, "onnxruntime", str(tmp_path / "prepared"), True)
+    model = Model("a", path, KEY, {"batch": 1})
+    request = PrepareRequest(model, "onnxruntime", str(tmp_path / "prepared"), True)
     workers.call(request, tmp_path / "call", location="a")
     written = [*(tmp_path / "home").rglob("*"), *(tmp_path / "call" / "tmp").iterdir()]
     assert bool(written) == sends
 
 
-def test_values_of_secrets_are_hidden_in_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_onnx: Path
-) -> None:
-    fake_onnx.write_text("import os\nprint(os.environ['MODEL_KEY'])\nos._exit(9)", encoding="utf-8")
-    monkeypatch.setenv("MODEL_KEY", "hunter2")
-    lines: list[str] = []
-    constants = {"x": "{env:MODEL_KEY}"}
-    request = CheckRequest((Model("a", Path("a.onnx"), KEY, constants=constants),))
-    with pytest.raises(BuildError) as raised:
-        Workers(60, lines.append).call(request, tmp_path / "call", location="a")
-    (found,) = raised.value.problems
-    assert found.log == "***"
-    assert "a | ***" in lines
-    assert (tmp_path / "call" / "worker.log").read_text(encoding="utf-8").strip() == "***"
+REFUSING = """
+from hatch_epcontext.errors import Kind, ModelError, Problem
+text = "the source model itself cannot be run on the CPU: std::bad_alloc"
+raise ModelError(Problem(Kind.SOURCE_FAILED, "models[0]", text))
+"""
+ABORTING = "import os\nprint('what(): std::bad_alloc', flush=True)\nos.abort()\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "words"),
+    ("body", "limit", "kind", "words"),
     [
-        (0xC000013A, AccidentError, "stopped with Ctrl-C"),
-        (0xC0000409, CrashError, "an abort, or a stack buffer overrun (0xC0000409)"),
-        (0xC0000005, CrashError, "access violation (0xC0000005)"),
-        (3, CrashError, "exit code 3"),
+        (REFUSING, 2 * 10**9, Kind.OUT_OF_MEMORY, "memory-limit allows (2.0 GB)"),
+        ("raise OSError('no node')", 2 * 10**9, Kind.COMPILE_FAILED, "memory-limit is 2.0 GB"),
+        ("raise MemoryError", None, Kind.OUT_OF_MEMORY, "build.jobs"),
+        (ABORTING, None, Kind.OUT_OF_MEMORY, "build.jobs"),
+        pytest.param(
+            *("bytearray(3 * 10**9)", 2 * 10**9, Kind.OUT_OF_MEMORY, 'memory-limit = "4000 MB"'),
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces it here"),
+        ),
     ],
 )
-def test_exit_codes_of_windows_are_said_in_words(
-    code: int, error: type[BuildError], words: str
+def test_a_lack_of_memory_is_an_error_of_its_own_that_names_the_limit(
+    tmp_path: Path,
+    check: Path,
+    workers: Workers,
+    body: str,
+    limit: int | None,
+    kind: Kind,
+    words: str,
 ) -> None:
+    check.write_text(body, encoding="utf-8")
+    short = problem(replace(workers, memory_limit=limit), tmp_path)
+    assert short.kind is kind
+    assert words in short.text()
+    assert ("memory-limit" in short.text()) == (limit is not None)
+    assert (short.location == "models[0]") == (body == REFUSING)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_a_shell_that_limits_the_address_space_is_named(
+    tmp_path: Path, check: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    check.write_text("raise ValueError('the EP says something else')", encoding="utf-8")
+    assert "ulimit" not in problem(workers, tmp_path / "without").advice()
+    limit = (2 * 10**9, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limit)
+    assert "ulimit -v allows 2.0 GB" in problem(workers, tmp_path).advice()
+
+
+def test_the_hint_names_the_variable_that_sets_the_limit(
+    tmp_path: Path, check: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
+) -> None:
+    monkeypatch.setenv("HATCH_EPCONTEXT_TIMEOUT", "3")
+    check.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    stopped = problem(replace(workers, timeout=0.2), tmp_path)
+    assert "HATCH_EPCONTEXT_TIMEOUT" in stopped.advice()
+    assert stopped.settings == ()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (0xC000013A, Kind.WORKER_KILLED, "stopped with Ctrl-C"),
+        (0xC0000409, Kind.WORKER_CRASHED, "an abort, or a stack buffer overrun (0xC0000409)"),
+        (0xC0000005, Kind.WORKER_CRASHED, "access violation (0xC0000005)"),
+        (3, Kind.WORKER_CRASHED, "exit code 3"),
+    ],
+)
+def test_exit_codes_of_windows_are_said_in_words(code: int, kind: Kind, words: str) -> None:
     """Not run on Windows."""
-    ended = process._ended(code, " while compiling")
-    assert type(ended) is error
-    assert words in ended.problems[0].message
+    (ended,) = failures.ended(code, " while compiling").problems
+    assert ended.kind is kind
+    assert words in ended.message

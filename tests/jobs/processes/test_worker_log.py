@@ -18,7 +18,7 @@ ERROR = "2026-01-01 10:00:00.3 [E:onnxruntime:, b.cc:1 Compile] Check failed:"
 def _tail(folder: Path, *lines: str, only_errors: bool = False) -> list[str]:
     path = folder / "worker.log"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return WorkerLog(path).tail(only_errors=only_errors).splitlines()
+    return WorkerLog(folder).tail(only_errors=only_errors).splitlines()
 
 
 def test_standing_warnings_are_not_shown(tmp_path: Path) -> None:

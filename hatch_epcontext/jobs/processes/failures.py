@@ -1,0 +1,209 @@
+"""Why a worker failed: what its error, its end and its log say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from dataclasses import replace
+
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.errors import (
+    AccidentError,
+    BuildError,
+    CrashError,
+    InterruptedBuildError,
+    Key,
+    Kind,
+    LimitError,
+    ModelError,
+    Problem,
+    RefusedError,
+    Setting,
+    UnavailableError,
+)
+from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT, WorkerLog
+from hatch_epcontext.providers import missing
+from hatch_epcontext.system import full_disk_problem
+from hatch_epcontext.text import show_size
+
+_NO_MEMORY = re.compile(
+    r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena"
+    r"|can't start new thread",
+    re.IGNORECASE,
+)
+"""How Python, C++ and ONNX Runtime report a lack of memory."""
+
+_MEMORY_LIMIT = Key() / "build" / "memory-limit"
+
+_LESS_MEMORY = (
+    "Run fewer jobs at once (build.jobs), or build on a machine with more memory (not tried)."
+)
+
+_CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"})
+"""The signals of a process that crashes; all others come from outside."""
+
+_WINDOWS_CRASHES = {
+    0xC0000005: "access violation",
+    0xC00000FD: "stack overflow",
+    # Usually from abort(): the C library of Windows raises it.
+    0xC0000409: "an abort, or a stack buffer overrun",
+    0xC0000374: "heap corruption",
+    0xC000001D: "illegal instruction",
+}
+
+_STOPPED = 0xC000013A
+"""The exit code of a process on Windows that was ended by Ctrl-C, Ctrl-Break or the end of its console."""
+
+
+def explained(error: BuildError, log: WorkerLog, memory_limit: int | None) -> BuildError:
+    """``error``, with which a worker ended, by its causes; without the values of secrets."""
+    causes = [_by_cause(error, problem, log, memory_limit) for problem in error.problems]
+    accident = next((cause for cause in causes if isinstance(cause, AccidentError)), error)
+    return type(accident)(*(problem for cause in causes for problem in cause.problems))
+
+
+def _by_cause(
+    error: BuildError, problem: Problem, log: WorkerLog, memory_limit: int | None
+) -> BuildError:
+    """The first of these causes: a lack of memory, a full disk, missing libraries of the EP, or the
+    ``problem`` of ``error``.
+    """
+    has_log = not isinstance(error, ModelError)
+    # What the worker finds wrong in a result can only be related to errors in its log.
+    is_finding = not has_log or type(error) is RefusedError
+    errors = log.tail(only_errors=True) if has_log else ""
+    shown = errors if is_finding else log.tail()
+    problem = replace(
+        problem,
+        location=log.hide(problem.location),
+        message=log.hide(problem.message),
+        hint=log.hide(problem.hint or "") or None,
+        log=shown or None,
+        causes=tuple(map(log.hide, problem.causes)),
+    )
+    output = f"{problem.message}\n{shown}"
+    # Without a limit a log may contain warnings about memory: only the log of a crash counts.
+    counts_log = memory_limit or isinstance(error, CrashError)
+    if _NO_MEMORY.search(output if counts_log else problem.message):
+        return LimitError(_out_of_memory(problem, memory_limit))
+    if problem.kind is Kind.SYSTEM_ERROR:
+        return AccidentError(problem)
+    if full := full_disk_problem(log.folder, problem.location, output):
+        return AccidentError(replace(full, log=problem.log))
+    # Many EPs only log that.
+    if isinstance(error, RefusedError) and (lacking := missing(errors)):
+        message = f"the EP cannot load its own libraries, because {lacking} is missing."
+        return UnavailableError(
+            Problem(
+                *(Kind.UNLOADABLE_LIBRARY, problem.location, message, lacking.advice), log=errors
+            )
+        )
+    causes = (*problem.causes, *_small_address_space())
+    if memory_limit:
+        # Some EPs report a lack of memory only as a failure.
+        size = show_size(memory_limit)
+        causes = (f"Or the worker had too little memory: {_MEMORY_LIMIT} is {size}.", *causes)
+    return type(error)(replace(problem, causes=causes))
+
+
+def _out_of_memory(problem: Problem, memory_limit: int | None) -> Problem:
+    what, advice = "ran out of memory", _LESS_MEMORY
+    settings: tuple[Setting, ...] = ()
+    if memory_limit:
+        what = f"needs more memory than {_MEMORY_LIMIT} allows ({show_size(memory_limit)})"
+        limit = Setting(_MEMORY_LIMIT, f"{-(-2 * memory_limit // 10**6)} MB")
+        advice, settings = _to_raise(limit, "Raise the limit, or remove it (not tried).")
+    return replace(
+        problem,
+        kind=Kind.OUT_OF_MEMORY,
+        message=f"the worker {what}: {problem.message}",
+        hint=advice,
+        settings=settings,
+        causes=(*problem.causes, *_small_address_space()),
+    )
+
+
+def _small_address_space() -> tuple[str, ...]:
+    """The cause that this shell limits the address space, if it does: EPs do not report it."""
+    if sys.platform == "win32":
+        return ()
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return ()
+    allowed = f"Or the worker had too little address space: ulimit -v allows {show_size(limit)}."
+    return (f"{allowed} Run the build with ulimit -v unlimited.",)
+
+
+def _to_raise(limit: Setting, hint: str) -> tuple[str, tuple[Setting, ...]]:
+    """The hint and the settings that raise a ``limit`` of the build: its variable, if that is set."""
+    variable = PREFIX + str(limit.key.parts[-1]).upper().replace("-", "_")
+    if os.environ.get(variable):
+        return f"Raise {variable}, which wins over the configuration (not tried).", ()
+    return hint, (limit,)
+
+
+def too_slow(log: WorkerLog, timeout: float) -> BuildError:
+    """The error of a worker that was stopped after ``timeout`` seconds."""
+    limit = Setting(Key() / "build" / "timeout", round(2 * timeout, 3))
+    hint, settings = _to_raise(limit, "Give it more time (not tried).")
+    message = f"the worker was stopped after {timeout:g} seconds{log.last_step}."
+    tail = log.tail()
+    return LimitError(Problem(Kind.WORKER_TIMEOUT, "", message, hint, settings=settings, log=tail))
+
+
+def flooded(log: WorkerLog) -> BuildError:
+    """The error of a worker that was stopped because of the size of its log."""
+    message = f"the worker was stopped, because its log had more than {show_size(LOG_LIMIT)}."
+    return CrashError(Problem(Kind.WORKER_CRASHED, "", message, log=log.tail()))
+
+
+def not_started(error: BaseException | None) -> BuildError:
+    """The error of a worker that the system does not start."""
+    reason = (isinstance(error, OSError) and error.strerror) or "the system refuses a process"
+    hint = "Run fewer jobs at once (build.jobs), or allow more processes and files (ulimit -u, ulimit -n)."
+    message = f"the worker cannot be started: {reason}."
+    return AccidentError(Problem(Kind.SYSTEM_ERROR, "", message, hint))
+
+
+def interrupted() -> BuildError:
+    """The error of a worker that the build stopped."""
+    return InterruptedBuildError(Problem(Kind.INTERRUPTED, "", "the build was interrupted."))
+
+
+def ended(code: int, step: str) -> BuildError:
+    """The error of a worker that ended in ``step`` with exit code ``code`` and without a reply."""
+    name = _signal_name(code)
+    if name is not None and name not in _CRASHES:
+        hint = "Something else ended it: build again."
+        if name == "SIGKILL":
+            hint = f"The system kills processes when memory is short. {_LESS_MEMORY}"
+        message = f"the worker was killed with {name}{step}."
+        return AccidentError(Problem(Kind.WORKER_KILLED, "", message, hint))
+    if code & 0xFFFFFFFF == _STOPPED:
+        message = f"the worker was stopped with Ctrl-C, or with its console{step}."
+        return AccidentError(Problem(Kind.WORKER_KILLED, "", message, "Build again."))
+    hint = "The crash is in ONNX Runtime or in the execution provider's library: see the log."
+    message = f"the worker {_describe_exit(code)}{step}."
+    return CrashError(Problem(Kind.WORKER_CRASHED, "", message, hint))
+
+
+def _signal_name(code: int) -> str | None:
+    """The name of the signal that ended a process with this exit code, if one did."""
+    if code >= 0:
+        return None
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"the signal {-code}"
+
+
+def _describe_exit(code: int) -> str:
+    if name := _signal_name(code):
+        return f"crashed with {name}"
+    if crash := _WINDOWS_CRASHES.get(code & 0xFFFFFFFF):
+        return f"crashed with {crash} (0x{code & 0xFFFFFFFF:08X})"
+    return f"ended with exit code {code} and without a reply"
