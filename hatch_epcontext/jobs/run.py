@@ -18,7 +18,6 @@ from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.downloads import download_models
 from hatch_epcontext.jobs.executors.executor import Executor
-from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.machine import jobs_at_once
 from hatch_epcontext.jobs.plan import Job, Plan, ships_source
@@ -26,6 +25,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.jobs.sources import read_sources
+from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import validation_warnings
 from hatch_epcontext.text import count
 
@@ -145,7 +145,8 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     else:
         largest = max((source.size for source in read), default=0)
         at_once = jobs_at_once(config.build.jobs, largest)
-        executor = LocalExecutor.make(workers, staging, at_once, installed, plan.jobs)
+        executor = steps = Steps(workers, staging, at_once, installed)
+        steps.expect(plan.jobs)
     return JobRunner(sources, cache, index, executor, staging, workers.progress or _ignore)
 
 

@@ -15,9 +15,9 @@ from hatch_epcontext.jobs.artifact import GENERATOR, Artifact, Recipe
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.plan import Job, Plan
-from hatch_epcontext.jobs.preparation import Prepared, prepare
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import download_sources, job_runner
+from hatch_epcontext.jobs.steps import Prepared, Steps
 from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.worker.requests import TimeOpeningRequest
 
@@ -127,6 +127,7 @@ def _compile(
     download_sources(planned.config, workers)
     cut = cut_plan(planned, cache, workers, staging)
     runner = job_runner(cut, staging, cache, workers)
+    steps = Steps(workers, staging / "sources", 1, {})
     for job in cut.jobs:
         if reason := reason_not_to_open(job):
             hint = "Measure the chips one at a time."
@@ -136,8 +137,7 @@ def _compile(
             artifact = runner.run(job).artifact
             recipe = Recipe(artifact.record.recipe.simplifier)
             with job.locating():
-                folder = staging / "prepared" / job.name
-                prepared = prepare(job, job.models[0], recipe, folder, workers)
+                prepared = steps.prepare(job, 0, recipe)
         except BuildError as error:
             for problem in error.problems:
                 report(problem)

@@ -19,10 +19,10 @@ from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Result, Source
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.run import build, dry_run
+from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
 from hatch_epcontext.worker.results import ModelFacts, ValidationStatus
 from tests.conftest import needs_qnn, newer_runtime
@@ -107,7 +107,7 @@ def test_the_samples_count_by_their_contents(run: Run, project: Path, tmp_path: 
 def test_samples_that_change_during_the_build_are_noticed(
     run: Run, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_ = LocalExecutor.compile
+    compile_ = Steps.compile
 
     def changing(*arguments: object) -> object:
         result = compile_(*arguments)  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def test_samples_that_change_during_the_build_are_noticed(
             file.write(b"more")
         return result
 
-    monkeypatch.setattr(LocalExecutor, "compile", changing)
+    monkeypatch.setattr(Steps, "compile", changing)
     with pytest.raises(EpcontextError, match="EPC211"):
         run(QUANTIZE)
 

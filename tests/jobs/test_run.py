@@ -19,11 +19,11 @@ from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs import job as job_module
 from hatch_epcontext.jobs import requirements
+from hatch_epcontext.jobs import steps as steps_module
 from hatch_epcontext.jobs import validation as validation_module
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.store import Store
-from hatch_epcontext.jobs.executors import local
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import IncompleteError, build
@@ -213,7 +213,7 @@ def cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
             own.setitem(PROVIDERS, name, nowhere)
             return find(job)
 
-    monkeypatch.setattr(local, "reason_not_to_run", reason)
+    monkeypatch.setattr(steps_module, "reason_not_to_run", reason)
 
 
 @pytest.mark.skipif(
@@ -244,7 +244,7 @@ def test_a_target_is_taken_from_the_cache_whatever_is_installed(
 ) -> None:
     first = run(CPU)
     monkeypatch.setattr(requirements, "installed", lambda name: "99.0" if name in ONNX else None)
-    monkeypatch.setattr(local.LocalExecutor, "compile", None)
+    monkeypatch.setattr(steps_module.Steps, "compile", None)
     (built,) = run(CPU, FROM_CACHE).built
     assert built.cached
     assert built.artifact.record == first.built[0].artifact.record

@@ -27,10 +27,10 @@ from hatch_epcontext.jobs.cache.archive import pack, unpack
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.cache.shared import Transport, TransportError
 from hatch_epcontext.jobs.cache.store import DamagedError
-from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements, versions_of
+from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import pairs
@@ -220,7 +220,7 @@ class _Build:
                 self._sender("progress") if info.progress else None,
             )
         )
-        self._executor = LocalExecutor.make(self._workers, self._folder, 1, {}, (), _device_locks)
+        self._executor = Steps(self._workers, self._folder, 1, {}, _device_locks)
         self._lock = threading.Lock()
         self._making: dict[Path, threading.Lock] = {}
         # The jobs with their paths here, by their numbers.
@@ -323,7 +323,7 @@ class _Build:
         with self._lock:
             if task.number not in self._jobs:
                 self._jobs[task.number] = job
-                self._executor.preparations.want(job)
+                self._executor.expect([job])
         return job
 
     def _free(self, oldest: int) -> None:

@@ -1,0 +1,453 @@
+"""The steps of a job: its models are prepared, compiled and validated in workers on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.errors import (
+    AccidentError,
+    BuildError,
+    CrashError,
+    Kind,
+    LimitError,
+    Problem,
+    RefusedError,
+)
+from hatch_epcontext.files import link_or_copy, record_files
+from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.graph.facts import Range
+from hatch_epcontext.graph.number_format import ALWAYS
+from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Refused, Times
+from hatch_epcontext.jobs.cache.fingerprint import value_sha256
+from hatch_epcontext.jobs.plan import Job, with_options
+from hatch_epcontext.jobs.processes.process import Worker, Workers
+from hatch_epcontext.jobs.requirements import versions_of
+from hatch_epcontext.jobs.validation import reason_not_to_run
+from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.system import writing
+from hatch_epcontext.worker.results import Context, Precision, Validation
+
+if TYPE_CHECKING:
+    # A build that finds everything in the cache makes no requests, and imports none.
+    from hatch_epcontext.worker.requests import CompileReply
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared model: its absolute path, how it was prepared, and the ranges of its dummy inputs.
+
+    ``reference``: the absolute path of the file with the outputs of its source, if there is one. ``changed``:
+    whether the last step of its recipe changed it; ``dropped``: changes that were wrong and left out.
+    """
+
+    path: str
+    preparation: Preparation
+    ranges: Mapping[str, Range]
+    reference: str | None = None
+    changed: bool = True
+    dropped: tuple[str, ...] = ()
+
+
+class _Source:
+    """A model as ``jobs``, which are named by their folders, need it prepared, below ``folder``.
+
+    ``forms``: what is, or will be, prepared of it by each recipe.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.jobs: set[str] = set()
+        self.forms: dict[tuple[object, ...], Future[Prepared]] = {}
+
+    @property
+    def reference(self) -> str | None:
+        """The file with the outputs of the model on the CPU, if there is one."""
+        ended = [form for form in list(self.forms.values()) if form.done()]
+        prepared = (form.result() for form in ended if form.exception() is None)
+        return next((each.reference for each in prepared if each.reference), None)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of jobs in ``workers``, with files below ``staging``; several threads take them.
+
+    ``installed``: the versions of all build requirements. ``devices``: the locks of exclusive devices, by the
+    names of their EPs.
+    """
+
+    workers: Workers
+    staging: Path
+    at_once: int
+    installed: Mapping[str, str]
+    devices: dict[str, threading.Lock] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _sources: dict[str, _Source] = field(default_factory=dict)
+    _keys: dict[tuple[object, ...], str] = field(default_factory=dict)
+    _versions: dict[object, Mapping[str, str]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def expect(self, jobs: Iterable[Job]) -> None:
+        """Keep what is prepared until all ``jobs`` that need it have ended."""
+        for job in jobs:
+            for each in (job, *job.alone):
+                for form, model in itertools.product(each.forms, each.models):
+                    self._source(form, model)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self.workers.stopped
+
+    def stop(self) -> None:
+        """Kill all workers, and start no more: each step then raises BuildError."""
+        self.workers.stop()
+
+    def close(self) -> None:
+        """Do nothing: the workers belong to the caller."""
+
+    def versions(self, job: Job) -> Mapping[str, str]:
+        """The versions of everything installed that can change what is compiled for ``job``."""
+        # Once for all models of the target: looking them up is slow in a large environment.
+        target = job.target
+        key = (target.name, target.requirements, target.provider.plugin)
+        if key not in self._versions:
+            self._versions[key] = versions_of(target, self.installed)
+        return self._versions[key]
+
+    def reason_not_to_run(self, job: Job) -> str | None:
+        """Why the job's result cannot be run on this machine, if that is known without the EP."""
+        return reason_not_to_run(job)
+
+    def finished(self, job: Job) -> None:
+        """Remove the models that were prepared for ``job``, which has ended, and that no other job needs."""
+        for each in (job, *job.alone):
+            for form, model in itertools.product(each.forms, each.models):
+                source = self._source(form, model)
+                with self._lock:
+                    source.jobs.discard(each.folder)
+                    if source.jobs:
+                        continue
+                    self._sources.pop(self._key(form, model), None)
+                shutil.rmtree(source.folder, ignore_errors=True)
+
+    def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
+        """Prepare and compile ``job`` with ``recipe`` in one process into ``folder``, which is made.
+
+        Raises BuildError for problems that no other recipe can avoid.
+        """
+        start = time.monotonic()
+        with self.workers.process() as worker:
+            prepared = self._prepared(job, recipe, worker)
+            if isinstance(prepared, Refused):
+                return prepared
+            dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
+            is_other_form = not recipe.dequantize or any(p.preparation.precision for p in prepared)
+            if not is_other_form or not any(each.changed for each in prepared):
+                problems = (Problem(Kind.COMPILE_FAILED, "", message) for message in dropped)
+                return Refused("change", tuple(problems))
+            prepare_seconds = time.monotonic() - start
+            options = tuple(f"{name} = {value}" for name, value in recipe.options)
+            preparations = tuple(
+                replace(each.preparation, options=options, tried=dropped) for each in prepared
+            )
+            try:
+                reply = self._compiled(job, recipe, prepared, folder, worker)
+            except BuildError as error:
+                rewrites = dict.fromkeys(n for e in preparations for n in (*e.options, *e.rewrites))
+                return replace(_refused("compile", error, recipe), rewrites=tuple(rewrites))
+        return Record(
+            recipe,
+            reply.product,
+            preparations,
+            reply.contexts,
+            record_files(folder),
+            self.versions(job),
+            Times(prepare_seconds, reply.seconds),
+        )
+
+    def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
+        """Run a moved copy of the artifact in a process that has compiled nothing."""
+        from hatch_epcontext.worker.requests import ValidateRequest
+
+        scratch = self._scratch("validate")
+        moved = scratch.with_name(f"{scratch.name}-moved")
+        with writing("a copy to validate", moved):
+            shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
+        to_run, record = model.to_run_on(job.target), artifact.record
+        request = ValidateRequest(
+            to_run,
+            job.target,
+            record.product,
+            context,
+            str(moved),
+            model.tolerance_for(job.target),
+            record.contexts if job.group else (),
+            # Other inputs give other outputs.
+            reference=self._source(job, model).reference
+            if to_run == model.on(job.target)
+            else None,
+            prepared=self._prepared_path(job, model, artifact),
+            only_target=job.target.name if model.has_other_limits(job.target) else None,
+        )
+        with self._device(job.target):
+            call = self.workers.call
+            validation = call(request, scratch, location=job.location, step="validation")
+        shutil.rmtree(moved)
+        return validation
+
+    def prepare(
+        self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers | None = None
+    ) -> Prepared:
+        """The job's model with this ``index`` as ``recipe`` prepares and changes it.
+
+        The first job that needs it prepares it, with ``worker``; the others wait. Raises BuildError when that
+        fails.
+        """
+        model = job.models[index]
+        source = self._source(job, model)
+        changes = (
+            (c.kind, None if c.refused is None else c.refused[index]) for c in recipe.changes
+        )
+        how = (recipe.simplifier, recipe.fuse, *changes, recipe.remedies)
+        with self._lock:
+            is_first = (form := source.forms.get((how, job.target.settings.unroll_limit))) is None
+            if form is None:
+                form = source.forms[how, job.target.settings.unroll_limit] = Future()
+        if is_first:
+            try:
+                form.set_result(self._make(job, index, recipe, worker or self.workers))
+            except BaseException as error:
+                form.set_exception(error)
+        return form.result()
+
+    def _prepared(self, job: Job, recipe: Recipe, worker: Worker) -> tuple[Prepared, ...] | Refused:
+        """The models of ``job``, prepared and changed; or why they are not."""
+        remedies = tuple(name for name in recipe.remedies if name in ALWAYS)
+        plain = replace(recipe, changes=(), fuse=True, remedies=remedies)
+        numbers = range(len(job.models))
+        try:
+            prepared = [self.prepare(job, number, plain, worker) for number in numbers]
+        except BuildError as error:
+            return _refused("prepare", error, recipe)
+        control_flow = dict.fromkeys(n for each in prepared for n in each.preparation.control_flow)
+        if control_flow and not recipe.takes_control_flow:
+            return Refused("prepare", control_flow=tuple(control_flow))
+        try:
+            return tuple(self.prepare(job, number, recipe, worker) for number in numbers)
+        except BuildError as error:
+            return _refused("change", error, recipe)
+
+    def _make(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
+        """The model, prepared from that of a recipe without the last step of ``recipe``."""
+        if recipe.remedies:
+            before = self.prepare(job, index, replace(recipe, remedies=()), worker)
+            after = self._change(job, index, before, recipe, worker)
+            # The rewrites for all models may change nothing in this one.
+            last = recipe.last_remedies
+            is_new = after.changed and not last.isdisjoint(after.preparation.remedies)
+            changed = is_new if last else before.changed
+            return replace(after, changed=changed, dropped=(*before.dropped, *after.dropped))
+        if recipe.changes:
+            shorter = replace(recipe, changes=recipe.changes[:-1])
+            before = self.prepare(job, index, shorter, worker)
+            return self._change(job, index, before, recipe, worker)
+        if recipe.fuse:
+            return self._prepare(job, index, recipe, worker)
+        fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
+        unfused = self._prepare(job, index, recipe, worker)
+        rewrites = ("nothing folded into convolutions",)
+        preparation = replace(unfused.preparation, rewrites=rewrites)
+        changed = preparation.nodes != fused.preparation.nodes
+        return replace(unfused, preparation=preparation, changed=changed)
+
+    def _prepare(
+        self,
+        job: Job,
+        index: int,
+        recipe: Recipe,
+        worker: Worker | Workers,
+        *,
+        is_again: bool = False,
+    ) -> Prepared:
+        """Fix and simplify the model."""
+        from hatch_epcontext.worker.requests import PrepareRequest
+
+        model = job.models[index]
+        source = self._source(job, model)
+        scratch = source.folder / str(next(self._numbers))
+        request = PrepareRequest(
+            model.on(job.target),
+            recipe.simplifier,
+            _result_in(scratch),
+            model.is_compared,
+            source.reference,
+            precision=_precision(job, model),
+            fuse=recipe.fuse,
+        )
+        call = worker.call
+        try:
+            reply = call(request, scratch / "call", location=job.location, step="preparation")
+        except CrashError:
+            if is_again:
+                raise
+            # It may be transient; a second one is the simplifier's own fault.
+            return self._prepare(job, index, recipe, worker, is_again=True)
+        preparation = Preparation(
+            recipe.simplifier,
+            reply.nodes_before,
+            reply.nodes,
+            reply.control_flow,
+            precision=reply.precision,
+        )
+        return Prepared(reply.path, preparation, reply.ranges, reply.reference)
+
+    def _change(
+        self, job: Job, index: int, before: Prepared, recipe: Recipe, worker: Worker | Workers
+    ) -> Prepared:
+        """Apply the remedies or the last change of ``recipe`` to ``before``."""
+        from hatch_epcontext.worker.requests import RewriteRequest
+
+        last = None if recipe.remedies else recipe.changes[-1]
+        refused = None if last is None or last.refused is None else last.refused[index]
+        if refused == ():
+            return replace(before, changed=False, dropped=())
+        model, limit = job.models[index], job.target.settings.unroll_limit
+        scratch = self._source(job, model).folder / str(next(self._numbers))
+        request = RewriteRequest(
+            model.on(job.target),
+            before.path,
+            refused,
+            _result_in(scratch),
+            simplify=before.preparation.simplifier != "none",
+            compare=model.is_compared,
+            reference=before.reference,
+            precision=_precision(job, model) if before.preparation.precision else None,
+            unroll_limit=limit if last and last.kind == "unroll" else None,
+            remedies=recipe.remedies,
+            target=job.target if recipe.remedies else None,
+        )
+        call = worker.call
+        reply = call(request, scratch / "call", location=job.location, step="preparation")
+        preparation = replace(before.preparation, remedies=reply.remedies)
+        if reply.path is None:
+            return replace(before, preparation=preparation, changed=False, dropped=reply.dropped)
+        preparation = replace(
+            preparation,
+            nodes=reply.nodes,
+            control_flow=reply.control_flow,
+            rewrites=(*preparation.rewrites, *reply.rewrites),
+        )
+        return replace(
+            before, path=reply.path, preparation=preparation, changed=True, dropped=reply.dropped
+        )
+
+    def _compiled(
+        self,
+        job: Job,
+        recipe: Recipe,
+        prepared: Sequence[Prepared],
+        folder: Path,
+        worker: Worker,
+    ) -> CompileReply:
+        """Compile the ``prepared`` models of ``job`` into ``folder``, which is made."""
+        from hatch_epcontext.worker.requests import CompileRequest
+
+        with writing("an artifact", folder):
+            folder.mkdir(parents=True)
+        target = with_options(job.target, dict(recipe.options))
+        if not recipe.fuse:
+            # ONNX Runtime would fuse what preparation has deliberately not fused.
+            target = replace(target, settings=replace(target.settings, optimization="none"))
+        request = CompileRequest(
+            models=tuple(model.on(job.target) for model in job.models),
+            prepared=tuple(each.path for each in prepared),
+            target=target,
+            folder=str(folder),
+        )
+        # Hashed and validated when it is complete, and the device is free.
+        with self._device(job.target), contextlib.closing(worker):
+            return worker.call(request, self._scratch("compile"), location=job.location, step="")
+
+    def _prepared_path(self, job: Job, model: Model, artifact: Artifact) -> str | None:
+        """The file that was compiled, for EPs whose number format is known.
+
+        It is prepared again if an earlier build compiled it; None if the result differs.
+        """
+        settings, provider = job.target.settings, job.target.provider
+        if provider.number_format(settings.device, settings.provider_options) is None:
+            return None
+        index, record = job.models.index(model), artifact.record
+        prepared = self.prepare(job, index, record.recipe)
+        # With other samples, other rewrites are worthwhile.
+        is_same = prepared.preparation.rewrites == record.preparations[index].rewrites
+        return prepared.path if is_same else None
+
+    def _source(self, job: Job, model: Model) -> _Source:
+        """What is prepared of ``model`` as ``job``, and others, need it."""
+        key = self._key(job, model)
+        with self._lock:
+            source = self._sources.get(key)
+            if source is None:
+                folder = self.staging / "prepared" / key[:16]
+                source = self._sources[key] = _Source(folder)
+            source.jobs.add(job.folder)
+        return source
+
+    def _key(self, job: Job, model: Model) -> str:
+        """What identifies how ``job`` needs ``model`` prepared, whatever the recipe."""
+        name = (job.folder, model.name, job.target.settings.dequantize)
+        if name not in self._keys:
+            precision = to_plain(_precision(job, model))
+            plain = [to_plain(model.on(job.target)), model.is_compared, precision]
+            self._keys[name] = value_sha256(plain)
+        return self._keys[name]
+
+    def _scratch(self, step: str) -> Path:
+        return self.staging / "steps" / f"{next(self._numbers)}-{step}"
+
+    def _device(self, target: Target) -> AbstractContextManager[object]:
+        """The lock of a step that uses the target's EP: other steps wait if its device is exclusive."""
+        if not target.provider.exclusive_device:
+            return contextlib.nullcontext()
+        return self.devices.setdefault(target.provider.ep, threading.Lock())
+
+
+def _result_in(scratch: Path) -> str:
+    """A new folder in ``scratch``."""
+    folder = scratch / "result"
+    with writing("a prepared model", folder):
+        folder.mkdir(parents=True)
+    return str(folder)
+
+
+def _precision(job: Job, model: Model) -> Precision | None:
+    """How ``job`` changes the numbers of ``model``."""
+    settings = job.target.settings
+    if not (settings.dequantize or settings.quantize):
+        return None
+    tolerance = model.tolerance_for(job.target) if settings.changes_precision else None
+    return Precision(settings.dequantize, settings.quantize, job.target.calibration, tolerance)
+
+
+def _refused(
+    step: Literal["prepare", "change", "compile"], error: BuildError, recipe: Recipe
+) -> Refused:
+    """The refusal of ``recipe``, which ended with ``error``; raises that if no other recipe may avoid it."""
+    if not isinstance(error, RefusedError | CrashError):
+        # The plain recipe has succeeded before: the cause is what this one adds. But after an accident that
+        # does not depend on it, a weaker result would stay in the cache.
+        is_of_recipe = isinstance(error, LimitError) or not isinstance(error, AccidentError)
+        if recipe.is_plain or not is_of_recipe:
+            raise error
+    return Refused(step, error.problems)

@@ -1,0 +1,271 @@
+"""Which workers take the steps of a job, with real ones, and what happens if one misbehaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from hatch_epcontext.config.settings import Target
+from hatch_epcontext.errors import AccidentError, Kind
+from hatch_epcontext.files import record_file
+from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Refused, Source
+from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.job import JobRunner
+from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.steps import Steps
+from hatch_epcontext.worker.results import ModelFacts, Validation
+from tests.altered_workers import workers_with
+from tests.conftest import wait_for
+from tests.models import model, network, save, value, weights
+from tests.results import configured
+
+TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+
+TWO_TARGETS = """
+targets = { one = { provider = "cpu" }, two = { provider = "cpu", optimization = "extended" } }
+models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
+"""
+
+
+@pytest.fixture(scope="module")
+def body(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source that a worker runs before ONNX Runtime prepares a model; ``tries`` is how often it did."""
+    return tmp_path_factory.mktemp("site") / "body.py"
+
+
+@pytest.fixture(scope="module")
+def altered(body: Path) -> Iterator[Workers]:
+    """Workers that write their number into the folder of each step, and run ``body``."""
+    body.touch()
+    source = f"""
+        import importlib, os, pathlib
+        for name in ("prepare", "compile", "validate"):
+            module = importlib.import_module("hatch_epcontext.worker.actions." + name)
+            def handle(request, real=module.handle):
+                open("pid", "w").write(str(os.getpid()))
+                if getattr(request, "simplifier", None) == "onnxruntime":
+                    with open({str(body.with_name("tries"))!r}, "a") as file:
+                        file.write("x")
+                        tries = file.tell()
+                    exec(pathlib.Path({str(body)!r}).read_text(), {{"tries": tries}})
+                return real(request)
+            module.handle = handle
+        """
+    with workers_with(body.parent, source) as started:
+        yield started
+
+
+@pytest.fixture
+def workers(altered: Workers, body: Path) -> Workers:
+    for file in (body, body.with_name("tries")):
+        file.write_bytes(b"")
+    return altered
+
+
+def run(steps: Steps, job: Job) -> Validation:
+    """Compile and validate ``job``."""
+    folder = steps.staging / job.target.name
+    record = steps.compile(job, Recipe("onnxruntime"), folder)
+    assert isinstance(record, Record)
+    return steps.validate(job, job.models[0], Artifact(folder, record), record.contexts[0])
+
+
+def answering(staging: Path) -> list[tuple[str, str]]:
+    """Each step, with the number of the process that has answered it."""
+    return [
+        (each.parent.name.rpartition("-")[2], each.read_text(encoding="ascii"))
+        for each in staging.rglob("pid")
+    ]
+
+
+def test_a_job_has_a_process_that_prepares_and_compiles_and_one_that_validates(
+    project: Path, tmp_path: Path, workers: Workers
+) -> None:
+    save(network(), project / "models" / "a.onnx")
+    (one, _) = plan(configured(project, TWO_TARGETS)).jobs
+    run(Steps(workers, tmp_path / "alone", 1, {}), one)
+    numbers = dict(answering(tmp_path / "alone"))
+    assert numbers["call"] == numbers["compile"] != numbers["validate"]
+
+
+def test_what_several_jobs_need_is_prepared_once_and_kept_for_the_last_one(
+    project: Path, tmp_path: Path, workers: Workers, body: Path
+) -> None:
+    save(network(), project / "models" / "a.onnx")
+    jobs = plan(configured(project, TWO_TARGETS)).jobs
+    steps = Steps(workers, tmp_path / "both", 1, {})
+    steps.expect(jobs)
+    for job in jobs:
+        assert len(list(steps.staging.rglob("simplified-*"))) == (0 if job is jobs[0] else 1)
+        run(steps, job)
+        steps.finished(job)
+    assert not list(steps.staging.rglob("simplified-*"))
+    assert body.with_name("tries").read_text(encoding="ascii") == "x"
+
+
+def test_the_lock_of_a_device_is_not_held_while_a_model_is_prepared(
+    project: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(network(), project / "models" / "a.onnx")
+    (job, _) = plan(configured(project, TWO_TARGETS)).jobs
+    provider = dataclasses.replace(job.target.provider, exclusive_device=True)
+    monkeypatch.setattr(Target, "provider", provider)
+    steps = Steps(workers, tmp_path / "locked", 1, {}, {provider.ep: threading.Lock()})
+    thread = threading.Thread(target=run, args=(steps, job))
+    with steps.devices[provider.ep]:
+        thread.start()
+        wait_for(lambda: any((steps.staging / "prepared").rglob("simplified-*")))
+        assert not (steps.staging / "steps").exists()
+    thread.join(60)
+    assert len(answering(steps.staging)) == 3
+
+
+def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
+    project: Path, tmp_path: Path, workers: Workers
+) -> None:
+    scaled = network(1)
+    scaled.graph.initializer.append(weights("scale", 4, 1, 1))
+    scaled.graph.node[0].output[0] = "plain"
+    scaled.graph.node.insert(1, helper.make_node("Mul", ["plain", "scale"], ["c"], "scaled"))
+    save(scaled, project / "models" / "a.onnx")
+    save(network(1), project / "models" / "b.onnx")
+    toml = TOML.replace('"models/a.onnx"', '"models/a.onnx", "models/b.onnx"')
+    folded, other = plan(configured(project, toml)).jobs
+    steps = Steps(workers, tmp_path, 1, {})
+    unfused = Recipe("onnxruntime", fuse=False)
+    before = steps.prepare(folded, 0, Recipe("onnxruntime"))
+    after = steps.prepare(folded, 0, unfused)
+    assert after.preparation.nodes == before.preparation.nodes + 1
+    assert after.preparation.rewrites == ("nothing folded into convolutions",)
+    assert after.changed
+    assert not steps.prepare(other, 0, unfused).changed
+    assert steps.compile(other, unfused, tmp_path / "out") == Refused("change")
+
+
+@pytest.mark.parametrize(
+    ("targets", "tolerance", "only"),
+    [
+        ("['one']", "{ cosine = 0.999 }", False),
+        ("['one']", "{ targets = { one = { cosine = 0.999 } } }", True),
+        ("['one', 'two']", "{ cosine = 0.999 }", True),
+    ],
+)
+def test_more_is_allowed_for_the_target_that_needs_it(
+    project: Path, tmp_path: Path, workers: Workers, targets: str, tolerance: str, only: bool
+) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["y"])]
+    made = model(nodes, [value("x", [10])], [value("y", [10])])
+    save(made, project / "models" / "a.onnx")
+    data = project / "data"
+    data.mkdir()
+    x = np.linspace(1, 2, 10, dtype=np.float32)
+    onnx.save_tensor(numpy_helper.from_array(x, "x"), data / "input_0.pb")
+    onnx.save_tensor(numpy_helper.from_array(np.float32(1.1) * x, "y"), data / "output_0.pb")
+    validate = f"{{ inputs = 'data', tolerance = {tolerance} }}"
+    table = f"{{ path = 'models/a.onnx', targets = {targets}, validate = {validate} }}"
+    toml = f"models = [{table}]\n{TWO_TARGETS.split('models', maxsplit=1)[0]}"
+    job, *_ = plan(configured(project, toml)).jobs
+    (problem,) = run(Steps(workers, tmp_path / "staging", 1, {}), job).problems
+    (setting,) = problem.settings
+    assert (problem.kind, setting.key) == (
+        Kind.OUTPUT_DIFFERS,
+        job.models[0].key / "validate" / "tolerance",
+    )
+    assert list(setting.value) == (["targets"] if only else ["outputs"])
+    assert not only or list(setting.value["targets"]) == ["one"]
+
+
+@pytest.fixture
+def job(project: Path) -> Job:
+    save(network(1), project / "models" / "a.onnx")
+    (job,) = plan(configured(project, TOML)).jobs
+    return job
+
+
+def prepared(job: Job, tmp_path: Path, workers: Workers) -> Preparation:
+    (model,) = job.models
+    record = record_file(model.path)
+    source = Source(model, ModelFacts((), (), ()), record.sha256, {model.path.name: record})
+    cache = Cache(None, pytest.fail)
+    steps = Steps(workers, tmp_path, 1, {})
+    runner = JobRunner({"a": source}, cache, cache.index, steps, tmp_path, pytest.fail)
+    (preparation,) = runner.run(job).artifact.record.preparations
+    return preparation
+
+
+on_posix = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+
+
+@on_posix
+@pytest.mark.parametrize(
+    ("source", "kind", "words"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", Kind.WORKER_KILLED, "SIGKILL"),
+        ("import os; os.kill(os.getpid(), 15)", Kind.WORKER_KILLED, "SIGTERM"),
+        ("import os; os.kill(os.getpid(), 11 if tries == 1 else 9)", Kind.WORKER_KILLED, "SIGKILL"),
+        ("import time; time.sleep(60)", Kind.WORKER_TIMEOUT, "1 seconds"),
+        ("raise MemoryError", Kind.OUT_OF_MEMORY, "out of memory"),
+        ("raise OSError(28, 'No space left on device', 'x')", Kind.SYSTEM_ERROR, "No space left"),
+        (
+            "print('write: No space left on device'); raise ValueError",
+            Kind.SYSTEM_ERROR,
+            "No space",
+        ),
+        ("import os, shutil; shutil.rmtree(os.getcwd())", Kind.SYSTEM_ERROR, "was removed"),
+        ("raise OSError(24, 'Too many open files', 'x')", Kind.SYSTEM_ERROR, "Too many open"),
+    ],
+)
+def test_what_is_not_the_simplifiers_fault_fails_the_job(
+    job: Job, tmp_path: Path, workers: Workers, body: Path, source: str, kind: Kind, words: str
+) -> None:
+    body.write_text(source, encoding="utf-8")
+    if kind is Kind.WORKER_TIMEOUT:
+        workers = dataclasses.replace(workers, timeout=1)
+    with pytest.raises(AccidentError) as raised:
+        prepared(job, tmp_path, workers)
+    (problem,) = raised.value.problems
+    assert problem.kind is kind
+    assert words in problem.message
+    assert problem.where() == f"{job.location}: preparation"
+
+
+_CRASHES = "onnxruntime crashes on this model, in a process of its own"
+
+
+@on_posix
+@pytest.mark.parametrize(
+    ("source", "tries", "failed"),
+    [
+        ("if tries == 1:\n    import os\n    os.abort()\n", 2, ()),
+        ("import os; os.kill(os.getpid(), 11)", 2, (_CRASHES,)),
+        ("import os; os._exit(0)", 2, (_CRASHES,)),
+        (
+            "raise RuntimeError('cannot simplify')",
+            1,
+            ("onnxruntime failed: RuntimeError: cannot simplify",),
+        ),
+    ],
+)
+def test_only_the_simplifiers_own_fault_leads_to_the_next_one(
+    job: Job,
+    tmp_path: Path,
+    workers: Workers,
+    body: Path,
+    source: str,
+    tries: int,
+    failed: tuple[str, ...],
+) -> None:
+    body.write_text(source, encoding="utf-8")
+    preparation = prepared(job, tmp_path, workers)
+    assert preparation.simplifier == ("onnxslim" if failed else "onnxruntime")
+    assert [text.split("\n")[0] for text in preparation.failed] == list(failed)
+    assert len(body.with_name("tries").read_bytes()) == tries
