@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.shared_cache import SIGNATURES
 from hatch_epcontext.errors import ROOT
-from hatch_epcontext.jobs.cache.store import Entry, Files, Kind, Store
+from hatch_epcontext.jobs.cache.store import Entry, Kind, Store
 from hatch_epcontext.jobs.requirements import pip_install
 from hatch_epcontext.text import count, show_size, to_toml
 
@@ -61,9 +62,8 @@ def info(store: Store) -> None:
     echo(f"{store.root}: {_summarize(entries)}")
     rows = table("kind", "files", "size", "last used", "key")
     for entry in (entry for entry in entries if _NOUNS[entry.kind] != "record"):
-        contents = store.record(entry, Files)
-        files = "damaged" if contents is None else ", ".join(contents.files)
-        used = entry.used.astimezone().strftime("%Y-%m-%d %H:%M")
+        files = "damaged" if entry.files is None else ", ".join(entry.files)
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         add_row(rows, _NOUNS[entry.kind], files, show_size(entry.size), used, entry.key[:12])
     if rows.row_count:
         show(rows)

@@ -30,7 +30,7 @@ from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Key, 
 from hatch_epcontext.files import MAX_BYTES, is_portable, is_sha256
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs import web
-from hatch_epcontext.jobs.cache.store import Files, Store
+from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.downloads import Downloads, check_allowed, described
 from hatch_epcontext.package.external_data import external_data
 from hatch_epcontext.text import show, suggestion, to_toml
@@ -237,8 +237,7 @@ def _download(
 
 def _same(digest: str | None, store: Store) -> Iterator[Path]:
     """The files with this hex sha256 of models in the cache."""
-    for entry in store.entries():
-        model = store.record(entry, Files) if entry.kind == "models" else None
-        for name, record in model.files.items() if model else ():
+    for model in (entry for entry in store.entries() if entry.kind == "models"):
+        for name, record in (model.files or {}).items():
             if record.sha256 == digest:
-                yield entry.folder / "files" / name
+                yield model.folder / "files" / name

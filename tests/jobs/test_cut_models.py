@@ -29,7 +29,7 @@ from hatch_epcontext.jobs.run import build
 from hatch_epcontext.jobs.sources import check_unchanged, read_sources
 from hatch_epcontext.package import editable
 from hatch_epcontext.package.bundle import bundle
-from tests.models import network, save, save_with_data
+from tests.models import network, parsed, save, save_with_data, weights
 from tests.results import MODULES
 
 CUT = """
@@ -46,10 +46,10 @@ def run(project: Path, tmp_path: Path) -> Run:
     save_with_data(network(), project / "models" / "a.onnx")
     count = iter(range(100))
 
-    def built(environ: dict[str, str] | None = None) -> Result:
+    def built(environ: dict[str, str] | None = None, toml: str = CUT) -> Result:
         staging = tmp_path / f"staging-{next(count)}"
         staging.mkdir()
-        planned = plan(load(project, parse(CUT), {}, environ or {}))
+        planned = plan(load(project, parse(toml), {}, environ or {}))
         return build(planned, staging, Cache(tmp_path / "cache", print), print)
 
     return built
@@ -104,6 +104,34 @@ def test_a_damaged_cut_model_is_made_again(run: Run, tmp_path: Path) -> None:
     (kept,) = (tmp_path / "cache").rglob("cut/*/files/a.onnx")
     kept.write_bytes(b"damaged")
     assert run().sources[0].sha256 == first.sources[0].sha256
+
+
+def test_a_cut_model_of_the_cache_is_compiled(run: Run, project: Path, tmp_path: Path) -> None:
+    # ONNX Runtime refuses weights of bodies in a file with several hard links.
+    branches = parsed(
+        """(float[4, 500] x) => (float[4, 500] y) {
+            c = Relu (x)
+            largest = ReduceMax <keepdims = 0> (c)
+            positive = Cast <to = 9> (largest)
+            y = If (positive) <then_branch = one () => (float[4, 500] a) { a = Mul (c, k) },
+                               else_branch = other () => (float[4, 500] b) { b = Neg (c) }> }""",
+        check=False,
+    )
+    then_branch = next(
+        attribute.g
+        for attribute in branches.graph.node[-1].attribute
+        if attribute.g.node[0].op_type == "Mul"
+    )
+    then_branch.initializer.append(weights("k", 500))
+    save_with_data(branches, project / "models" / "a.onnx")
+    toml = CUT.replace("dims = { batch = 2 }, ", "")
+    first = run(toml=toml)
+    for entry in Store(tmp_path / "cache").entries():
+        if entry.kind != "cut":
+            shutil.rmtree(entry.folder)
+    second = run(toml=toml)
+    assert second.sources[0].sha256 == first.sources[0].sha256
+    assert not second.built[0].cached
 
 
 def test_an_editable_install_has_the_cut_source(project: Path, tmp_path: Path) -> None:

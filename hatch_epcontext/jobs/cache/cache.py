@@ -43,7 +43,7 @@ class Cache:
         self._store = None if root is None else Store(root)
         self._is_writable = True
         self._damaged: set[Path] = set()
-        self.index = Index() if self._store is None else self._store.index
+        self.index = Index(None if self._store is None else self._store.layout / "index")
 
     @property
     def trouble(self) -> str:

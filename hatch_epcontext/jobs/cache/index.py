@@ -3,8 +3,7 @@
 An index is a folder of small files, which are written atomically, and which any number of builds may use.
 
 The status of a user's file, which has the time of its change, is trusted once that is two seconds old.
-Windows has no such time: there each build reads the content. Only builds write to the files of the cache, so
-their size, inode and time of change are enough to detect damage.
+Windows has no such time: there each build reads the content.
 
 An `Index` belongs to one build, which sees one version of each file: it fails when a file has changed since
 it was first read.
@@ -17,8 +16,8 @@ import hashlib
 import os
 import sys
 import time
-from dataclasses import field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.files import (
@@ -27,38 +26,30 @@ from hatch_epcontext.files import (
     is_sha256,
     known_text,
     mark_used,
-    record_file,
     write_atomically,
 )
-from hatch_epcontext.frozen import dataclass
-
-
-@dataclass(frozen=True)
-class FileState:
-    """A file when a build first read it: size in bytes, time of its last change in ns, hex sha256.
-
-    ``settled``: whether another change must show in its status.
-    """
-
-    size: int
-    changed: int
-    digest: str
-    sha256: str
-    settled: bool
-
 
 _SETTLED_NS = 2 * 10**9
 """Nanoseconds after which a changed file must have another status: the coarsest time stamps are two seconds
 apart."""
 
 
-@dataclass(frozen=True)
+class _Look(NamedTuple):
+    """A file when a build first read it, and its hex sha256."""
+
+    status: os.stat_result
+    sha256: str
+    settled: bool
+    """Whether another change must show in its status."""
+
+
 class Index:
     """An index in ``folder``; with None it only remembers what it read itself."""
 
-    folder: Path | None = None
-    _states: dict[Path, FileState] = field(default_factory=dict)
-    _absent: dict[Path, FileRecord] = field(default_factory=dict)
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self._looks: dict[Path, _Look] = {}
+        self._absent: dict[Path, FileRecord] = {}
 
     def assume(self, path: Path, record: FileRecord) -> None:
         """Take ``record`` for the file ``path``, which is not there and which the build does not read."""
@@ -80,87 +71,65 @@ class Index:
         """
         if (absent := self._absent.get(path)) is not None:
             return absent.sha256
-        first = self._states.get(path)
-        if first is None:
-            return self._first_state(path).sha256
-        self._compare(path, first, read=False)
-        return first.sha256
+        look = self._looks.get(path)
+        if look is None:
+            return self._first_look(path).sha256
+        self._compare(path, look, read=False)
+        return look.sha256
 
     def check(self, path: Path) -> None:
         """Raise ModelError if the file ``path`` has changed since it was first read.
 
         Unlike `sha256` this reads a file again that was written just before it was first read.
         """
-        first = self._states.get(path)
-        if first is None:
-            self._first_state(path)
+        look = self._looks.get(path)
+        if look is None:
+            self._first_look(path)
         else:
-            self._compare(path, first, read=not first.settled)
+            self._compare(path, look, read=not look.settled)
 
-    def _first_state(self, path: Path) -> FileState:
+    def _first_look(self, path: Path) -> _Look:
         status = path.stat()
-        key = _digest_of(status)
         settled = _is_settled(status)
-        found = self._read(key) if settled else None
-        if found is None:
-            found = file_sha256(path)
-            if _digest_of(path.stat()) != key:
+        sha256 = self._read(status) if settled else None
+        if sha256 is None:
+            sha256 = file_sha256(path)
+            if _digest(path.stat()) != _digest(status):
                 raise changed_error(path)
-            if settled:
-                self._write(key, found)
+            if settled and self.folder is not None:
+                with contextlib.suppress(OSError):
+                    write_atomically(self.folder / _digest(status), sha256, durable=False)
         # Threads may read it at the same time: the first result counts.
-        look = FileState(status.st_size, status.st_mtime_ns, key, found, settled)
-        return self._states.setdefault(path, look)
+        return self._looks.setdefault(path, _Look(status, sha256, settled))
 
-    def _compare(self, path: Path, first: FileState, *, read: bool) -> None:
-        """Raise ModelError if the file differs from its ``first`` state.
+    def _compare(self, path: Path, look: _Look, *, read: bool) -> None:
+        """Raise ModelError if the file differs from what it was at the first ``look``.
 
         It is read again with ``read``, or if its status changed: hard links and chmod change that too.
         """
         try:
             status = path.stat()
-            moved = abs(status.st_mtime_ns - first.changed) > _SETTLED_NS
+            moved = abs(status.st_mtime_ns - look.status.st_mtime_ns) > _SETTLED_NS
             # Written in the meantime: a worker may have read neither the old nor the new contents.
-            if moved or status.st_size != first.size:
+            if moved or status.st_size != look.status.st_size:
                 raise changed_error(path)
-            digest = _digest_of(status)
-            if not read and digest == first.digest:
+            if not read and _digest(status) == _digest(look.status):
                 return
-            if file_sha256(path) != first.sha256 or _digest_of(path.stat()) != digest:
+            if file_sha256(path) != look.sha256 or _digest(path.stat()) != _digest(status):
                 raise changed_error(path)
         except OSError as error:
             raise changed_error(path) from error
-        self._states[path] = replace(first, digest=digest, settled=_is_settled(status))
+        self._looks[path] = _Look(status, look.sha256, _is_settled(status))
 
-    def is_intact(self, path: Path, recorded: FileRecord) -> bool:
-        """Whether a file of the cache is unchanged; it is read if its status has changed."""
-        try:
-            key = _digest_of_own(path)
-            if self._read(key) != recorded.sha256:
-                if record_file(path) != recorded:
-                    return False
-                self._write(key, recorded.sha256)
-        except OSError:
-            return False
-        return True
-
-    def remember(self, path: Path, recorded: FileRecord) -> None:
-        """Remember that a file of the cache is as ``recorded``."""
-        self._write(_digest_of_own(path), recorded.sha256)
-
-    def _read(self, key: str) -> str | None:
+    def _read(self, status: os.stat_result) -> str | None:
         if self.folder is None:
             return None
-        sha256 = known_text(self.folder / key)
+        file = self.folder / _digest(status)
+        sha256 = known_text(file)
         if sha256 is None or not is_sha256(sha256):
             return None
-        mark_used(self.folder / key)
+        mark_used(file)
         return sha256
-
-    def _write(self, key: str, sha256: str) -> None:
-        if self.folder is not None:
-            with contextlib.suppress(OSError):
-                write_atomically(self.folder / key, sha256, durable=False)
 
 
 def changed_error(path: Path) -> ModelError:
@@ -175,17 +144,10 @@ def changed_error(path: Path) -> ModelError:
     )
 
 
-def _digest_of(status: os.stat_result) -> str:
-    return _digest(status.st_dev, status.st_ctime_ns, status)
-
-
-def _digest_of_own(path: Path) -> str:
-    # Without the time of the last change of its status, which every hard link to it changes.
-    return _digest(0, 0, path.stat())
-
-
-def _digest(device: int, changed: int, status: os.stat_result) -> str:
-    parts = (device, status.st_ino, status.st_size, status.st_mtime_ns, changed)
+def _digest(status: os.stat_result) -> str:
+    """What identifies a file and its last change."""
+    times = status.st_mtime_ns, status.st_ctime_ns
+    parts = (status.st_dev, status.st_ino, status.st_size, *times)
     return hashlib.sha256(":".join(map(str, parts)).encode()).hexdigest()
 
 

@@ -2,10 +2,9 @@
 
 Below ``<root>/<LAYOUT>/``, where keys and names are hex sha256s:
 
-- ``<kind>/<key>/``: an entry, with ``record.json`` and ``files/``;
+- ``<kind>/<key>/``: an entry: ``record.json``, ``files/``, and their status when they were intact;
 - ``refs/<name>``: the key of an entry;
-- ``index/``: see `index`;
-- ``locks/<key>``: locked by the build that makes an entry;
+- ``index/``: see `index`; ``locks/<key>``: locked by the build that makes an entry;
 - ``parts/<key>/``: the files of a download that is not complete;
 - ``staging/``: entries that are not yet published, or being removed.
 
@@ -19,11 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
+import json
+import math
 import os
 import re
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,19 +37,20 @@ from hatch_epcontext.files import (
     FileRecord,
     is_generated,
     is_portable,
+    is_regular,
     is_sha256,
     known_text,
     link_or_copy,
     mark_used,
     patiently,
     read_regular,
+    record_file,
     sweep,
     sync,
     temp_dir,
     write_atomically,
 )
 from hatch_epcontext.jobs.cache import LAYOUT
-from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.serialize import from_json, to_json
 
 T = TypeVar("T")
@@ -61,7 +65,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _LASTING = frozenset({"artifacts", "models"})
 """The kinds that survive a power cut, and are never replaced while they are intact."""
 
-_RECORD, _FILES = "record.json", "files"
+_RECORD, _FILES, _STATUS = "record.json", "files", "status.json"
+
+_OWN_NAME = re.compile(r"[0-9a-f]{64}|\..+\.\d+-\d+\.tmp")
+"""A hex sha256, or what `write_atomically` calls a file while it writes it."""
 
 _ATTEMPTS = 3
 """How many times an entry is published again while other processes remove it."""
@@ -88,16 +95,23 @@ class Files:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a store: its size in bytes, and the time of its last use."""
+    """An entry of a store: its size in bytes, and the time of its last use, in seconds since the epoch."""
 
     kind: Kind
     folder: Path
     size: int
-    used: datetime.datetime
+    used: float
 
     @property
     def key(self) -> str:
         return self.folder.name
+
+    @property
+    def files(self) -> Mapping[str, FileRecord] | None:
+        """Its files, which are not checked, by name; None if its record has none, or cannot be read."""
+        with contextlib.suppress(OSError, DamagedError):
+            return read_record(read_regular(self.folder / _RECORD), Files).files
+        return None
 
 
 class Store:
@@ -105,12 +119,11 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._layout = root / LAYOUT
-        self.index = Index(self._layout / "index")
+        self.layout = root / LAYOUT
 
     def entry(self, kind: Kind, key: str) -> Path:
         """The folder of an entry."""
-        return self._layout / kind / key
+        return self.layout / kind / key
 
     def get(self, kind: Kind, key: str, type_: type[T], folder: Path | None = None) -> T | None:
         """The record of an entry, whose files are then in ``folder``, which is created; None for a miss.
@@ -120,23 +133,17 @@ class Store:
         entry = self.entry(kind, key)
         try:
             record = read_record(read_regular(entry / _RECORD), type_)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        for name, recorded in files_of(record).items():
-            if not self.index.is_intact(_file(entry, name), recorded):
-                # Another process may have cleaned the store at this moment.
-                if not entry.exists():
-                    return None
-                raise DamagedError(f"its file {name} is missing or has other content")
-        if folder is not None:
-            try:
+            _check(entry, files_of(record))
+            if folder is not None:
                 for name in files_of(record):
-                    _link(_file(entry, name), folder / PurePosixPath(name))
-            except OSError as error:
+                    _transfer(kind, _file(entry, name), folder / PurePosixPath(name))
+        except OSError as error:
+            if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-                if isinstance(error, FileNotFoundError):
-                    return None
-                raise
+            # Or another process cleans the store at this moment.
+            if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                return None
+            raise
         mark_used(entry)
         return record
 
@@ -154,11 +161,11 @@ class Store:
         lasts = kind in _LASTING
         with self.staging() as temporary:
             staged = temporary / "entry"
-            for name, recorded in files_of(record).items():
-                _link(folder / PurePosixPath(name), _file(staged, name))
+            for name in files_of(record):
+                _transfer(kind, folder / PurePosixPath(name), _file(staged, name))
                 if lasts:
                     sync(_file(staged, name))
-                self.index.remember(_file(staged, name), recorded)
+            (staged / _STATUS).write_text(_status(staged, files_of(record)), encoding="utf-8")
             write_atomically(staged / _RECORD, text, durable=lasts)
             self._publish(staged, kind, key, type(record))
 
@@ -179,13 +186,13 @@ class Store:
 
     def ref(self, name: str) -> str | None:
         """The key that ``name`` stands for."""
-        text = known_text(self._layout / "refs" / name)
+        text = known_text(self.layout / "refs" / name)
         return text if text is not None and is_sha256(text) else None
 
     def set_ref(self, name: str, key: str) -> None:
         """Let ``name`` stand for ``key``."""
         if self.ref(name) != key:
-            write_atomically(self._layout / "refs" / name, key, durable=False)
+            write_atomically(self.layout / "refs" / name, key, durable=False)
 
     @contextlib.contextmanager
     def lock(self, key: str, on_wait: Callable[[], None] | None = None) -> Iterator[bool]:
@@ -198,7 +205,7 @@ class Store:
         # Imported here because it imports asyncio, which builds from the cache do not need.
         import filelock
 
-        file = self._layout / "locks" / key
+        file = self.layout / "locks" / key
         lock = filelock.FileLock(file, thread_local=False)
         with contextlib.suppress(OSError, NotImplementedError):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -218,7 +225,7 @@ class Store:
     def parts(self, key: str, on_wait: Callable[[], None]) -> Iterator[Path]:
         """A locked folder for the files of the entry ``key`` while they arrive; it stays after an error."""
         with self.lock(key, on_wait):
-            folder = self._layout / "parts" / key
+            folder = self.layout / "parts" / key
             folder.mkdir(parents=True, exist_ok=True)
             yield folder
             shutil.rmtree(folder)
@@ -226,70 +233,66 @@ class Store:
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
         """A temporary folder on the file system of the entries, so that it can be renamed."""
-        parent = self._layout / "staging"
+        parent = self.layout / "staging"
         parent.mkdir(parents=True, exist_ok=True)
         with temp_dir(parent) as folder:
             yield folder
 
-    def record(self, entry: Entry, type_: type[T]) -> T | None:
-        """The record of ``entry``, whose files are not checked; None if it cannot be read."""
-        with contextlib.suppress(OSError, DamagedError):
-            return read_record(read_regular(entry.folder / _RECORD), type_)
-        return None
-
     def entries(self) -> list[Entry]:
         """All entries, the most recently used first."""
-        entries = (_entry(kind, folder) for kind in KINDS for folder in self._written(kind))
-        return sorted(filter(None, entries), key=lambda entry: entry.used, reverse=True)
+        entries = []
+        folders = [(kind, folder) for kind in KINDS for folder in _written(self.layout / kind)]
+        for kind, folder in folders:
+            # Another process may remove it at this moment.
+            with contextlib.suppress(FileNotFoundError):
+                size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+                entries.append(Entry(kind, folder, size, folder.lstat().st_mtime))
+        return sorted(entries, key=lambda entry: entry.used, reverse=True)
 
     def prune(self, older_than: datetime.timedelta | None) -> list[Entry]:
         """Remove the entries that are unused for ``older_than``, and what killed builds left before that.
 
         With None it removes all that builds wrote into the folder. What somebody downloads stays.
         """
-        now = datetime.datetime.now(datetime.timezone.utc)
-
-        def is_old(used: datetime.datetime) -> bool:
-            return not older_than or used < now - older_than
-
-        removed = [entry for entry in self.entries() if is_old(entry.used)]
-        with _removals() as remove:
-            for entry in removed:
-                remove(partial(self._discard, entry.folder))
-            for folder in self._written("parts"):
-                if is_old(max(map(_used, folder.rglob("*")), default=_used(folder))):
-                    with self.lock(folder.name) as is_free:
-                        remove(partial(shutil.rmtree, folder)) if is_free else None
-            for file in self._written("refs"):
-                key = self.ref(file.name)
-                if not older_than or not any(
-                    self.entry(kind, key or "").exists() for kind in KINDS
-                ):
-                    remove(file.unlink)
-            for file in self._written("locks"):
-                with self.lock(file.name) as is_free:
-                    pass
-                if is_free and is_old(_used(file)):
-                    remove(file.unlink)
-            for file in (*self._written("index"), *self._unfinished()):
-                if is_old(_used(file)):
-                    remove(file.unlink)
-            for file in _inside(self.root / "reports") if not older_than else ():
-                if file.suffix == ".json" and is_generated(file):
-                    remove(file.unlink)
-        sweep(self._layout / "staging")
+        before = math.inf if older_than is None else time.time() - older_than.total_seconds()
+        removed = [entry for entry in self.entries() if entry.used < before]
+        refused: list[OSError] = []
+        discards = (partial(self._discard, entry.folder) for entry in removed)
+        for remove in itertools.chain[Callable[[], object]](discards, self._leftovers(before)):
+            try:
+                # A program that keeps one file open keeps others open too.
+                remove() if refused else patiently(remove)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                refused.append(error)
+        sweep(self.layout / "staging")
+        if refused:
+            raise refused[0]
         return removed
 
-    def _written(self, folder: str) -> list[Path]:
-        """What builds wrote into a folder of the layout: the user may have named any folder."""
-        return [path for path in _inside(self._layout / folder) if is_sha256(path.name)]
+    def _leftovers(self, before: float) -> Iterator[Callable[[], object]]:
+        """Functions that remove what is older than ``before`` outside of entries, and not needed."""
+        for folder in _written(self.layout / "parts"):
+            if max(path.lstat().st_mtime for path in (folder, *folder.rglob("*"))) < before:
+                with self.lock(folder.name) as is_free:
+                    if is_free:
+                        yield partial(shutil.rmtree, folder)
+        reports = self.root / "reports"
+        folders = [self.layout / name for name in ("index", "locks", "refs", "sent")]
+        for file in itertools.chain.from_iterable(map(_written, [*folders, reports])):
+            if file.lstat().st_mtime < before and not self._is_needed(file):
+                yield file.unlink
+        for file in reports.glob("*.json") if before == math.inf else ():
+            if is_generated(file):
+                yield file.unlink
 
-    def _unfinished(self) -> Iterator[Path]:
-        """What `write_atomically` was writing outside of entries."""
-        folders = (self._layout / "index", self._layout / "refs", self.root / "reports")
-        for file in (file for folder in folders for file in _inside(folder)):
-            if re.fullmatch(r"\..+\.\d+-\d+\.tmp", file.name):
-                yield file
+    def _is_needed(self, file: Path) -> bool:
+        """Whether ``file`` is locked while its parts arrive, or has the key of an entry."""
+        if file.parent.name == "locks":
+            return (self.layout / "parts" / file.name).exists()
+        key = self.ref(file.name) if file.parent.name == "refs" else None
+        return key is not None and any(self.entry(kind, key).exists() for kind in KINDS)
 
     def _discard(self, entry: Path) -> None:
         """Remove an entry so that a build finds all of it or nothing."""
@@ -345,52 +348,36 @@ def _file(entry: Path, name: str) -> Path:
     return entry / _FILES / PurePosixPath(name)
 
 
-def _link(source: Path, target: Path) -> None:
+def _transfer(kind: Kind, source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    link_or_copy(source, target)
+    # ONNX Runtime refuses some external data of models if it has several hard links.
+    (shutil.copyfile if kind == "cut" else link_or_copy)(source, target)
 
 
-@contextlib.contextmanager
-def _removals() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """A function that removes something and skips what is in use; the first such error is raised at last."""
-    failed: list[OSError] = []
-
-    def remove(action: Callable[[], None]) -> None:
-        try:
-            # A program that keeps one file open keeps others open too.
-            patiently(action) if not failed else action()
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            failed.append(error)
-
-    yield remove
-    if failed:
-        raise failed[0]
+def _status(entry: Path, files: Mapping[str, FileRecord]) -> str:
+    """The status of intact files: only builds write to them, and another size or time shows damage."""
+    values = {}
+    for name, recorded in files.items():
+        status = _file(entry, name).stat()
+        values[name] = recorded.sha256, status.st_ino, status.st_size, status.st_mtime_ns
+    return json.dumps(values)
 
 
-def _inside(folder: Path) -> list[Path]:
-    """The contents of ``folder``; none if it is missing, a link or no folder."""
-    try:
-        return [] if folder.is_symlink() else sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _entry(kind: Kind, folder: Path) -> Entry | None:
-    """The entry in ``folder``; None if that is no folder, or is being removed."""
-    if folder.is_symlink() or not folder.is_dir():
-        return None
-    size = 0
-    for inside, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                size += (Path(inside) / name).lstat().st_size
-    return Entry(kind, folder, size, _used(folder))
-
-
-def _used(path: Path) -> datetime.datetime:
-    """The time of the last use of ``path``; now, if it is being removed."""
+def _check(entry: Path, files: Mapping[str, FileRecord]) -> None:
+    """Raise DamagedError if a file is not as recorded; all are read if the status of one has changed."""
+    with contextlib.suppress(FileNotFoundError):
+        if not files or known_text(entry / _STATUS) == _status(entry, files):
+            return
+    for name, recorded in files.items():
+        file = _file(entry, name)
+        if not is_regular(file) or record_file(file) != recorded:
+            # Gone, if another process cleans the store at this moment.
+            (entry / _RECORD).stat()
+            raise DamagedError(f"its file {name} is missing or has other content")
     with contextlib.suppress(OSError):
-        return datetime.datetime.fromtimestamp(path.lstat().st_mtime, datetime.timezone.utc)
-    return datetime.datetime.now(datetime.timezone.utc)
+        write_atomically(entry / _STATUS, _status(entry, files), durable=False)
+
+
+def _written(folder: Path) -> list[Path]:
+    """What builds wrote into ``folder``, or were writing: the user may have named any folder."""
+    return [path for path in sorted(folder.glob("*")) if _OWN_NAME.fullmatch(path.name)]

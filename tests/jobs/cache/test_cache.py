@@ -18,7 +18,6 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import FileRecord, record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache import LAYOUT
-from hatch_epcontext.jobs.cache import index as index_module
 from hatch_epcontext.jobs.cache import store as store_module
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.store import Files, Store
@@ -182,7 +181,7 @@ def test_unchanged_files_are_not_read_again(
         read.append(path.name)
         return record_file(path)
 
-    monkeypatch.setattr(index_module, "record_file", reading)
+    monkeypatch.setattr(store_module, "record_file", reading)
     assert has(cache)
     assert read == []
     for file in (entry / "files").rglob("*"):
