@@ -125,11 +125,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._warning(sdist.warning(left_out))
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
-        from hatch_epcontext.jobs.requirements import check_app
         from hatch_epcontext.package.bundle import bundle, shipped_sources
+        from hatch_epcontext.package.dependencies import check_app, too_new_files
         from hatch_epcontext.package.modules import modules
         from hatch_epcontext.package.selection import packed_files, selected_files
-        from hatch_epcontext.package.wheel import repeated_models, too_new_files
+        from hatch_epcontext.package.wheel import repeated_models
 
         self._check_sbom(config)
         core = self.metadata.core

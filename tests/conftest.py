@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,20 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     for name in ("HOME", "XDG_CACHE_HOME", f"{PREFIX}CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The installed distributions that plans and checks of this environment see."""
+    present: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in present:
+            raise metadata.PackageNotFoundError(name)
+        return present[name]
+
+    monkeypatch.setattr("hatch_epcontext.jobs.requirements.metadata.version", version)
+    return present
 
 
 @pytest.fixture

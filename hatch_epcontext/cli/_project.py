@@ -17,7 +17,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, parse, tool_table
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem
-from hatch_epcontext.jobs.requirements import check_app
+from hatch_epcontext.package.dependencies import check_app
 from hatch_epcontext.text import show, suggestion
 from hatch_epcontext.tools.project import Project
 

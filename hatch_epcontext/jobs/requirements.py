@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import platform
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 from hatch_epcontext.config.location import BUCKETS
 from hatch_epcontext.config.settings import BuildSettings, Model, Target
@@ -23,22 +22,11 @@ from hatch_epcontext.errors import (
     Problem,
     RequirementError,
 )
-from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
+from hatch_epcontext.providers import DISTRIBUTIONS
 from hatch_epcontext.text import count, hide_credentials, listing
 
 ONNX_RUNTIME = ">=1.23"
 """The ModelCompiler of older releases does not fail when nothing was compiled."""
-
-_READ_SINCE = (
-    *(("1.15", 9, 19), ("1.17", 9, 20), ("1.18", 10, 21), ("1.21", 10, 22)),
-    *(("1.23", 11, 23), ("1.24", 13, 25), ("1.25", 13, 26), ("1.32", 14, 28)),
-)
-"""The newest IR version and opset of the models that each release of ONNX Runtime, and those after it, open:
-measured with 1.15 to 1.32.
-"""
-
-_READ_BY_ALL = (8, 17)
-"""Those that older releases open too, as ONNX Runtime documents it."""
 
 TOOLS = ("onnx>=1.19", "onnxslim>=0.1.80", "numpy>=2.0")
 """What a worker imports besides ONNX Runtime."""
@@ -60,13 +48,12 @@ def _relevant_distributions(target: Target) -> frozenset[str]:
     provider, plugin = target.provider, target.provider.plugin
     if provider.by_library and provider.compiler_library is not None:
         # What was compiled without the EP does not depend on it.
-        named = {*owners(provider.compiler_library.module.split(".")[0])}
-        wanted = provider.compiler_library.requirements
+        module, packages = provider.compiler_library.module, provider.compiler_library.requirements
     else:
-        named = {*owners(plugin.module.split(".")[0])} if plugin and plugin.module else set()
-        wanted = target.requirements or provider.requirements
-    named |= {_name(each) for each in wanted}
-    return frozenset({*named, *DISTRIBUTIONS})
+        module = plugin.module if plugin else ""
+        packages = target.requirements or provider.requirements
+    own = owners(module.split(".")[0]) if module else frozenset[str]()
+    return own.union(map(_name, packages), DISTRIBUTIONS)
 
 
 @functools.lru_cache
@@ -74,22 +61,20 @@ def owners(package: str) -> frozenset[str]:
     """The installed distributions that have files in the import package ``package``."""
     # As text: parsing every RECORD takes half a second in a large environment.
     return frozenset(
-        canonicalize_name(each.name)
-        for each in metadata.distributions()
-        if f"\n{package}/" in "\n" + (each.read_text("RECORD") or "")
+        canonicalize_name(distribution.name)
+        for distribution in metadata.distributions()
+        if f"\n{package}/" in "\n" + (distribution.read_text("RECORD") or "")
     )
 
 
 def versions_of(target: Target, installed_versions: Mapping[str, str]) -> dict[str, str]:
     """Those of ``installed_versions`` with which ``target`` is compiled."""
-    named = _relevant_distributions(target)
-    versions = {
-        name: installed_versions[name] for name in sorted(named & installed_versions.keys())
-    }
-    for name in sorted(named - installed_versions.keys() - frozenset(DISTRIBUTIONS)):
-        if version := installed(name):
-            versions[name] = version
-    return versions
+    versions: dict[str, str | None] = dict(installed_versions)
+    relevant = sorted(_relevant_distributions(target))
+    for name in relevant:
+        if name not in DISTRIBUTIONS:
+            versions.setdefault(name, installed(name))
+    return {name: version for name in relevant if (version := versions.get(name))}
 
 
 def _most_demanding(targets: Iterable[Target]) -> list[Target]:
@@ -101,9 +86,8 @@ def _most_demanding(targets: Iterable[Target]) -> list[Target]:
     return list(chosen.values())
 
 
-def _distribution(targets: Iterable[Target]) -> str:
+def _distribution(targets: Sequence[Target]) -> str:
     """The ONNX Runtime distribution with which all targets can be built."""
-    targets = list(targets)
     possible = [name for name in DISTRIBUTIONS if _fits(name, targets)]
     if not possible:
         needs = ", ".join(
@@ -119,8 +103,8 @@ def _distribution(targets: Iterable[Target]) -> str:
 
     def penalty(name: str) -> int:
         # Without its own distribution an EP's optimized graph can be written, but not run on that EP.
-        wanted = (t.provider.distributions for t in targets if not _unavailable(t))
-        return sum(d.index(name) if name in d else len(DISTRIBUTIONS) for d in wanted)
+        own = (t.provider.distributions for t in targets if not _unavailable(t))
+        return sum(d.index(name) if name in d else len(DISTRIBUTIONS) for d in own)
 
     return min(possible, key=penalty)
 
@@ -139,24 +123,28 @@ def requirements(targets: Iterable[Target]) -> tuple[str, ...]:
         if not t.from_cache and not (t.needs_ep and _unavailable(t))
     ]
     distribution = _distribution(targets)
-    wanted = [
+    own = [
         requirement
         for t in targets
         if not _unavailable(t)
         for requirement in t.requirements or t.provider.requirements
     ]
-    named = {_name(r) for r in wanted}
-    own = named.intersection(DISTRIBUTIONS)
-    together = own if len(own) == 1 and _fits(max(own), targets) else own | {distribution}
-    for group in (
-        frozenset(DISTRIBUTIONS),
-        *(group for t in targets for group in t.provider.conflicts),
-    ):
-        if len(clash := sorted((named | together) & group)) > 1:
+    names = {*map(_name, own)}
+    runtimes = names.intersection(DISTRIBUTIONS)
+    base = [] if runtimes else [distribution + ONNX_RUNTIME]
+    if len(runtimes) != 1 or not _fits(max(runtimes), targets):
+        names.add(distribution)
+    for group in _exclusive(targets):
+        if len(clash := sorted(names & group)) > 1:
             message = f"{listing(clash)} cannot be installed together: they overwrite each other."
             raise ConfigError(Problem.at(Key(), Kind.CONFLICTING_REQUIREMENTS, message, _IN_TURN))
-    base = [] if together & named else [distribution + ONNX_RUNTIME]
-    return tuple(dict.fromkeys([*base, *wanted, *TOOLS]))
+    return tuple(dict.fromkeys([*base, *own, *TOOLS]))
+
+
+def _exclusive(targets: Iterable[Target]) -> list[frozenset[str]]:
+    """Sets of distributions of which one environment has at most one: they overwrite each other."""
+    groups = {group: None for target in targets for group in target.provider.conflicts}
+    return [frozenset(DISTRIBUTIONS), *groups]
 
 
 def cache_requirements(settings: BuildSettings) -> tuple[str, ...]:
@@ -173,9 +161,9 @@ def cache_requirements(settings: BuildSettings) -> tuple[str, ...]:
 
 def download_requirements(models: Iterable[Model]) -> tuple[str, ...]:
     """What a front end installs to download ``models`` from buckets."""
-    urls = (each.download.url for each in models if each.download is not None)
-    schemes = (url.partition("://")[0] for url in urls)
-    return tuple(dict.fromkeys(REQUIREMENTS[each] for each in schemes if each in BUCKETS))
+    urls = (model.download.url for model in models if model.download is not None)
+    schemes = dict.fromkeys(url.partition("://")[0] for url in urls)
+    return tuple(REQUIREMENTS[scheme] for scheme in schemes if scheme in BUCKETS)
 
 
 def _fits(distribution: str, targets: Iterable[Target]) -> bool:
@@ -214,9 +202,8 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
     """
     targets = [target for target in _most_demanding(targets) if not target.from_cache]
     _check_available(targets)
-    groups = {group for target in targets for group in target.provider.conflicts}
-    for names in (DISTRIBUTIONS, *map(sorted, groups)):
-        _check_conflicts([name for name in names if installed(name)])
+    for group in _exclusive(targets):
+        _check_conflicts(sorted(filter(installed, group)))
     present = [name for name in DISTRIBUTIONS if installed(name)]
     fitting = {name for name in DISTRIBUTIONS if _fits(name, targets)}
     versions: dict[str, str] = {}
@@ -233,69 +220,16 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
         else:
             versions[name] = version
     if missing:
-        found = "; ".join(
+        states = "; ".join(
             f"{requirement} ({'not installed' if version is None else f'{version} is installed'})"
             for requirement, version in missing
         )
         verb = "is" if len(missing) == 1 else "are"
         install = pip_install(requirement for requirement, _ in missing)
-        message = f"{count(len(missing), 'build requirement')} {verb} missing: {found}."
+        message = f"{count(len(missing), 'build requirement')} {verb} missing: {states}."
         hint = f"Run: {install}{_installed_only(targets, {name for name, _ in missing})}"
         raise MissingError(Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))
     return versions
-
-
-def check_app(targets: Iterable[Target], dependencies: Iterable[str]) -> None:
-    """Raise ConfigError if the app's ``dependencies`` exclude the EPs that run what a library compiles."""
-    problems = []
-    needed = [*map(Requirement, dependencies)]
-    for target in _most_demanding(targets):
-        library = target.provider.compiler_library if target.provider.by_library else None
-        release = library and installed(Requirement(library.requirements[0]).name)
-        known = library.ep_versions if library else {}
-        start = next((v for each, v in known.items() if (release or "").startswith(each)), None)
-        if start is None:
-            # Nobody knows which EP is of this release.
-            continue
-        packages = frozenset[str]().union(*PROVIDERS[target.provider.name].conflicts)
-        for each in needed:
-            name = canonicalize_name(each.name)
-            # Those that it names may be pre-releases, for example.
-            named = (one.version for one in each.specifier if one.version.startswith(f"{start}."))
-            versions = (*(f"{start}.{number}" for number in range(100)), *named)
-            fits = any(each.specifier.contains(v, prereleases=True) for v in versions)
-            if name in packages and not fits:
-                fitting = f"{name}=={start}.*"
-                message = (
-                    f"the project depends on {each}, and only {fitting} runs what is compiled."
-                )
-                hint = f"Depend on {fitting}."
-                problems.append(
-                    Problem.at(target.key, Kind.CONFLICTING_REQUIREMENTS, message, hint)
-                )
-    if problems:
-        raise ConfigError(*problems)
-
-
-def needed_release(ir_version: int, opset: int) -> str | None:
-    """The first release of ONNX Runtime that opens such models, None if all do that an app may still have.
-
-    For models that are newer than this package: the installed one.
-    """
-    if ir_version <= _READ_BY_ALL[0] and opset <= _READ_BY_ALL[1]:
-        return None
-    known = (name for name, ir, last in _READ_SINCE if ir_version <= ir and opset <= last)
-    return next(known, next(filter(None, map(installed, DISTRIBUTIONS)), None))
-
-
-def allows_older(dependency: Requirement, release: str) -> bool:
-    """Whether the app's ``dependency`` is ONNX Runtime, and allows releases before ``release``."""
-    if canonicalize_name(dependency.name) not in DISTRIBUTIONS:
-        return False
-    named = (each.version for each in dependency.specifier if "*" not in each.version)
-    numbers = (f"1.{minor}.{patch}" for minor in range(100) for patch in range(10))
-    older = (each for each in (*numbers, *named) if Version(each) < Version(release))
-    return any(dependency.specifier.contains(each, prereleases=True) for each in older)
 
 
 def _installed_only(targets: Iterable[Target], missing: Collection[str]) -> str:

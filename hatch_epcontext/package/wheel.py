@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
-
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.requirements import allows_older, needed_release
-from hatch_epcontext.package.bundle import Bundle
-from hatch_epcontext.package.external_data import versions
 from hatch_epcontext.package.selection import Tree
 from hatch_epcontext.text import listing, show_size
 
@@ -120,29 +114,6 @@ def repeated_models(
                         else "Leave it out where it is added (by a build hook, or by force-include)"
                     )
                     yield _repeated(name, size, exclude, source.model, again=again)
-
-
-def too_new_files(made: Bundle, dependencies: Iterable[str]) -> Iterator[str]:
-    """A warning for each of the app's ``dependencies`` that allows releases that cannot open ``made``."""
-    files = [name for name in made.files if name.endswith(".onnx")]
-    needed = {name: _needed_release(made.folder / name) for name in files}
-    for dependency in map(Requirement, dependencies):
-        wrong = {n: each for n, each in needed.items() if each and allows_older(dependency, each)}
-        if wrong:
-            release = max(wrong.values(), key=Version)
-            yield (
-                f"the project depends on {dependency}, which allows releases that cannot open "
-                f"{listing(sorted(wrong), _MAX_NAMED)}: the IR version or the opset is too new. Depend on "
-                f"{dependency.name}>={release}."
-            )
-
-
-def _needed_release(file: Path) -> str | None:
-    try:
-        return needed_release(*versions(file))
-    except (OSError, ValueError):
-        # A source that changes during the build: the wheel's check reports it.
-        return None
 
 
 def _is_same_file(path: Path, file: Path) -> bool:

@@ -16,7 +16,8 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.requirements import TOOLS, check_app, check_environment, installed
+from hatch_epcontext.jobs.requirements import TOOLS, check_environment, installed
+from hatch_epcontext.package.dependencies import check_app
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.project import HATCHLING, Project

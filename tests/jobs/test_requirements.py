@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hatch_epcontext.errors import ConfigError, Kind, MissingError, RequirementError
+from hatch_epcontext.errors import ConfigError, MissingError, RequirementError
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import (
     INSPECTION,
     TOOLS,
     _relevant_distributions,
-    check_app,
     check_environment,
     versions_of,
 )
@@ -210,57 +209,11 @@ def test_a_machine_without_packages_of_the_provider(
         check_environment(planned.config.targets, planned.requirements)
 
 
-@pytest.mark.parametrize(
-    ("dependency", "fits"),
-    [
-        ("onnxruntime-ep-nv-tensorrt-rtx-cu13", True),
-        ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5", True),
-        ("onnxruntime-ep-nv-tensorrt-rtx-cu13==0.5.0rc1", True),
-        ("onnxruntime_ep_nv_tensorrt_rtx_cu12==0.5.3", True),
-        ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.6", False),
-        ("onnxruntime-ep-nv-tensorrt-rtx-cu12<0.5; sys_platform == 'win32'", False),
-        ("onnxruntime-qnn<1", True),
-    ],
-)
-def test_the_app_needs_an_ep_that_runs_what_the_library_compiles(
-    project: Path, installed: dict[str, str], dependency: str, fits: bool
-) -> None:
-    keys = 'provider = "tensorrt-rtx"\ncompute-capabilities = ["8.9"]'
-    toml = f'models = ["models/a.onnx"]\n[targets.rtx]\n{keys}'
-    target = config(project, toml).targets[0]
-    # Of a release without a known EP nothing is known.
-    for version in ("", "9.1.2"):
-        installed |= {"tensorrt-rtx-cu13-bindings": version} if version else {}
-        check_app([target], [dependency])
-    installed["tensorrt-rtx-cu13-bindings"] = "1.7.1.116"
-    if fits:
-        check_app([target], ["numpy", dependency])
-        return
-    with pytest.raises(ConfigError) as raised:
-        check_app([target], ["numpy", dependency])
-    (problem,) = raised.value.problems
-    assert (problem.kind, problem.key) == (Kind.CONFLICTING_REQUIREMENTS, target.key)
-
-
 def test_only_the_versions_of_the_target_count(project: Path) -> None:
     npu, cpu = config(project).models[0].targets
     assert "onnxruntime-qnn" in _relevant_distributions(npu)
     assert "onnxruntime-qnn" not in _relevant_distributions(cpu)
     assert "onnxruntime" in _relevant_distributions(cpu)
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The installed distributions that the plan sees."""
-    present: dict[str, str] = {}
-
-    def version(name: str) -> str:
-        if name not in present:
-            raise metadata.PackageNotFoundError(name)
-        return present[name]
-
-    monkeypatch.setattr("hatch_epcontext.jobs.requirements.metadata.version", version)
-    return present
 
 
 def test_an_environment_that_has_everything(project: Path, installed: dict[str, str]) -> None:

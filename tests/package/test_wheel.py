@@ -4,15 +4,11 @@ import dataclasses
 from pathlib import Path, PurePosixPath
 
 import pytest
-from onnx import helper
 
 from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.files import record_file
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package import wheel
-from hatch_epcontext.package.bundle import Bundle
-from hatch_epcontext.package.manifest import ModelPackage, PackageMetadata
-from tests.models import save, value
 from tests.package.conftest import OUTPUT
 from tests.results import TOML, compiled, configured
 
@@ -150,35 +146,3 @@ def test_package_data_beside_compiled_models_is_a_warning(project: Path, tmp_pat
         "my_app/w.bin (12 bytes) is in the wheel as package data, beside the compiled models of a."
     )
     assert "if the app opens it only through the loader" in message
-
-
-@pytest.mark.parametrize(
-    ("ir_version", "opset", "dependency", "bound"),
-    [
-        (8, 17, "onnxruntime", None),
-        (9, 18, "onnxruntime", "onnxruntime>=1.15"),
-        (10, 21, "onnxruntime>=1.18", None),
-        (10, 22, "onnxruntime-gpu>=1.20,<2; sys_platform == 'win32'", "onnxruntime-gpu>=1.21"),
-        (11, 23, "onnxruntime>=1.23", None),
-        (13, 24, "onnxruntime>=1.23", "onnxruntime>=1.24"),
-        (13, 24, "onnxruntime==1.24.*", None),
-        (8, 26, "onnxruntime~=1.24.4", "onnxruntime>=1.25"),
-        (13, 24, "numpy>=2", None),
-        (13, 24, "onnxruntime-qnn>=2", None),
-    ],
-)
-def test_the_bound_that_opens_the_files_is_named(
-    tmp_path: Path, ir_version: int, opset: int, dependency: str, bound: str | None
-) -> None:
-    nodes = [helper.make_node("Relu", ["x"], ["y"])]
-    graph = helper.make_graph(nodes, "g", [value("x", [1])], [value("y", [1])])
-    opsets = [helper.make_opsetid("ai.onnx.ml", 5), helper.make_opsetid("", opset)]
-    made = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
-    path = save(made, tmp_path / "a.onnx")
-    package = Bundle(
-        tmp_path, {path.name: record_file(path)}, {}, ModelPackage({}, PackageMetadata("", {}))
-    )
-    found = list(wheel.too_new_files(package, [dependency]))
-    assert len(found) == (bound is not None)
-    assert bound is None or "cannot open a.onnx: the IR" in found[0]
-    assert bound is None or found[0].endswith(f"Depend on {bound}.")
