@@ -144,6 +144,11 @@ def target(root: Path, toml: str) -> Target:
     return found
 
 
+def one(provider: str, keys: str = "") -> str:
+    """A target with ``keys``, which has the name of its provider."""
+    return f'\n[targets.{provider}]\nprovider = "{provider}"\n{keys}'
+
+
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place in nested tables and lists."""
     yield path

@@ -19,6 +19,7 @@ from tests.config.examples import (
     MODELS,
     SHORT,
     mangle,
+    one,
     only_problem,
     problems,
     read,
@@ -221,18 +222,9 @@ def test_a_model_has_the_fallback_of_the_root_or_its_own(project: Path) -> None:
 
 def test_only_contexts_of_plugins_can_be_recompiled(project: Path) -> None:
     location, problem = only_problem(project, f"{CPU}targets.cpu.recompile = true\n")
-    assert problem.kind is Kind.NOT_APPLICABLE
-    assert location == "targets.cpu.recompile"
-    several = """
-        [targets.npu]
-        provider = "qnn"
-        [targets.cpu]
-        provider = "cpu"
-        [[models]]
-        path = "models/a.onnx"
-        recompile = true
-    """
-    (model,) = read(project, several).models
+    assert (location, problem.kind) == ("targets.cpu.recompile", Kind.NOT_APPLICABLE)
+    models = 'models = [{ path = "models/a.onnx", recompile = true }]\n'
+    (model,) = read(project, models + one("qnn") + one("cpu")).models
     assert [target.settings.recompile for target in model.targets] == [True, False]
 
 

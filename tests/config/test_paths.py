@@ -10,7 +10,7 @@ import pytest
 from hatch_epcontext.config.build_hooks import BuildHooks
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.errors import Key, Kind, collect
-from tests.config.examples import only_problem, problems, read
+from tests.config.examples import one, only_problem, problems, read
 
 KEY = Key() / "models" / 0
 
@@ -182,7 +182,7 @@ def test_inputs_may_be_a_folder_and_a_model_may_not(project: Path) -> None:
 def test_a_library_that_does_not_exist_is_an_error(project: Path) -> None:
     (project / "ep").mkdir()
     for missing in ("ep/other.so", "ep", f"{'x' * 300}/plugin.so"):
-        toml = f'[targets.plugin]\nprovider = "plugin"\nep-name = "SomeEP"\nlibrary = "./{missing}"'
+        toml = one("plugin", f'ep-name = "SomeEP"\nlibrary = "./{missing}"')
         location, found = only_problem(project, toml)
         assert location == "targets.plugin.library"
         assert found.message.startswith("there is no file")

@@ -15,63 +15,49 @@ from hatch_epcontext.errors import ConfigError, Key, Kind
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.providers import PROVIDERS, Provider
-from tests.config.examples import LONG, PROFILE, problems, read, target
+from tests.config.examples import LONG, PROFILE, one, problems, read, target
 
 
 def test_a_model_narrows_its_targets(project: Path) -> None:
-    _, x_elite = read(project, LONG).models[0].targets
+    cpu, x_elite = read(project, LONG).models[0].targets
+    assert (cpu.settings.provider_options, cpu.settings.embed) == ({}, False)
     settings = x_elite.settings
     assert settings.provider_options["vtcm_mb"] == "8"
     assert settings.provider_options["soc_model"] == "60"
     assert (settings.optimization, settings.embed, x_elite.min_coverage) == ("none", False, 0.5)
 
 
-def test_narrowed_options_are_for_the_targets_that_know_them(project: Path) -> None:
-    cpu, _ = read(project, LONG).models[0].targets
-    assert cpu.settings.provider_options == {}
-    assert cpu.settings.embed is False
-
-
-def test_unknown_options_of_a_model_are_for_targets_that_allow_them(project: Path) -> None:
-    toml = """
-models = [{ path = "models/a.onnx", provider-options = { soc_model = 43, newer = 1 } }]
-[targets.checked]
-provider = "qnn"
-[targets.unchecked]
-provider = "openvino"
-allow-unknown-options = true
-"""
-    checked, unchecked = read(project, toml).models[0].targets
-    options = {"backend_type": "htp", "htp_arch": "73", "soc_model": "43"}
-    assert checked.settings.provider_options == options
-    assert unchecked.settings.provider_options == {"newer": "1"}
+@pytest.mark.parametrize(
+    ("table", "known", "unknown", "checked"),
+    [
+        (
+            "provider-options",
+            "soc_model = 43",
+            "newer",
+            {"backend_type": "htp", "htp_arch": "73", "soc_model": "43"},
+        ),
+        ("session-options", '"session.log_id" = "x"', '"session.newer"', {"session.log_id": "x"}),
+    ],
+)
+def test_unknown_options_of_a_model_are_for_targets_that_allow_them(
+    project: Path, table: str, known: str, unknown: str, checked: dict[str, str]
+) -> None:
+    options = f"{table} = {{ {known}, {unknown} = 1 }}"
+    targets = one("qnn") + one("openvino", "allow-unknown-options = true")
+    toml = f'models = [{{ path = "models/a.onnx", {options} }}]\n{targets}'
+    qnn, openvino = read(project, toml).models[0].targets
+    field = table.replace("-", "_")
+    assert getattr(qnn.settings, field) == checked
+    assert getattr(openvino.settings, field)[unknown.strip('"')] == "1"
     refused = problems(project, toml.replace("allow-unknown-options = true", ""))
-    assert refused.keys() == {"models[0].provider-options.newer"}
-
-
-def test_unknown_session_options_of_a_model_are_for_targets_that_allow_them(project: Path) -> None:
-    toml = """
-[[models]]
-path = "models/a.onnx"
-session-options = { "session.newer" = 1, "session.log_id" = "x" }
-[targets.checked]
-provider = "qnn"
-[targets.unchecked]
-provider = "cpu"
-allow-unknown-options = true
-"""
-    checked, unchecked = read(project, toml).models[0].targets
-    assert checked.settings.session_options == {"session.log_id": "x"}
-    assert unchecked.settings.session_options == {"session.newer": "1", "session.log_id": "x"}
-    refused = problems(project, toml.replace("allow-unknown-options = true", ""))
-    assert refused.keys() == {'models[0].session-options."session.newer"'}
+    assert refused.keys() == {f"models[0].{table}.{unknown}"}
 
 
 @pytest.mark.parametrize("provider", ["tensorrt", "tensorrt-rtx"])
 def test_profiles_become_options(project: Path, provider: str) -> None:
     found = target(
         project,
-        f'[targets.{provider}]\nprovider = "{provider}"\nprofiles = [{PROFILE}, {PROFILE}]',
+        one(provider, f"profiles = [{PROFILE}, {PROFILE}]"),
     )
     known = PROVIDERS[provider].profiles
     assert known is not None
@@ -97,13 +83,11 @@ provider = "tensorrt"
 
 
 def test_the_settings_that_choose_a_device(project: Path) -> None:
-    openvino = '[targets.openvino]\nprovider = "openvino"\ndevice = "npu"\n'
+    openvino = one("openvino", 'device = "npu"\n')
     device_filter = 'device-filter = { vendor = "Intel", device-id = 3 }'
     found = target(project, openvino + device_filter).settings
     assert (found.device, found.device_filter) == ("npu", {"vendor": "Intel", "device-id": "3"})
-    virtual = target(
-        project, '[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true'
-    ).settings
+    virtual = target(project, one("openvino", "virtual-devices = true")).settings
     assert (virtual.device, virtual.virtual_devices) == ("npu", True)
 
 
@@ -113,7 +97,7 @@ def test_the_settings_that_choose_a_device(project: Path) -> None:
 def test_contexts_are_beside_the_model_by_default(
     project: Path, written: str | None, embed: bool
 ) -> None:
-    toml = '[targets.qnn]\nprovider = "qnn"\n' + (f"embed = {written}" if written else "")
+    toml = one("qnn") + (f"embed = {written}" if written else "")
     assert target(project, toml).settings.embed is embed
 
 
@@ -142,56 +126,36 @@ def test_validation_is_a_mode_or_a_table(
 
 LIBRARY = 'ep-name = "X"\nlibrary = "ep.so"\n'
 
-SAMPLES: dict[str, tuple[str, Any]] = {
-    "provider": ('[targets.QNNExecutionProvider]\nprovider = "QNNExecutionProvider"', "qnn"),
+SAMPLES: dict[str, tuple[str, str, Any]] = {
+    "provider": ("QNNExecutionProvider", "", "qnn"),
     "provider_options": (
-        '[targets.openvino]\nprovider = "openvino"\nprovider-options = { load_config = { A = 1 } }',
-        {"load_config": '{"A":1}'},
+        "openvino", "provider-options = { load_config = { A = 1 } }", {"load_config": '{"A":1}'},
     ),
     "session_options": (
-        '[targets.cpu]\nprovider = "cpu"\nsession-options = { "session.intra_op_num_threads" = 3 }',
+        "cpu", 'session-options = { "session.intra_op_num_threads" = 3 }',
         {"session.intra_op_num_threads": "3"},
     ),
-    "device": ('[targets.openvino]\nprovider = "openvino"\ndevice = "gpu"', "gpu"),
-    "device_filter": (
-        '[targets.openvino]\nprovider = "openvino"\ndevice-filter = { vendor-id = 3 }',
-        {"vendor-id": "3"},
-    ),
-    "virtual_devices": (
-        '[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true',
-        True,
-    ),
-    "compile_with": (
-        '[targets.tensorrt-rtx]\nprovider = "tensorrt-rtx"\ncompile-with = "library"',
-        "library",
-    ),
+    "device": ("openvino", 'device = "gpu"', "gpu"),
+    "device_filter": ("openvino", "device-filter = { vendor-id = 3 }", {"vendor-id": "3"}),
+    "virtual_devices": ("openvino", "virtual-devices = true", True),
+    "compile_with": ("tensorrt-rtx", 'compile-with = "library"', "library"),
     "compute_capabilities": (
-        '[targets.tensorrt-rtx]\nprovider = "tensorrt-rtx"\ncompute-capabilities = ["8.9", "12.0"]',
-        ("8.9", "12.0"),
+        "tensorrt-rtx", 'compute-capabilities = ["8.9", "12.0"]', ("8.9", "12.0"),
     ),
-    "optimization": ('[targets.cpu]\nprovider = "cpu"\noptimization = "all"', "all"),
-    "static_shapes": ('[targets.cpu]\nprovider = "cpu"\nstatic-shapes = true', True),
-    "embed": ('[targets.qnn]\nprovider = "qnn"\nembed = true', True),
-    "external_initializers": (
-        '[targets.cpu]\nprovider = "cpu"\nexternal-initializers = true',
-        True,
-    ),
-    "unroll_limit": ('[targets.qnn]\nprovider = "qnn"\nunroll-limit = 0', 0),
-    "recompile": ('[targets.qnn]\nprovider = "qnn"\nrecompile = true', True),
-    "dequantize": ('[targets.qnn]\nprovider = "qnn"\ndequantize = "all"', "all"),
+    "optimization": ("cpu", 'optimization = "all"', "all"),
+    "static_shapes": ("cpu", "static-shapes = true", True),
+    "embed": ("qnn", "embed = true", True),
+    "external_initializers": ("cpu", "external-initializers = true", True),
+    "unroll_limit": ("qnn", "unroll-limit = 0", 0),
+    "recompile": ("qnn", "recompile = true", True),
+    "dequantize": ("qnn", 'dequantize = "all"', "all"),
     "quantize": (
-        (
-            '[targets.qnn]\nprovider = "qnn"\n'
-            'quantize = { inputs = "models", activation = "int8", per-channel = true }'
-        ),
+        "qnn", 'quantize = { inputs = "models", activation = "int8", per-channel = true }',
         Quantize("int8", "uint8", per_channel=True),
     ),
-    "registration_name": (
-        f'[targets.plugin]\nprovider = "plugin"\n{LIBRARY}registration-name = "y"',
-        "y",
-    ),
-}
-"""For each key of a target that is a field of `CompileSettings`: TOML, and the value of the field."""
+    "registration_name": ("plugin", f'{LIBRARY}registration-name = "y"', "y"),
+}  # fmt: skip
+"""For each key of a target that is a field of `CompileSettings`: its TOML, and the value of the field."""
 
 
 def test_each_key_that_decides_how_a_target_is_compiled_has_a_sample() -> None:
@@ -205,29 +169,28 @@ def test_each_key_that_decides_how_a_target_is_compiled_reaches_its_settings(
     project: Path, name: str
 ) -> None:
     (project / "ep.so").touch()
-    toml, value = SAMPLES[name]
-    provider = "\n".join(toml.splitlines()[:2])
-    default = target(project, f"{provider}\n{LIBRARY}" if "plugin" in provider else provider)
+    provider, keys, value = SAMPLES[name]
+    default = target(project, one(provider, LIBRARY if provider == "plugin" else ""))
     if name != "provider":
         assert getattr(default.settings, name) != value
-    assert getattr(target(project, toml).settings, name) == value
+    assert getattr(target(project, one(provider, keys)).settings, name) == value
 
 
 def test_a_library_counts_by_its_content_and_not_by_its_path(project: Path) -> None:
     for folder, content in (("one", b"same"), ("two", b"same"), ("three", b"other")):
         (project / folder).mkdir()
         (project / folder / "ep.so").write_bytes(content)
-    toml = '[targets.plugin]\nprovider = "plugin"\nep-name = "X"\nlibrary = "{}/ep.so"'
-    one, two, three = (
+    toml = one("plugin", 'ep-name = "X"\nlibrary = "{}/ep.so"')
+    first, same, other = (
         target(project, toml.format(folder)).settings for folder in ("one", "two", "three")
     )
-    assert one.library_sha256 == (
+    assert first.library_sha256 == (
         "0967115f2813a3541eaef77de9d9d5773f1c0c04314b0bbfe4ff3b3b1c55b5d5"
     )
-    assert one == two
-    assert one != three
-    assert one == dataclasses.replace(three, library_sha256=one.library_sha256)
-    assert "ep.so" not in repr(one)
+    assert first == same
+    assert first != other
+    assert first == dataclasses.replace(other, library_sha256=first.library_sha256)
+    assert "ep.so" not in repr(first)
 
 
 def test_a_library_is_read_once_for_all_models(
@@ -246,9 +209,13 @@ def test_a_library_is_read_once_for_all_models(
     assert (hashes, read_files) == (["00", "00"], [project / "ep.so"])
 
 
-def test_a_library_in_a_package_has_no_sha256(project: Path) -> None:
-    toml = '[targets.plugin]\nprovider = "plugin"\nep-name = "X"\nlibrary = "some_ep"'
-    assert target(project, toml).settings.library_sha256 is None
+def test_a_library_in_a_package_counts_by_its_name(project: Path) -> None:
+    one_ep, other_ep = (
+        target(project, one("plugin", f'library = "{name}"\nep-name = "X"')).settings
+        for name in ("one_ep", "other_ep")
+    )
+    assert one_ep != other_ep
+    assert (one_ep.library_module, one_ep.library_sha256) == ("one_ep", None)
 
 
 ALL, SOME = (
@@ -280,18 +247,6 @@ provider = "openvino"
     assert "amd: onnxruntime-migraphx, intel: onnxruntime or onnxruntime-gpu" in problem.message
 
 
-def test_another_library_package_gives_other_settings(project: Path) -> None:
-    settings = [
-        target(
-            project,
-            f'[targets.plugin]\nprovider = "plugin"\nlibrary = "{name}"\nep-name = "X"',
-        ).settings
-        for name in ("one_ep", "other_ep")
-    ]
-    assert settings[0] != settings[1]
-    assert [each.library_module for each in settings] == ["one_ep", "other_ep"]
-
-
 def test_a_model_of_a_glob_is_named_in_its_problems(project: Path) -> None:
     config = read(project, 'targets.cpu.provider = "cpu"\nmodels = ["models/*.onnx"]\n')
     assert [model.key.model for model in config.models] == ["models/a.onnx", "models/b.onnx"]
@@ -303,8 +258,8 @@ def test_a_model_can_switch_off_what_its_target_quantizes(project: Path) -> None
     targets.qnn.quantize = { inputs = "models" }
     models = ["models/a.onnx", { path = "models/b.onnx", quantize = false }]
     """
-    one, other = (model.targets[0] for model in read(project, toml).models)
-    assert (one.settings.quantize, one.calibration) == (Quantize(), str(project / "models"))
+    first, other = (model.targets[0] for model in read(project, toml).models)
+    assert (first.settings.quantize, first.calibration) == (Quantize(), str(project / "models"))
     assert (other.settings.quantize, other.calibration) == (None, "")
 
 

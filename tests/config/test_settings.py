@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.providers import Tolerance
-from tests.config.examples import LONG, read, target
+from tests.config.examples import LONG, one, read, target
 
 
 def test_a_partial_tolerance_leaves_the_rest_to_the_provider(project: Path) -> None:
@@ -55,7 +55,7 @@ def test_only_contexts_and_optimizations_of_the_ep_need_it(
 ) -> None:
     found = target(
         project,
-        f'[targets.{provider}]\nprovider = "{provider}"\noptimization = "{optimization}"',
+        one(provider, f'optimization = "{optimization}"'),
     )
     assert found.needs_ep is needs_ep
 

@@ -9,7 +9,7 @@ import pytest
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Listed, Model, ShapeSet
 from hatch_epcontext.errors import Kind
-from tests.config.examples import assert_one_problem, mangle, problems, read, target
+from tests.config.examples import assert_one_problem, mangle, one, problems, read, target
 
 TARGETS = """
 [targets.npu]
@@ -183,38 +183,34 @@ def test_a_name_that_becomes_too_long_is_an_error(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("toml", "static"),
+    ("provider", "keys", "static"),
     [
-        ('[targets.qnn]\nprovider = "qnn"', True),
-        ('[targets.qnn]\nprovider = "qnn"\ndevice = "gpu"', True),
-        ('[targets.vitisai]\nprovider = "vitisai"', True),
-        ('[targets.tensorrt]\nprovider = "tensorrt"', True),
-        ('[targets.tensorrt-rtx]\nprovider = "tensorrt-rtx"', True),
-        (
-            '[targets.plugin]\nprovider = "plugin"\nlibrary = "some_ep"\nep-name = "X"',
-            True,
-        ),
-        ('[targets.cpu]\nprovider = "cpu"', False),
-        ('[targets.cpu]\nprovider = "cpu"\ndevice = "any"', False),
-        ('[targets.cuda]\nprovider = "cuda"', False),
-        ('[targets.directml]\nprovider = "directml"', False),
-        ('[targets.directml]\nprovider = "directml"\ndevice = "npu"', True),
-        ('[targets.migraphx]\nprovider = "migraphx"', False),
-        ('[targets.webgpu]\nprovider = "webgpu"', False),
-        ('[targets.openvino]\nprovider = "openvino"', False),
-        ('[targets.openvino]\nprovider = "openvino"\ndevice = "gpu"', False),
-        ('[targets.openvino]\nprovider = "openvino"\ndevice = "npu"', True),
-        ('[targets.openvino]\nprovider = "openvino"\ndevice = "any"', True),
-        ('[targets.openvino]\nprovider = "openvino"\nvirtual-devices = true', True),
-        ('[targets.openvino]\nprovider = "openvino"\nstatic-shapes = true', True),
-        (
-            '[targets.openvino]\nprovider = "openvino"\ndevice = "npu"\nstatic-shapes = false',
-            False,
-        ),
+        ("qnn", "", True),
+        ("qnn", 'device = "gpu"', True),
+        ("vitisai", "", True),
+        ("tensorrt", "", True),
+        ("tensorrt-rtx", "", True),
+        ("plugin", 'library = "some_ep"\nep-name = "X"', True),
+        ("cpu", "", False),
+        ("cpu", 'device = "any"', False),
+        ("cuda", "", False),
+        ("directml", "", False),
+        ("directml", 'device = "npu"', True),
+        ("migraphx", "", False),
+        ("webgpu", "", False),
+        ("openvino", "", False),
+        ("openvino", 'device = "gpu"', False),
+        ("openvino", 'device = "npu"', True),
+        ("openvino", 'device = "any"', True),
+        ("openvino", "virtual-devices = true", True),
+        ("openvino", "static-shapes = true", True),
+        ("openvino", 'device = "npu"\nstatic-shapes = false', False),
     ],
 )
-def test_the_default_depends_on_provider_and_device(project: Path, toml: str, static: bool) -> None:
-    assert target(project, toml).settings.static_shapes is static
+def test_the_default_depends_on_provider_and_device(
+    project: Path, provider: str, keys: str, static: bool
+) -> None:
+    assert target(project, one(provider, keys)).settings.static_shapes is static
 
 
 def test_a_model_narrows_static_shapes(project: Path) -> None:

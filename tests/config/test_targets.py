@@ -6,7 +6,7 @@ import pytest
 
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.providers import PROVIDERS, Plugin, Provider
-from tests.config.examples import target
+from tests.config.examples import one, target
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_every_provider_needs_no_more_than_its_name(project: Path, provider: Pro
 
 def test_the_library_of_any_other_ep(project: Path) -> None:
     library = 'library = "some_ep"\nep-name = "SomeEP"\nprovider-options = { x = true }'
-    toml = f'[targets.plugin]\nprovider = "plugin"\n{library}'
+    toml = one("plugin", f"{library}")
     found = target(project, toml)
     assert found.provider.ep == found.settings.ep == "SomeEP"
     assert found.provider.plugin == Plugin("some_ep", "some_ep", "SomeEP")
@@ -42,7 +42,7 @@ def test_the_library_of_any_other_ep(project: Path) -> None:
 def test_a_library_may_be_a_path(project: Path) -> None:
     (project / "ep").mkdir()
     (project / "ep" / "plugin.so").touch()
-    toml = '[targets.plugin]\nprovider = "plugin"\nep-name = "SomeEP"\nlibrary = '
+    toml = one("plugin", 'ep-name = "SomeEP"\nlibrary = ')
     found = target(project, f'{toml}"ep/plugin.so"').provider.plugin
     assert found == Plugin("", "its library", "SomeEP", str(project / "ep" / "plugin.so"))
     absolute = target(project, f'{toml}"{(project / "ep" / "plugin.so").as_posix()}"').provider
@@ -51,7 +51,7 @@ def test_a_library_may_be_a_path(project: Path) -> None:
 
 
 def test_a_known_ep_may_be_a_library_too(project: Path) -> None:
-    found = target(project, '[targets.vitisai]\nprovider = "vitisai"\nlibrary = "amd_ep"').provider
+    found = target(project, one("vitisai", 'library = "amd_ep"')).provider
     assert (found.ep, found.options) == ("VitisAIExecutionProvider", PROVIDERS["vitisai"].options)
     assert found.plugin == Plugin("amd_ep", "amd_ep", "VitisAIExecutionProvider")
     assert "onnxruntime" in found.distributions

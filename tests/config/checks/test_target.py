@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 
 from hatch_epcontext.errors import Kind
 from hatch_epcontext.jobs.requirements import requirements, versions_of
-from tests.config.examples import MODELS, PROFILE, assert_one_problem, only_problem, problems
+from tests.config.examples import MODELS, PROFILE, assert_one_problem, one, problems
 from tests.results import configured
 
 CPU = f'{MODELS}[targets.cpu]\nprovider = "cpu"\n'
@@ -35,6 +35,18 @@ RTX = f'{MODELS}[targets.rtx]\nprovider = "tensorrt-rtx"\n'
         (f"{CPU}resources = {{ NPU = nan }}", "targets.cpu.resources", "names with numbers above 0"),
         (f'{CPU}resources = {{ NPU = "1" }}', "targets.cpu.resources.NPU", "must be a number"),
         (f"{MODELS}[targets.q]\nembed = true", "targets.q.provider", "is required"),
+        (MODELS + one("openvino", f"profiles = [{PROFILE}]"),
+         "targets.openvino.profiles", "profiles"),
+        (MODELS + one("tensorrt-rtx", f"profiles = [{PROFILE}]\n"
+                      'provider-options = { nv_profile_min_shapes = "x:1x3" }'),
+         "targets.tensorrt-rtx.profiles", "provider option nv_profile_min_shapes"),
+        (MODELS + one("cuda", 'device-filter = { type = "gpu" }'),
+         "targets.cuda.device-filter", "a part of ONNX"),
+        (MODELS + one("qnn", "virtual-devices = true"),
+         "targets.qnn.virtual-devices", "offers no virtual devices"),
+        (MODELS + one("qnn", "device-filter = { type = true }"),
+         "targets.qnn.device-filter.type", "must be a str"),
+        (MODELS + one("webgpu", "embed = true"), "targets.webgpu.embed", "has no contexts to embed"),
     ],
 )  # fmt: skip
 def test_an_invalid_target_is_reported_with_its_key(
@@ -124,68 +136,17 @@ def test_the_order_of_the_capabilities_changes_nothing(project: Path) -> None:
     assert settings[0].compute_capabilities == ("8.9", "12.0")
 
 
-def test_profiles_exclude_options_with_the_same_shapes(project: Path) -> None:
-    toml = (
-        f'[targets.rtx]\nprovider = "tensorrt-rtx"\nprofiles = [{PROFILE}]\n'
-        'provider-options = { nv_profile_min_shapes = "x:1x3" }'
-    )
-    location, found = only_problem(project, toml)
-    assert location == "targets.rtx.profiles"
-    assert "provider option nv_profile_min_shapes" in found.message
-
-
-def test_profiles_of_an_ep_without_them_are_an_error(project: Path) -> None:
-    location, found = only_problem(
-        project, f'[targets.openvino]\nprovider = "openvino"\nprofiles = [{PROFILE}]'
-    )
-    assert location == "targets.openvino.profiles"
-    assert found.hint == "Providers with profiles: tensorrt, tensorrt-rtx."
-
-
-@pytest.mark.parametrize(
-    ("toml", "location", "message"),
-    [
-        (
-            '[targets.cuda]\nprovider = "cuda"\ndevice-filter = { type = "gpu" }',
-            "device-filter",
-            "a part of ONNX",
-        ),
-        (
-            '[targets.qnn]\nprovider = "qnn"\nvirtual-devices = true',
-            "virtual-devices",
-            "offers no virtual devices",
-        ),
-        (
-            '[targets.qnn]\nprovider = "qnn"\ndevice-filter = { type = true }',
-            "device-filter.type",
-            "must be a str",
-        ),
-        (
-            '[targets.webgpu]\nprovider = "webgpu"\nembed = true',
-            "embed",
-            "has no contexts to embed",
-        ),
-    ],
-)
-def test_a_setting_that_cannot_choose_a_device_is_an_error(
-    project: Path, toml: str, location: str, message: str
-) -> None:
-    found_at, found = only_problem(project, toml)
-    assert found_at.split(".", 2)[2] == location
-    assert message in found.message
-
-
 @pytest.mark.parametrize(
     ("toml", "keys"),
     [
-        ('[targets.plugin]\nprovider = "plugin"', {"library", "ep-name"}),
-        ('[targets.plugin]\nprovider = "plugin"\nlibrary = "some_ep"', {"ep-name"}),
-        ('[targets.qnn]\nprovider = "qnn"\nep-name = "X"', {"ep-name"}),
+        (one("plugin"), {"library", "ep-name"}),
+        (one("plugin", 'library = "some_ep"'), {"ep-name"}),
+        (one("qnn", 'ep-name = "X"'), {"ep-name"}),
         (
-            '[targets.qnn]\nprovider = "qnn"\nregistration-name = "X"',
+            one("qnn", 'registration-name = "X"'),
             {"registration-name"},
         ),
-        ('[targets.cpu]\nprovider = "cpu"\nlibrary = "some_ep"', {"library"}),
+        (one("cpu", 'library = "some_ep"'), {"library"}),
     ],
 )
 def test_the_keys_of_a_library_are_for_libraries_only(
