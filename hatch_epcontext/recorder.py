@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import random
 import shutil
@@ -37,9 +35,6 @@ _MAX_BYTES = 2**30  # for one step of all samples, unless one has more
 
 _COLLECTION = "onnxruntime.capi.onnxruntime_inference_collection"
 """The module of `onnxruntime.InferenceSession`."""
-
-_BITS = {"bfloat16": 16, "float8": 8, "float4": 4, "int4": 4, "int2": 2}
-"""The types that NumPy lacks, by a part of their names: the bits of a value."""
 
 
 class Recorder:
@@ -105,20 +100,18 @@ class Recorder:
             provider_options: Any = None,
             **more: Any,
         ) -> None:
-            name = None
             with self._safely():
-                name = self._name(path_or_bytes)
-            if name is not None:
-                # What is compiled for another EP fails here, and the loader opens the next.
-                providers, provider_options = ["CPUExecutionProvider"], None
+                if name := self._name(path_or_bytes):
+                    # What is compiled for another EP fails here, and the loader opens the next.
+                    providers, provider_options = ["CPUExecutionProvider"], None
+                    # Its last run: the outputs, and which step it was of the sample in a folder. It lives as
+                    # long as the session.
+                    last = SimpleNamespace(model=name, outputs={}, folder=Path(), step=_STEPS)
+                    session._epcontext_last = last  # noqa: SLF001
             original_init(session, path_or_bytes, sess_options, providers, provider_options, **more)
             with self._safely():
-                if name is not None:
-                    # The last run: its outputs, and which step it was of the sample in a folder.
-                    session._epcontext_last = SimpleNamespace(  # noqa: SLF001, so that it lives as long
-                        model=name, outputs={}, folder=Path(), step=_STEPS
-                    )
-                    self._report["models"][name]  # it was opened
+                if hasattr(session, "_epcontext_last"):
+                    self._report["models"][session._epcontext_last.model]  # noqa: SLF001, it was opened
             self.write()
 
         @functools.wraps(original_run)
@@ -137,11 +130,10 @@ class Recorder:
         """The name of the project's model with the bytes, or at the path, ``model``."""
         path = None if isinstance(model, bytes) else Path(os.fsdecode(model)).absolute()
         size = len(model) if path is None else path.stat().st_size
-        if any(size == settings["size"] for settings in self._models.values()):
-            digest = hashlib.sha256(model if path is None else path.read_bytes()).hexdigest()
-            for name, settings in self._models.items():
-                if digest == settings["sha256"]:
-                    return name
+        if like := {s["sha256"]: n for n, s in self._models.items() if s["size"] == size}:
+            content = model if path is None else path.read_bytes()
+            if name := like.get(hashlib.sha256(content).hexdigest()):
+                return name
         if path is None:
             return None
         # Or a variant of it, in the project's model package.
@@ -150,11 +142,11 @@ class Recorder:
                 manifest = json.loads((folder / "manifest.json").read_bytes())
                 for component in manifest["components"].values():
                     name = component["additional_metadata"]["hatch-epcontext"]["model"]
-                    for variant in component["variants"].values():
-                        if name in self._models and path.is_relative_to(
-                            folder / variant["variant_directory"]
-                        ):
-                            return str(name)
+                    folders = [v["variant_directory"] for v in component["variants"].values()]
+                    if name in self._models and any(
+                        path.is_relative_to(folder / f) for f in folders
+                    ):
+                        return str(name)
         return None
 
     def _ran(self, session: Any, last: Any, feed: Any, names: Any, outputs: Any) -> None:
@@ -231,29 +223,15 @@ def _fits(array: Any, value: Any, settings: Mapping[str, Any]) -> bool:
 
 
 def _array(value: Any, type_: str) -> Any:
-    """An input as an array: ONNX Runtime also accepts lists, and its own values.
-
-    The values of types that NumPy lacks become bytes, which ml_dtypes reads: small ones get one each.
-    """
+    """An input as an array: ONNX Runtime also accepts lists, and its own values."""
     import numpy as np
 
     if isinstance(value, np.ndarray):
         return value
-    if not hasattr(value, "numpy"):
-        name = type_.removeprefix("tensor(").removesuffix(")")
-        return np.asarray(value, {"float": "float32", "string": "O"}.get(name, name))
-    bits = next((bits for name, bits in _BITS.items() if name in type_), None)
-    if bits is None:
+    if hasattr(value, "numpy"):
         return value.numpy()
-    if value.device_name() != "cpu":
-        raise TypeError(f"an input is on {value.device_name()}")
-    count = math.prod(value.shape())
-    # The first of the values in a byte is in its lowest bits.
-    data = np.frombuffer(ctypes.string_at(value.data_ptr(), (count * bits + 7) // 8), np.uint8)
-    if bits < 8:
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        data = (data[:, None] >> shifts & 2**bits - 1).ravel()[:count]
-    return data.view(f"V{max(1, bits // 8)}").reshape(value.shape())
+    name = type_.removeprefix("tensor(").removesuffix(")")
+    return np.asarray(value, {"float": "float32", "string": "O"}.get(name, name))
 
 
 if __name__ == "sitecustomize":

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.errors import Key
-from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.recorder import SAMPLES, Recorder
-from hatch_epcontext.worker.dummy.given import given_samples
 from tests.models import model, value
 
 Array = np.ndarray[Any, Any]
@@ -99,30 +95,3 @@ def test_values_of_all_types_are_read_back(tmp_path: Path, dtype: int, values: A
     expected = values.numpy() if isinstance(values, onnxruntime.OrtValue) else np.asarray(values)
     (sample,) = app.samples
     assert kept(sample).tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize(
-    ("type_", "packed", "numbers"),
-    [
-        # The first value is in the lowest bits of a byte.
-        ("INT4", [0x81, 0x0F], [1, -8, -1]),
-        ("UINT4", [0x81, 0x0F], [1, 8, 15]),
-        ("INT2", [0b01_11_10_00, 0b01], [0, -2, -1, 1, 1]),
-        ("FLOAT4E2M1", [0x71, 0x0A], [0.5, 6, -1]),
-        ("FLOAT8E5M2", [0x3E, 0xC0], [1.5, -2]),
-        ("BFLOAT16", [0xC0, 0x3F, 0x00, 0xC0], [1.5, -2]),
-    ],
-)
-def test_types_that_numpy_lacks_are_kept_by_value(
-    tmp_path: Path, type_: str, packed: list[int], numbers: list[float]
-) -> None:
-    number = TensorProto.DataType.Value(type_)
-    shape = (len(numbers),)
-    tensor = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, number)
-    ctypes.memmove(tensor.data_ptr(), bytes(packed), len(packed))
-    app = App(tmp_path, number)
-    app._session.run(None, {"x": tensor, "state": onnxruntime.OrtValue.ortvalue_from_numpy(STATE)})
-    dtype = helper.tensor_dtype_to_np_dtype(number).name
-    (folder,) = app.samples
-    ((_, sample),) = given_samples(folder, [TensorFacts("x", dtype, shape)], Key())
-    assert sample["x"].astype(float).tolist() == numbers
