@@ -27,7 +27,7 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Range
-from hatch_epcontext.graph.number_format import ALWAYS
+from hatch_epcontext.graph.number_format import ALWAYS, RewriteName
 from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Refused, Times
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.plan import Job, with_options
@@ -48,7 +48,8 @@ class Prepared:
     """A prepared model: its absolute path, how it was prepared, and the ranges of its dummy inputs.
 
     ``reference``: the absolute path of the file with the outputs of its source, if there is one. ``changed``:
-    whether the last step of its recipe changed it; ``dropped``: changes that were wrong and left out.
+    whether the last step of its recipe changed it; ``dropped``: changes that were wrong and left out;
+    ``applicable``: the rewrites for a number format that may change it.
     """
 
     path: str
@@ -57,6 +58,7 @@ class Prepared:
     reference: str | None = None
     changed: bool = True
     dropped: tuple[str, ...] = ()
+    applicable: tuple[RewriteName, ...] = ()
 
 
 class _Source:
@@ -252,9 +254,12 @@ class Steps:
         """The model, prepared from that of a recipe without the last step of ``recipe``."""
         if recipe.remedies:
             before = self.prepare(job, index, replace(recipe, remedies=()), worker)
-            after = self._change(job, index, before, recipe, worker)
             # The rewrites for all models may change nothing in this one.
             last = recipe.last_remedies
+            # None of them has made what another one changes.
+            if frozenset(recipe.remedies).isdisjoint(before.applicable):
+                return replace(before, changed=before.changed and not last)
+            after = self._change(job, index, before, recipe, worker)
             is_new = after.changed and not last.isdisjoint(after.preparation.remedies)
             changed = is_new if last else before.changed
             return replace(after, changed=changed, dropped=(*before.dropped, *after.dropped))
@@ -310,7 +315,13 @@ class Steps:
             reply.control_flow,
             precision=reply.precision,
         )
-        return Prepared(reply.path, preparation, reply.ranges, reply.reference)
+        return Prepared(
+            reply.path,
+            preparation,
+            reply.ranges,
+            reply.reference,
+            applicable=reply.applicable,
+        )
 
     def _change(
         self, job: Job, index: int, before: Prepared, recipe: Recipe, worker: Worker | Workers
@@ -349,7 +360,12 @@ class Steps:
             rewrites=(*preparation.rewrites, *reply.rewrites),
         )
         return replace(
-            before, path=reply.path, preparation=preparation, changed=True, dropped=reply.dropped
+            before,
+            path=reply.path,
+            preparation=preparation,
+            changed=True,
+            dropped=reply.dropped,
+            applicable=reply.applicable,
         )
 
     def _compiled(

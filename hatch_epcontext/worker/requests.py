@@ -88,7 +88,7 @@ class PrepareReply:
     ``control_flow``: operators of the prepared model that choose or repeat inner graphs. ``ranges``: those
     of the inputs, if dummy inputs are random. ``reference``: the absolute path of the file with the outputs
     of the source model on the CPU, if they were compared and fit into one. ``precision``: how its numbers
-    were changed, in words.
+    were changed, in words. ``applicable``: the rewrites for a number format that may change it.
     """
 
     path: str
@@ -98,6 +98,7 @@ class PrepareReply:
     ranges: Mapping[str, Range] = field(default_factory=dict)
     reference: str | None = None
     precision: str | None = None
+    applicable: tuple[RewriteName, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class RewriteReply:
     """The absolute path of the rewritten model, and its nodes; the path is None if nothing was rewritten.
 
     ``rewrites``: the names of the rewrites in it. ``dropped``: those that would have changed its results,
-    each with the reason. ``remedies``: those of the request that are in it.
+    each with the reason. ``remedies``: those of the request that are in it; ``applicable``: as in
+    `PrepareReply`.
     """
 
     path: str | None
@@ -132,6 +134,7 @@ class RewriteReply:
     rewrites: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     remedies: tuple[RewriteName, ...] = ()
+    applicable: tuple[RewriteName, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from onnx import helper, numpy_helper
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import AccidentError, Kind
 from hatch_epcontext.files import record_file
+from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Refused, Source
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.job import JobRunner
@@ -48,7 +49,7 @@ def altered(body: Path) -> Iterator[Workers]:
     body.touch()
     source = f"""
         import importlib, os, pathlib
-        for name in ("prepare", "compile", "validate"):
+        for name in ("prepare", "rewrite", "compile", "validate"):
             module = importlib.import_module("hatch_epcontext.worker.actions." + name)
             def handle(request, real=module.handle):
                 open("pid", "w").write(str(os.getpid()))
@@ -149,6 +150,19 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
     assert after.changed
     assert not steps.prepare(other, 0, unfused).changed
     assert steps.compile(other, unfused, tmp_path / "out") == Refused("change")
+
+
+@pytest.mark.parametrize(("operator", "requests"), [("Add", 1), ("Pow", 2)])
+def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
+    job: Job, project: Path, tmp_path: Path, workers: Workers, operator: str, requests: int
+) -> None:
+    nodes = [helper.make_node(operator, ["x", "two"], ["y"])]
+    two = numpy_helper.from_array(np.float32(2), "two")
+    save(model(nodes, [value("x", [4])], [value("y", [4])], [two]), project / "models" / "a.onnx")
+    steps = Steps(workers, tmp_path, 1, {})
+    prepared = steps.prepare(job, 0, Recipe("onnxruntime", remedies=ALWAYS))
+    assert prepared.preparation.remedies == (("square",) if requests == 2 else ())
+    assert [step for step, _ in answering(steps.staging)] == ["call"] * requests
 
 
 @pytest.mark.parametrize(

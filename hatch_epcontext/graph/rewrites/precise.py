@@ -351,6 +351,15 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
 """Those of `ALWAYS`, and then of `REMEDIES`, in the order in which they are applied."""
 
 
+def applicable(main: onnx.GraphProto) -> tuple[RewriteName, ...]:
+    """Those of `PRECISE` for whose operators ``main`` has nodes: it has no form that others change."""
+    operators = {graph.operator(node) for node in graph.nodes(main)}
+    if "ReduceSum" not in operators:
+        # No sum is divided.
+        operators -= PRECISE["mean"].operators
+    return tuple(n for n, each in PRECISE.items() if not operators.isdisjoint(each.operators))
+
+
 def remedy(
     model: onnx.ModelProto, types: Types, names: Iterable[RewriteName]
 ) -> tuple[RewriteName, ...]:

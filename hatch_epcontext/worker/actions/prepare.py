@@ -16,6 +16,7 @@ from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import is_noisy
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.compare import SIMPLIFIED, compare_runs, refuse_differences
 from hatch_epcontext.worker.comparison.diverging import first_difference
@@ -93,6 +94,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
         ranges,
         outputs_path,
         precision,
+        applicable(onnx_model.graph),
     )
 
 

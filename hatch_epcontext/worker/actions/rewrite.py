@@ -21,7 +21,7 @@ from hatch_epcontext.graph.external import external_data, load_whole
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
-from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
+from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, remedy
 from hatch_epcontext.graph.rounding import hidden_faults
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
@@ -144,7 +144,14 @@ def _reply(path: Path, done: Iterable[str]) -> RewriteReply:
     main = onnx.load(path, load_external_data=False).graph
     nodes, names = len(graph.compute_nodes(main)), tuple(dict.fromkeys(done))
     remedies = tuple(name for name, each in PRECISE.items() if each.name in names)
-    return RewriteReply(str(path), nodes, graph.control_flow(main), names, remedies=remedies)
+    return RewriteReply(
+        str(path),
+        nodes,
+        graph.control_flow(main),
+        names,
+        remedies=remedies,
+        applicable=applicable(main),
+    )
 
 
 def _dropped(name: str, error: Exception) -> str:

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hatch_epcontext.graph.number_format import ALWAYS, REMEDIES, RewriteName
-from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
+from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, remedy
 from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
 from tests.graph.rewrites.equal import operators
@@ -74,6 +74,7 @@ def mended(
     ``least``: the decibels that each sample has at least. ``before``: rewrites that came before it.
     """
     after = onnx.ModelProto.FromString(model.SerializeToString())
+    assert (*before, name)[0] in applicable(model.graph)
     assert remedy(after, {}, (*before, name)) == (*before, name)
     onnx.checker.check_model(after, full_check=True)
     for wanted, found in zip(run(model), run(after), strict=True):
