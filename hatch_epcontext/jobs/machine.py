@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -18,16 +19,16 @@ _OWN_GROUP = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-def jobs_at_once(wanted: int | Literal["auto"], largest_model: int) -> int:
-    """How many jobs to run at once; ``wanted`` is the configured number, or "auto" for as many as fit.
+def jobs_at_once(configured: int | Literal["auto"], largest_model: int) -> int:
+    """How many jobs to run at once: the ``configured`` number, or for "auto" as many as fit.
 
     ``largest_model``: bytes of the largest source model.
     """
-    if wanted != "auto":
-        return wanted
+    if configured != "auto":
+        return configured
     memory = free_memory()
-    fits = cores() if memory is None else memory // (_JOB_MEMORY + _MODEL_COPIES * largest_model)
-    return max(1, min(cores(), fits))
+    fit = cores() if memory is None else memory // (_JOB_MEMORY + _MODEL_COPIES * largest_model)
+    return max(1, min(cores(), fit))
 
 
 def cores() -> int:
@@ -41,30 +42,23 @@ def free_memory() -> int | None:
     """Bytes of free memory, within the limits of this process's control groups; None if unknown."""
     if sys.platform != "linux":
         return None
-    known = [*_system_memory(), *_group_memory()]
-    return min(known) if known else None
+    return min((*_system_memory(), *_group_memory()), default=None)
 
 
-def _system_memory() -> list[int]:
+def _system_memory() -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
-                return [int(line.split()[1]) * 1024]
-    return []
+                yield int(line.split()[1]) * 1024
 
 
-def _group_memory() -> list[int]:
+def _group_memory() -> Iterator[int]:
     """The bytes left in this process's control group, and in those around it (version 2)."""
-    found = []
     with contextlib.suppress(OSError):
         for line in _OWN_GROUP.read_text(encoding="utf-8").splitlines():
-            if not line.startswith("0::/"):
-                continue
-            inside = _GROUPS / line[len("0::/") :]
-            for group in (inside, *inside.parents):
-                if group.is_relative_to(_GROUPS):
-                    with contextlib.suppress(OSError, ValueError):
-                        limit = int((group / "memory.max").read_text(encoding="ascii"))
-                        used = int((group / "memory.current").read_text(encoding="ascii"))
-                        found.append(max(0, limit - used))
-    return found
+            own = _GROUPS / line.removeprefix("0::/")
+            for group in (own, *own.parents) if line.startswith("0::/") else ():
+                with contextlib.suppress(OSError, ValueError):
+                    limit = int((group / "memory.max").read_text(encoding="ascii"))
+                    used = int((group / "memory.current").read_text(encoding="ascii"))
+                    yield max(0, limit - used)

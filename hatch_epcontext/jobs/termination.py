@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, *(s for s in signal.Signals if s.name == "SIGBREAK"))
+_SIGNALS = (signal.SIGTERM, *(number for number in signal.Signals if number.name == "SIGBREAK"))
 
 
 @contextlib.contextmanager
@@ -19,17 +19,17 @@ def terminated_as_error() -> Iterator[None]:
     own, or outside of the main thread, which handles signals. The earlier handlers are restored.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    found = [each for each in _SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
-    if not in_main_thread or not found:
+    unhandled = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    if not in_main_thread or not unhandled:
         yield
         return
-    for each in found:
-        signal.signal(each, _end)
+    for number in unhandled:
+        signal.signal(number, _end)
     try:
         yield
     finally:
-        for each in found:
-            signal.signal(each, signal.SIG_DFL)
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _end(signal_number: int, frame: FrameType | None) -> None:

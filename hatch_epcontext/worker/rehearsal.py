@@ -29,8 +29,8 @@ def rehearse(folder: Path) -> Validation:
     """Prepare, compile and validate a small model on the CPU, in the empty ``folder``."""
     path, prepared, compiled = (folder / name for name in ("model.onnx", "prepared", "compiled"))
     onnx.save(_model(), path)
-    for each in (prepared, compiled):
-        each.mkdir()
+    prepared.mkdir()
+    compiled.mkdir()
     model = Model("model", path, Key() / "models" / 0)
     settings = CompileSettings(provider="cpu", ep="CPUExecutionProvider", device="any")
     target = Target("cpu", settings)
@@ -39,13 +39,13 @@ def rehearse(folder: Path) -> Validation:
     os.chdir(folder)
     try:
         ready = _answer(PrepareRequest(model, "onnxruntime", str(prepared), compare=True))
-        made = _answer(CompileRequest((model,), (ready.path,), target, str(compiled)))
+        artifact = _answer(CompileRequest((model,), (ready.path,), target, str(compiled)))
         return _answer(
             ValidateRequest(
                 model,
                 target,
-                made.product,
-                made.contexts[0],
+                artifact.product,
+                artifact.contexts[0],
                 str(compiled),
                 Tolerance(snr=60, cosine=0.99),
                 reference=ready.reference,

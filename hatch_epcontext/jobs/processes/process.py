@@ -193,15 +193,12 @@ class Worker:
         self._workers = workers
         self._processes = processes
         self._process: WorkerProcess | None = None
-        self._logs: list[WorkerLog] = []
 
     def close(self) -> None:
         """Return when it has ended, with all its children."""
-        self._end()
-        for log in self._logs:
-            # It is complete, and stays until the end of the build.
-            log.hide_secrets()
-        self._logs.clear()
+        if self._process is not None:
+            self._processes.end(self._process)
+            self._process = None
 
     def call(
         self,
@@ -243,7 +240,6 @@ class Worker:
         with writing("a folder for a worker", folder):
             (folder / TEMPORARY).mkdir(parents=True)
             log.path.touch()
-        self._logs.append(log)
         label = f"{location}: {order.action}"
         print_line(f"{label} ...")
         message, start = None, time.monotonic()
@@ -251,8 +247,10 @@ class Worker:
             message = self._run(line.encode(), log, label)
         finally:
             if message is None or message[0] != REPLY:
-                self._end()
+                self.close()
             log.forward(is_last=True)
+            # The file stays until the end of the build.
+            log.hide_secrets()
             print_line(f"{label} took {time.monotonic() - start:.1f} s")
         if self._processes.stopped:
             raise interrupted()
@@ -282,7 +280,7 @@ class Worker:
         except NotStartedError:
             # For example, an import in the server crashes: the log of a fresh interpreter shows more. Others
             # stay with the server.
-            self._end()
+            self.close()
         try:
             return self._run_once(line, log, label, alone=True)
         except NotStartedError as error:
@@ -310,8 +308,3 @@ class Worker:
             elif message[0] in (REPLY, FAILURE, ENDED):
                 return message
         return None
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._processes.end(self._process)
-            self._process = None

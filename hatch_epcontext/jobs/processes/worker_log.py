@@ -73,9 +73,9 @@ class WorkerLog:
         if (log := self._listener) is None:
             return
         end = self.size
-        while self._offset < end and (found := self._read(self._offset, _PIECE)):
-            self._offset += len(found)
-            *lines, rest = (self._rest + narrow(found)).split(b"\n")
+        while self._offset < end and (piece := self._read(self._offset, _PIECE)):
+            self._offset += len(piece)
+            *lines, rest = (self._rest + narrow(piece)).split(b"\n")
             if len(rest) > _PIECE:
                 lines, rest = [*lines, rest], b""
             self._rest = rest
@@ -85,7 +85,7 @@ class WorkerLog:
             log(self._shown(self._rest))
 
     def hide_secrets(self) -> None:
-        """Replace secrets in the file, which is complete: it stays until the end of the build."""
+        """Replace secrets in the file, which is complete."""
         if self._secrets and 0 < self.size <= LOG_LIMIT:
             text = narrow(self.path.read_bytes()).decode("utf-8", "replace")
             self.path.write_bytes(self.hide(text).encode())
