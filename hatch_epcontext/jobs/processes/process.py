@@ -54,7 +54,13 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._next = time.monotonic() + _FIRST_BEAT
+        self._start = time.monotonic()
+        self._next = self._start + _FIRST_BEAT
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
 
     def due(self) -> bool:
         """Whether a report is due; after True, not until the next one."""
