@@ -61,23 +61,23 @@ class Prepared:
     applicable: tuple[RewriteName, ...] = ()
 
 
-class _Source:
-    """A model as ``jobs``, which are named by their folders, need it prepared, below ``folder``.
+class _Shared:
+    """What is prepared of a model below ``folder`` for the ``jobs`` with these folders, which need it alike.
 
-    ``forms``: what is, or will be, prepared of it by each recipe.
+    ``prepared``: by the steps of a recipe. The first job that needs one makes it, and the others wait.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.jobs: set[str] = set()
-        self.forms: dict[tuple[object, ...], Future[Prepared]] = {}
+        self.prepared: dict[tuple[object, ...], Future[Prepared]] = {}
 
     @property
     def reference(self) -> str | None:
-        """The file with the outputs of the model on the CPU, if there is one."""
-        ended = [form for form in list(self.forms.values()) if form.done()]
-        prepared = (form.result() for form in ended if form.exception() is None)
-        return next((each.reference for each in prepared if each.reference), None)
+        """The file with the outputs of the source on the CPU, if there is one."""
+        done = [future for future in list(self.prepared.values()) if future.done()]
+        prepared = (future.result() for future in done if future.exception() is None)
+        return next((model.reference for model in prepared if model.reference), None)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Steps:
     installed: Mapping[str, str]
     devices: dict[str, threading.Lock] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _sources: dict[str, _Source] = field(default_factory=dict)
+    _shared: dict[str, _Shared] = field(default_factory=dict)
     _keys: dict[tuple[object, ...], str] = field(default_factory=dict)
     _versions: dict[object, Mapping[str, str]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -102,9 +102,8 @@ class Steps:
     def expect(self, jobs: Iterable[Job]) -> None:
         """Keep what is prepared until all ``jobs`` that need it have ended."""
         for job in jobs:
-            for each in (job, *job.alone):
-                for form, model in itertools.product(each.forms, each.models):
-                    self._source(form, model)
+            for form, model in _needs(job):
+                self._shared_by(form, model)
 
     @property
     def stopped(self) -> bool:
@@ -133,15 +132,14 @@ class Steps:
 
     def finished(self, job: Job) -> None:
         """Remove the models that were prepared for ``job``, which has ended, and that no other job needs."""
-        for each in (job, *job.alone):
-            for form, model in itertools.product(each.forms, each.models):
-                source = self._source(form, model)
-                with self._lock:
-                    source.jobs.discard(each.folder)
-                    if source.jobs:
-                        continue
-                    self._sources.pop(self._key(form, model), None)
-                shutil.rmtree(source.folder, ignore_errors=True)
+        for form, model in _needs(job):
+            shared = self._shared_by(form, model)
+            with self._lock:
+                shared.jobs.discard(form.folder)
+                if shared.jobs:
+                    continue
+                self._shared.pop(self._key(form, model), None)
+            shutil.rmtree(shared.folder, ignore_errors=True)
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Prepare and compile ``job`` with ``recipe`` in one process into ``folder``, which is made.
@@ -153,21 +151,22 @@ class Steps:
             prepared = self._prepared(job, recipe, worker)
             if isinstance(prepared, Refused):
                 return prepared
-            dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
+            dropped = tuple(f"{name} (not taken)" for model in prepared for name in model.dropped)
             is_other_form = not recipe.dequantize or any(p.preparation.precision for p in prepared)
-            if not is_other_form or not any(each.changed for each in prepared):
+            if not is_other_form or not any(model.changed for model in prepared):
                 problems = (Problem(Kind.COMPILE_FAILED, "", message) for message in dropped)
                 return Refused("change", tuple(problems))
             prepare_seconds = time.monotonic() - start
             options = tuple(f"{name} = {value}" for name, value in recipe.options)
             preparations = tuple(
-                replace(each.preparation, options=options, tried=dropped) for each in prepared
+                replace(model.preparation, options=options, tried=dropped) for model in prepared
             )
             try:
-                reply = self._compiled(job, recipe, prepared, folder, worker)
+                reply = self._compile(job, recipe, prepared, folder, worker)
             except BuildError as error:
-                rewrites = dict.fromkeys(n for e in preparations for n in (*e.options, *e.rewrites))
-                return replace(_refused("compile", error, recipe), rewrites=tuple(rewrites))
+                rewrites = (name for made in preparations for name in made.rewrites)
+                names = tuple(dict.fromkeys((*options, *rewrites)))
+                return replace(_refused("compile", error, recipe), rewrites=names)
         return Record(
             recipe,
             reply.product,
@@ -196,7 +195,7 @@ class Steps:
             model.tolerance_for(job.target),
             record.contexts if job.group else (),
             # Other inputs give other outputs.
-            reference=self._source(job, model).reference
+            reference=self._shared_by(job, model).reference
             if to_run == model.on(job.target)
             else None,
             prepared=self._prepared_path(job, model, artifact),
@@ -211,27 +210,24 @@ class Steps:
     def prepare(
         self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers | None = None
     ) -> Prepared:
-        """The job's model with this ``index`` as ``recipe`` prepares and changes it.
+        """The job's model with this ``index`` as ``recipe`` prepares and changes it, made by ``worker`` if no
+        other job has made it, or makes it now.
 
-        The first job that needs it prepares it, with ``worker``; the others wait. Raises BuildError when that
-        fails.
+        Raises BuildError when that fails.
         """
-        model = job.models[index]
-        source = self._source(job, model)
-        changes = (
-            (c.kind, None if c.refused is None else c.refused[index]) for c in recipe.changes
-        )
-        how = (recipe.simplifier, recipe.fuse, *changes, recipe.remedies)
+        shared = self._shared_by(job, job.models[index])
+        changes = ((c.kind, c.refused and c.refused[index]) for c in recipe.changes)
+        limit = job.target.settings.unroll_limit
+        steps = (recipe.simplifier, recipe.fuse, *changes, limit, recipe.remedies)
         with self._lock:
-            is_first = (form := source.forms.get((how, job.target.settings.unroll_limit))) is None
-            if form is None:
-                form = source.forms[how, job.target.settings.unroll_limit] = Future()
+            is_first = steps not in shared.prepared
+            future = shared.prepared.setdefault(steps, Future())
         if is_first:
             try:
-                form.set_result(self._make(job, index, recipe, worker or self.workers))
+                future.set_result(self._make(job, index, recipe, worker or self.workers))
             except BaseException as error:
-                form.set_exception(error)
-        return form.result()
+                future.set_exception(error)
+        return future.result()
 
     def _prepared(self, job: Job, recipe: Recipe, worker: Worker) -> tuple[Prepared, ...] | Refused:
         """The models of ``job``, prepared and changed; or why they are not."""
@@ -242,7 +238,7 @@ class Steps:
             prepared = [self.prepare(job, number, plain, worker) for number in numbers]
         except BuildError as error:
             return _refused("prepare", error, recipe)
-        control_flow = dict.fromkeys(n for each in prepared for n in each.preparation.control_flow)
+        control_flow = dict.fromkeys(n for p in prepared for n in p.preparation.control_flow)
         if control_flow and not recipe.takes_control_flow:
             return Refused("prepare", control_flow=tuple(control_flow))
         try:
@@ -251,16 +247,15 @@ class Steps:
             return _refused("change", error, recipe)
 
     def _make(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
-        """The model, prepared from that of a recipe without the last step of ``recipe``."""
+        """Make the model, from that of a recipe without the last step of ``recipe``."""
         if recipe.remedies:
             before = self.prepare(job, index, replace(recipe, remedies=()), worker)
-            # The rewrites for all models may change nothing in this one.
             last = recipe.last_remedies
-            # None of them has made what another one changes.
             if frozenset(recipe.remedies).isdisjoint(before.applicable):
                 return replace(before, changed=before.changed and not last)
             after = self._change(job, index, before, recipe, worker)
             is_new = after.changed and not last.isdisjoint(after.preparation.remedies)
+            # The rewrites for all models may change nothing in this one.
             changed = is_new if last else before.changed
             return replace(after, changed=changed, dropped=(*before.dropped, *after.dropped))
         if recipe.changes:
@@ -268,7 +263,11 @@ class Steps:
             before = self.prepare(job, index, shorter, worker)
             return self._change(job, index, before, recipe, worker)
         if recipe.fuse:
-            return self._prepare(job, index, recipe, worker)
+            try:
+                return self._prepare(job, index, recipe, worker)
+            except CrashError:
+                # It may be transient; a second one is the simplifier's own fault.
+                return self._prepare(job, index, recipe, worker)
         fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
         unfused = self._prepare(job, index, recipe, worker)
         rewrites = ("nothing folded into convolutions",)
@@ -276,38 +275,24 @@ class Steps:
         changed = preparation.nodes != fused.preparation.nodes
         return replace(unfused, preparation=preparation, changed=changed)
 
-    def _prepare(
-        self,
-        job: Job,
-        index: int,
-        recipe: Recipe,
-        worker: Worker | Workers,
-        *,
-        is_again: bool = False,
-    ) -> Prepared:
+    def _prepare(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
         """Fix and simplify the model."""
         from hatch_epcontext.worker.requests import PrepareRequest
 
         model = job.models[index]
-        source = self._source(job, model)
-        scratch = source.folder / str(next(self._numbers))
+        shared = self._shared_by(job, model)
+        scratch = shared.folder / str(next(self._numbers))
         request = PrepareRequest(
             model.on(job.target),
             recipe.simplifier,
             _result_in(scratch),
             model.is_compared,
-            source.reference,
+            shared.reference,
             precision=_precision(job, model),
             fuse=recipe.fuse,
         )
         call = worker.call
-        try:
-            reply = call(request, scratch / "call", location=job.location, step="preparation")
-        except CrashError:
-            if is_again:
-                raise
-            # It may be transient; a second one is the simplifier's own fault.
-            return self._prepare(job, index, recipe, worker, is_again=True)
+        reply = call(request, scratch / "call", location=job.location, step="preparation")
         preparation = Preparation(
             recipe.simplifier,
             reply.nodes_before,
@@ -334,7 +319,7 @@ class Steps:
         if refused == ():
             return replace(before, changed=False, dropped=())
         model, limit = job.models[index], job.target.settings.unroll_limit
-        scratch = self._source(job, model).folder / str(next(self._numbers))
+        scratch = self._shared_by(job, model).folder / str(next(self._numbers))
         request = RewriteRequest(
             model.on(job.target),
             before.path,
@@ -368,7 +353,7 @@ class Steps:
             applicable=reply.applicable,
         )
 
-    def _compiled(
+    def _compile(
         self,
         job: Job,
         recipe: Recipe,
@@ -387,7 +372,7 @@ class Steps:
             target = replace(target, settings=replace(target.settings, optimization="none"))
         request = CompileRequest(
             models=tuple(model.on(job.target) for model in job.models),
-            prepared=tuple(each.path for each in prepared),
+            prepared=tuple(model.path for model in prepared),
             target=target,
             folder=str(folder),
         )
@@ -409,16 +394,14 @@ class Steps:
         is_same = prepared.preparation.rewrites == record.preparations[index].rewrites
         return prepared.path if is_same else None
 
-    def _source(self, job: Job, model: Model) -> _Source:
-        """What is prepared of ``model`` as ``job``, and others, need it."""
+    def _shared_by(self, job: Job, model: Model) -> _Shared:
+        """What is prepared of ``model`` for ``job``, and for others that need it alike."""
         key = self._key(job, model)
+        folder = self.staging / "prepared" / key[:16]
         with self._lock:
-            source = self._sources.get(key)
-            if source is None:
-                folder = self.staging / "prepared" / key[:16]
-                source = self._sources[key] = _Source(folder)
-            source.jobs.add(job.folder)
-        return source
+            shared = self._shared.setdefault(key, _Shared(folder))
+            shared.jobs.add(job.folder)
+        return shared
 
     def _key(self, job: Job, model: Model) -> str:
         """What identifies how ``job`` needs ``model`` prepared, whatever the recipe."""
@@ -437,6 +420,12 @@ class Steps:
         if not target.provider.exclusive_device:
             return contextlib.nullcontext()
         return self.devices.setdefault(target.provider.ep, threading.Lock())
+
+
+def _needs(job: Job) -> Iterator[tuple[Job, Model]]:
+    """The models that ``job``, or a job whose result is run instead, may need prepared, in all forms."""
+    for needed in (job, *job.alone):
+        yield from itertools.product(needed.forms, needed.models)
 
 
 def _result_in(scratch: Path) -> str:

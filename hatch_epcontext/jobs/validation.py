@@ -45,9 +45,9 @@ def describe_validation(validation: Validation) -> str:
         return f"{ran}, outputs finite, not compared{why}"
     on = f" on {count(len(validation.samples), 'synthetic input')}" if validation.synthetic else ""
     others = "".join(
-        f"; {each.output!r} is {each.status.value}"
-        for each in validation.agreements
-        if each not in validation.compared
+        f"; {agreement.output!r} is {agreement.status.value}"
+        for agreement in validation.agreements
+        if agreement not in validation.compared
     )
     if not validation.compared:
         return f"{ran}{on}, NOT compared{others}"
@@ -84,12 +84,12 @@ def _own_noise(decibels: float) -> str:
 
 
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
-    """What the validation of the model ``name`` leaves open, each in one line."""
+    """What the validation of the model ``name`` leaves open, in lines."""
     where = "(validate.inputs, or --inputs on the command line)"
-    for each in validation.inconclusive:
+    for agreement in validation.inconclusive:
         hint = f"; give real inputs {where}" if validation.synthetic else ""
-        reason = f"is inconclusive, because {each.reason}{hint}"
-        yield f"{name}: the comparison of the output {each.output!r} {reason}"
+        reason = f"is inconclusive, because {agreement.reason}{hint}"
+        yield f"{name}: the comparison of the output {agreement.output!r} {reason}"
     if (decibels := validation.float_form_db) is not None and decibels < QUANTIZED.snr:
         yield (
             f"{name}: it agrees with its float form, and {_own_noise(decibels)}, because its quantization "
@@ -97,13 +97,13 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)
     emulation = validation.emulation
-    reasons = [each.reason for each in validation.compared if each.reason]
+    reasons = [agreement.reason for agreement in validation.compared if agreement.reason]
     if emulation is not None and emulation.reason and not reasons:
         # The number format was not measured, so this only warns.
         reasons = [emulation.reason]
     real = f"; compare with real ones {where}"
     for reason in dict.fromkeys(reasons):
-        if any(each != reason and each.startswith(reason) for each in reasons):
+        if any(other != reason and other.startswith(reason) for other in reasons):
             # Another output has this reason too, with the node that is the cause.
             continue
         hint = real if validation.synthetic else ""
@@ -119,13 +119,14 @@ def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
             Problem(
                 Kind.INCONCLUSIVE,
                 "",
-                f"the comparison of the output {each.output!r} is inconclusive, because {each.reason}, and "
+                f"the comparison of the output {agreement.output!r} is inconclusive, because "
+                f"{agreement.reason}, and "
                 'validate is "require".',
                 "Give real inputs:",
                 settings=(Setting(model.key / "validate" / "inputs", "samples.npz"),),
                 step="validation",
             )
-            for each in validation.inconclusive
+            for agreement in validation.inconclusive
         )
     )
 
@@ -157,7 +158,7 @@ def inputs_digest(inputs: str, index: Index) -> str:
     if path.is_dir():
         files = input_files(inputs)
         return value_sha256(
-            {each.relative_to(path).as_posix(): index.sha256(each) for each in files}
+            {file.relative_to(path).as_posix(): index.sha256(file) for file in files}
         )
     return inputs
 
@@ -167,7 +168,7 @@ def input_files(inputs: str) -> list[Path]:
     path = Path(inputs)
     if path.is_file():
         return [path]
-    return [each for each in sorted(path.rglob("*")) if each.is_file()] if path.is_dir() else []
+    return [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else []
 
 
 def validation_without_run(job: Job, model: Model, reason: str | None) -> Validation | None:
@@ -218,16 +219,16 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
     assert reason is not None, "only such a job is compiled alone"
     if model.validate.mode == "require":
         raise not_run_error(job, model, reason)
-    not_run = next((each for each in alone if each.status is not ValidationStatus.RAN), None)
-    if not_run:
-        return not_run
+    for validation in alone:
+        if validation.status is not ValidationStatus.RAN:
+            return validation
     return dataclasses.replace(
         alone[0],
         status=ValidationStatus.RAN_ALONE,
-        agreements=worst_agreements(found for each in alone for found in each.agreements),
+        agreements=worst_agreements(agreement for v in alone for agreement in v.agreements),
         reason=reason,
-        warnings=tuple(dict.fromkeys(text for each in alone for text in each.warnings)),
-        emulation=next((each.emulation for each in alone if each.emulation), None),
+        warnings=tuple(dict.fromkeys(text for v in alone for text in v.warnings)),
+        emulation=next((v.emulation for v in alone if v.emulation), None),
         # Of the files that were compiled alone.
         load=None,
         day="",

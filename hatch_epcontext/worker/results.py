@@ -256,18 +256,18 @@ def differences(agreements: Iterable[Agreement]) -> tuple[Problem, ...]:
     )
 
 
-def worst_agreements(found: Iterable[Agreement]) -> tuple[Agreement, ...]:
-    """The worst agreement of each output in ``found``."""
+def worst_agreements(agreements: Iterable[Agreement]) -> tuple[Agreement, ...]:
+    """The worst of the ``agreements`` of each output."""
     worst: dict[str, Agreement] = {}
-    for each in found:
-        known = worst.get(each.output)
-        worst[each.output] = _worst_of(known, each) if known else each
+    for agreement in agreements:
+        other = worst.get(agreement.output)
+        worst[agreement.output] = _worst_of(other, agreement) if other else agreement
     return tuple(worst.values())
 
 
 def _worst_of(one: Agreement, other: Agreement) -> Agreement:
     """The worst of two agreements of the same output."""
-    slices = [each for each in (one.worst, other.worst) if each is not None]
+    slices = [part for part in (one.worst, other.worst) if part is not None]
     statuses = (one, other) if one.status is not AgreementStatus.AGREES else (other, one)
     return replace(
         statuses[0],
@@ -275,12 +275,12 @@ def _worst_of(one: Agreement, other: Agreement) -> Agreement:
         cosine=_least(one.cosine, other.cosine),
         snr=_least(one.snr, other.snr),
         margin=_least(one.margin, other.margin),
-        worst=min(slices, key=lambda each: each.snr, default=None),
+        worst=min(slices, key=lambda part: part.snr, default=None),
     )
 
 
 def _least(one: float | None, other: float | None) -> float | None:
-    return min((each for each in (one, other) if each is not None), default=None)
+    return min((number for number in (one, other) if number is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,7 @@ class Validation:
     @property
     def sensitive(self) -> bool:
         """Whether other inputs may disagree."""
-        return any(each.status is AgreementStatus.SENSITIVE for each in self.agreements)
+        return any(a.status is AgreementStatus.SENSITIVE for a in self.agreements)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -412,7 +412,7 @@ class Validation:
     @property
     def differs(self) -> bool:
         """Whether an output differs."""
-        return any(each.differs for each in self.agreements)
+        return any(agreement.differs for agreement in self.agreements)
 
     @property
     def margin(self) -> float:
@@ -421,11 +421,11 @@ class Validation:
         Negative if one differs: a limit that is not in decibels counts as slightly exceeded.
         """
         if self.differs:
-            return min(min(each.margin or 0.0, _HARDLY) for each in self.agreements if each.differs)
-        found = [each.margin for each in self.compared]
+            return min(min(a.margin or 0.0, _HARDLY) for a in self.agreements if a.differs)
+        margins = [agreement.margin for agreement in self.compared]
         if self.emulation is not None and self.emulation.seen:
-            found.append(self.emulation.margin)
-        return min((each for each in found if each is not None), default=math.inf)
+            margins.append(self.emulation.margin)
+        return min((margin for margin in margins if margin is not None), default=math.inf)
 
     @property
     def inconclusive(self) -> tuple[Agreement, ...]:

@@ -160,7 +160,7 @@ def _compare(
         emulation = Emulation(format_.name, format_.seen)
     if emulation is None:
         return validation
-    judged = tuple(_judged(each, emulation, emulator) for each in compared.agreements)
+    judged = tuple(_judged(agreement, emulation, emulator) for agreement in compared.agreements)
     return replace(validation, agreements=judged, emulation=emulation)
 
 
@@ -204,7 +204,7 @@ def _emulator(
     path, coverage = Path(request.prepared), request.context.coverage
     if not Emulator.is_possible(path):
         return None
-    skipped = frozenset(each.name for each in coverage.uncovered) if coverage else frozenset()
+    skipped = frozenset(node.name for node in coverage.uncovered) if coverage else frozenset()
     try:
         return Emulator(request.model, path, format_, skipped, expected, tolerance)
     except ModelError:
@@ -223,8 +223,8 @@ def _reference(request: ValidateRequest) -> Reference | Arrays:
         return found
     if not request.has_source:
         own = request.context.inputs
-        given = {each.name: constant(model, each) for each in own if each.name in model.constants}
-        return {**dummy_inputs(own, model), **given}
+        constants = {i.name: constant(model, i) for i in own if i.name in model.constants}
+        return {**dummy_inputs(own, model), **constants}
     source = reading.read(Path(model.path), model.key)
     fix_inputs(source, model)
     feeds = feeds_for(source, model)

@@ -176,7 +176,7 @@ def _explained(
     else:
         text = explain(run) if explain else ""
     explained = replace(first, reason=f"{first.reason}\n{text}" if text else first.reason)
-    return tuple(explained if each is first else each for each in agreements), gap
+    return tuple(explained if a is first else a for a in agreements), gap
 
 
 def _warning(agreements: Iterable[Agreement]) -> str:
