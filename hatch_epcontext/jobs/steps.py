@@ -397,11 +397,13 @@ class Steps:
     def _shared_by(self, job: Job, model: Model) -> _Shared:
         """What is prepared of ``model`` for ``job``, and for others that need it alike."""
         key = self._key(job, model)
-        folder = self.staging / "prepared" / key[:16]
         with self._lock:
-            shared = self._shared.setdefault(key, _Shared(folder))
-            shared.jobs.add(job.folder)
-        return shared
+            if key not in self._shared:
+                # Of its own: an earlier one may be removed at the moment.
+                folder = self.staging / "prepared" / str(next(self._numbers))
+                self._shared[key] = _Shared(folder)
+            self._shared[key].jobs.add(job.folder)
+            return self._shared[key]
 
     def _key(self, job: Job, model: Model) -> str:
         """What identifies how ``job`` needs ``model`` prepared, whatever the recipe."""

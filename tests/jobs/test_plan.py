@@ -67,6 +67,9 @@ def test_models_that_share_weights_are_one_job_for_eps_that_can_share(project: P
     together = planned.jobs[0]
     assert (together.folder, together.group) == ("both/npu", "both")
     assert [job.location for job in together.alone] == ["a -> npu", "b -> npu"]
+    only_a = GROUP.replace('b.onnx"', 'b.onnx"\nvalidate = false')
+    (run_alone,) = plan(config(project, only_a)).jobs[0].alone
+    assert run_alone.location == "a -> npu"
     assert together.needs_device
     assert planned.jobs[1].group is None
     assert (planned.jobs[1].alone, planned.jobs[1].needs_device) == ((), False)
