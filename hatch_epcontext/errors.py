@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Container, Generator, Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import field, replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -238,7 +238,7 @@ class Problem:
     @property
     def account(self) -> str:
         """The message, and what else was tried, in lines."""
-        return "\n".join([self.message, *(f"Also tried: {each}" for each in self.tried)])
+        return "\n".join([self.message, *(f"Also tried: {attempt}" for attempt in self.tried)])
 
     def advice(self, names: KeyNames | None = None) -> str:
         """What to do: the hint, the other causes and the settings; may be empty."""
@@ -253,24 +253,24 @@ class Problem:
 
 def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     """``problems``, merged if they differ only in their targets, with all their settings."""
-    found: dict[tuple[object, ...], Problem] = {}
-    for each in problems:
+    distinct: dict[tuple[object, ...], Problem] = {}
+    for problem in problems:
         # Logs differ in times and process ids.
-        log = re.sub("[0-9a-f]*[0-9][0-9a-f]*", "", each.log or "")
+        log = re.sub("[0-9a-f]*[0-9][0-9a-f]*", "", problem.log or "")
         # Several models of a glob have one key.
-        place = replace(each, targets=()).where()
-        same = (each.kind, place, each.account, each.hint, each.causes, log)
-        first = found.setdefault(same, each)
-        found[same] = replace(
+        place = replace(problem, targets=()).where()
+        same = (problem.kind, place, problem.account, problem.hint, problem.causes, log)
+        first = distinct.setdefault(same, problem)
+        distinct[same] = replace(
             first,
-            targets=_union(first.targets, each.targets),
-            settings=_union(first.settings, each.settings),
+            targets=_union(first.targets, problem.targets),
+            settings=_union(first.settings, problem.settings),
         )
-    return tuple(found.values())
+    return tuple(distinct.values())
 
 
 def _union(first: tuple[T, ...], second: tuple[T, ...]) -> tuple[T, ...]:
-    return (*first, *(each for each in second if each not in first))
+    return (*first, *(item for item in second if item not in first))
 
 
 def _indented(text: str, prefix: str) -> str:
@@ -301,18 +301,14 @@ class EpcontextError(Exception):
         super().__init__(*problems)
         self.problems = problems
 
-    def is_only(self, kinds: Container[Kind]) -> bool:
-        """Whether all its problems are of these ``kinds``."""
-        return all(problem.kind in kinds for problem in self.problems)
-
     def located(self: ErrorT, location: str, *targets: str, step: str = "") -> ErrorT:
         """The same error; problems without a location get this one."""
         return type(self)(
             *(
-                each
-                if each.location
-                else replace(each, location=location, targets=targets, step=each.step or step)
-                for each in self.problems
+                problem
+                if problem.location
+                else replace(problem, location=location, targets=targets, step=problem.step or step)
+                for problem in self.problems
             )
         )
 
