@@ -36,7 +36,8 @@ def describe_coverage(coverage: Coverage | None) -> str:
 def reaches_minimum(contexts: Iterable[Context], target: Target) -> bool:
     """Whether as much of all models was compiled as ``target`` requires; see `check_coverage`."""
     return all(
-        each.coverage is None or each.coverage.share >= target.min_coverage for each in contexts
+        context.coverage is None or context.coverage.share >= target.min_coverage
+        for context in contexts
     )
 
 
@@ -113,9 +114,9 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
 
 def _describe_nodes(nodes: Sequence[NodeFacts]) -> Iterator[str]:
     """All nodes, in groups with the same operator and reason."""
-    groups = _grouped((each, each.reason) for each in nodes)
+    groups = _grouped((node, node.reason) for node in nodes)
     if len(groups) > _MAX_GROUPS:
-        groups = _grouped((each, _in_general(each)) for each in nodes)
+        groups = _grouped((node, _in_general(node)) for node in nodes)
     for (op, reason), names in groups.items():
         shown = ", ".join(filter(None, names[:_MAX_NODES]))
         more = f" and {len(names) - _MAX_NODES} more" if len(names) > _MAX_NODES else ""

@@ -146,7 +146,7 @@ def summarize(built: Built, sources: Mapping[str, Source]) -> str:
         before = sum(sources[model.name].size for model in built.job.models)
         size = f"{size}, its quantized source {show_size(before)}"
     parts.append(size)
-    loads = [each.load for each in built.validations.values() if each.load is not None]
+    loads = [v.load for v in built.validations.values() if v.load is not None]
     if loads:
         parts.append(f"opens in {sum(loads):.3f} s")
     parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")

@@ -37,8 +37,10 @@ class IncompleteError(BuildError):
     """Some jobs failed; ``result`` has all jobs that were run."""
 
     def __init__(self, result: Result) -> None:
-        failures = ((each, problem) for each in result.failures for problem in each.problems)
-        super().__init__(*merged(_with_target(problem, each.job) for each, problem in failures))
+        problems = [
+            _with_target(p, failed.job) for failed in result.failures for p in failed.problems
+        ]
+        super().__init__(*merged(problems))
         self.result = result
 
 
@@ -112,9 +114,9 @@ def download_sources(config: Config, workers: Workers, *, ships_all: bool = Fals
     """
     needs_all = ships_all or not config.only_from_cache
     models = [
-        each
-        for each in config.models
-        if needs_all or each.is_changed or ships_source(each, _targets_of(each, config))
+        model
+        for model in config.models
+        if needs_all or model.is_changed or ships_source(model, _targets_of(model, config))
     ]
     download_models(models, config, workers.progress or _ignore, workers.pulse)
 

@@ -103,7 +103,7 @@ def _size_key(sha256: str) -> str:
 def check_unchanged(sources: Iterable[Source], hint: str) -> None:
     """Raise ModelError, with ``hint``, if a file of ``sources`` has changed since it was read."""
     # Hooks do not change what is not in the project.
-    for source in (each for each in sources if each.model.download is None):
+    for source in (s for s in sources if s.model.download is None):
         for file, recorded in source.users_files.items():
             if not file.is_file() or record_file(file) != recorded:
                 message = "was changed or removed after it had been compiled."
@@ -113,10 +113,10 @@ def check_unchanged(sources: Iterable[Source], hint: str) -> None:
 def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Problem]:
     """Problems for outputs in the tolerance of ``model`` that are not among its ``outputs``."""
     names = [output.name for output in outputs]
-    key, given = model.key / "validate" / "tolerance", model.validate.tolerance or ToleranceTable()
-    of_targets = ((key / "targets" / name, table) for name, table in given.targets.items())
-    for place, table in ((key, given), *of_targets):
-        for name in (each for each in table.outputs if each not in names):
+    key, own = model.key / "validate" / "tolerance", model.validate.tolerance or ToleranceTable()
+    of_targets = ((key / "targets" / name, table) for name, table in own.targets.items())
+    for place, table in ((key, own), *of_targets):
+        for name in (output for output in table.outputs if output not in names):
             message = f"the model has no output {name!r}."
             hint = suggestion(name, names)
             yield Problem.at(place / "outputs" / name, Kind.UNKNOWN_INPUT, message, hint)
