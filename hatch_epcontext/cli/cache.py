@@ -13,10 +13,8 @@ import click
 from hatch_epcontext.cli._common import cache_option, open_store
 from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.shared_cache import SIGNATURES
 from hatch_epcontext.errors import ROOT
 from hatch_epcontext.jobs.cache.store import Entry, Kind, Store
-from hatch_epcontext.jobs.requirements import pip_install
 from hatch_epcontext.text import count, show_size, to_toml
 
 _LONGEST = datetime.timedelta(days=36500)
@@ -92,13 +90,12 @@ def new_key() -> None:
     Builds that write to the cache sign with the private key; builds that read from it trust the public key.
     The keys are only printed.
     """
+    from hatch_epcontext.jobs.cache.signing import new_keys
+
     try:
-        from hatch_epcontext.jobs.cache.signing import new_keys
+        private, public = new_keys()
     except ImportError as error:
-        raise click.ClickException(
-            f"Keys need a package. Run: {pip_install([SIGNATURES])}"
-        ) from error
-    private, public = new_keys()
+        raise click.ClickException(str(error)) from error
     click.echo("Keep this secret, in the environment of the builds that write:")
     click.echo(f"{PREFIX}CACHE_KEY={private}")
     click.echo("\nThis belongs in pyproject.toml:")

@@ -146,6 +146,12 @@ class Record:
     versions: Mapping[str, str]
     times: Times
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no build writes, but a cache may contain."""
+        names = [context.model_file for context in self.contexts]
+        if len(self.preparations) != len(names) or not self.files.keys() >= {*names}:
+            raise ValueError("it has models without a preparation or a file")
+
 
 @dataclass(frozen=True)
 class Artifact:

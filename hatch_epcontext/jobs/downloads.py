@@ -169,19 +169,18 @@ class Downloads:
 
 
 def _fetch_from_bucket(url: str, part: Path, limit: int, progress: Callable[[int], None]) -> None:
-    from hatch_epcontext.jobs.cache.shared import Failure, Transport, TransportError
+    from hatch_epcontext.jobs.cache.shared import Transport, TransportError
 
     folder, _, name = url.rpartition("/")
     remove(part)
     try:
-        transport = Transport(folder, _BUCKET_TIMEOUT, folder="")
-        transport.fetch(name, part, limit, progress)
+        Transport(folder, _BUCKET_TIMEOUT).fetch(name, part, limit, progress)
     except DamagedError as error:
         message = f"{url} has more than {show_size(limit)}."
         raise DownloadError(message, "Choose another file.", Kind.OTHER_CONTENT) from error
     except TransportError as error:
         hint = "Check the location, and the credentials in the environment."
-        if error.failure is Failure.NO_BACKEND:
+        if isinstance(error.__cause__, ImportError):
             hint = "Or build with isolation: then the front end installs it."
         raise DownloadError(f"{url} cannot be downloaded: {error}.", hint) from error
 

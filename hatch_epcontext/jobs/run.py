@@ -8,9 +8,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
-from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.paths import NO_HOME, default_root
-from hatch_epcontext.config.settings import BuildSettings, Config, Model, Target
+from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, InterruptedBuildError, Problem, merged
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
@@ -64,25 +63,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     # Imported here: few builds have a shared cache.
     from hatch_epcontext.jobs.cache.shared import SharedCache
 
-    shared = SharedCache(
-        settings.cache,
-        warn,
-        can_write=_may_write(settings, warn),
-        trust=settings.trust,
-        key=settings.cache_key,
-    )
-    return Cache(root, warn, shared)
-
-
-def _may_write(settings: BuildSettings, warn: Callable[[str], None]) -> bool:
-    """Whether the build writes to the shared cache: only if others would use what it writes."""
-    is_refused = settings.trust is not None and settings.cache_key is None
-    if settings.cache_write and is_refused:
-        warn(
-            f"{PREFIX}CACHE_WRITE is set without {PREFIX}CACHE_KEY, and builds refuse unsigned artifacts; "
-            "this build only reads the shared cache"
-        )
-    return settings.cache_write and not is_refused
+    return Cache(root, warn, SharedCache(settings, warn))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache.archive import pack, unpack
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.signing import Statement, read, signed
+from hatch_epcontext.jobs.cache.signing import sign, verify
 from hatch_epcontext.jobs.cache.store import DamagedError, Store
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.results import Agreement, Validation, ValidationStatus
@@ -21,7 +21,6 @@ from tests.fuzzing.mutations import VALUES, mutated
 
 KEY, OTHER = "ab" * 32, "cd" * 32
 VALIDATION = to_plain(Validation(ValidationStatus.RAN, (Agreement("y", 0.1, 0.9),), load=0.2))
-STATEMENT = Statement("latest", KEY, text=OTHER)
 
 
 @pytest.fixture
@@ -63,15 +62,18 @@ def test_any_small_entry_is_read_or_damaged(root: Path, data: st.DataObject) -> 
     assert (validation is None) == bool(warnings)
 
 
-@given(st.one_of(VALUES, mutated(to_plain(STATEMENT))))
-def test_any_statement_is_that_of_its_name_or_damaged(statement: Any) -> None:
-    document = json.dumps({"statement": json.dumps(statement), "signature": ""})
+@given(st.binary(max_size=80), st.integers(0, 300), st.integers(0, 300))
+def test_any_statement_is_that_of_its_entry_or_damaged(
+    inserted: bytes, start: int, end: int
+) -> None:
+    content = sign("refs", KEY, "record", None)
     try:
-        found = read(document.encode(), "latest", KEY, None)
+        record = verify(content[:start] + inserted + content[end:], "refs", KEY, None)
     except DamagedError:
         return
-    assert (found.kind, found.name, found.archive) == ("latest", KEY, None)
-    assert read(signed(found, None), "latest", KEY, None) == found
+    assert verify(sign("refs", KEY, record, None), "refs", KEY, None) == record
+    with pytest.raises(DamagedError):
+        verify(sign("refs", KEY, record, None), "refs", OTHER, None)
 
 
 @given(VALUES)

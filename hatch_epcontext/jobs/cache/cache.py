@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.files import is_generated, write_atomically
+from hatch_epcontext.files import is_generated, is_sha256, write_atomically
 from hatch_epcontext.jobs.artifact import Artifact, Record
+from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cache.store import DamagedError, Kind, Store, untrusted
@@ -41,6 +43,8 @@ class Cache:
             )
             root = None
         self._store = None if root is None else Store(root)
+        if shared is not None and root is not None:
+            shared.sent = root / LAYOUT / "sent"
         self._is_writable = True
         self._damaged: set[Path] = set()
         self.index = Index(None if self._store is None else self._store.layout / "index")
@@ -48,8 +52,9 @@ class Cache:
     @property
     def trouble(self) -> str:
         """Why the build goes on without the shared cache, as a line of a message; empty if it uses it."""
-        trouble = None if self.shared is None else self.shared.trouble
-        return f"\n{trouble}" if trouble else ""
+        if self.shared is None or not (reason := self.shared.transport.stopped):
+            return ""
+        return f"\nThe shared cache {self.shared.transport.url} cannot be used ({reason})."
 
     def stop(self) -> None:
         """Stop waiting for the shared cache, and stop using it."""
@@ -59,7 +64,7 @@ class Cache:
     def has(self, kind: Kind, key: str, type_: type[object]) -> bool:
         """Whether the cache has the entry; of a shared cache only its statement is read."""
         own = self._own(kind, key, type_, None) is not None
-        return own or (self.shared is not None and self.shared.has(key))
+        return own or (self.shared is not None and self.shared.get(kind, key, type_) is not None)
 
     def get(
         self,
@@ -81,9 +86,12 @@ class Cache:
             # Another build may have made it that could not write to the shared cache.
             self.shared.put(kind, key, own, folder)
             return own
-        record = self.shared.get(kind, key, type_, folder, fits)
+        record = self.shared.get(kind, key, type_, folder)
+        if record is not None and not fits(record):
+            shutil.rmtree(folder) if folder else None
+            return None
         if record is not None:
-            self._keep(lambda store: store.put(kind, key, record, folder))
+            self.put(kind, key, record, folder)
         return record
 
     def put(self, kind: Kind, key: str, record: object, folder: Path | None = None) -> None:
@@ -101,16 +109,18 @@ class Cache:
         own = None if self._store is None else self._store.ref(name)
         if self.shared is None or (own_first and own is not None):
             return own
-        key = self.shared.ref(name)
-        if key is not None and own_first:
+        key = self.shared.get("refs", name, str)
+        if key is None or not is_sha256(key):
+            return own
+        if own_first:
             self._keep(lambda store: store.set_ref(name, key))
-        return key or own
+        return key
 
     def set_ref(self, name: str, key: str) -> None:
         """Let ``name``, a hex sha256, stand for ``key``."""
         self._keep(lambda store: store.set_ref(name, key))
         if self.shared is not None:
-            self.shared.set_ref(name, key)
+            self.shared.put("refs", name, key)
 
     @contextlib.contextmanager
     def lock(self, key: str, on_wait: Callable[[], None]) -> Iterator[None]:

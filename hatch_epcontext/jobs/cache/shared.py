@@ -1,50 +1,38 @@
-"""The second level of the cache, which teams and CI share: a bucket, a server or a folder.
+"""The cache that teams and CI share: a bucket, a server or a folder, which only the owners of keys can forge.
 
-Below its URL: ``v5/<kind>/<name>.json`` with signed statements (see `signing`), and ``v5/blobs/<sha256>``
-with the archives of artifacts, and with the files that the machines of a cluster send each other. An archive
-is sent before the statement that names it. A statement is compared with the request before its archive is
-downloaded, and the archive with the signed hash before it is unpacked.
+Below its URL: ``<LAYOUT>/<kind>/<key>`` with the signed record of an entry (see `signing`), and
+``<LAYOUT>/blobs/<sha256>`` with the files of entries, and those that machines of a cluster send each other.
+Files are sent before the record that names them. A reader verifies the signature, kind and key of a record;
+then it downloads no more bytes than that names, and compares their hash.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import functools
 import logging
 import os
-import re
 import shutil
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import hatch_epcontext
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.shared_cache import REQUIREMENTS, SIGNATURES
-from hatch_epcontext.files import (
-    FileRecord,
-    is_regular,
-    is_sha256,
-    patiently,
-    record_file,
-    remove,
-    temp_dir,
-)
-from hatch_epcontext.jobs.artifact import Record
+from hatch_epcontext.config.settings import CREDENTIALS, BuildSettings
+from hatch_epcontext.config.shared_cache import REQUIREMENTS
+from hatch_epcontext.files import FileRecord, is_regular, patiently, record_file, remove, temp_dir
 from hatch_epcontext.jobs.cache import LAYOUT
-from hatch_epcontext.jobs.cache.archive import pack, unpack
-from hatch_epcontext.jobs.cache.signing import Kind, Statement, public_key, read, signed
-from hatch_epcontext.jobs.cache.store import DamagedError, read_record
-from hatch_epcontext.jobs.cache.store import Kind as EntryKind
+from hatch_epcontext.jobs.cache.fingerprint import value_sha256
+from hatch_epcontext.jobs.cache.signing import public_key, sign, verify
+from hatch_epcontext.jobs.cache.store import DamagedError, files_of, read_record
 from hatch_epcontext.jobs.requirements import pip_install
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.text import hide_credentials, show_size
+from hatch_epcontext.text import hide_credentials, hide_values, show_size
 
 T = TypeVar("T")
 
@@ -56,7 +44,10 @@ _SLOWEST = 10_000
 
 _POLL_SECONDS = 0.5
 
-_MAX_DOCUMENT = 4 << 20
+_MAX_STATEMENT = 64 << 20
+
+_PRESENT_SECONDS = 24 * 3600
+"""For how long an entry is taken to be where it was sent: later the store may have removed it."""
 
 _PART = 5 << 20
 """Bytes that are sent at once: the minimum of Amazon S3."""
@@ -67,115 +58,72 @@ _UPLOAD: dict[str, dict[str, Any]] = {
     **{name: {"overwrite": True, "max_concurrency": 2} for name in ("az", "abfs", "abfss")},
 }
 
+_FILES = f"{LAYOUT}/blobs"
+
 _LOGGERS = ("aiobotocore", "asyncio", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs")
-"""The backends' loggers; without configured logging a build shows nothing of them."""
-
-
-class Failure(Enum):
-    """Why a request failed; the value says that of a shared cache."""
-
-    MISSING = "lacks a file"
-    DENIED = "does not allow reading"
-    NO_BACKEND = "needs a package"
-    FAILED = "cannot be reached"
-    TOO_SLOW = "kept the build waiting for too long"
-    STOPPED = "is not used"
 
 
 class TransportError(Exception):
     """A request that failed; the text is the reason."""
 
-    def __init__(self, failure: Failure, reason: str) -> None:
-        super().__init__(reason)
-        self.failure = failure
-        # A bucket that cannot be listed reports no missing files.
-        self.may_be_missing = failure in (Failure.MISSING, Failure.DENIED)
+
+class MissingError(TransportError):
+    """There is no such file."""
 
 
 class Transport:
-    """The files below ``folder`` at ``url``, a valid URL of `check_cache_url`, for all threads of one build.
+    """The files at ``url``, a valid URL of `check_cache_url`, for all threads of one build.
 
-    ``timeout``: seconds that a request waits for an answer, or for more bytes. All methods raise
-    TransportError. ``signs``: whether the build also needs the package for signatures.
+    ``timeout``: seconds that a request waits for an answer, or for more bytes. ``stopped``: why no request is
+    made any more: the first one without an answer in time is also the last one. Methods raise TransportError.
     """
 
-    def __init__(
-        self, url: str, timeout: float = _TIMEOUT, *, signs: bool = False, folder: str = LAYOUT
-    ) -> None:
+    def __init__(self, url: str, timeout: float = _TIMEOUT) -> None:
         self.url = url.rstrip("/")
+        self.stopped = ""
         self._scheme = url.partition("://")[0]
-        self._timeout, self._signs, self._folder = timeout, signs, folder
-        self._opening = threading.Lock()
-        self._opened: tuple[Any, str] | None = None
-        self._stopped = False
-        # Whether a file is present and intact, if known.
-        self._known: dict[FileRecord, bool] = {}
+        self._timeout = timeout
+        # Whether the file with a hash is there and intact, if known.
+        self._intact: dict[str, bool] = {}
 
-    def stop(self) -> None:
-        """End all requests of an interrupted build, and start no more."""
-        self._stopped = True
+    def stop(self, reason: str = "the build was interrupted") -> None:
+        """End all requests, and start no more."""
+        self.stopped = reason
 
-    def has_blob(self, blob: FileRecord) -> bool:
-        """Whether the file with this content is there with its size, and not known to be damaged."""
-        if blob not in self._known:
-            try:
-                size = self._ask(lambda files, path, _: files.info(path).get("size"), _path(blob))
-            except TransportError as error:
-                if error.may_be_missing:
-                    return False
-                raise
-            # Servers need not report the size.
-            if size not in (None, blob.size):
-                return False
-            self._known[blob] = True
-        return self._known[blob]
-
-    def distrust(self, blob: FileRecord) -> None:
-        """Send the file with this content again the next time, because somebody found it damaged."""
-        self._known[blob] = False
+    def has_file(self, file: FileRecord) -> bool:
+        """Whether a file of that size has the name of this hash, and is not known to be damaged."""
+        if file.sha256 not in self._intact:
+            self._intact[file.sha256] = False
+            with contextlib.suppress(MissingError):
+                size = self._ask(
+                    f"{_FILES}/{file.sha256}", lambda fs, path, _: fs.info(path).get("size")
+                )
+                # Servers need not report it.
+                self._intact[file.sha256] = size in (None, file.size)
+        return self._intact[file.sha256]
 
     def send_file(self, path: Path) -> FileRecord:
         """Upload the file ``path`` under its sha256, unless it is there; returns its size and sha256.
 
         The file must not change in the meantime: send a copy of what somebody else may write.
         """
-        record = record_file(path)
-        self.send_blob(path, record)
-        return record
+        file = record_file(path)
+        if not self.has_file(file):
+            self.send(path, f"{_FILES}/{file.sha256}")
+            self._intact[file.sha256] = True
+        return file
 
     def fetch_file(self, sha256: str, size: int, path: Path) -> None:
-        """Download the file that `send_file` sent to ``path``, which must not exist, and no more bytes.
+        """Download the file that `send_file` sent, and no more bytes, to ``path``, which must not exist.
 
-        Raises DamagedError if it is missing or has other content, and OSError as `fetch` does.
+        Raises OSError, and DamagedError if it is missing or has other content: then it is sent again.
         """
-        self.fetch_blob(FileRecord(size, sha256), path)
-
-    def send_blob(self, source: Path, blob: FileRecord) -> None:
-        """Upload the file ``source`` under the name of its content, unless it is there."""
-        if not self.has_blob(blob):
-            self.send(source, _path(blob))
-            self._known[blob] = True
-
-    def fetch_blob(self, blob: FileRecord, target: Path) -> None:
-        """Download the file with this content, and no more bytes, to ``target``, which must not exist.
-
-        Raises DamagedError if it is missing or has other content, and OSError as `fetch` does.
-        """
-        try:
-            self.fetch(_path(blob), target, blob.size)
-            damage = "" if record_file(target) == blob else "has other content"
-        except DamagedError:
-            damage = "is larger than its record"
-        except TransportError as error:
-            if error.failure is not Failure.MISSING:
-                raise
-            damage = "is missing"
-        if damage:
-            self.distrust(blob)
-            damaged = DamagedError(f"{self.url}/{self._folder}/{_path(blob)} {damage}")
-            damaged.blob = blob
-            raise damaged
-        self._known[blob] = True
+        self._intact[sha256] = False
+        with contextlib.suppress(MissingError):
+            self.fetch(f"{_FILES}/{sha256}", path, size)
+            self._intact[sha256] = record_file(path) == FileRecord(size, sha256)
+        if not self._intact[sha256]:
+            raise DamagedError(f"{self.url}/{_FILES}/{sha256} is missing or has other content")
 
     def send(self, source: Path, name: str) -> None:
         """Upload the file ``source`` as ``name``."""
@@ -183,51 +131,42 @@ class Transport:
         if self._scheme in ("http", "https"):
             # Many servers refuse a body of unknown length.
             options = {"method": "put", "headers": {"Content-Length": str(source.stat().st_size)}}
-
-        def put(files: Any, path: str, callback: Any) -> None:
-            files.put_file(str(source), path, callback=callback, **options)
-
-        self._ask(put, name)
+        file = str(source)
+        self._ask(name, lambda fs, path, back: fs.put_file(file, path, callback=back, **options))
 
     def fetch(
         self, name: str, target: Path, limit: int, arrived: Callable[[int], None] = lambda _: None
     ) -> None:
         """Download the file ``name`` to ``target``, which must not exist; ``arrived`` gets the bytes so far.
 
-        Raises DamagedError for more than ``limit`` bytes, and OSError if this machine has no room for it.
+        Raises OSError, and DamagedError for more than ``limit`` bytes.
         """
         target.touch(exist_ok=False)
         # Parts at the same time would not be counted as they arrive.
         options = {"max_concurrency": 1} if self._scheme == "s3" else {}
-
-        def get(files: Any, path: str, callback: Any) -> None:
-            files.get_file(path, str(target), callback=callback, **options)
 
         def check(size: int) -> None:
             if size > limit:
                 raise DamagedError(f"{name} has more than {show_size(limit)}")
             arrived(size)
 
-        try:
-            self._ask(get, name, check)
-        except TransportError as error:
-            cause = error.__cause__
-            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise cause from None
-            raise
+        def get(fs: Any, path: str, callback: Any) -> None:
+            fs.get_file(path, str(target), callback=callback, **options)
+
+        self._ask(name, get, check)
 
     def _ask(
         self,
-        request: Callable[[Any, str, Any], T],
         name: str,
+        request: Callable[[Any, str, Any], T],
         arrived: Callable[[int], None] = lambda _: None,
     ) -> T:
         """The result of ``request``, which gets the file system, the path of ``name`` and a callback.
 
         It runs in a thread of its own, because backends may wait much longer than a build does.
         """
-        outcome: futures.Future[T] = futures.Future()
-        size, before, since = 0, 0, time.monotonic()
+        answer: futures.Future[T] = futures.Future()
+        size, size_before, since = 0, 0, time.monotonic()
 
         def count(_: int, value: int, **__: object) -> None:
             nonlocal size
@@ -238,315 +177,188 @@ class Transport:
             try:
                 from fsspec.callbacks import Callback
 
-                files, root = self._files()
-                path = "/".join(filter(None, (root, self._folder, name)))
-                outcome.set_result(request(files, path, Callback(hooks={"count": count})))
+                fs, root = self._opened
+                callback = Callback(hooks={"count": count})
+                answer.set_result(request(fs, f"{root}/{name}", callback))
             except BaseException as error:
-                outcome.set_exception(error)
+                answer.set_exception(error)
 
-        if not self._stopped:
+        if not self.stopped:
             threading.Thread(target=run, daemon=True, name="shared cache").start()
-        while not futures.wait([outcome], min(self._timeout, _POLL_SECONDS)).done:
-            now = time.monotonic()
-            if self._stopped:
-                raise TransportError(Failure.STOPPED, "the build was interrupted")
-            if size - before >= _SLOWEST * self._timeout:
-                before, since = size, now
-            elif now - since >= self._timeout:
-                raise TransportError(Failure.TOO_SLOW, f"{self._timeout:g} s without an answer")
+        while not futures.wait([answer], min(self._timeout, _POLL_SECONDS)).done:
+            if size - size_before >= _SLOWEST * self._timeout:
+                size_before, since = size, time.monotonic()
+            elif not self.stopped and time.monotonic() - since >= self._timeout:
+                self.stop(f"{self._timeout:g} s without an answer")
+            if self.stopped:
+                raise TransportError(self.stopped)
         try:
-            return outcome.result()
+            return answer.result()
         except DamagedError:
             raise
         except Exception as error:
-            raise self.classified(error) from error
+            raise self._classify(error) from error
 
-    def _files(self) -> tuple[Any, str]:
+    @functools.cached_property
+    def _opened(self) -> tuple[Any, str]:
         """The file system, and the path of its root."""
-        with self._opening:
-            if self._opened is None:
-                from fsspec.core import url_to_fs
+        from fsspec.core import url_to_fs
 
-                # Some log whole tracebacks, with the contents of requests.
-                for logger in _LOGGERS:
-                    logging.getLogger(logger).addHandler(logging.NullHandler())
-                options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-                if self._scheme == "s3":
-                    # The file system repeats requests itself.
-                    options["config_kwargs"] = {"retries": {"max_attempts": 1}}
-                elif self._scheme in ("http", "https"):
-                    import aiohttp
+        # Some log whole tracebacks with the contents of requests, unless logging is configured.
+        for logger in _LOGGERS:
+            logging.getLogger(logger).addHandler(logging.NullHandler())
+        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+        if self._scheme == "s3":
+            # The file system repeats requests itself.
+            options["config_kwargs"] = {"retries": {"max_attempts": 1}}
+        elif self._scheme in ("http", "https"):
+            import aiohttp
 
-                    # Not aiohttp's own look at the environment, which also reads .netrc.
-                    if not urllib.request.proxy_bypass(urlsplit(self.url).hostname or ""):
-                        options["proxy"] = urllib.request.getproxies().get(self._scheme)
-                    options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None)}
-                files, root = url_to_fs(self.url, **options)
-                self._opened = _Folder() if self._scheme == "file" else files, root.rstrip("/")
-            return self._opened
+            # Not aiohttp's own look at the environment, which also reads .netrc.
+            if not urllib.request.proxy_bypass(urlsplit(self.url).hostname or ""):
+                options["proxy"] = urllib.request.getproxies().get(self._scheme)
+            options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None)}
+        fs, root = url_to_fs(self.url, **options)
+        return _Folder() if self._scheme == "file" else fs, root.rstrip("/")
 
-    def classified(self, error: Exception) -> TransportError:
-        """``error`` as the failure of a request."""
-        if isinstance(error, TransportError):
-            return error
+    def _classify(self, error: Exception) -> TransportError:
         if isinstance(error, ImportError):
-            packages = [REQUIREMENTS[self._scheme], *([SIGNATURES] if self._signs else [])]
-            return TransportError(Failure.NO_BACKEND, f"run: {pip_install(packages)}")
+            package = pip_install([REQUIREMENTS[self._scheme]])
+            return TransportError(f"a package is missing, run: {package}")
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        secrets = (os.environ[name] for name in CREDENTIALS if name in os.environ)
+        reason = hide_values(hide_credentials(line), secrets)[:200]
         # Amazon's code; a missing bucket is not a missing file.
         response = getattr(error.__cause__, "response", None)
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
-        if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
-            return TransportError(Failure.MISSING, "it is missing")
-        # Each backend names the status of an HTTP answer differently.
-        names = ("status", "status_code", "code")
-        status = next((getattr(error, name) for name in names if hasattr(error, name)), None)
-        denied = isinstance(error, PermissionError) or status in (401, 403)
-        return TransportError(Failure.DENIED if denied else Failure.FAILED, _reason(error))
-
-
-def _path(blob: FileRecord) -> str:
-    return f"blobs/{blob.sha256}"
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error, without possible secrets."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    # aiohttp names its TLS setting for addresses without TLS too.
-    refused = re.fullmatch(r"Cannot connect to host \S+ ssl:.*? \[(.+)\]", text)
-    text = hide_credentials(refused[1] if refused else text)
-    for name, value in os.environ.items():
-        if len(value) >= 6 and re.search("KEY|SECRET|TOKEN|PASS|CREDENTIAL|SAS|CONNECTION", name):
-            text = text.replace(value, "***")
-    return text if len(text) <= 200 else f"{text[:197]}..."
+        is_missing = isinstance(error, FileNotFoundError) and code != "NoSuchBucket"
+        return (MissingError if is_missing else TransportError)(reason)
 
 
 class _Folder:
     """A folder, with the methods of fsspec that are used here. A file becomes visible when it is complete."""
 
     def info(self, path: str) -> dict[str, int]:
-        return {"size": _regular(path).stat().st_size}
+        # Nothing else is a file here: a pipe, for example, would block.
+        if not is_regular(Path(path)):
+            raise FileNotFoundError(path)
+        return {"size": Path(path).stat().st_size}
 
     def get_file(self, path: str, target: str, callback: Any) -> None:
-        _copy(_regular(path), Path(target), callback)
+        self.info(path)
+        with Path(path).open("rb") as source, Path(target).open("wb") as copy:
+            while chunk := source.read(_PART):
+                copy.write(chunk)
+                callback.relative_update(len(chunk))
 
     def put_file(self, source: str, path: str, callback: Any) -> None:
         temporary = Path(f"{path}.{os.urandom(8).hex()}.tmp")
         temporary.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _copy(Path(source), temporary, callback)
+            self.get_file(source, str(temporary), callback)
             patiently(lambda: temporary.replace(path))
         finally:
             remove(temporary)
 
 
-def _regular(path: str) -> Path:
-    """A regular file; raises FileNotFoundError for anything else, such as a pipe, which would block."""
-    if not is_regular(Path(path)):
-        raise FileNotFoundError(path)
-    return Path(path)
-
-
-def _copy(source: Path, target: Path, callback: Any) -> None:
-    with source.open("rb") as reading, target.open("wb") as writing:
-        while chunk := reading.read(_PART):
-            writing.write(chunk)
-            callback.relative_update(len(chunk))
-
-
 class SharedCache:
-    """The cache at ``url``, a valid URL of `check_cache_url`, for all threads of one build.
+    """The entries at ``settings.cache``, for all threads of one build.
 
-    A fault of it never fails a build: ``warn`` gets a line for each, once. Without ``can_write`` nothing is
-    sent. ``trust``: the trusted public keys; None to use all statements. ``key``: the private key that signs
-    what is sent. ``timeout``: as in `Transport`.
+    A fault of it never fails a build: ``warn`` gets a line for each, once. ``timeout``: as in `Transport`.
+    ``sent``: a folder of this machine that remembers for a day what is there, so that it costs no request.
     """
 
     def __init__(
-        self,
-        url: str,
-        warn: Callable[[str], None],
-        *,
-        can_write: bool = False,
-        trust: tuple[str, ...] | None = None,
-        key: str | None = None,
-        timeout: float = _TIMEOUT,
+        self, settings: BuildSettings, warn: Callable[[str], None], timeout: float = _TIMEOUT
     ) -> None:
-        self.transport = Transport(url, timeout, signs=trust is not None or key is not None)
-        self.trouble: str | None = None
-        self.can_write = can_write
-        self._readable = True
-        self._warn, self._trust, self._key = warn, trust, key
-        self._lock = threading.Lock()
-        self._reported: set[str] = set()
-
-    def has(self, key: str) -> bool:
-        """Whether it has a statement about the artifact of that key; only the statement is read."""
-        return self._reading(lambda: self._statement("artifact", key)) is not None
-
-    def get(
-        self,
-        kind: EntryKind,
-        key: str,
-        type_: type[T],
-        folder: Path | None,
-        fits: Callable[[Any], bool],
-    ) -> T | None:
-        """The record of an entry, whose files are then in ``folder``, which is created; None for a miss."""
-        if kind == "artifacts" and folder is not None:
-            return cast("T | None", self.fetch(key, folder, fits))
-        if kind != "facts":
-            return None
-        return self._reading(lambda: read_record(self._statement("facts", key).text, type_))
-
-    def put(self, kind: EntryKind, key: str, record: object, folder: Path | None) -> None:
-        """Send an entry, if the build may write and the cache lacks it."""
-        if kind == "artifacts" and folder is not None and isinstance(record, Record):
-            self.send(key, folder, record)
-        elif kind == "facts":
-            self.share("facts", key, to_json(record, indent=None))
-
-    def ref(self, name: str) -> str | None:
-        """The key that ``name`` stands for."""
-        key = self.read("latest", name)
-        return key if key is not None and is_sha256(key) else None
-
-    def set_ref(self, name: str, key: str) -> None:
-        """Let ``name`` stand for ``key``, if the build may write."""
-        self.share("latest", name, key)
-
-    def fetch(self, key: str, folder: Path, fits: Callable[[Record], bool]) -> Record | None:
-        """Download the artifact of that key into ``folder``, which is created.
-
-        None, and no folder, if there is no artifact, if the cache cannot be read, if anything differs from
-        what was signed, or if the record does not fit.
-        """
-        record = self._reading(lambda: self._fetch(key, folder, fits))
-        if record is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        return record
-
-    def send(self, key: str, folder: Path, record: Record) -> None:
-        """Upload the artifact in ``folder``, if the build may write and the cache lacks any part of it."""
-        self._writing(lambda: self._send(key, folder, record))
-
-    def read(self, kind: Kind, name: str) -> str | None:
-        """The text of a statement, if there is one."""
-        return self._reading(lambda: self._statement(kind, name).text)
-
-    def write(self, kind: Kind, name: str, text: str) -> None:
-        """Sign and send ``text``, if the build may write."""
-        self._writing(lambda: self._state(Statement(kind, name, text=text)))
-
-    def share(self, kind: Kind, name: str, text: str) -> None:
-        """Sign and send ``text`` if the build may write and the cache has another text, or none."""
-        if self.can_write and self.read(kind, name) != text:
-            self.write(kind, name, text)
+        assert settings.cache is not None, "there is one"
+        self.transport = Transport(settings.cache, timeout)
+        self.sent: Path | None = None
+        self._can_write = settings.cache_write
+        self._warn, self._trust, self._key = warn, settings.trust, settings.cache_key
+        self._reported: dict[str, str] = {}
+        self._fetched: set[tuple[str, str]] = set()
 
     def stop(self) -> None:
         """End all requests of an interrupted build, and start no more."""
-        self._readable = self.can_write = False
+        self._warn = lambda line: None
         self.transport.stop()
 
-    def _reading(self, operation: Callable[[], T]) -> T | None:
-        if not self._readable:
-            return None
+    def get(self, kind: str, key: str, type_: type[T], folder: Path | None = None) -> T | None:
+        """The record of an entry; its files are then in ``folder``, which is created, if there is one.
+
+        None, and no folder, if there is no entry, if it cannot be read, or if it is not what was signed.
+        """
+        with self._reported_faults():
+            record = self._record(kind, key, type_)
+            for name, file in files_of(record).items():
+                if folder is not None:
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    self.transport.fetch_file(file.sha256, file.size, folder / name)
+            self._fetched.add((kind, key))
+            return record
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+    def put(self, kind: str, key: str, record: object, folder: Path | None = None) -> None:
+        """Send an entry, with the files in ``folder`` that its record names, if the build may write.
+
+        An artifact that is there with all its files stays as it is.
+        """
+        files, text = files_of(record), to_json(record, indent=None)
+        if not self._can_write or (files and folder is None):
+            return
+        mark = self.sent and self.sent / value_sha256([self.transport.url, kind, key, text])
+        with contextlib.suppress(OSError):
+            if mark and time.time() - mark.stat().st_mtime < _PRESENT_SECONDS:
+                return
+        with self._reported_faults(writes=True):
+            if self._trust and (self._key is None or public_key(self._key) not in self._trust):
+                raise TransportError(f"{PREFIX}CACHE_KEY has no key of build.cache-keys")
+            if (kind, key) not in self._fetched and not self._is_there(kind, key, record):
+                for file in [folder / name for name in files] if folder else ():
+                    self.transport.send_file(file)
+                with temp_dir() as scratch:
+                    (scratch / "statement").write_bytes(sign(kind, key, text, self._key))
+                    self.transport.send(scratch / "statement", f"{LAYOUT}/{kind}/{key}")
+            if mark:
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+
+    def _record(self, kind: str, key: str, type_: type[T]) -> T:
+        with temp_dir() as scratch:
+            file = scratch / "statement"
+            self.transport.fetch(f"{LAYOUT}/{kind}/{key}", file, _MAX_STATEMENT)
+            return read_record(verify(file.read_bytes(), kind, key, self._trust), type_)
+
+    def _is_there(self, kind: str, key: str, record: object) -> bool:
         try:
-            return operation()
+            other = self._record(kind, key, type(record))
+        except (MissingError, DamagedError):
+            return False
+        # A store that removes old files may remove some before the statement.
+        is_whole = all(map(self.transport.has_file, files_of(other).values()))
+        return is_whole and (kind == "artifacts" or other == record)
+
+    @contextlib.contextmanager
+    def _reported_faults(self, *, writes: bool = False) -> Iterator[None]:
+        """Warn, once about each fault, and go on."""
+        try:
+            yield
         except DamagedError as error:
             self._report(f"has something damaged or forged, which is not used: {error}")
         except (TransportError, ImportError) as error:
-            failed = self.transport.classified(error)
-            if failed.failure is Failure.DENIED:
-                self._report(f"{failed.failure.value} ({failed})", "read")
-            elif failed.failure is not Failure.MISSING:
-                self._switch_off(failed)
+            if writes and not self.transport.stopped:
+                self._can_write = False
+                self._report(f"cannot be written ({error}); this build only reads it", "write")
+            elif not isinstance(error, MissingError):
+                self.transport.stop(self.transport.stopped or str(error))
+                self._report(f"cannot be used ({error}); this build goes on without it", "use")
         except OSError as error:
-            reason = error.strerror or type(error).__name__
-            self._report(f"is not used for what cannot be stored here ({reason})")
-        return None
+            self._report(f"is not used for what cannot be stored here ({error.strerror or error})")
 
-    def _writing(self, operation: Callable[[], None]) -> None:
-        if not self.can_write:
-            return
-        try:
-            self._check_key()
-            operation()
-        except (TransportError, ImportError) as error:
-            failed = self.transport.classified(error)
-            self.can_write = False
-            if failed.failure in (Failure.NO_BACKEND, Failure.TOO_SLOW):
-                self._switch_off(failed)
-            elif failed.failure is not Failure.STOPPED and self._readable:
-                self._report(
-                    f"cannot be written ({failed}); this build does not write to it", "write"
-                )
-        except OSError:
-            # Another process cleaned the user's cache at this moment.
-            return
-
-    def _check_key(self) -> None:
-        """Raise TransportError if nobody would use what the build signs."""
-        if self._key and self._trust is not None and public_key(self._key) not in self._trust:
-            reason = f"{PREFIX}CACHE_KEY belongs to none of build.cache-keys"
-            raise TransportError(Failure.FAILED, reason)
-
-    def _switch_off(self, error: TransportError) -> None:
-        self._readable = self.can_write = False
-        if error.failure is not Failure.STOPPED:
-            problem = f"{error.failure.value} ({error})"
-            self.trouble = f"The shared cache {self.transport.url} {problem}."
-            self._report(f"{problem}; this build goes on without it", "read")
-
-    def _report(self, message: str, topic: str | None = None) -> None:
-        """Warn, once about each topic."""
-        topic = message if topic is None else topic
-        with self._lock:
-            is_new = topic not in self._reported
-            self._reported.add(topic)
-        if is_new:
+    def _report(self, message: str, topic: str = "") -> None:
+        # Several threads may fail at the same time.
+        if self._reported.setdefault(topic or message, message) is message:
             self._warn(f"the shared cache {self.transport.url} {message}")
-
-    def _fetch(self, key: str, folder: Path, fits: Callable[[Record], bool]) -> Record:
-        archive = self._statement("artifact", key).blob
-        with temp_dir() as made:
-            self.transport.fetch_blob(archive, made / "archive")
-            damage = "belongs to another job"
-            try:
-                record = unpack(made / "archive", folder)
-                if fits(record):
-                    return record
-            except DamagedError as error:
-                damage = f"is damaged: {error}"
-        self.transport.distrust(archive)
-        raise DamagedError(f"the artifact {key[:12]} {damage}")
-
-    def _send(self, key: str, folder: Path, record: Record) -> None:
-        try:
-            # A store that removes old files may remove an archive before its statement.
-            if self.transport.has_blob(self._statement("artifact", key).blob):
-                return
-        except DamagedError:
-            pass
-        except TransportError as error:
-            if not error.may_be_missing:
-                raise
-        with temp_dir() as made:
-            archive = pack(folder, record, made / "archive")
-            self.transport.send_blob(made / "archive", archive)
-        self._state(Statement("artifact", key, archive, versions=record.versions))
-
-    def _statement(self, kind: Kind, name: str) -> Statement:
-        with temp_dir() as made:
-            self.transport.fetch(f"{kind}/{name}.json", made / "statement", _MAX_DOCUMENT)
-            return read((made / "statement").read_bytes(), kind, name, self._trust)
-
-    def _state(self, statement: Statement) -> None:
-        versions = {"hatch-epcontext": hatch_epcontext.__version__, **statement.versions}
-        content = signed(replace(statement, versions=versions), self._key)
-        if len(content) > _MAX_DOCUMENT:
-            size = show_size(len(content))
-            self._report(f"gets no statement of {size}, which is too large")
-            return
-        with temp_dir() as made:
-            (made / "statement").write_bytes(content)
-            self.transport.send(made / "statement", f"{statement.kind}/{statement.name}.json")

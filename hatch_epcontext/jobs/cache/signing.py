@@ -1,126 +1,64 @@
-"""Statements of a shared cache, signed with Ed25519; only signatures need the package cryptography.
+"""The statements of a shared cache, signed with Ed25519; only keys need the package cryptography.
 
-A statement contains its kind and its full name, so a statement in the place of another one is detected. That
-of an artifact has the size and the sha256 of the archive; all others contain their text.
+A statement is text of three lines: a signature in base64, the kind and key of an entry, and its record, which
+names its files with their hashes. So it is valid in no other place, and vouches for all that a build uses.
 """
 
 from __future__ import annotations
 
 import base64
-import datetime
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from hatch_epcontext.config.shared_cache import (
     PRIVATE,
     PUBLIC,
+    SIGNATURES,
     key_text,
     private_bytes,
     public_bytes,
 )
-from hatch_epcontext.files import FileRecord, is_sha256
+from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.store import DamagedError
-from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.jobs.requirements import pip_install
 
-T = TypeVar("T")
-
-_FORMAT = 1
-"""The format of statements; others are refused."""
-
-Kind = Literal["artifact", "validation", "facts", "latest"]
-"""What a statement is about. `Statement.name` is an artifact's key, an artifact's and a validation's key,
-the key of a model's facts, or the name of which an artifact is the latest.
-"""
+_PURPOSE = f"hatch-epcontext {LAYOUT} statement\n".encode()
+"""Signed before each statement: nothing else that the key signs can be taken for one."""
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+def sign(kind: str, key: str, record: str, private: str | None) -> bytes:
+    """The statement that an entry has the JSON ``record``; without a private key its signature is empty."""
+    content = f"{kind}/{key}\n{record}".encode()
+    signature = b"" if private is None else _private(private).sign(_PURPOSE + content)
+    return base64.b64encode(signature) + b"\n" + content
 
 
-@dataclass(frozen=True)
-class Statement:
-    """``archive``: that of an artifact; ``text``: the content of all others. ``versions``: of the packages
-    that made it; ``time``: when it was signed.
+def verify(statement: bytes, kind: str, key: str, trust: tuple[str, ...] | None) -> str:
+    """The record in a statement about that entry, if one of the public keys ``trust`` signed it.
+
+    With None everybody is trusted. Raises DamagedError.
     """
-
-    kind: Kind
-    name: str
-    archive: FileRecord | None = None
-    text: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    time: str = field(default_factory=_now)
-    format: int = _FORMAT
-
-    @property
-    def blob(self) -> FileRecord:
-        """The archive of an artifact."""
-        assert self.archive is not None, "`read` checks that"
-        return self.archive
-
-
-@dataclass(frozen=True)
-class _Signed:
-    """A statement as it is written: its JSON, byte for byte, and its signature in base64."""
-
-    statement: str
-    signature: str = ""
-
-    @property
-    def signed_bytes(self) -> bytes:
-        """The signed bytes; raises ValueError for lone surrogates, which JSON can have."""
-        return f"hatch-epcontext statement\n{self.statement}".encode()
-
-
-def signed(statement: Statement, private: str | None) -> bytes:
-    """What is written for ``statement``, with a signature if there is a private key."""
-    document = _Signed(to_json(statement, indent=None))
-    if private is not None:
-        signature = base64.b64encode(_private(private).sign(document.signed_bytes))
-        document = _Signed(document.statement, signature.decode("ascii"))
-    return to_json(document, indent=None).encode()
-
-
-def read(data: bytes, kind: Kind, name: str, trust: tuple[str, ...] | None) -> Statement:
-    """The statement of that kind and name, if one of the public keys ``trust`` signed it; None trusts all.
-
-    Raises DamagedError.
-    """
-    document = _parsed(data.decode(errors="replace"), _Signed)
-    if trust is not None and not _is_signed(document, trust):
-        by = " by any of build.cache-keys" if document.signature else ""
+    signature, _, content = statement.partition(b"\n")
+    if trust is not None and not any(_is_signed(content, signature, public) for public in trust):
+        by = " by any of build.cache-keys" if signature else ""
         raise DamagedError(f"a statement is not signed{by}")
-    statement = _parsed(document.statement, Statement)
-    archive = statement.archive
-    if statement.format != _FORMAT:
-        raise DamagedError("a statement has the format of another version")
-    if (statement.kind, statement.name) != (kind, name):
-        raise DamagedError("a statement has another kind or name")
-    is_complete = archive is None or (archive.size >= 0 and is_sha256(archive.sha256))
-    if (archive is not None) != (kind == "artifact") or not is_complete:
-        raise DamagedError("a statement is not complete")
-    return statement
-
-
-def _parsed(text: str, type_: type[T]) -> T:
+    name, _, record = content.partition(b"\n")
+    if name != f"{kind}/{key}".encode():
+        raise DamagedError("a statement is about another entry")
     try:
-        # JSON can have lone surrogates.
-        return from_json(text.encode(), type_)
-    except ValueError:
+        return record.decode()
+    except UnicodeError:
         raise DamagedError("a statement cannot be read") from None
 
 
-def _is_signed(document: _Signed, trust: tuple[str, ...]) -> bool:
+def _is_signed(content: bytes, signature: bytes, public: str) -> bool:
+    key = _ed25519().Ed25519PublicKey.from_public_bytes(public_bytes(public))
     from cryptography.exceptions import InvalidSignature
 
-    for public in trust:
-        key = _ed25519().Ed25519PublicKey.from_public_bytes(public_bytes(public))
-        try:
-            key.verify(base64.b64decode(document.signature, validate=True), document.signed_bytes)
-        except (InvalidSignature, ValueError):
-            continue
-        return True
-    return False
+    try:
+        key.verify(base64.b64decode(signature, validate=True), _PURPOSE + content)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def new_keys() -> tuple[str, str]:
@@ -141,6 +79,8 @@ def _private(text: str) -> Any:
 
 def _ed25519() -> Any:
     # Imported here: folders without keys do not need the package.
-    from cryptography.hazmat.primitives.asymmetric import ed25519
-
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise ImportError(f"keys need a package, run: {pip_install([SIGNATURES])}") from None
     return ed25519

@@ -189,7 +189,7 @@ class DaskExecutor:
             writing("an artifact", folder),
             temp_dir() as made,
         ):
-            self._transport.fetch_blob(compiled, made / "archive")
+            self._transport.fetch_file(compiled.sha256, compiled.size, made / "archive")
             record = unpack(made / "archive", folder)
         self._archives[folder] = compiled
         return record
@@ -338,7 +338,7 @@ class DaskExecutor:
             except DamagedError as error:
                 if error.blob is None:
                     raise
-                self._transport.distrust(error.blob)
+                self._transport._intact[error.blob.sha256] = False  # noqa: SLF001
             return self._result(job, work())
 
     def _result(self, job: Job, work: Recipe | ToValidate) -> Outcome:
@@ -471,22 +471,22 @@ class DaskExecutor:
     def _send_input(self, path: Path, record: FileRecord) -> None:
         # One at a time: several jobs may need the same file.
         with self._sending:
-            if self._transport.has_blob(record):
+            if self._transport.has_file(record):
                 return
             # A copy: if the user writes the file now, the cache must not get it under another content's name.
             with writing("a copy of a model", path), temp_dir() as made:
                 shutil.copyfile(path, made / "file")
                 if record_file(made / "file") != record:
                     raise changed_error(path)
-                self._transport.send_blob(made / "file", record)
+                self._transport.send_file(made / "file")
 
     def _archive(self, job: Job, artifact: Artifact) -> FileRecord:
         """Send the archive of ``artifact`` to the shared cache, and return its record."""
         archive = self._archives.get(artifact.folder)
-        if archive is None or not self._transport.has_blob(archive):
+        if archive is None or not self._transport.has_file(archive):
             with writing("an archive", artifact.folder), temp_dir() as made:
                 archive = pack(artifact.folder, artifact.record, made / "archive")
-                self._transport.send_blob(made / "archive", archive)
+                self._transport.send_file(made / "archive")
             self._archives[artifact.folder] = archive
         return archive
 

@@ -297,7 +297,7 @@ class _Build:
             if isinstance(record, Refused):
                 return record
             archive = pack(made / "artifact", record, made / "archive")
-            self._transport.send_blob(made / "archive", archive)
+            self._transport.send_file(made / "archive")
             self._made(artifacts / archive.sha256, (made / "artifact").rename)
             return archive
 
@@ -340,12 +340,19 @@ class _Build:
         for name, record in records.items():
             target = folder / PurePosixPath(name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._transport.fetch_blob(record, target)
+            self._fetch_file(record, target)
 
     def _fetch(self, archive: FileRecord, folder: Path) -> None:
         file = folder.with_name("archive")
-        self._transport.fetch_blob(archive, file)
+        self._fetch_file(archive, file)
         unpack(file, folder)
+
+    def _fetch_file(self, file: FileRecord, target: Path) -> None:
+        try:
+            self._transport.fetch_file(file.sha256, file.size, target)
+        except DamagedError as error:
+            error.blob = file
+            raise
 
     def _made(self, folder: Path, make: Callable[[Path], object]) -> Path:
         """``folder``, which ``make`` fills at another place; it appears when it is complete."""

@@ -411,14 +411,14 @@ def test_a_model_that_changes_while_it_is_sent_is_refused(
     run: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = run.root / "models" / "a.onnx"
-    has_blob = Transport.has_blob
+    has_file = Transport.has_file
 
     def changed(self: Transport, blob: FileRecord) -> bool:
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-        return has_blob(self, blob)
+        return has_file(self, blob)
 
     save(network(5), path)
-    monkeypatch.setattr(Transport, "has_blob", changed)
+    monkeypatch.setattr(Transport, "has_file", changed)
     with pytest.raises(BuildError, match=r"a\.onnx: EPC211\n    changed during the build"):
         run(CPU)
     # Nothing stays there under the name of other content.
