@@ -84,15 +84,6 @@ def test_a_model_with_a_name_is_shown_with_it() -> None:
     assert KeyNames().key(key) == "tool.epcontext.models[0].dims (digits, models/a.onnx)"
 
 
-def test_an_error_can_have_another_headline() -> None:
-    error = BuildError(Problem(Kind.COMPILE_FAILED, "a", "one"))
-    assert error.text(headline="nothing is compiled").startswith("nothing is compiled:\na: EPC307")
-
-
-def test_an_invalid_configuration_and_a_failed_build_have_their_own_exit_codes() -> None:
-    assert (ConfigError.exit_code, BuildError.exit_code) == (2, 1)
-
-
 def test_each_kind_has_an_id_of_its_own() -> None:
     assert [kind.name for kind in Kind if not re.fullmatch(r"EPC\d{3}", kind.id)] == []
     # An enum makes a member with a value that exists already an alias, which iteration leaves out.
@@ -103,15 +94,6 @@ def test_each_kind_is_used() -> None:
     source = "\n".join(file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
     used = set(re.findall(r"\bKind\.([A-Z_]+)\b", source))
     assert sorted(used) == sorted(kind.name for kind in Kind)
-
-
-def test_the_text_of_a_problem_contains_its_id() -> None:
-    for kind in Kind:
-        for location, shown in (("", kind.id), ("a -> npu", f"a -> npu: {kind.id}")):
-            first, *_ = Problem(kind, location, "message").text().splitlines()
-            assert first == shown
-        first, *_ = Problem.at(Key() / "x", kind, "message").text().splitlines()
-        assert first == f"tool.epcontext.x: {kind.id}"
 
 
 @pytest.mark.parametrize(
@@ -173,15 +155,6 @@ def test_a_problem_can_name_keys_in_another_way() -> None:
     assert problem.advice(Flags()) == "Fix it.\nAdd --dim=3\nAdd --shape=x"
     assert "--dims: EPC204" in ConfigError(problem).text(Flags())
     assert "tool.epcontext.models[0].dims: EPC204" in str(ConfigError(problem))
-
-
-def test_a_location_that_is_no_key_keeps_its_name() -> None:
-    text = Problem(Kind.VALUE_MISMATCH, "dims", "message").text(Flags())
-    assert text == "dims: EPC206\n    message"
-
-
-def test_a_problem_without_hint_and_settings_has_no_advice() -> None:
-    assert Problem(Kind.VALUE_MISMATCH, "a", "message").advice() == ""
 
 
 def test_collecting_gives_the_value_and_all_problems() -> None:

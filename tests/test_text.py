@@ -11,14 +11,12 @@ import pytest
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.text import (
-    count,
     dotted,
     file_name,
     hide_credentials,
     hide_values,
     listing,
     narrow,
-    pairs,
     parse_size,
     printable,
     quoted_key,
@@ -131,10 +129,6 @@ def test_names_in_a_sentence() -> None:
     assert listing("abcde", most=3) == "a, b, c and 2 more"
 
 
-def test_numbers_with_their_noun() -> None:
-    assert [count(number, "job") for number in (0, 1, 2)] == ["0 jobs", "1 job", "2 jobs"]
-
-
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -149,11 +143,6 @@ def test_numbers_with_their_noun() -> None:
 )
 def test_file_names_are_portable(text: str, name: str) -> None:
     assert file_name(text, "_") == name
-
-
-def test_names_stand_with_their_values() -> None:
-    assert pairs({"soc_model": "60", "htp_arch": 73}) == "soc_model 60, htp_arch 73"
-    assert pairs({}) == ""
 
 
 def test_a_long_list_is_left_out_beside_a_near_name() -> None:
@@ -232,30 +221,10 @@ def test_credentials_in_urls_are_hidden(text: str, shown: str) -> None:
     assert "secret" not in show(text)
 
 
+SCHEMES = "https:// htps:// https:/ https: https// // http:\\\\ https:/// HTTPS:// s3: url=https:// 'https://"
 MISTYPED = [
     f"{scheme}{user}:{password}@{host}"
-    for scheme in (
-        *(
-            "https://",
-            "htps://",
-            "https:/",
-            "https:",
-            "https//",
-            "//",
-            "",
-            " https://",
-            "https ://",
-        ),
-        *(
-            "http:\\\\",
-            "https:///",
-            "HTTPS://",
-            "s3:",
-            "simplecache::s3://",
-            "url=https://",
-            "'https://",
-        ),
-    )
+    for scheme in (*SCHEMES.split(), "", " https://", "https ://", "simplecache::s3://")
     for user in ("sesame", "se same", "s", "se/same", "")
     for password in (
         "open",

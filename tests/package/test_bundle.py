@@ -54,10 +54,6 @@ def test_it_has_all_files_and_the_manifest_lists_them(
     assert entries[str(made.folder / "manifest.json")] == "my_app/epcontext/manifest.json"
 
 
-def test_the_manifest_is_the_last_file(project: Path, tmp_path: Path) -> None:
-    assert list(make(project, TOML, tmp_path).files)[-1] == "manifest.json"
-
-
 def test_without_the_loader_it_is_a_model_package_alone(project: Path, tmp_path: Path) -> None:
     made = make(project, TOML, tmp_path, with_loader=False)
     assert recorded(made) == {"a/cpu/a_optimized.onnx", "a/cpu/sidecar.bin"}

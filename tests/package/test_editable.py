@@ -154,23 +154,6 @@ def test_writing_again_replaces_the_files(result: Result, folder: Path) -> None:
     assert not (folder / "a").exists()
 
 
-def test_changed_files_are_not_overwritten(result: Result, folder: Path) -> None:
-    editable.check(folder)
-    editable.write(result, folder, MODULES)
-    editable.check(folder)
-    (folder / "__init__.py").write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"files were changed .*: __init__\.py\."):
-        editable.check(folder)
-
-
-def test_files_of_the_project_are_not_overwritten(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "__init__.py").write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigError, match="has files of its own") as raised:
-        editable.check(folder)
-    assert [problem.kind for problem in raised.value.problems] == [Kind.EDITABLE_CONFLICT]
-
-
 def test_the_files_of_an_older_version_are_replaced(result: Result, folder: Path) -> None:
     editable.write(result, folder, MODULES)
     content = manifest_of(folder)

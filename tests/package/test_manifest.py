@@ -7,59 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.settings import CompileSettings
-from hatch_epcontext.files import FileRecord
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Artifact, Preparation, Result
 from hatch_epcontext.package.manifest import (
     ModelPackage,
-    PackageMetadata,
     SourceMetadata,
     Variant,
     VariantMetadata,
     make,
     write,
 )
-from hatch_epcontext.package.reader import damaged_files, own_files
-from hatch_epcontext.providers import PROVIDERS, Plugin
-from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.providers import Plugin
 from hatch_epcontext.shipped import METADATA
-from hatch_epcontext.worker.results import (
-    Agreement,
-    Coverage,
-    NodeFacts,
-    Validation,
-    ValidationStatus,
-)
 from tests.projects import GROUP
 from tests.results import compiled, configured, resulting
 
 newer_python = pytest.mark.skipif(sys.version_info < (3, 11), reason="the qnn provider needs 3.11")
-
-
-@pytest.fixture
-def about() -> VariantMetadata:
-    x = TensorFacts("x", "float32", ("batch", None, 8))
-    return VariantMetadata(
-        product="context",
-        plugin=PROVIDERS["qnn"].plugin,
-        platforms=("win_arm64",),
-        inputs=(x,),
-        outputs=(x,),
-        ep_sdk_version="v2.51",
-        settings=CompileSettings(
-            provider="qnn",
-            ep="QNNExecutionProvider",
-            provider_options={"backend_type": "htp", "soc_model": "60"},
-            device="npu",
-            external_initializers=True,
-        ),
-        load_options={"profiling_file_path": "{user-cache}/profile"},
-        compiled_with={"onnxruntime": "1.31.1"},
-        preparation=Preparation("onnxslim", 9, 3, (), ("onnxruntime: crashed",)),
-        coverage=Coverage(3, 2, 1, (NodeFacts("where", "NonZero"),)),
-        validation=Validation(ValidationStatus.RAN, (Agreement("y", 0.001, 0.9999),)),
-    )
 
 
 def made(root: Path, toml: str, folder: Path) -> ModelPackage:
@@ -82,24 +45,6 @@ def only_variant(package: ModelPackage, target: str) -> tuple[Variant, VariantMe
     return variant, about
 
 
-@pytest.mark.parametrize(
-    ("generator", "is_ours"), [("hatch-epcontext 1.2", True), ("another tool", False)]
-)
-def test_files_are_ours_if_this_package_wrote_the_manifest(
-    tmp_path: Path, generator: str, is_ours: bool
-) -> None:
-    files = {"a": FileRecord(1, "00")}
-    content = {"additional_metadata": {METADATA: to_plain(PackageMetadata(generator, files))}}
-    (tmp_path / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
-    assert own_files(tmp_path) == (files if is_ours else None)
-
-
-def test_the_coverage_is_the_share_of_compiled_nodes(about: VariantMetadata) -> None:
-    assert about.coverage is not None
-    assert about.coverage.share == pytest.approx(2 / 3)
-    assert Coverage(0, 0, 0).share == 0
-
-
 def test_it_has_no_times(project: Path, artifact: Artifact) -> None:
     assert artifact.record.times.compile
     text = write(package_of(resulting(configured(project), artifact)))
@@ -118,11 +63,6 @@ def test_it_has_what_was_rewritten_and_not_what_was_tried(
     assert "a rewrite" in text
     assert "an attempt" not in text
     assert "a simplifier" not in text
-
-
-def test_equal_results_are_written_as_the_same_bytes(project: Path, tmp_path: Path) -> None:
-    texts = {write(made(project, TWO, tmp_path / name)) for name in ("one", "two")}
-    assert len(texts) == 1
 
 
 TWO = """
@@ -349,12 +289,3 @@ def test_the_prepared_model_is_named_if_it_is_shipped(project: Path, tmp_path: P
     toml += "targets.openvino.recompile = true\n"
     _, about = only_variant(made(project, toml, tmp_path / "yes"), "openvino")
     assert about.prepared == "prepared/a.onnx"
-
-
-def test_changed_files_are_those_that_differ_from_their_record(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"")
-    (tmp_path / "b").write_bytes(b"x")
-    empty = FileRecord(0, "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855")
-    about = PackageMetadata("hatch-epcontext 1.0", {"c": empty, "b": empty, "a": empty})
-    found = damaged_files(tmp_path, ModelPackage({}, about))
-    assert [Path(problem.location).name for problem in found] == ["b", "c"]

@@ -110,17 +110,10 @@ def test_a_source_that_changes_meanwhile_is_not_written(
     assert list(out.parent.iterdir()) == []
 
 
-def test_with_the_loader_the_folder_is_a_python_package(
-    config: Config, run: Run, out: Path
-) -> None:
-    export(config, out, run, loader=True, overwrite=False)
-    assert "__init__.py" in recorded(out)
-    assert "def load(" in (out / "__init__.py").read_text(encoding="utf-8")
-
-
 def test_the_files_are_copies(
     config: Config, run: Run, out: Path, project: Path, artifact: Artifact
 ) -> None:
+    out.mkdir(parents=True)
     export(config, out, run, loader=False, overwrite=False)
     (out / "a/source/a.onnx").write_bytes(b"changed")
     (out / "a/cpu/a_ctx.onnx").write_bytes(b"changed")
@@ -146,12 +139,6 @@ def test_an_earlier_package_is_only_replaced_with_overwrite_and_then_as_a_whole(
     }  # fmt: skip
     assert (out / "a/cpu/a_ctx.onnx").read_bytes() == b"context"
     assert [path.name for path in out.parent.iterdir()] == ["out"]
-
-
-def test_an_empty_folder_is_used(config: Config, run: Run, out: Path) -> None:
-    out.mkdir(parents=True)
-    export(config, out, run, loader=False, overwrite=False)
-    assert (out / "manifest.json").is_file()
 
 
 def test_a_folder_with_foreign_files_is_never_touched(config: Config, run: Run, out: Path) -> None:
