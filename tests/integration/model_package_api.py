@@ -1,7 +1,7 @@
 """ONNX Runtime's C API for model packages through ``ctypes``, because Python has no binding for it.
 
-The module stands alone, so that a script in another environment can import a copy of it: it needs numpy
-and an installed onnxruntime, whose shared library it loads. This library is not the one inside the
+The module stands alone, so that a script in another environment can import a copy of it: it needs
+only an installed onnxruntime, whose shared library it loads. This library is not the one inside the
 module ``onnxruntime``: keep the two in separate processes.
 """
 
@@ -17,13 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 API_VERSION = 31
 """The first version of the C API that is known to have model packages at the places used here."""
 
-Array = npt.NDArray[Any]
 # What ctypes makes of a C function.
 _Function = Callable[..., Any]
 
@@ -34,18 +30,6 @@ _HANDLES = POINTER(c_void_p)
 _SIZE = POINTER(c_size_t)
 
 _LOG_ERRORS = 3
-_DEVICE_ALLOCATOR = 0
-_DEFAULT_MEMORY = 0
-
-# ONNXTensorElementDataType, for the types that numpy has as well.
-_ELEMENT_TYPES = {
-    np.dtype(name): number
-    for number, name in {
-        1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64",
-        9: "bool", 10: "float16", 11: "float64", 12: "uint32", 13: "uint64",
-    }.items()
-}  # fmt: skip
-_DTYPES = {number: dtype for dtype, number in _ELEMENT_TYPES.items()}
 
 
 class OrtError(Exception):
@@ -74,7 +58,6 @@ class _Api:
         self._release_status = _place(ort, 93, None, c_void_p)
         self._add_general(ort)
         self._add_sessions(ort)
-        self._add_tensors(ort)
         self._add_packages(_place(ort, 427, c_void_p)())
 
     def _add_general(self, ort: int) -> None:
@@ -91,32 +74,7 @@ class _Api:
         self.append_devices = self._checked(
             ort, 304, c_void_p, c_void_p, _HANDLES, c_size_t, _STRINGS, _STRINGS, c_size_t
         )
-        name = c_void_p, c_size_t, c_void_p, _HANDLES
-        self.input_count = self._checked(ort, 30, c_void_p, _SIZE)
-        self.input_name = self._checked(ort, 36, *name)
-        self.output_count = self._checked(ort, 31, c_void_p, _SIZE)
-        self.output_name = self._checked(ort, 37, *name)
-        self.run = self._checked(
-            ort, 9,
-            c_void_p, c_void_p, _STRINGS, _HANDLES, c_size_t, _STRINGS, c_size_t, _HANDLES,
-        )  # fmt: skip
         self.release_session = _release(ort, 95)
-        self.default_allocator = self._checked(ort, 78, _HANDLES)
-        self.free = self._checked(ort, 76, c_void_p, c_void_p)
-
-    def _add_tensors(self, ort: int) -> None:
-        self.create_memory_info = self._checked(ort, 69, c_int, c_int, _HANDLES)
-        self.release_memory_info = _release(ort, 94)
-        self.create_tensor = self._checked(
-            ort, 49, c_void_p, c_void_p, c_size_t, POINTER(c_int64), c_size_t, c_int, _HANDLES
-        )
-        self.release_value = _release(ort, 96)
-        self.tensor_data = self._checked(ort, 51, c_void_p, _HANDLES)
-        self.tensor_info = self._checked(ort, 65, c_void_p, _HANDLES)
-        self.release_tensor_info = _release(ort, 99)
-        self.element_type = self._checked(ort, 60, c_void_p, POINTER(c_int))
-        self.rank = self._checked(ort, 61, c_void_p, _SIZE)
-        self.dimensions = self._checked(ort, 62, c_void_p, POINTER(c_int64), c_size_t)
 
     def _add_packages(self, table: int) -> None:
         self.create_package_options = self._checked(table, 0, c_void_p, c_void_p, _HANDLES)
@@ -176,83 +134,6 @@ def _strings(read: _Function, *arguments: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Session:
-    """An open session. ``run`` may be called any number of times."""
-
-    _api: _Api
-    _handle: c_void_p
-
-    @property
-    def inputs(self) -> list[str]:
-        return self._names(self._api.input_count, self._api.input_name)
-
-    @property
-    def outputs(self) -> list[str]:
-        return self._names(self._api.output_count, self._api.output_name)
-
-    def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """All outputs, in the order of ``outputs``, for one array for each input.
-
-        Raises OrtError, and KeyError for arrays of a dtype that ONNX Runtime or numpy does not have.
-        """
-        with ExitStack() as stack:
-            # ONNX Runtime reads the arrays where they are.
-            arrays = [np.ascontiguousarray(array) for array in feeds.values()]
-            values = (c_void_p * len(arrays))(
-                *(stack.enter_context(self._tensor(array)).value for array in arrays)
-            )
-            outputs = self.outputs
-            results = (c_void_p * len(outputs))()
-            self._api.run(
-                self._handle, None, _texts(feeds), values, len(arrays),
-                _texts(outputs), len(outputs), results,
-            )  # fmt: skip
-            for result in results:
-                stack.callback(self._api.release_value, result)
-            return [self._array(c_void_p(result)) for result in results]
-
-    def _names(self, count: _Function, name: _Function) -> list[str]:
-        size, allocator = c_size_t(), c_void_p()
-        count(self._handle, byref(size))
-        self._api.default_allocator(byref(allocator))
-        names = []
-        for index in range(size.value):
-            text = c_void_p()
-            name(self._handle, index, allocator, byref(text))
-            names.append(ctypes.string_at(text).decode())
-            self._api.free(allocator, text)
-        return names
-
-    @contextmanager
-    def _tensor(self, array: Array) -> Iterator[c_void_p]:
-        api = self._api
-        memory = _made(
-            api.create_memory_info, api.release_memory_info, _DEVICE_ALLOCATOR, _DEFAULT_MEMORY
-        )
-        shape = (c_int64 * array.ndim)(*array.shape)
-        with memory as info, _made(
-            api.create_tensor, api.release_value,
-            info, array.ctypes.data, array.nbytes, shape, array.ndim, _ELEMENT_TYPES[array.dtype],
-        ) as value:  # fmt: skip
-            yield value
-
-    def _array(self, value: c_void_p) -> Array:
-        """A copy of a tensor."""
-        api = self._api
-        data, number, rank = c_void_p(), c_int(), c_size_t()
-        with _made(api.tensor_info, api.release_tensor_info, value) as info:
-            api.element_type(info, byref(number))
-            api.rank(info, byref(rank))
-            shape = (c_int64 * rank.value)()
-            api.dimensions(info, shape, rank)
-        api.tensor_data(value, byref(data))
-        array = np.empty(tuple(shape), _DTYPES[number.value])
-        if array.nbytes:
-            ctypes.memmove(array.ctypes.data, data, array.nbytes)
-        return array
-
-
-@dataclass(frozen=True)
 class Component:
     """A component with the variant that ONNX Runtime selected for it, and the variant's folder."""
 
@@ -262,13 +143,11 @@ class Component:
     _env: c_void_p
     _handle: c_void_p
 
-    @contextmanager
-    def session(self) -> Iterator[Session]:
-        """A session of the variant, with the session and provider options of the manifest."""
+    def open(self) -> None:
+        """Open a session of the variant, with the session and provider options of the manifest."""
         api = self._api
-        opened = _made(api.create_session, api.release_session, self._env, self._handle, None)
-        with opened as handle:
-            yield Session(api, handle)
+        with _made(api.create_session, api.release_session, self._env, self._handle, None):
+            pass
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,14 @@ def remote(folder: Path, hub: Hub, more: str = "") -> Path:
     )
 
 
+def without_source(project: Path) -> Path:
+    """The project, whose wheel needs no source."""
+    file = project / "pyproject.toml"
+    text = file.read_text(encoding="utf-8").replace('fallback = "source"\n', "")
+    file.write_text(text, encoding="utf-8")
+    return project
+
+
 def local(folder: Path, files: Path) -> Path:
     """The same project with the model itself."""
     shutil.copytree(files, make_project(folder, 'path = "models/m.onnx"\n') / "models")
@@ -184,28 +192,20 @@ def test_a_build_from_the_cache_needs_no_model_unless_it_ships_it(hub: Hub, tmp_
     assert "EPC220" in build(project, cache, "-w", fails=True, FROM_CACHE="all", OFFLINE="1")
     build(project, cache, "-w", FROM_CACHE="all")
     assert wheel(project) == with_source
-    file = project / "pyproject.toml"
-    text = file.read_text(encoding="utf-8").replace('fallback = "source"\n', "")
-    file.write_text(text, encoding="utf-8")
-    build(project, cache, "-w")
-    without_source = wheel(project)
+    build(without_source(project), cache, "-w")
+    alone = wheel(project)
     shutil.rmtree(cache / LAYOUT / "models")
     hub.requests.clear()
     build(project, cache, "-w", FROM_CACHE="all", OFFLINE="1")
-    assert wheel(project) == without_source
+    assert wheel(project) == alone
     assert not hub.requests
     unknown = build(project, tmp_path / "none", "-w", fails=True, FROM_CACHE="all", OFFLINE="1")
     assert "EPC311" in unknown
 
 
 def test_a_cut_model_is_taken_from_the_cache_of_this_machine(hub: Hub, tmp_path: Path) -> None:
-    project, cache = (
-        remote(tmp_path / "remote", hub, 'cut = { outputs = ["r"] }\n'),
-        tmp_path / "cache",
-    )
-    file = project / "pyproject.toml"
-    text = file.read_text(encoding="utf-8").replace('fallback = "source"\n', "")
-    file.write_text(text, encoding="utf-8")
+    project = without_source(remote(tmp_path / "remote", hub, 'cut = { outputs = ["r"] }\n'))
+    cache = tmp_path / "cache"
     build(project, cache, "-w")
     first = wheel(project)
     build(project, cache, "-w", FROM_CACHE="all", OFFLINE="1")
@@ -217,11 +217,16 @@ def test_a_cut_model_is_taken_from_the_cache_of_this_machine(hub: Hub, tmp_path:
     assert wheel(project) == first
 
 
+@pytest.mark.parametrize("from_cache", [False, True])
 def test_an_editable_install_has_a_copy(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_cache: bool
 ) -> None:
     project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
     monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(cache))
+    if from_cache:
+        build(without_source(project), cache, "-w")
+        shutil.rmtree(cache / LAYOUT / "models")
+        monkeypatch.setenv("HATCH_EPCONTEXT_FROM_CACHE", "all")
     builder = WheelBuilder(str(project), plugin_manager=PluginManager())
     list(builder.build(directory=str(project / "dist"), versions=["editable"]))
     shutil.rmtree(cache)
@@ -229,22 +234,6 @@ def test_an_editable_install_has_a_copy(
     assert copy.read_bytes() == hub.files["onnx/m.onnx"]
     code = "from my_app.epcontext import load; print(load('encoder').get_inputs()[0].name)"
     assert run(sys.executable, "-c", code, cwd=project, env=os.environ) == "x\n"
-
-
-def test_an_editable_install_from_the_cache_has_a_copy_too(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
-    file = project / "pyproject.toml"
-    text = file.read_text(encoding="utf-8").replace('fallback = "source"\n', "")
-    file.write_text(text, encoding="utf-8")
-    build(project, cache, "-w")
-    shutil.rmtree(cache / LAYOUT / "models")
-    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(cache))
-    monkeypatch.setenv("HATCH_EPCONTEXT_FROM_CACHE", "all")
-    builder = WheelBuilder(str(project), plugin_manager=PluginManager())
-    list(builder.build(directory=str(project / "dist"), versions=["editable"]))
-    assert (project / "my_app" / "epcontext" / "encoder" / "source" / "m.onnx").is_file()
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ does not happen every time.
 
 from __future__ import annotations
 
-import collections
 import os
-import signal
 import subprocess
 import sys
 import zipfile
@@ -53,17 +51,6 @@ print("done")
 """
 
 
-def ending(code: int) -> str:
-    """The end of a process in words, such as ``killed by SIGSEGV``."""
-    if code >= 0:
-        # Windows has an exit code for what is a signal elsewhere: 0xC0000005 is an access violation.
-        return f"exit code {code:#x}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
-
-
 @pytest.fixture(
     params=[
         pytest.param("qnn", marks=needs_qnn),
@@ -97,12 +84,6 @@ models = [{{ path = "models/a.onnx", shapes = {{ x = [1, 1, 8, 8] }} }}]
     return tmp_path / "installed"
 
 
-def test_a_process_ends_with_its_signal_in_words() -> None:
-    assert ending(-signal.SIGTERM) == "killed by SIGTERM"
-    assert ending(-999) == "killed by signal 999"
-    assert ending(0xC0000005) == "exit code 0xc0000005"
-
-
 def test_no_process_dies_that_opens_and_closes_models(app: Path, target: str) -> None:
     def start(_: int) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -117,7 +98,6 @@ def test_no_process_dies_that_opens_and_closes_models(app: Path, target: str) ->
 
     with ThreadPoolExecutor(PROCESSES) as pool:
         processes = list(pool.map(start, range(PROCESSES)))
-    ends = collections.Counter(ending(each.returncode) for each in processes)
-    logs = [each.stderr[-3000:] for each in processes if each.returncode != 0]
-    assert ends == {"exit code 0x0": PROCESSES}, f"{dict(ends)}\n" + "\n".join(logs[:2])
+    for each in processes:
+        assert each.returncode == 0, each.stderr[-3000:]
     assert all("done" in each.stdout.splitlines() for each in processes)

@@ -9,19 +9,16 @@ from pathlib import Path
 
 import onnx
 import pytest
-from onnx import helper
 
 from tests.conftest import needs, needs_qnn
 from tests.integration.conftest import run
 from tests.models import (
     interrupted,
-    model,
     network,
+    parsed,
     save,
     save_with_data,
     transformer,
-    value,
-    weights,
 )
 from tests.projects import PROJECT
 
@@ -92,18 +89,13 @@ embed = true
 
 def branches() -> onnx.ModelProto:
     """Convolutions whose layout ONNX Runtime changes back on a CPU, for an operator that has one layout."""
-    nodes = [helper.make_node("Conv", ["x", "w"], ["c0"])]
+    nodes = "c0 = Conv (x, w) "
     for index in range(20):
-        nodes += [
-            helper.make_node("Conv", [f"c{index}", "w"], [f"c{index + 1}"], pads=[1, 1, 1, 1]),
-            helper.make_node("Softmax", [f"c{index + 1}"], [f"s{index}"], axis=1),
-        ]
-    summed = [f"s{index}" for index in range(20)]
-    nodes.append(helper.make_node("Sum", summed, ["y"]))
-    shape = [1, 16, 8, 8]
-    return model(
-        nodes, [value("x", [1, 16, 10, 10])], [value("y", shape)], [weights("w", 16, 16, 3, 3)]
-    )
+        nodes += f"c{index + 1} = Conv <pads = [1, 1, 1, 1]> (c{index}, w) "
+        nodes += f"s{index} = Softmax <axis = 1> (c{index + 1}) "
+    summed = ", ".join(f"s{index}" for index in range(20))
+    text = f"(float[1, 16, 10, 10] x) => (float[1, 16, 8, 8] y) {{ {nodes} y = Sum ({summed}) }}"
+    return parsed(text, w=(16, 16, 3, 3))
 
 
 def cold_wheel(folder: Path, toml: str) -> Path:

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import onnx
 import pytest
-from onnx import helper
 
 from hatch_epcontext.api import ValidationStatus, compile_models
 from tests.conftest import needs_qnn
-from tests.models import model, save, value, weights
+from tests.models import parsed, save
 
 pytestmark = needs_qnn
 
 
 def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["m"]),
-            helper.make_node("ReduceMean", ["m"], ["mean"], keepdims=0),
-            helper.make_node("Clip", ["m", "mean"], ["c"]),
-            helper.make_node("Einsum", ["c", "v"], ["y"], equation="bi,io->ob"),
-        ],
-        [value("x", [4, 8])],
-        [value("y", [6, 4])],
-        [weights("w", 8, 8), weights("v", 8, 6)],
+    made = parsed(
+        """(float[4, 8] x) => (float[6, 4] y) {
+            m = MatMul (x, w)
+            mean = ReduceMean <keepdims = 0> (m)
+            c = Clip (m, mean)
+            y = Einsum <equation = "bi,io->ob"> (c, v) }""",
+        w=(8, 8),
+        v=(8, 6),
     )
     source = save(made, tmp_path / "a.onnx")
     before = source.read_bytes()
@@ -113,9 +109,8 @@ int64[6] six = {{1, 3, 1, 4, 1, 2}}, int64[6] wide = {{1, 3, 2, 4, 2, 2}}, int64
 def test_what_qnn_refuses_is_compiled_in_another_form(
     tmp_path: Path, opset: int, values: str, nodes: str
 ) -> None:
-    opsets = f'"" : {opset}, "com.microsoft" : 1'
-    text = f"<ir_version: 8, opset_import: [{opsets}]> main {values} {STORED} {{ a = Sigmoid (x) {nodes} }}"
-    source = save(onnx.parser.parse_model(text), tmp_path / "a.onnx")
+    text = f"{values} {STORED} {{ a = Sigmoid (x) {nodes} }}"
+    source = save(parsed(text, opset), tmp_path / "a.onnx")
     result = compile_models(source, tmp_path / "out", "qnn", provider_options={"soc_model": 60})
     (compiled,) = result.report.jobs[0].models
     assert compiled.coverage is not None

@@ -122,12 +122,6 @@ def test_a_frozen_input_is_taken_and_checked_on_every_target(app: Path) -> None:
         np.testing.assert_allclose(answer["y"], expected, rtol=2e-2, atol=2e-2, err_msg=target)
 
 
-def test_without_a_shape_that_is_large_enough_the_shapes_are_listed(app: Path) -> None:
-    (answer,) = opened(app, (5, "npu", "cpu"))
-    assert "none of its shapes is large enough" in answer["error"]
-    assert "[4, 1, 8, 8]" in answer["error"]
-
-
 def test_a_context_that_does_not_open_is_compiled_on_the_users_machine(app: Path) -> None:
     (before,) = opened(app, (4, "npu", "cpu"))
     (sidecar,) = (app / "my_app" / "epcontext" / "net.4x1x8x8" / "npu").glob("*.bin")
