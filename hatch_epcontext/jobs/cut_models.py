@@ -57,9 +57,8 @@ def cut_models(config: Config, cache: Cache, workers: Workers, staging: Path) ->
     for number, forms in enumerate(groups.values()):
         folder = staging / "cut" / str(number)
         done |= _Cutting(cache, workers, folder).models(forms)
-    return dataclasses.replace(
-        config, models=tuple(done.get(model.name, model) for model in config.models)
-    )
+    models = tuple(done.get(model.name, model) for model in config.models)
+    return dataclasses.replace(config, models=models)
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,13 @@ class _Cutting:
         }
 
     def _key(self, forms: Sequence[Model]) -> str:
-        fixed = [to_plain([model.dims, model.shapes, model.constants]) for model in forms]
         return value_sha256(
             {
                 "version": [hatch_epcontext.__version__, FORMAT],
                 "sha256": self.cache.index.sha256(forms[0].path),
                 "name": forms[0].path.name,
                 "cut": to_plain(forms[0].cut),
-                "forms": fixed,
+                "forms": [to_plain([m.dims, m.shapes, m.constants]) for m in forms],
             }
         )
 

@@ -39,9 +39,9 @@ def read_sources(
     """
     index = cache.index
     if config.only_from_cache and (absent := _assume(config.models, cache)):
-        raise BuildError(*(_not_known(model, cache) for model in absent))
-    if problems := list(_too_large(m for m in config.models if not index.has(m.path))):
-        # Not even hashed.
+        raise _not_known(absent, cache)
+    # These are not even hashed.
+    if problems := [p for m in config.models if not index.has(m.path) for p in _too_large(m)]:
         raise ModelError(*problems)
     # The build that filled the cache has checked the model for its own targets.
     key_of = _unchecked_key if config.only_from_cache else _key
@@ -55,7 +55,7 @@ def read_sources(
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
         if config.only_from_cache:
-            raise BuildError(*(_not_known(model, cache) for model in unknown))
+            raise _not_known(unknown, cache)
         # Imported here: a build that has its models in the cache makes no requests.
         from hatch_epcontext.worker.requests import CheckRequest
 
@@ -103,23 +103,23 @@ def _size_key(sha256: str) -> str:
 def check_unchanged(sources: Iterable[Source], hint: str) -> None:
     """Raise ModelError, with ``hint``, if a file of ``sources`` has changed since it was read."""
     # Hooks do not change what is not in the project.
-    for source in (s for s in sources if s.model.download is None):
-        for file, recorded in source.users_files.items():
-            if not file.is_file() or record_file(file) != recorded:
-                message = "was changed or removed after it had been compiled."
-                raise ModelError(Problem(Kind.MODEL_CHANGED, str(file), message, hint))
+    users = (source.users_files for source in sources if source.model.download is None)
+    for file, recorded in (item for files in users for item in files.items()):
+        if not file.is_file() or record_file(file) != recorded:
+            message = "was changed or removed after it had been compiled."
+            raise ModelError(Problem(Kind.MODEL_CHANGED, str(file), message, hint))
 
 
 def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Problem]:
     """Problems for outputs in the tolerance of ``model`` that are not among its ``outputs``."""
     names = [output.name for output in outputs]
-    key, own = model.key / "validate" / "tolerance", model.validate.tolerance or ToleranceTable()
-    of_targets = ((key / "targets" / name, table) for name, table in own.targets.items())
-    for place, table in ((key, own), *of_targets):
-        for name in (output for output in table.outputs if output not in names):
-            message = f"the model has no output {name!r}."
-            hint = suggestion(name, names)
-            yield Problem.at(place / "outputs" / name, Kind.UNKNOWN_INPUT, message, hint)
+    key, of_all = model.key / "validate" / "tolerance", model.validate.tolerance or ToleranceTable()
+    of_targets = ((key / "targets" / name, table) for name, table in of_all.targets.items())
+    for place, table in ((key, of_all), *of_targets):
+        for name in table.outputs:
+            if name not in names:
+                message, hint = f"the model has no output {name!r}.", suggestion(name, names)
+                yield Problem.at(place / "outputs" / name, Kind.UNKNOWN_INPUT, message, hint)
 
 
 def _for_each(cache: Cache, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -156,34 +156,26 @@ def _is_whole(model: Model, facts: ModelFacts, index: Index) -> bool:
 
     Facts from a shared cache must name no files elsewhere: the wheel would contain them.
     """
-    folder = model.path.parent
-    return all(
-        is_portable(name) and (index.has(folder / name) or _can_be_read(folder / name))
-        for name in facts.external_data
+    files = [model.path.parent / name for name in facts.external_data]
+    return all(map(is_portable, facts.external_data)) and all(
+        index.has(file) or (is_regular(file) and too_large(file.stat()) is None) for file in files
     )
 
 
-def _can_be_read(file: Path) -> bool:
-    return is_regular(file) and too_large(file.stat()) is None
+def _too_large(model: Model) -> Iterator[Problem]:
+    name, size = model.path.name, model.path.stat().st_size
+    if size > PROTOBUF_LIMIT:
+        message = f"{name} has {show_size(size)}, but an ONNX file cannot be larger than 2 GiB."
+        yield Problem.at(model.key, Kind.INVALID_MODEL, message)
 
 
-def _too_large(models: Iterable[Model]) -> Iterator[Problem]:
-    for model in models:
-        if (size := model.path.stat().st_size) > PROTOBUF_LIMIT:
-            yield Problem.at(
-                model.key,
-                Kind.INVALID_MODEL,
-                f"{model.path.name} has {show_size(size)}, but an ONNX file cannot be larger than 2 GiB.",
-            )
-
-
-def _not_known(model: Model, cache: Cache) -> Problem:
+def _not_known(models: Iterable[Model], cache: Cache) -> BuildError:
     message = (
         "HATCH_EPCONTEXT_FROM_CACHE is all, and the cache lacks this model with these settings."
-        + cache.trouble
     )
+    message += cache.trouble
     hint = "Build it on a machine that can compile it, with the same cache."
-    return Problem.at(model.key, Kind.NOT_CACHED, message, hint)
+    return BuildError(*(Problem.at(m.key, Kind.NOT_CACHED, message, hint) for m in models))
 
 
 def _key(model: Model, index: Index) -> str:

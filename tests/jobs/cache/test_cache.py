@@ -301,8 +301,10 @@ def test_a_full_cache_folder_is_one_warning_in_words(
         # The number of Windows for it, which other systems ignore.
         raise OSError(errno.ENOSPC, "No space left on device", source, 112, target)
 
+    put(cache, artifact, "cd" * 32)
     monkeypatch.setattr(store_module, "link_or_copy", full)
     put(cache, artifact)
+    assert has(cache, "cd" * 32)
     (warning,) = warnings
     assert "(No space left on device. The file system " in warning
     assert "HATCH_EPCONTEXT_CACHE_DIR names another folder" in warning
