@@ -56,7 +56,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 return list(download_requirements(self._sdist().downloaded))
             # Hatch calls this before other hooks have made their files.
             config = self._config(hooks, pending=bool(hooks))
-            self._check_sbom(config)
             needed = (
                 plan(config).requirements,
                 cache_requirements(config.build),
@@ -131,7 +130,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.package.selection import packed_files, selected_files
         from hatch_epcontext.package.wheel import repeated_models
 
-        self._check_sbom(config)
         core = self.metadata.core
         extras = core.optional_dependencies.values()
         needed = [*core.dependencies, *(each for some in extras for each in some)]
@@ -163,12 +161,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self._output, self._wheel, self._bundle = output, config.wheel, made
         self._sources = result.sources
         self._set_tag(config, build_data)
-
-    def _check_sbom(self, config: Config) -> None:
-        if config.wheel.sbom:
-            from hatch_epcontext.package import sbom
-
-            sbom.check(self.build_config.target_config.get("sbom-files", ()))
 
     def _write_sbom(
         self, result: Result, made: Bundle, output: PurePosixPath, staging: Path

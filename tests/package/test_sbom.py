@@ -6,9 +6,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import onnx
-import pytest
 
-from hatch_epcontext.errors import ConfigError, KeyNames
+from hatch_epcontext.errors import KeyNames
 from hatch_epcontext.graph.graph import license_of
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package import sbom
@@ -97,14 +96,9 @@ def test_each_artifact_has_its_files_and_names_its_model_and_what_compiled_it(
         "my_app/epcontext/a/npu/sidecar.bin",
     ]
     assert artifact["licenses"] == [{"expression": "MIT OR Apache-2.0"}]
-    expected = {
-        "ep": ["QNNExecutionProvider"],
-        "target": ["npu"],
-        "coverage": ["3/3 nodes"],
-        "validation": ["ran, not compared"],
-        "compiled-with": ["onnxruntime 1.0"],
-    }
-    assert {name: facts(artifact)[name] for name in expected} == expected
+    assert artifact["name"] == "a/npu"
+    assert "for QNNExecutionProvider" in artifact["description"]
+    assert facts(artifact)["compiled-with"] == ["onnxruntime 1.0"]
     assert needed_by(content, "artifact:a/npu") == {"model:a"}
 
 
@@ -112,10 +106,7 @@ def test_the_sdk_in_an_ep_is_what_compiled_the_artifact(project: Path, tmp_path:
     result = compiled(configured(project), tmp_path / "artifacts")
     (built,) = result.built[:1]
     record = built.artifact.record
-    contexts = tuple(
-        dataclasses.replace(each, ep_sdk_version="2.5", compatibility="v2:6")
-        for each in record.contexts
-    )
+    contexts = tuple(dataclasses.replace(each, ep_sdk_version="2.5") for each in record.contexts)
     artifact = dataclasses.replace(
         built.artifact, record=dataclasses.replace(record, contexts=contexts)
     )
@@ -123,15 +114,16 @@ def test_the_sdk_in_an_ep_is_what_compiled_the_artifact(project: Path, tmp_path:
     content = document(dataclasses.replace(result, built=(changed,)), tmp_path)
     artifact_facts = facts(component(content, "artifact:a/cpu"))
     assert "SDK of CPUExecutionProvider 2.5" in artifact_facts["compiled-with"]
-    assert artifact_facts["compatibility"] == ["v2:6"]
 
 
-def test_models_that_share_weights_are_one_component(project: Path, tmp_path: Path) -> None:
+def test_models_that_share_weights_name_the_same_files(project: Path, tmp_path: Path) -> None:
     toml = TOML.replace('onnx"', 'onnx", share-weights = "both"').replace(
         ", cpu = { provider", ", other = { provider"
     )
     content = written(project, tmp_path, toml)
-    assert needed_by(content, "artifact:both/npu") == {"model:a", "model:b"}
+    first, second = (component(content, f"artifact:{model}/npu") for model in "ab")
+    assert facts(first)["file"] == facts(second)["file"]
+    assert needed_by(content, "artifact:b/npu") == {"model:b"}
 
 
 def test_the_shapes_of_one_model_are_of_one_source(project: Path, tmp_path: Path) -> None:
@@ -190,25 +182,3 @@ def test_the_license_is_read_from_the_files_metadata() -> None:
     assert license_of(model) is None
     onnx.helper.set_model_props(model, {"License": " Apache-2.0 ", "author": "somebody"})
     assert license_of(model) == "Apache-2.0"
-
-
-def test_a_hatchling_that_is_too_old_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = tmp_path / "hatchling-1.27.0.dist-info"
-    old.mkdir()
-    (old / "METADATA").write_text("Name: hatchling\nVersion: 1.27.0\n", encoding="utf-8")
-    sbom.check(())
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        sbom.check(())
-    (problem,) = caught.value.problems
-    assert problem.location == "tool.epcontext.wheel.sbom"
-    assert "hatchling 1.27.0" in problem.message
-    assert problem.hint == 'Write "hatchling>=1.28" in requires of [build-system].'
-
-
-def test_a_file_of_the_user_with_the_same_name_is_refused() -> None:
-    sbom.check(["sboms/app.cdx.json"])
-    with pytest.raises(ConfigError, match=r"the same name: sboms/epcontext\.cdx\.json"):
-        sbom.check(["sboms/epcontext.cdx.json"])

@@ -35,16 +35,18 @@ def problem(made: onnx.ModelProto, **settings: Any) -> Problem:
     return found
 
 
-def test_dims_are_fixed_in_all_tensors() -> None:
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"dims": {"n": 3}}, {"x": [3, 4], "z": [3, ""], "scale": [1], "y": [3, 4]}),
+        # A whole shape fixes its dimensions everywhere.
+        ({"shapes": {"z": (2, 4)}}, {"x": [2, 4], "z": [2, 4], "scale": [1], "y": [2, 4]}),
+    ],
+)
+def test_sizes_are_fixed_in_all_tensors(settings: Any, expected: dict[str, Any]) -> None:
     made = two_inputs()
-    fix_inputs(made, spec(dims={"n": 3}))
-    assert shapes(made) == {"x": [3, 4], "z": [3, ""], "scale": [1], "y": [3, 4]}
-
-
-def test_a_whole_shape_fixes_its_dims_in_all_tensors() -> None:
-    made = two_inputs()
-    fix_inputs(made, spec(shapes={"z": (2, 4)}))
-    assert shapes(made) == {"x": [2, 4], "z": [2, 4], "scale": [1], "y": [2, 4]}
+    fix_inputs(made, spec(**settings))
+    assert shapes(made) == expected
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (3,), ()])

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites import rewrite
@@ -14,7 +14,7 @@ from hatch_epcontext.graph.rewrites.branches import BRANCHES
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
-from tests.models import model, save, save_with_data, value
+from tests.models import parsed, save, save_with_data
 from tests.worker.actions.test_compile import target
 
 HALF = TensorProto.FLOAT16
@@ -22,30 +22,16 @@ HALF = TensorProto.FLOAT16
 
 def branches() -> onnx.ModelProto:
     """Float16 branches with operators that ONNX Runtime computes in float32, as those around them."""
-
-    def branch(op: str) -> onnx.GraphProto:
-        nodes = [helper.make_node(op, ["a"], ["r"], op)]
-        return helper.make_graph(nodes, op, [], [value("r", [2, 3], HALF)])
-
-    stored = numpy_helper.from_array(np.float16(1), "limit")
-    return model(
-        [
-            helper.make_node("Relu", ["x"], ["a"], "relu"),
-            helper.make_node("ReduceMax", ["a"], ["m"], "max", keepdims=0),
-            helper.make_node("Greater", ["m", "limit"], ["c"], "greater"),
-            helper.make_node(
-                "If",
-                ["c"],
-                ["i"],
-                "if",
-                then_branch=branch("Sigmoid"),
-                else_branch=branch("Softplus"),
-            ),
-            helper.make_node("Mul", ["i", "a"], ["y"], "mul"),
-        ],
-        [value("x", [2, 3], HALF)],
-        [value("y", [2, 3], HALF)],
-        [stored],
+    return parsed(
+        """(float16[2, 3] x) => (float16[2, 3] y) {
+            [relu] a = Relu (x)
+            [max] m = ReduceMax <keepdims = 0> (a)
+            [greater] c = Greater (m, limit)
+            [if] i = If (c) <
+                then_branch = one () => (float16[2, 3] r) { [Sigmoid] r = Sigmoid (a) },
+                else_branch = other () => (float16[2, 3] r) { [Softplus] r = Softplus (a) }>
+            [mul] y = Mul (i, a) }""",
+        limit=np.float16(1),
     )
 
 
@@ -71,22 +57,19 @@ def test_an_optimized_float16_model_can_be_optimized_again(tmp_path: Path, scale
 
 def half_network() -> onnx.ModelProto:
     """Float16 with operators for which the CPU has no kernel, but that have a function's body."""
-    rng = np.random.default_rng(0)
-    weights = numpy_helper.from_array(rng.normal(size=(8, 8)).astype(np.float16), "w")
-    scale = numpy_helper.from_array(np.ones(8, np.float16), "scale")
-    operators = ("Identity", "Softmax", "HardSwish", "LogSoftmax")
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["product"], "product"),
-        helper.make_node("Identity", ["product"], ["same"], "same"),
-        helper.make_node("LayerNormalization", ["same", "scale"], ["v0"], "norm", axis=-1),
-        *(
-            helper.make_node(op, [f"v{index}"], [f"v{index + 1}"], f"{op}{index}")
-            for index, op in enumerate(operators)
-        ),
-        helper.make_node("Add", [f"v{len(operators)}", "product"], ["y"], "add"),
-    ]
-    shape = [2, 8]
-    return model(nodes, [value("x", shape, HALF)], [value("y", shape, HALF)], [weights, scale])
+    return parsed(
+        """(float16[2, 8] x) => (float16[2, 8] y) {
+            [product] product = MatMul (x, w)
+            [same] same = Identity (product)
+            [norm] v0 = LayerNormalization <axis = -1> (same, scale)
+            [Identity0] v1 = Identity (v0)
+            [Softmax1] v2 = Softmax (v1)
+            [HardSwish2] v3 = HardSwish (v2)
+            [LogSoftmax3] v4 = LogSoftmax (v3)
+            [add] y = Add (v4, product) }""",
+        w=np.random.default_rng(0).normal(size=(8, 8)).astype(np.float16),
+        scale=np.ones(8, np.float16),
+    )
 
 
 @pytest.mark.parametrize("with_data", [False, True])
@@ -118,24 +101,17 @@ def test_an_optimized_graph_has_casts_only_for_an_ep_without_float16(
 
 
 def test_external_weights_of_bodies_open_from_hard_links(tmp_path: Path) -> None:
-    def branch(name: str, factor: float) -> onnx.GraphProto:
-        weights = numpy_helper.from_array(np.full((2, 300), factor, np.float32), f"{name}_weights")
-        nodes = [helper.make_node("Mul", ["x", f"{name}_weights"], [name])]
-        return helper.make_graph(nodes, name, [], [value(name, [2, 300])], [weights])
-
-    nodes = [
-        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
-        helper.make_node("Greater", ["most", "limit"], ["condition"]),
-        helper.make_node(
-            "If",
-            ["condition"],
-            ["y"],
-            then_branch=branch("then", 2),
-            else_branch=branch("else", 3),
-        ),
-    ]
-    limit = numpy_helper.from_array(np.float32(1), "limit")
-    source = model(nodes, [value("x", [2, 300])], [value("y", [2, 300])], [limit])
+    source = parsed(
+        """(float[2, 300] x) => (float[2, 300] y) <float limit = {1}> {
+            most = ReduceMax <keepdims = 0> (x)
+            condition = Greater (most, limit)
+            y = If (condition) <then_branch = one () => (float[2, 300] t) { t = Mul (x, w) },
+                                else_branch = other () => (float[2, 300] e) { e = Mul (x, w) }> }""",
+        check=False,
+    )
+    for attribute, factor in zip(source.graph.node[-1].attribute, (2, 3), strict=True):
+        weights = numpy_helper.from_array(np.full((2, 300), factor, np.float32), "w")
+        attribute.g.initializer.append(weights)
     result = tmp_path / "result.onnx"
     spec = target("cpu")
     settings = dataclasses.replace(spec.settings, external_initializers=True)

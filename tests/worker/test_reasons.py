@@ -14,7 +14,7 @@ from hatch_epcontext.worker import reasons
 from hatch_epcontext.worker.reasons import ask, explained, refused_nodes
 from hatch_epcontext.worker.results import NodeFacts
 from tests.conftest import needs_qnn
-from tests.models import interrupted, network, parsed, save, value
+from tests.models import interrupted, network, save, value
 from tests.worker.actions.test_compile import X_ELITE, target
 
 
@@ -91,6 +91,7 @@ def test_the_ep_is_asked_without_compiling_or_printing(
     assert ask(path, target("qnn", X_ELITE)) == {"hardmax": "the EP does not have this operator"}
     assert "LogNodeSupport" not in "".join(capfd.readouterr())
     refused = refused_nodes(path, target("qnn", X_ELITE))
+    assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]
     assert refused.text == "It refuses Hardmax (the EP does not have this operator)."
 
 
@@ -98,17 +99,6 @@ def test_the_ep_is_asked_without_compiling_or_printing(
 def test_an_ep_that_refuses_nothing_gives_no_reasons(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "a.onnx")
     assert refused_nodes(path, target("qnn", X_ELITE)).text == ""
-
-
-@needs_qnn
-def test_a_refused_node_has_a_reason(tmp_path: Path) -> None:
-    path = save(
-        parsed("(float[2, 4] x) => (float[2, 4] y) { r = Relu (x) [hard] y = Hardmax (r) }"),
-        tmp_path / "a.onnx",
-    )
-    refused = refused_nodes(path, target("qnn", X_ELITE))
-    assert refused.text == "It refuses Hardmax (the EP does not have this operator)."
-    assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]
 
 
 def test_an_ep_that_logs_no_reasons_is_not_asked(

@@ -13,7 +13,7 @@ import pytest
 from onnx import helper
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, InspectionError, Kind
+from hatch_epcontext.errors import BuildError, InspectionError, Kind, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.providers import HEADER, PROVIDERS
 from hatch_epcontext.tools.inspecting import inspect_model, verify_model
@@ -47,10 +47,18 @@ def engine_of(made: onnx.ModelProto, tmp_path: Path, to: Target) -> bytes:
     return (tmp_path / "a_ctx.engine").read_bytes()
 
 
+def refusal(made: onnx.ModelProto, tmp_path: Path, to: Target) -> Problem:
+    """The only problem of compiling ``made``."""
+    with pytest.raises(BuildError) as raised:
+        engine_of(made, tmp_path, to)
+    (problem,) = raised.value.problems
+    return problem
+
+
 def test_an_engine_for_several_gpus_is_beside_the_context_model(tmp_path: Path) -> None:
     source = network(1)
     helper.set_model_props(source, {"sample_rate": "22050"})
-    path = save(source, tmp_path / "models" / "a.onnx")
+    path = save_with_data(source, tmp_path / "models" / "a.onnx")
     reply, folder = compiled(path, rtx(), tmp_path)
     (context,) = reply.contexts
     assert sorted(file.name for file in folder.iterdir()) == ["a_ctx.engine", "a_ctx.onnx"]
@@ -91,18 +99,10 @@ def test_without_capabilities_nvidia_chooses_the_gpus(tmp_path: Path) -> None:
     assert found["compute capability"] == "8.0, 8.6, 8.9, 12.0, 12.1"
 
 
-def test_weights_may_be_in_external_data(tmp_path: Path) -> None:
-    path = save_with_data(network(1), tmp_path / "models" / "a.onnx")
-    _, folder = compiled(path, rtx(("8.9",)), tmp_path)
-    assert sorted(file.name for file in folder.iterdir()) == ["a_ctx.engine", "a_ctx.onnx"]
-
-
 def test_profiles_have_the_shapes_of_open_inputs(tmp_path: Path) -> None:
     open_ = network()
     to = rtx(("8.9",))
-    with pytest.raises(BuildError) as raised:
-        engine_of(open_, tmp_path, to)
-    (problem,) = raised.value.problems
+    problem = refusal(open_, tmp_path, to)
     assert problem.kind is Kind.OPEN_DIMENSION
     assert "'x'" in problem.message
     assert [each.key.parts[-2:] for each in problem.settings] == [("dims", "batch")]
@@ -120,9 +120,7 @@ def test_profiles_have_the_shapes_of_open_inputs(tmp_path: Path) -> None:
 
 def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
     made = parsed("(float[3, 3] x) => (float y) { [first] a = Relu (x) [second] y = Det (a) }")
-    with pytest.raises(BuildError) as raised:
-        engine_of(made, tmp_path, rtx())
-    (problem,) = raised.value.problems
+    problem = refusal(made, tmp_path, rtx())
     assert problem.kind is Kind.COMPILE_FAILED
     assert "'second' (Det)" in problem.message
     assert "first" not in problem.message
@@ -138,9 +136,7 @@ def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
 
 def test_a_type_that_the_library_changes_is_refused(tmp_path: Path) -> None:
     made = parsed("(float[3, 3] x) => (double[3, 3] y) { y = Cast <to = 11> (x) }")
-    with pytest.raises(BuildError) as raised:
-        engine_of(made, tmp_path, rtx())
-    (problem,) = raised.value.problems
+    problem = refusal(made, tmp_path, rtx())
     assert problem.kind is Kind.COMPILE_FAILED
     assert "'y'" in problem.message
 
@@ -186,9 +182,7 @@ def test_what_a_gpu_does_not_have_is_refused_with_the_librarys_reason(tmp_path: 
 @pytest.mark.parametrize("size", ["1", str(2**64 - 1)])
 def test_a_limit_that_fits_no_engine_is_named(tmp_path: Path, size: str) -> None:
     to = rtx(("8.9",), {"nv_max_workspace_size": size})
-    with pytest.raises(BuildError) as raised:
-        engine_of(network(1), tmp_path, to)
-    (problem,) = raised.value.problems
+    problem = refusal(network(1), tmp_path, to)
     assert problem.kind is Kind.COMPILE_FAILED
     assert "nv_max_workspace_size" in str(problem.hint)
 
@@ -198,9 +192,7 @@ def test_an_engine_that_no_onnx_file_can_hold_is_not_embedded(
 ) -> None:
     monkeypatch.setattr(rtx_library, "PROTOBUF_LIMIT", rtx_library._MAX_REST + 1000)
     assert engine_of(network(1), tmp_path, rtx())
-    with pytest.raises(BuildError) as raised:
-        engine_of(network(1), tmp_path, rtx(embed=True))
-    (problem,) = raised.value.problems
+    problem = refusal(network(1), tmp_path, rtx(embed=True))
     assert problem.kind is Kind.TOO_LARGE
     assert [(each.key.parts[-1], each.value) for each in problem.settings] == [("embed", False)]
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto, helper
 
@@ -16,7 +15,7 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import Profile
 from hatch_epcontext.worker.actions.check import check_fixed, handle
 from hatch_epcontext.worker.requests import CheckRequest
-from tests.models import model, network, of_any_rank, parsed, save, save_with_data, value
+from tests.models import network, of_any_rank, parsed, save, save_with_data, value
 from tests.worker.actions.test_compile import MODEL, target
 
 QNN = target("qnn")
@@ -27,18 +26,23 @@ def request_for(path: Path, *targets: Target, **settings: Any) -> CheckRequest:
     return CheckRequest((Model("a", path, MODEL, targets=targets, **settings),))
 
 
-def test_the_reply_has_the_fixed_inputs_and_the_external_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({"dims": {"batch": 2}}, 2),
+        # Open dimensions are for EPs that take them.
+        ({}, "batch"),
+        ({"dims": {"batch": 2}, "static_shapes": False}, "batch"),
+    ],
+)
+def test_the_reply_has_the_inputs_and_the_external_data(
+    tmp_path: Path, settings: dict[str, Any], first: int | str
+) -> None:
     path = save_with_data(network(), tmp_path / "a.onnx")
-    (facts,) = handle(request_for(path, QNN, dims={"batch": 2})).models
-    assert facts.inputs[0].shape == (2, 1, 8, 8)
-    assert facts.outputs[0].shape == (2, 10)
+    (facts,) = handle(request_for(path, **settings)).models
+    assert facts.inputs[0].shape == (first, 1, 8, 8)
+    assert facts.outputs[0].shape == (first, 10)
     assert facts.external_data == ("network.data",)
-
-
-def test_open_dimensions_are_allowed_for_eps_that_take_them(tmp_path: Path) -> None:
-    path = save(network(), tmp_path / "a.onnx")
-    (facts,) = handle(request_for(path)).models
-    assert facts.inputs[0].shape == ("batch", 1, 8, 8)
 
 
 @pytest.mark.parametrize("type_", ["COMPLEX64", "FLOAT6E3M2"])
@@ -60,29 +64,29 @@ def test_a_type_that_onnx_runtime_lacks_is_named(tmp_path: Path, type_: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("batch", "setting"),
+    ("batch", "listed", "setting"),
     [
-        ("batch", "tool.epcontext.models[0].dims = { batch = 1 }"),
-        (None, "tool.epcontext.models[0].shapes = { x = [1, 1, 8, 8] }"),
+        ("batch", None, "dims = { batch = 1 }"),
+        (None, None, "shapes = { x = [1, 1, 8, 8] }"),
+        ("batch", Listed("dims", 1), "dims[1] = { batch = 1 }"),
     ],
 )
 def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
-    tmp_path: Path, batch: str | None, setting: str
+    tmp_path: Path, batch: str | None, listed: Listed | None, setting: str
 ) -> None:
     path = save(network(batch), tmp_path / "a.onnx")
     with pytest.raises(ModelError) as raised:
-        handle(request_for(path, QNN))
+        handle(request_for(path, QNN, listed=listed))
     (problem,) = raised.value.problems
     assert "the input 'x' has an open dimension" in problem.message
     assert "QNNExecutionProvider compiles only fixed shapes" in problem.message
     assert problem.kind is Kind.OPEN_DIMENSION
-    assert [str(each) for each in problem.settings] == [setting]
+    assert [str(each) for each in problem.settings] == [f"tool.epcontext.models[0].{setting}"]
 
 
 def test_an_output_that_is_listed_twice_is_for_models_that_stay_graphs(tmp_path: Path) -> None:
-    node = helper.make_node("Relu", ["x"], ["y"])
-    ends = [value(name, [1]) for name in ("y", "x", "y")]
-    path = save(model([node], [value("x", [1])], ends), tmp_path / "a.onnx")
+    text = "(float[1] x) => (float[1] y, float[1] x, float[1] y) { y = Relu (x) }"
+    path = save(parsed(text), tmp_path / "a.onnx")
     (facts,) = handle(request_for(path, target("cpu"))).models
     assert [each.name for each in facts.outputs] == ["y", "x", "y"]
     with pytest.raises(ModelError, match="lists the output 'y' more than once") as raised:
@@ -122,13 +126,6 @@ def test_inputs_with_the_same_open_dimension_are_one_problem() -> None:
     assert ("'z'" in one.message, "'z'" in two.message) == (False, True)
 
 
-def test_open_shapes_stay_open_in_the_facts(tmp_path: Path) -> None:
-    path = save(network(), tmp_path / "a.onnx")
-    (facts,) = handle(request_for(path, dims={"batch": 2}, static_shapes=False)).models
-    assert facts.inputs[0].shape == ("batch", 1, 8, 8)
-    assert facts.outputs[0].shape == ("batch", 10)
-
-
 @pytest.mark.parametrize("static_shapes", [True, False])
 @pytest.mark.parametrize(
     ("dims", "settings"),
@@ -154,16 +151,6 @@ def test_a_dimension_that_is_left_open_for_an_ep_of_fixed_shapes_is_an_error(
     assert [str(each).removeprefix("tool.epcontext.") for each in problem.settings] == settings
     save(network(1), path)
     handle(request_for(path, left_open, static_shapes=static_shapes))
-
-
-def test_a_shape_of_a_list_that_leaves_a_dimension_open_is_named(tmp_path: Path) -> None:
-    path = save(network(), tmp_path / "a.onnx")
-    with pytest.raises(ModelError) as raised:
-        handle(request_for(path, QNN, listed=Listed("dims", 1)))
-    (problem,) = raised.value.problems
-    assert [str(each) for each in problem.settings] == [
-        "tool.epcontext.models[0].dims[1] = { batch = 1 }"
-    ]
 
 
 def test_a_problem_of_all_shapes_of_a_model_is_reported_once(tmp_path: Path) -> None:
@@ -248,51 +235,25 @@ def test_inputs_of_fixed_shapes_need_no_profile(tmp_path: Path) -> None:
     assert not profile_problems(save(network(1), tmp_path / "a.onnx"), {})
 
 
-SEQUENCE = onnx.helper.make_sequence_type_proto(
-    onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None)
-)
-
-
 @pytest.mark.parametrize(
     ("tail", "kept"),
     [
-        ([("ZipMap", "ai.onnx.ml", ["p"])], ["p", "l"]),
-        ([("SplitToSequence", "", ["p"])], ["p", "l"]),
-        ([("SequenceConstruct", "", ["p", "x", "p"])], ["p", "l"]),
-        ([("SequenceConstruct", "", ["p"]), ("SequenceInsert", "", ["s0", "x"])], ["p", "l"]),
-        ([("Loop", "", ["p"])], ["l"]),
+        ("s = ai.onnx.ml.ZipMap (p)", ["p", "l"]),
+        ("s = SplitToSequence (p)", ["p", "l"]),
+        ("s = SequenceConstruct (p, x, p)", ["p", "l"]),
+        ("q = SequenceConstruct (p) s = SequenceInsert (q, x)", ["p", "l"]),
+        ("s = Loop (p)", ["l"]),
         # A sequence that another node makes is no tensor to keep.
-        (
-            [
-                ("SplitToSequence", "", ["p"]),
-                ("Identity", "", ["s0"]),
-                ("SequenceInsert", "", ["s1", "x"]),
-            ],
-            [],
-        ),
+        ("q = SplitToSequence (p) r = Identity (q) s = SequenceInsert (r, x)", []),
     ],
-    ids=lambda value: value[-1][0] if value and isinstance(value[0], tuple) else None,
 )
 def test_an_output_that_is_no_tensor_is_an_error_with_the_tensors_to_keep(
-    tmp_path: Path, tail: list[tuple[str, str, list[str]]], kept: list[str]
+    tmp_path: Path, tail: str, kept: list[str]
 ) -> None:
-    nodes = [
-        onnx.helper.make_node("MatMul", ["x", "x"], ["l"]),
-        onnx.helper.make_node("Softmax", ["l"], ["p"]),
-        *(
-            onnx.helper.make_node(operator, inputs, [f"s{index}"], domain=domain)
-            for index, (operator, domain, inputs) in enumerate(tail)
-        ),
-    ]
-    outputs = [
-        onnx.helper.make_value_info(f"s{len(tail) - 1}", SEQUENCE),
-        value("l", [2, 2]),
-    ]
-    made = onnx.helper.make_model(
-        onnx.helper.make_graph(nodes, "graph", [value("x", [2, 2])], outputs)
-    )
+    text = f"""(float[2, 2] x) => (seq(float[]) s, float[2, 2] l)
+    {{ l = MatMul (x, x) p = Softmax (l) {tail} }}"""
     with pytest.raises(ModelError) as raised:
-        handle(request_for(save(made, tmp_path / "a.onnx")))
+        handle(request_for(save(parsed(text, check=False), tmp_path / "a.onnx")))
     (problem,) = raised.value.problems
     assert problem.kind is Kind.UNSUPPORTED_OUTPUT
     expected = (Setting(MODEL / "cut", {"outputs": kept}),) if kept else ()

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Setting
@@ -30,14 +30,12 @@ from hatch_epcontext.worker.session import context_options, cpu_options, open_se
 from tests.conftest import needs_qnn, newer_runtime
 from tests.graph.test_bodies import OPERATORS, PLACES, feeds_of, with_body
 from tests.models import (
-    choosing_nothing,
     half_for_the_cpu,
     interrupted,
     network,
     parsed,
     save,
     save_with_data,
-    value,
 )
 
 X_ELITE = {"soc_model": "60", "htp_arch": "73"}
@@ -125,60 +123,50 @@ def test_a_context_is_compiled_for_a_chip_that_the_machine_does_not_have(tmp_pat
 
 
 @needs_qnn
-def test_an_embedded_context_is_one_file(tmp_path: Path) -> None:
-    path = save(network(1), tmp_path / "a.onnx")
-    _, folder = compiled(path, target("qnn", X_ELITE, embed=True), tmp_path)
-    assert [file.name for file in folder.iterdir()] == ["a_ctx.onnx"]
-
-
-@needs_qnn
-def test_uncovered_nodes_are_named_with_a_reason(tmp_path: Path) -> None:
-    path = save(half_for_the_cpu(), tmp_path / "a.onnx")
-    reply, _ = compiled(path, target("qnn", X_ELITE), tmp_path)
+@pytest.mark.parametrize(
+    ("made", "counts", "op", "reason"),
+    [
+        (
+            half_for_the_cpu(),
+            (3, 2, 1),
+            "NonZero",
+            "the shape of its output 'y' depends on the data",
+        ),
+        (interrupted(), (5, 4, 2), "Hardmax", "the EP does not have this operator"),
+    ],
+    ids=["where", "hardmax"],
+)
+def test_uncovered_nodes_are_named_with_a_reason(
+    tmp_path: Path, made: onnx.ModelProto, counts: tuple[int, int, int], op: str, reason: str
+) -> None:
+    reply, _ = compiled(save(made, tmp_path / "a.onnx"), target("qnn", X_ELITE), tmp_path)
     coverage = reply.contexts[0].coverage
     assert coverage is not None
-    assert (coverage.nodes, coverage.compiled, coverage.partitions) == (3, 2, 1)
-    (node,) = coverage.uncovered
-    assert (node.name, node.op) == ("where", "NonZero")
-    assert node.reason == "the shape of its output 'y' depends on the data"
+    assert (coverage.nodes, coverage.compiled, coverage.partitions) == counts
+    assert [(node.op, node.reason) for node in coverage.uncovered] == [(op, reason)]
 
 
 @needs_qnn
-def test_a_context_of_a_source_with_external_data_needs_no_external_data(tmp_path: Path) -> None:
-    path = save_with_data(network(1), tmp_path / "models" / "a.onnx")
-    _, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
-    assert sorted(file.name for file in folder.iterdir()) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
-
-
-@needs_qnn
-def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
-    only = parsed("(float[2, 2] x) => (int64[2, ?] y) { y = NonZero (x) }")
-    path = save(only, tmp_path / "a.onnx")
-    with pytest.raises(
-        BuildError, match="QNNExecutionProvider compiled no node of the model"
-    ) as it:
-        compiled(path, target("qnn", X_ELITE), tmp_path)
-    assert it.value.problems[0].kind is Kind.NOTHING_COMPILED
-
-
-@needs_qnn
-def test_a_model_that_depends_on_no_input_has_nothing_to_compile(tmp_path: Path) -> None:
-    made = parsed("() => (float[2, 3] y) { y = MatMul (one, other) }", one=(2, 4), other=(4, 3))
-    path = save(made, tmp_path / "a.onnx")
-    with pytest.raises(BuildError, match="None of them depends on an input") as it:
-        compiled(path, target("qnn", X_ELITE), tmp_path)
-    assert it.value.problems[0].kind is Kind.NOTHING_COMPILED
-
-
-@needs_qnn
-def test_what_the_ep_says_of_its_nodes_stands_in_place_of_a_guess_about_the_chip(
-    tmp_path: Path,
+@pytest.mark.parametrize("from_memory", [False, True])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("(float[2, 2] x) => (int64[2, ?] y) { y = NonZero (x) }", "QNN.* compiled no node of the"),
+        ("() => (float[2, 3] y) { y = MatMul (one, other) }", "None of them depends on an input"),
+        # What the EP says of its nodes stands in place of a guess about the chip.
+        ("(float[1, 4] x) => (float[1, 4] y) { y = Hardmax (x) }", r"It refuses Hardmax \("),
+    ],
+)
+def test_nothing_compiled_is_an_error(
+    tmp_path: Path, text: str, message: str, from_memory: bool
 ) -> None:
-    only = parsed("(float[1, 4] x) => (float[1, 4] y) { [hardmax] y = Hardmax (x) }")
-    path = save(only, tmp_path / "a.onnx")
-    with pytest.raises(BuildError, match=r"It refuses Hardmax \(") as raised:
-        compiled(path, target("qnn", X_ELITE), tmp_path)
-    assert "chip" not in raised.value.problems[0].advice()
+    path = save(parsed(text, one=(2, 4), other=(4, 3)), tmp_path / "a.onnx")
+    to = target("qnn", X_ELITE, embed=from_memory, from_memory=from_memory)
+    with pytest.raises(BuildError, match=message) as raised:
+        compiled(path, to, tmp_path)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.NOTHING_COMPILED
+    assert "chip" not in problem.advice() or "Hardmax" not in text
 
 
 @needs_qnn
@@ -227,62 +215,52 @@ def test_compilation_from_memory_gives_one_file_and_the_same_context(
     assert reply.contexts == by_file.contexts
 
 
-@needs_qnn
-def test_nothing_compiled_from_memory_is_an_error(tmp_path: Path) -> None:
-    path = save(choosing_nothing(), tmp_path / "a.onnx")
-    to = target("qnn", X_ELITE, embed=True, from_memory=True)
-    with pytest.raises(BuildError, match="QNNExecutionProvider compiled no node of the model"):
-        compiled(path, to, tmp_path)
+def choosing(dtype: str) -> onnx.GraphProto:
+    """An ``If`` whose branch ``x`` chooses."""
+    nodes = "c = Cast <to = 9> (x) [choice] y = If (c)"
+    return parsed(f"({dtype} x) => (float y) {{ {nodes} }}", check=False).graph
 
 
-@pytest.mark.parametrize("dtype", [TensorProto.BOOL, TensorProto.FLOAT])
-def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model(dtype: int) -> None:
-    nodes = [
-        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.BOOL),
-        helper.make_node("If", ["c"], ["y"]),
-    ]
-    branches = helper.make_graph(nodes, "graph", [value("x", [], dtype)], [value("y", [])])
-    error = RuntimeError("Unable to compile any nodes")
+FROZEN = Setting(MODEL / "constants" / "x")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "key", "settings"),
     # Data cannot be frozen.
-    frozen = (Setting(MODEL / "constants" / "x"),) if dtype == TensorProto.BOOL else ()
-    for key, settings in ((MODEL, frozen), (None, ())):
-        with (
-            pytest.raises(BuildError, match="It has If, which few EPs compile") as raised,
-            explained(PROVIDERS["qnn"], lambda: branches, key),
-        ):
-            raise error
-        assert raised.value.problems[0].settings == settings
+    [("bool", MODEL, (FROZEN,)), ("float", MODEL, ()), ("bool", None, ())],
+)
+def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model(
+    dtype: str, key: Key | None, settings: tuple[Setting, ...]
+) -> None:
+    with (
+        pytest.raises(BuildError, match="It has If, which few EPs compile") as raised,
+        explained(PROVIDERS["qnn"], lambda: choosing(dtype), key),
+    ):
+        raise RuntimeError("Unable to compile any nodes")
+    assert raised.value.problems[0].settings == settings
 
 
 @needs_qnn
-def test_a_failure_of_the_compiler_names_what_the_ep_refuses(tmp_path: Path) -> None:
-    made = parsed("""(float[2, 3] x) => (double[2, 3] y) {
-            [relu] r = Relu (x)
-            [cast] d = Cast <to = 11> (r)
-            [exp] y = Exp (d) }""")
-    path = save(made, tmp_path / "a.onnx")
+@pytest.mark.parametrize(
+    ("nodes", "setting"),
+    [
+        ("[relu] t = Relu (x)", Setting(MODEL / "cut")),
+        (
+            "[relu] r = Relu (x) [sigmoid] s = Sigmoid (r) [tanh] t = Tanh (s)",
+            Setting(MODEL / "cut", {"outputs": ["t"]}),
+        ),
+    ],
+)
+def test_a_failure_of_the_compiler_names_what_the_ep_refuses_and_a_cut_before_it(
+    tmp_path: Path, nodes: str, setting: Setting
+) -> None:
+    ending = "[cast] d = Cast <to = 11> (t) [exp] y = Exp (d)"
+    text = f"(float[2, 3] x) => (double[2, 3] y) {{ {nodes} {ending} }}"
+    path, to = save(parsed(text), tmp_path / "a.onnx"), target("qnn", X_ELITE)
     wanted = r"failed: .*\. It refuses Cast and Exp \(.* float64\)\."
     with pytest.raises(BuildError, match=wanted) as raised:
-        compile_context(
-            path, tmp_path / "b.onnx", target("qnn", X_ELITE), model=Model("a", path, MODEL)
-        )
-    assert raised.value.problems[0].settings == (Setting(MODEL / "cut"),)
-
-
-@needs_qnn
-def test_a_cut_before_a_type_that_the_ep_lacks_is_named(tmp_path: Path) -> None:
-    made = parsed("""(float[2, 3] x) => (double[2, 3] y) {
-            [relu] r = Relu (x)
-            [sigmoid] s = Sigmoid (r)
-            [tanh] t = Tanh (s)
-            [cast] d = Cast <to = 11> (t)
-            [exp] y = Exp (d) }""")
-    path = save(made, tmp_path / "a.onnx")
-    with pytest.raises(BuildError) as raised:
-        compile_context(
-            path, tmp_path / "b.onnx", target("qnn", X_ELITE), model=Model("a", path, MODEL)
-        )
-    assert raised.value.problems[0].settings == (Setting(MODEL / "cut", {"outputs": ["t"]}),)
+        compile_context(path, tmp_path / "b.onnx", to, model=Model("a", path, MODEL))
+    assert raised.value.problems[0].settings == (setting,)
 
 
 def test_types_that_do_not_fit_are_explained_with_the_input_that_chooses_the_branch() -> None:
@@ -290,45 +268,33 @@ def test_types_that_do_not_fit_are_explained_with_the_input_that_chooses_the_bra
         "[ONNXRuntimeError] : 1 : FAIL : Node (If_0) Op (If) [TypeInferenceError] Graph inferencing "
         "failed: Node (lstm) Op (LSTM) [ShapeInferenceError] First input tensor must have rank 3"
     )
-    nodes = [
-        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.BOOL),
-        helper.make_node("If", ["c"], ["y"]),
-    ]
-    graph = helper.make_graph(nodes, "graph", [value("x", [], TensorProto.INT64)], [value("y", [])])
     with (
         pytest.raises(
             BuildError, match=r"'If_0' \(If\) do not fit each other: .* rank 3\."
         ) as raised,
-        explained(PROVIDERS["qnn"], lambda: graph, MODEL),
+        explained(PROVIDERS["qnn"], lambda: choosing("int64"), MODEL),
     ):
         raise error
-    assert raised.value.problems[0].settings == (Setting(MODEL / "constants" / "x"),)
+    assert raised.value.problems[0].settings == (FROZEN,)
 
 
-@pytest.mark.parametrize("dtype", [TensorProto.INT64, TensorProto.FLOAT])
+# Data cannot be frozen.
+@pytest.mark.parametrize(("dtype", "decides"), [("int64", True), ("float", False)])
 def test_a_node_that_an_ep_cannot_convert_is_named_with_the_input_that_chooses_the_branch(
-    dtype: int,
+    dtype: str, decides: bool
 ) -> None:
     error = RuntimeError(
         "-- Conv-11 with a message:\nWhile validating ONNX node '<Node(Conv): then/y>': Check 'false' failed "
         "at a.cpp:38:\nThe rank has to be known\n\nSummary:"
     )
-    nodes = [
-        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.BOOL),
-        helper.make_node("If", ["c"], ["y"], "choice"),
-    ]
-    graph = helper.make_graph(nodes, "graph", [value("x", [], dtype)], [value("y", [])])
     with (
         pytest.raises(BuildError, match=r"cannot convert the node Conv") as raised,
-        explained(PROVIDERS["openvino"], lambda: graph, MODEL),
+        explained(PROVIDERS["openvino"], lambda: choosing(dtype), MODEL),
     ):
         raise error
     (problem,) = raised.value.problems
-    # Data cannot be frozen.
-    decides = dtype == TensorProto.INT64
     assert ("branch of the If 'choice'" in (problem.hint or "")) is decides
-    frozen = (Setting(MODEL / "constants" / "x"),) if decides else ()
-    assert problem.settings == (*frozen, Setting(MODEL / "cut"))
+    assert problem.settings == (*((FROZEN,) if decides else ()), Setting(MODEL / "cut"))
 
 
 @pytest.mark.parametrize(
@@ -384,17 +350,6 @@ def test_bodies_on_the_cpu_keep_their_weights(
     )
     # QNN compiles an If that has all its weights, and its Tanh is inexact.
     assert np.allclose(found, expected, rtol=0.02)
-
-
-@needs_qnn
-def test_the_reason_of_an_uncovered_node_is_the_ep_s_own(tmp_path: Path) -> None:
-    path = save(interrupted(), tmp_path / "a.onnx")
-    reply, _ = compiled(path, target("qnn", X_ELITE), tmp_path)
-    coverage = reply.contexts[0].coverage
-    assert coverage is not None
-    assert [(node.op, node.reason) for node in coverage.uncovered] == [
-        ("Hardmax", "the EP does not have this operator")
-    ]
 
 
 @pytest.mark.parametrize(

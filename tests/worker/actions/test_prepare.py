@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnxslim
 import pytest
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, ModelError
@@ -18,15 +18,11 @@ from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
 from hatch_epcontext.worker.results import SIMPLIFIERS, Simplifier
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
-    initializer_among_the_inputs,
-    model,
     network,
     parsed,
     save,
     save_with_data,
     shapes,
-    value,
-    weights,
 )
 
 
@@ -124,30 +120,19 @@ def test_the_simplifier_removes_a_constant_condition(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("simplifier", SIMPLIFIERS)
-def test_a_model_with_initializers_among_the_inputs_is_prepared(
-    tmp_path: Path, simplifier: Simplifier
-) -> None:
-    made = initializer_among_the_inputs()
-    assert run(save(made, tmp_path / "a.onnx"), tmp_path, simplifier).nodes == 1
-
-
-@pytest.mark.parametrize("simplifier", SIMPLIFIERS)
 @pytest.mark.parametrize("ir_version", [3, 8])
 def test_initializers_among_the_inputs_are_constants(
     tmp_path: Path, simplifier: Simplifier, ir_version: int
 ) -> None:
-    stored = [weights("w", 4, 3, 3, 3), *(weights(name, 4) for name in ("scale", "bias", "mean"))]
-    stored.append(numpy_helper.from_array(np.ones(4, np.float32), "var"))
-    made = model(
-        [
-            helper.make_node("Conv", ["x", "w"], ["c"]),
-            helper.make_node("BatchNormalization", ["c", "scale", "bias", "mean", "var"], ["n"]),
-            helper.make_node("Relu", ["n"], ["y"]),
-        ],
-        [value("x", [1, 3, 8, 8]), *(value(each.name, list(each.dims)) for each in stored)],
-        [value("y", [1, 4, 6, 6])],
-        stored,
-        ir_version,
+    stored: dict[str, Any] = {"w": (4, 3, 3, 3), **dict.fromkeys(("scale", "bias", "mean"), (4,))}
+    made = parsed(
+        """(float[1, 3, 8, 8] x, float[4, 3, 3, 3] w, float[4] scale, float[4] bias, float[4] mean,
+        float[4] var) => (float[1, 4, 6, 6] y) <float[4] var = {1, 1, 1, 1}> {
+            c = Conv (x, w)
+            n = BatchNormalization (c, scale, bias, mean, var)
+            y = Relu (n) }""",
+        ir_version=ir_version,
+        **stored,
     )
     source = save(made, tmp_path / "a.onnx")
     before = source.read_bytes()

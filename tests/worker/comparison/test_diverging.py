@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.runs import ReferenceRun
-from tests.models import model, value
+from tests.models import parsed
 
 NODES = ("scaled", "moved", "y")
 
@@ -20,14 +19,13 @@ NODES = ("scaled", "moved", "y")
 def save(path: Path, *, scale: float = 2.0, names: tuple[str, ...] = NODES) -> Path:
     """A model that multiplies, adds and limits, with these names of its values."""
     scaled, moved, limited = names
-    nodes = [
-        helper.make_node("Mul", ["x", "scale"], [scaled], name="multiply"),
-        helper.make_node("Add", [scaled, "bias"], [moved], name="add"),
-        helper.make_node("Tanh", [moved], [limited], name="limit"),
-    ]
-    numbers = {"scale": scale, "bias": 0.5}
-    stored = [numpy_helper.from_array(np.float32(each), name) for name, each in numbers.items()]
-    made = model(nodes, [value("x", [1, 8])], [value("y", [1, 8])], stored)
+    made = parsed(
+        f"""(float[1, 8] x) => (float[1, 8] y) <float bias = {{0.5}}> {{
+            [multiply] {scaled} = Mul (x, scale)
+            [add] {moved} = Add ({scaled}, bias)
+            [limit] {limited} = Tanh ({moved}) }}""",
+        scale=np.float32(scale),
+    )
     onnx.save(made, path)
     return path
 

@@ -18,12 +18,9 @@ from tests.models import model, parsed, value
 def chain(*operators: str) -> onnx.ModelProto:
     """``x`` (1 x 4) -> ``operators`` in a row -> ``y``."""
     names = ["x", *(f"v{number}" for number in range(1, len(operators))), "y"]
-    nodes = [
-        helper.make_node(operator, [before], [after])
-        for operator, before, after in zip(operators, names[:-1], names[1:], strict=True)
-    ]
-    graph = helper.make_graph(nodes, "graph", [value("x", [1, 4])], [value("y", None)])
-    return helper.make_model(graph)
+    steps = zip(operators, names, names[1:], strict=False)
+    nodes = " ".join(f"{after} = {operator} ({before})" for operator, before, after in steps)
+    return parsed(f"(float[1, 4] x) => (float[] y) {{ {nodes} }}", check=False)
 
 
 @pytest.mark.parametrize(
@@ -55,21 +52,12 @@ def test_joined_values_have_a_nature_if_all_parts_have_it() -> None:
     assert natures(made.graph) == {"units": "unit", "others": "any"}
 
 
-def test_both_branches_say_the_nature_of_an_if() -> None:
-    def branch(operator: str, name: str) -> onnx.GraphProto:
-        return helper.make_graph(
-            [helper.make_node(operator, ["x"], [name])], name, [], [value(name, None)]
-        )
-
-    def chosen(other: str) -> onnx.GraphProto:
-        node = helper.make_node(
-            "If", ["k"], ["y"], then_branch=branch("Sigmoid", "t"), else_branch=branch(other, "e")
-        )
-        inputs = [value("x", [1, 4]), value("k", [], onnx.TensorProto.BOOL)]
-        return model([node], inputs, [value("y", [1, 4])]).graph
-
-    assert natures(chosen("Tanh")) == {"y": "unit"}
-    assert natures(chosen("Relu")) == {"y": "any"}
+@pytest.mark.parametrize(("other", "nature"), [("Tanh", "unit"), ("Relu", "any")])
+def test_both_branches_say_the_nature_of_an_if(other: str, nature: Nature) -> None:
+    made = parsed(f"""(float[1, 4] x, bool k) => (float[1, 4] y) {{ y = If (k) <
+        then_branch = one () => (float[1, 4] t) {{ t = Sigmoid (x) }},
+        else_branch = two () => (float[1, 4] e) {{ e = {other} (x) }}> }}""")
+    assert natures(made.graph) == {"y": nature}
 
 
 def test_a_quantized_output_has_steps_and_the_nature_of_what_was_quantized() -> None:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind
@@ -23,7 +24,7 @@ from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Facts
 from tests.conftest import newer_runtime
 from tests.graph.test_dequantize import quantized, recurrent
-from tests.models import model, network, save, value, weights
+from tests.models import network, parsed, save
 from tests.worker.actions.test_compile import MODEL
 
 STRICT = Tolerance(snr=50, cosine=0.9999)
@@ -38,14 +39,13 @@ def referred(made: onnx.ModelProto, folder: Path) -> tuple[Model, Path, Path]:
 
 def layers() -> onnx.ModelProto:
     """Matrices with a Relu behind each, as large as it takes for some integers to change."""
-    nodes, last = [], "x"
+    nodes, last = "", "x"
     for index in range(6):
-        product, result = (f"m{index}", f"r{index}") if index < 5 else ("m5", "y")
-        nodes.append(helper.make_node("MatMul", [last, f"w{index}"], [product], f"p{index}"))
-        nodes.append(helper.make_node("Relu", [product], [result]))
-        last = result
-    stored = [weights(f"w{index}", 256, 256) for index in range(6)]
-    return model(nodes, [value("x", [64, 256])], [value("y", [64, 256])], stored)
+        nodes += f"[p{index}] m{index} = MatMul ({last}, w{index}) r{index} = Relu (m{index}) "
+        last = f"r{index}"
+    matrices: dict[str, Any] = {f"w{index}": (256, 256) for index in range(6)}
+    text = f"(float[64, 256] x) => (float[64, 256] y) {{ {nodes} y = Identity (r5) }}"
+    return parsed(text, **matrices)
 
 
 @pytest.mark.parametrize(

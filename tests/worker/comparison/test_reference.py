@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
@@ -26,7 +26,7 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.results import AgreementStatus, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
-from tests.models import model, parsed, save, value
+from tests.models import parsed, save
 from tests.worker.actions.test_compile import MODEL
 from tests.worker.comparison.test_states import lstm
 
@@ -213,16 +213,14 @@ def test_a_reference_that_proves_nothing_is_inconclusive(
 def test_a_sample_in_which_an_output_has_several_values_is_run_on_the_target(
     tmp_path: Path,
 ) -> None:
-    nodes = [helper.make_node("Greater", ["x", "limit"], ["y"])]
-    limit = numpy_helper.from_array(np.linspace(4, 5, 10, dtype=np.float32), "limit")
-    outputs = [value("y", [1, 10], TensorProto.BOOL)]
-    spec, expected = referred(model(nodes, [value("x", [1, 10])], outputs, [limit]), tmp_path)
+    text = "(float[1, 10] x) => (bool[1, 10] y) { y = Greater (x, limit) }"
+    made = parsed(text, limit=np.linspace(4, 5, 10, dtype=np.float32))
+    spec, expected = referred(made, tmp_path)
     assert not expected.facts.inconclusive
     chosen = [each.name for each in expected.runs if each.on_target]
     assert chosen[0] == "random"
     assert len(chosen) == 5
-    nothing = numpy_helper.from_array(np.full(10, 100, np.float32), "limit")
-    wrong = model(nodes, [value("x", [1, 10])], outputs, [nothing])
+    wrong = parsed(text, limit=np.full(10, 100, np.float32))
     assert check(wrong, spec, expected, tmp_path).warnings
 
 
@@ -240,23 +238,13 @@ def test_the_first_sample_is_one_in_which_scores_say_something(tmp_path: Path) -
     assert len(expected.runs) == len({each.name for each in expected.runs})
 
 
-def test_a_text_has_no_score(tmp_path: Path) -> None:
-    _, expected = referred(
-        parsed("""(float[1, 4] x) => (string[1, 4] y) {
+def test_a_text_has_no_score_and_a_shape_needs_no_input(tmp_path: Path) -> None:
+    made = parsed("""(float[1, 4] x) => (string[1, 4] y, int64[2] length) {
             score = Sigmoid (x)
-            y = Cast <to = 8> (score) }"""),
-        tmp_path,
-    )
+            y = Cast <to = 8> (score)
+            length = Shape (x) }""")
+    _, expected = referred(made, tmp_path)
     assert expected.runs[0].name == "random"
-
-
-def test_a_constant_that_no_input_decides_is_compared(tmp_path: Path) -> None:
-    _, expected = referred(
-        parsed("""(float[1, 10] x) => (float[1, 10] y, int64[2] length) {
-            length = Shape (x)
-            y = Relu (x) }"""),
-        tmp_path,
-    )
     assert not expected.facts.inconclusive
 
 

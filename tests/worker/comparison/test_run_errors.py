@@ -6,13 +6,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.worker.comparison.run_errors import source_failed
 from tests.conftest import newer_runtime
-from tests.models import model, parsed, value, weights
+from tests.models import parsed, value
 
 I64 = TensorProto.INT64
 
@@ -82,36 +82,29 @@ def test_a_message_without_a_known_node_is_shown_as_it_is() -> None:
     assert found.message == "the source model itself cannot be run on the CPU: std::bad_alloc"
 
 
-def _reshaping(shape: list[int]) -> list[onnx.NodeProto]:
-    """``x`` (2 x n) in another shape, and a product with ``w`` (4 x 3)."""
-    constant = numpy_helper.from_array(np.array(shape), "shape")
-    return [
-        helper.make_node("Constant", [], ["shape"], value=constant),
-        helper.make_node("Reshape", ["x", "shape"], ["r"], "reshape"),
-        helper.make_node("MatMul", ["r", "w"], ["y"], "product"),
-    ]
+def reshaped(shape: str, first: str = "2") -> onnx.ModelProto:
+    """``x`` (``first`` x n) in another shape, and a product with ``w`` (4 x 3)."""
+    return parsed(
+        f"""(float[{first}, n] x) => (float[?, 3] y) {{
+            shape = Constant <value = int64[2] {{{shape}}}> ()
+            [reshape] r = Reshape (x, shape)
+            [product] y = MatMul (r, w) }}""",
+        w=(4, 3),
+    )
 
 
-@pytest.mark.parametrize(
-    ("nodes", "name"), [(_reshaping([-1, 4]), "reshape"), (_reshaping([2, -1]), "product")]
-)
-def test_sizes_that_do_not_fit_are_to_be_changed_whatever_is_fed(
-    nodes: list[onnx.NodeProto], name: str
-) -> None:
-    made = model(nodes, [value("x", [2, "n"])], [value("y", [None, 3])], [weights("w", 4, 3)])
-    found = problem(made, x=np.ones((2, 3), np.float32))
+@pytest.mark.parametrize(("shape", "name"), [("-1, 4", "reshape"), ("2, -1", "product")])
+def test_sizes_that_do_not_fit_are_to_be_changed_whatever_is_fed(shape: str, name: str) -> None:
+    found = problem(reshaped(shape), x=np.ones((2, 3), np.float32))
     assert f"its node {name!r}" in found.message
     assert "(x: 2 x 2)" in str(found)
     assert [str(each) for each in found.settings] == ["tool.epcontext.models[0].dims"]
 
 
 def test_open_sizes_that_do_not_fit_are_to_be_given() -> None:
-    made = model(
-        _reshaping([-1, 4]), [value("x", ["b", "n"])], [value("y", [None, 3])], [weights("w", 4, 3)]
-    )
     spec = Model("a", Path("a.onnx"), Key(("models", 0)))
     error = RuntimeError("running Reshape node. Name:'reshape' Status Message: no")
-    found = source_failed(spec, made, error)
+    found = source_failed(spec, reshaped("-1, 4", "b"), error)
     assert "the sizes that were chosen for open dimensions (x: b x n) do not fit" in str(found)
     assert [str(each) for each in found.settings] == [
         "tool.epcontext.models[0].dims.b",
@@ -130,23 +123,17 @@ def test_a_node_in_another_memory_layout_is_named() -> None:
     assert [str(each) for each in found.settings] == ["tool.epcontext.models[0].shapes"]
 
 
-@pytest.mark.parametrize("decides", ["NonZero", "If"])
+INNER = "() => (float[2, ?] t) { t = Identity (x) }"
+
+
+@pytest.mark.parametrize(
+    "decides",
+    ["NonZero (x)", f"If (c) <then_branch = one {INNER}, else_branch = other {INNER}>"],
+    ids=["NonZero", "If"],
+)
 def test_where_values_decide_sizes_other_values_may_help(decides: str) -> None:
-    inner = helper.make_graph(
-        [helper.make_node("Identity", ["x"], ["t"])], "then", [], [value("t", [2, None])]
-    )
-    first = (
-        helper.make_node("NonZero", ["x"], ["i"], "nonzero")
-        if decides == "NonZero"
-        else helper.make_node("If", ["c"], ["i"], "if", then_branch=inner, else_branch=inner)
-    )
-    nodes = [
-        first,
-        helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
-        helper.make_node("MatMul", ["f", "w"], ["y"], "product"),
-    ]
-    inputs = [value("x", [2, "n"]), value("c", [], TensorProto.BOOL)]
-    made = model(nodes, inputs, [value("y", [2, 3])], [weights("w", 4, 3)])
+    nodes = f"i = {decides} f = Cast <to = 1> (i) [product] y = MatMul (f, w)"
+    made = parsed(f"(float[2, n] x, bool c) => (float[2, 3] y) {{ {nodes} }}", w=(4, 3))
     spec = Model("a", Path("a.onnx"), Key(("models", 0)), dims={"n": 2})
     error = RuntimeError("running MatMul node. Name:'product' Status Message: no")
     settings = [str(each.key) for each in source_failed(spec, made, error).settings]

@@ -1,19 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key
-from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import compare_outputs
 from hatch_epcontext.worker.comparison.measures import Numbers, compare
@@ -28,10 +27,10 @@ from hatch_epcontext.worker.comparison.selections import (
     selections,
 )
 from hatch_epcontext.worker.comparison.suppression import expose_reads
-from hatch_epcontext.worker.results import differences
+from hatch_epcontext.worker.results import Agreement, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
-from tests.models import model, parsed, value
+from tests.models import parsed, save, value
 
 HALF = Tolerance(20, 0.99, unit=0.1)
 CANDIDATES, CLASSES, KEPT = 400, 3, 50
@@ -43,87 +42,84 @@ Form = Literal["one output", "several outputs", "two stages", "one class", "by n
 FORMS: tuple[Form, ...] = ("one output", "several outputs", "two stages", "one class", "by number")
 
 
-def integers(name: str, *values: int) -> onnx.TensorProto:
-    return numpy_helper.from_array(np.array(values, np.int64), name)
+FIRST_STAGE = """
+    best = ReduceMax <axes = [2], keepdims = 0> (all)
+    unused, first = TopK <axis = 1> (best, kept)
+    first_column = Unsqueeze (first, last)
+    first_rows = Tile (first_column, by_classes)
+    first_boxes = Tile (first_column, by_4)
+    some = GatherElements <axis = 1> (all, first_rows)
+    some_boxes = GatherElements <axis = 1> (boxes, first_boxes)"""
+ONE_CLASS = """
+    best = ReduceMax <axes = [2], keepdims = 0> (all)
+    scores, row = TopK <axis = 1> (best, kept)
+    which = ArgMax <axis = 2, keepdims = 0> (all)
+    classes = GatherElements <axis = 1> (which, row)"""
+ALL_CLASSES = """
+    flat = Flatten ({})
+    scores, number = TopK <axis = 1> (flat, kept)
+    classes = Mod (number, count)
+    row = Div (number, count)"""
+BY_NUMBER = """
+    gathered = Gather <axis = 1> (boxes, row)
+    chosen = Squeeze (gathered, first_axis)"""
+BY_ELEMENTS = """
+    column = Unsqueeze (row, last)
+    tiled = Tile (column, by_4)
+    chosen = GatherElements <axis = 1> ({}, tiled)"""
+JOINED = """
+    score_column = Unsqueeze (scores, last)
+    class_column = Unsqueeze (classes, last)
+    class_floats = Cast <to = 1> (class_column)
+    y = Concat <axis = -1> (chosen, score_column, class_floats)"""
 
 
 def head(form: Form) -> onnx.ModelProto:
     """``boxes`` (1 x 400 x 4) and ``logits`` (1 x 400 x 3) -> the 50 rows with the largest scores."""
-    node = helper.make_node
-    nodes = [node("Sigmoid", ["logits"], ["all"])]
-    if form == "one class":
-        nodes += [
-            node("ReduceMax", ["all"], ["best"], axes=[2], keepdims=0),
-            node("TopK", ["best", "kept"], ["scores", "row"], axis=1),
-            node("ArgMax", ["all"], ["which"], axis=2, keepdims=0),
-            node("GatherElements", ["which", "row"], ["classes"], axis=1),
-        ]
-        rows = "boxes"
-    else:
-        scores, rows = "all", "boxes"
-        if form == "two stages":
-            nodes += [
-                node("ReduceMax", ["all"], ["best"], axes=[2], keepdims=0),
-                node("TopK", ["best", "kept"], ["unused", "first"], axis=1),
-                node("Unsqueeze", ["first", "last"], ["first column"]),
-                node("Tile", ["first column", "by_classes"], ["first rows"]),
-                node("Tile", ["first column", "by_4"], ["first boxes"]),
-                node("GatherElements", ["all", "first rows"], ["some"], axis=1),
-                node("GatherElements", ["boxes", "first boxes"], ["some boxes"], axis=1),
-            ]
-            scores, rows = "some", "some boxes"
-        nodes += [
-            node("Flatten", [scores], ["flat"]),
-            node("TopK", ["flat", "kept"], ["scores", "number"], axis=1),
-            node("Mod", ["number", "count"], ["classes"]),
-            node("Div", ["number", "count"], ["row"]),
-        ]
-    if form == "by number":
-        nodes += [node("Gather", [rows, "row"], ["gathered"], axis=1)]
-        nodes += [node("Squeeze", ["gathered", "first_axis"], ["chosen"])]
-    else:
-        nodes += [
-            node("Unsqueeze", ["row", "last"], ["column"]),
-            node("Tile", ["column", "by_4"], ["tiled"]),
-            node("GatherElements", [rows, "tiled"], ["chosen"], axis=1),
-        ]
-    inputs = [value("boxes", [1, CANDIDATES, 4]), value("logits", [1, CANDIDATES, CLASSES])]
-    stored = [
-        integers("kept", KEPT),
-        integers("count", CLASSES),
-        integers("last", 2),
-        integers("first_axis", 0),
-        integers("by_4", 1, 1, 4),
-        integers("by_classes", 1, 1, CLASSES),
-    ]
+    scores, boxes = ("some", "some_boxes") if form == "two stages" else ("all", "boxes")
+    nodes = "all = Sigmoid (logits)" + FIRST_STAGE * (form == "two stages")
+    nodes += ONE_CLASS if form == "one class" else ALL_CLASSES.format(scores)
+    nodes += BY_NUMBER if form == "by number" else BY_ELEMENTS.format(boxes)
+    outputs = "float[1, 50, 6] y"
     if form == "several outputs":
-        outputs = [
-            value("chosen", [1, KEPT, 4]),
-            value("scores", [1, KEPT]),
-            value("classes", [1, KEPT], TensorProto.INT64),
-        ]
-        return model(nodes, inputs, outputs, stored)
-    nodes += [
-        node("Unsqueeze", ["scores", "last"], ["score_column"]),
-        node("Unsqueeze", ["classes", "last"], ["class_column"]),
-        node("Cast", ["class_column"], ["class floats"], to=TensorProto.FLOAT),
-        node("Concat", ["chosen", "score_column", "class floats"], ["y"], axis=-1),
-    ]
-    return model(nodes, inputs, [value("y", [1, KEPT, 6])], stored)
+        outputs = "float[1, 50, 4] chosen, float[1, 50] scores, int64[1, 50] classes"
+    else:
+        nodes += JOINED
+    return parsed(
+        f"(float[1, 400, 4] boxes, float[1, 400, 3] logits) => ({outputs}) {{ {nodes} }}",
+        kept=[KEPT],
+        count=[CLASSES],
+        last=[2],
+        first_axis=[0],
+        by_4=[1, 1, 4],
+        by_classes=[1, 1, CLASSES],
+    )
 
 
-class Head:
-    """A head on the CPU, whose outputs are changed as tables of 50 x (box, score, class)."""
+class Compared:
+    """A model on the CPU with given inputs, and whether other outputs agree with its own."""
+
+    def __init__(self, folder: Path, made: onnx.ModelProto, **inputs: Array) -> None:
+        path = save(made, folder / "a.onnx")
+        np.savez(folder / "inputs.npz", **inputs)  # type: ignore[arg-type]
+        table = ValidateTable(inputs=str(folder / "inputs.npz"))
+        self.model = Model("a", path, Key(("models", 0)), validate=table)
+        self.expected: Reference = reference(self.model, onnx.load(path))
+        ((self.wanted, self.candidates),) = self.expected.runs[0].steps
+
+    def compare(self, outputs: Arrays, limits: Tolerance = HALF) -> Sequence[Agreement]:
+        wanted, candidates = self.wanted, self.candidates
+        return compare_outputs(
+            outputs, wanted, limits, self.model, "the CPU's", self.expected, candidates=candidates
+        )
+
+
+class Head(Compared):
+    """A head, whose outputs are changed as tables of 50 x (box, score, class)."""
 
     def __init__(self, folder: Path, form: Form, logits: Array = LOGITS) -> None:
         self.form = form
-        path = folder / "head.onnx"
-        onnx.save(head(form), path)
-        np.savez(folder / "inputs.npz", boxes=BOXES, logits=logits)
-        inputs = ValidateTable(inputs=str(folder / "inputs.npz"))
-        self.model = Model("head", path, Key(("models", 0)), validate=inputs)
-        self.expected: Reference = reference(self.model, onnx.load(path))
-        ((self.wanted, self.candidates),) = self.expected.runs[0].steps
+        super().__init__(folder, head(form), boxes=BOXES, logits=logits)
 
     @property
     def table(self) -> Numbers:
@@ -133,24 +129,14 @@ class Head:
         return np.concatenate([self.wanted["chosen"][0], *columns], axis=1, dtype=np.float64)
 
     def agrees(self, table: Numbers, limits: Tolerance = HALF) -> bool:
-        if "y" in self.wanted:
-            outputs = {"y": table[None].astype(np.float32)}
-        else:
-            outputs = {
-                "chosen": table[None, :, :4].astype(np.float32),
-                "scores": table[None, :, 4].astype(np.float32),
-                "classes": table[None, :, 5].astype(np.int64),
-            }
-        agreements = compare_outputs(
-            outputs,
-            self.wanted,
-            limits,
-            self.model,
-            "the CPU's",
-            self.expected,
-            candidates=self.candidates,
-        )
-        return not differences(agreements)
+        outputs: Arrays = {
+            "y": table[None].astype(np.float32),
+            "chosen": table[None, :, :4].astype(np.float32),
+            "scores": table[None, :, 4].astype(np.float32),
+            "classes": table[None, :, 5].astype(np.int64),
+        }
+        own = {name: array for name, array in outputs.items() if name in self.wanted}
+        return not differences(self.compare(own, limits))
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -186,56 +172,30 @@ def test_the_last_row_may_be_another(detector: Head) -> None:
     assert detector.agrees(table)
 
 
-def wrong_box(table: Numbers) -> None:
-    table[7, :4] = [10, 600, 30, 620]
+FAULTS: dict[str, tuple[Any, Callable[[Numbers], Any]]] = {
+    "wrong box": (np.s_[7, :4], lambda table: [10, 600, 30, 620]),
+    "shifted boxes": (np.s_[:, 0], lambda table: table[:, 0] + 200),
+    "box of another row": (np.s_[3, :4], lambda table: table[40, :4]),
+    "wrong class": (np.s_[0, 5], lambda table: (table[0, 5] + 1) % CLASSES),
+    "no class": (np.s_[:, 5], lambda table: 7),
+    "wrong score": (np.s_[0, 4], lambda table: table[0, 4] - 0.2),
+    "wrong order": (np.s_[[0, -1]], lambda table: table[[-1, 0]]),
+    "repeated row": (np.s_[1:], lambda table: table[0]),
+}
 
 
-def shifted_boxes(table: Numbers) -> None:
-    table[:, 0] += 200
+def faulty(table: Numbers, fault: str) -> Numbers:
+    """A copy of ``table`` with a fault."""
+    places, values = FAULTS[fault]
+    wrong: Numbers = table.copy()
+    wrong[places] = values(table)
+    return wrong
 
 
-def box_of_another_row(table: Numbers) -> None:
-    table[3, :4] = table[40, :4]
-
-
-def wrong_class(table: Numbers) -> None:
-    table[0, 5] = (table[0, 5] + 1) % CLASSES
-
-
-def no_class(table: Numbers) -> None:
-    table[:, 5] = 7
-
-
-def wrong_score(table: Numbers) -> None:
-    table[0, 4] -= 0.2
-
-
-def wrong_order(table: Numbers) -> None:
-    table[[0, -1]] = table[[-1, 0]]
-
-
-def repeated_row(table: Numbers) -> None:
-    table[1:] = table[0]
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        wrong_box,
-        shifted_boxes,
-        box_of_another_row,
-        wrong_class,
-        no_class,
-        wrong_score,
-        wrong_order,
-        repeated_row,
-    ],
-)
-def test_wrong_rows_fail(detector: Head, fault: Callable[[Numbers], None]) -> None:
-    table = detector.table
-    assert detector.agrees(table)
-    fault(table)
-    assert not detector.agrees(table)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_rows_fail(detector: Head, fault: str) -> None:
+    assert detector.agrees(detector.table)
+    assert not detector.agrees(faulty(detector.table, fault))
 
 
 def test_a_row_may_have_a_class_with_nearly_its_score(tmp_path: Path) -> None:
@@ -246,10 +206,8 @@ def test_a_row_may_have_a_class_with_nearly_its_score(tmp_path: Path) -> None:
     table = detector.table
     table[:, 5] = (table[:, 5] + 1) % CLASSES
     assert detector.agrees(table)
-    for fault in (wrong_box, box_of_another_row, wrong_class, no_class, wrong_score, wrong_order):
-        wrong = table.copy()
-        fault(wrong)
-        assert not detector.agrees(wrong)
+    for fault in {*FAULTS} - {"shifted boxes", "repeated row"}:
+        assert not detector.agrees(faulty(table, fault))
 
 
 def test_small_errors_fail_with_strict_limits(detector: Head) -> None:
@@ -261,18 +219,8 @@ def test_small_errors_fail_with_strict_limits(detector: Head) -> None:
 
 def test_the_message_names_the_worst_row(tmp_path: Path) -> None:
     detector = Head(tmp_path, "one output")
-    table = detector.table
-    wrong_box(table)
-    outputs = {"y": table[None].astype(np.float32)}
-    (agreement,) = compare_outputs(
-        outputs,
-        detector.wanted,
-        HALF,
-        detector.model,
-        "the CPU's",
-        detector.expected,
-        candidates=detector.candidates,
-    )
+    table = faulty(detector.table, "wrong box")
+    (agreement,) = detector.compare({"y": table[None].astype(np.float32)})
     assert "dB in [:, 7, :] (at least 20)" in (agreement.reason or "")
 
 
@@ -305,15 +253,18 @@ def topk(batch: int) -> tuple[Selection, dict[str, Array], dict[str, Array]]:
     return Selection(Columns("values"), "x", Columns("numbers")), outputs, {"x": x}
 
 
+def selected(selection: Selection, outputs: Arrays, wanted: Arrays, candidates: Arrays) -> Any:
+    """The rows of each output, in decibels."""
+    return select(Selections((selection,)), outputs, wanted, candidates, 0.1).rows
+
+
 def test_wrong_numbers_of_a_topk_are_rows_with_much_noise() -> None:
     selection, outputs, candidates = topk(2)
-    same = select(Selections((selection,)), outputs, outputs, candidates, 0.1)
-    assert same.rows["values"].min() > 200
-    assert same.rows["values"].shape == (2, 5)
+    same = selected(selection, outputs, outputs, candidates)["values"]
+    assert same.min() > 200
+    assert same.shape == (2, 5)
     wrong = {**outputs, "numbers": (outputs["numbers"] + 1) % 50}
-    assert (
-        select(Selections((selection,)), wrong, outputs, candidates, 0.1).rows["values"].min() < 20
-    )
+    assert selected(selection, wrong, outputs, candidates)["values"].min() < 20
 
 
 def test_the_number_of_a_row_is_that_of_its_candidate() -> None:
@@ -322,19 +273,16 @@ def test_the_number_of_a_row_is_that_of_its_candidate() -> None:
     outputs["boxes"] = boxes[:, outputs["numbers"][0]]
     candidates["all"] = boxes
     both = replace(selection, rows=(Columns("boxes", values="all", axis=1),))
-    assert select(Selections((both,)), outputs, outputs, candidates, 0.1).rows["boxes"].min() > 200
+    assert selected(both, outputs, outputs, candidates)["boxes"].min() > 200
     wrong = {**outputs, "numbers": outputs["numbers"][:, ::-1]}
-    assert select(Selections((both,)), wrong, outputs, candidates, 0.1).rows["boxes"].min() < 20
+    assert selected(both, wrong, outputs, candidates)["boxes"].min() < 20
 
 
 def test_candidates_that_are_masked_are_none() -> None:
     selection, outputs, candidates = topk(1)
     unused = np.setdiff1d(np.arange(50), outputs["numbers"])
     candidates["x"][0, unused[:3]] = [-np.inf, np.nan, -np.inf]
-    assert (
-        select(Selections((selection,)), outputs, outputs, candidates, 0.1).rows["values"].min()
-        > 200
-    )
+    assert selected(selection, outputs, outputs, candidates)["values"].min() > 200
 
 
 @pytest.mark.parametrize("shape", [(1, 49, 4), (3, 50, 4), (1, 0, 4)])
@@ -343,7 +291,7 @@ def test_candidates_of_other_shapes_are_not_compared_with(shape: tuple[int, ...]
     outputs["boxes"] = np.zeros((2, 5, 4))
     candidates["all"] = np.zeros(shape)
     both = replace(selection, rows=(Columns("boxes", values="all", axis=-2),))
-    assert not select(Selections((both,)), outputs, outputs, candidates, 0.1).rows
+    assert not selected(both, outputs, outputs, candidates)
 
 
 def test_other_uses_of_a_topk_are_no_selections() -> None:
@@ -378,24 +326,21 @@ def test_the_numbers_of_the_largest_are_a_choice(operator: str) -> None:
 def test_a_choice_is_followed_through_constants(
     operators: tuple[str, ...], scale: float, offset: float
 ) -> None:
-    nodes = [
-        helper.make_node("Relu", ["x"], ["scores"]),
-        helper.make_node("ArgMax", ["scores"], ["v0"], axis=1, keepdims=0),
-    ]
+    nodes = "scores = Relu (x) v0 = ArgMax <axis = 1, keepdims = 0> (scores)"
     for index, operator in enumerate(operators):
         names = [f"v{index}", "two" if operator == "Mul" else "one"]
         names = names[::-1] if operator == "Sub from" else names
-        nodes.append(helper.make_node(operator.split()[0], names, [f"v{index + 1}"]))
-    output = value(f"v{len(operators)}", [1, 64], TensorProto.INT64)
-    stored = [integers("one", 1), integers("two", 2)]
-    found = selections(model(nodes, [value("x", [1, 5, 64])], [output], stored))
-    assert found.choices == (IndexOutput(output.name, "scores", 1, False, scale, offset),)
+        nodes += f" v{index + 1} = {operator.split()[0]} ({', '.join(names)})"
+    output = f"v{len(operators)}"
+    text = f"(float[1, 5, 64] x) => (int64[1, 64] {output}) {{ {nodes} }}"
+    found = selections(parsed(text, one=[1], two=[2]))
+    assert found.choices == (IndexOutput(output, "scores", 1, False, scale, offset),)
     scores, best = classes((1, 5, 64))
     wanted: Array = found.choices[0].values(best).astype(np.int64)
     for wrong, agreeing in ((wanted, True), (wanted + int(scale), False), (wanted - 9, False)):
-        chosen = select(found, {output.name: wrong}, {output.name: wanted}, {"scores": scores}, 0.1)
-        rows = chosen.rows[output.name]
-        made = compare(output.name, wrong, chosen.wanted[output.name], HALF, rows=rows)
+        chosen = select(found, {output: wrong}, {output: wanted}, {"scores": scores}, 0.1)
+        rows = chosen.rows[output]
+        made = compare(output, wrong, chosen.wanted[output], HALF, rows=rows)
         assert (not made.excesses) is agreeing
 
 
@@ -450,58 +395,42 @@ def test_classes_of_which_a_cast_loses_some_are_compared_as_they_are(scale: floa
         assert (not made.excesses) is agreeing
 
 
-SUPPRESSED = {
-    "rows": [value("rows", [None, 3], TensorProto.INT64)],
-    "gathered": [value("y", [None, 6])],
-}
+SUPPRESSED = {"rows": "int64[?, 3] rows", "gathered": "float[?, 6] y"}
 
 
 def suppression(outputs: str) -> onnx.ModelProto:
     """``x`` (1 x 400 x 7) -> what a NonMaxSuppression selects: its rows, or box, score and class of each."""
-    node = helper.make_node
-    nodes = [
-        node("Split", ["x", "sizes"], ["corners", "extents", "logits"], axis=2),
-        node("Add", ["corners", "extents"], ["ends"]),
-        node("Concat", ["corners", "ends"], ["boxes"], axis=2),
-        node("Sigmoid", ["logits"], ["by_box"]),
-        node("Transpose", ["by_box"], ["by_class"], perm=[0, 2, 1]),
-        node("NonMaxSuppression", ["boxes", "by_class", "most", "overlap", "least"], ["rows"]),
-        node("Gather", ["rows", "second"], ["classes"], axis=1),
-        node("Cast", ["classes"], ["class_column"], to=TensorProto.FLOAT),
-        node("Gather", ["rows", "box_columns"], ["places"], axis=1),
-        node("GatherND", ["boxes", "places"], ["chosen"]),
-        node("GatherND", ["by_class", "rows"], ["scores"]),
-        node("Unsqueeze", ["scores", "second"], ["score_column"]),
-        node("Concat", ["chosen", "score_column", "class_column"], ["y"], axis=1),
-    ]
-    stored = [
-        integers("sizes", 2, 2, CLASSES),
-        integers("most", 100),
-        integers("second", 1),
-        integers("box_columns", 0, 2),
-        numpy_helper.from_array(np.array([0.5], np.float32), "overlap"),
-        numpy_helper.from_array(np.array([0.2], np.float32), "least"),
-    ]
-    inputs = [value("x", [1, CANDIDATES, 4 + CLASSES])]
-    return model(nodes, inputs, SUPPRESSED[outputs], stored)
+    return parsed(
+        f"""(float[1, 400, 7] x) => ({SUPPRESSED[outputs]})
+        <int64[3] sizes = {{2, 2, 3}}, int64[1] most = {{100}}, int64[1] second = {{1}},
+        int64[2] box_columns = {{0, 2}}, float[1] overlap = {{0.5}},
+        float[1] least = {{0.2}}> {{
+            corners, extents, logits = Split <axis = 2> (x, sizes)
+            ends = Add (corners, extents)
+            boxes = Concat <axis = 2> (corners, ends)
+            by_box = Sigmoid (logits)
+            by_class = Transpose <perm = [0, 2, 1]> (by_box)
+            rows = NonMaxSuppression (boxes, by_class, most, overlap, least)
+            classes = Gather <axis = 1> (rows, second)
+            class_column = Cast <to = 1> (classes)
+            places = Gather <axis = 1> (rows, box_columns)
+            chosen = GatherND (boxes, places)
+            scores = GatherND (by_class, rows)
+            score_column = Unsqueeze (scores, second)
+            y = Concat <axis = 1> (chosen, score_column, class_column) }}"""
+    )
 
 
-class Suppressing:
-    """A model with a NonMaxSuppression on the CPU, and what another one gives that is fed other values."""
+class Suppressing(Compared):
+    """A model with a NonMaxSuppression, and what another one gives that is fed other values."""
 
     def __init__(self, folder: Path, outputs: str) -> None:
-        path = folder / "suppressing.onnx"
         self.source = suppression(outputs)
-        onnx.save(self.source, path)
         corners = BOXES[..., :2]
         extents = np.random.default_rng(7).uniform(10, 200, corners.shape)
         self.x = np.concatenate([corners, extents, LOGITS], axis=2, dtype=np.float32)
         self.near = self.x * (1 + 0.004 * np.random.default_rng(8).standard_normal(self.x.shape))
-        np.savez(folder / "inputs.npz", x=self.x)
-        inputs = ValidateTable(inputs=str(folder / "inputs.npz"))
-        self.model = Model("suppressing", path, Key(("models", 0)), validate=inputs)
-        self.expected = reference(self.model, onnx.load(path))
-        ((self.wanted, self.candidates),) = self.expected.runs[0].steps
+        super().__init__(folder, self.source, x=self.x)
         self.name = next(iter(self.wanted))
 
     def outputs(self, x: Array, *, exposed: bool = True) -> dict[str, Array]:
@@ -516,16 +445,7 @@ class Suppressing:
 
     def disagreement(self, outputs: dict[str, Array]) -> str | None:
         """The first output that differs."""
-        agreements = compare_outputs(
-            outputs,
-            self.wanted,
-            HALF,
-            self.model,
-            "the CPU's",
-            self.expected,
-            candidates=self.candidates,
-        )
-        return next((each.output for each in agreements if each.differs), None)
+        return next((each.output for each in self.compare(outputs) if each.differs), None)
 
 
 @pytest.fixture(params=SUPPRESSED)

@@ -2,56 +2,41 @@ from __future__ import annotations
 
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError
 from hatch_epcontext.worker.comparison.states import first_states, state_pairs
-from tests.models import model, parsed, value, weights
+from tests.models import parsed
 
 KEY = Key(("states",))
 
 
-def lstm(*, stacked: bool = False, branch: bool = False) -> onnx.ModelProto:
-    """An LSTM whose states are inputs and outputs: each its own, or ``stacked`` in one."""
-    layer = helper.make_node(
-        "LSTM", ["x", "w", "r", "", "", "h0", "c0"], ["y", "h1", "c1"], hidden_size=4
-    )
-    initializers = [weights("w", 1, 16, 3), weights("r", 1, 16, 4)]
-    if branch:
-        inner = helper.make_graph([layer], "then", [], [value("h1", None), value("c1", None)])
-        other = helper.make_graph(
-            [
-                helper.make_node("Identity", ["h0"], ["a"]),
-                helper.make_node("Identity", ["c0"], ["b"]),
-            ],
-            "else",
-            [],
-            [value("a", None), value("b", None)],
-        )
-        layer = helper.make_node("If", ["k"], ["h", "c"], then_branch=inner, else_branch=other)
-        inputs = [value("x", [2, 1, 3]), value("k", [], TensorProto.BOOL)]
-        states = [value("h0", [1, 1, 4]), value("c0", [1, 1, 4])]
-        outputs = [value("h", [1, 1, 4]), value("c", [1, 1, 4])]
-        return model([layer], [*inputs, *states], outputs, initializers)
-    if not stacked:
-        inputs = [value("x", [2, 1, 3]), value("h0", [1, 1, 4]), value("c0", [1, 1, 4])]
-        outputs = [value(name, [1, 1, 4]) for name in ("c1", "h1")]
-        return model([layer], inputs, outputs, initializers)
-    nodes = [
-        helper.make_node("Split", ["state"], ["h0", "c0"], axis=0),
-        layer,
-        helper.make_node("Concat", ["h1", "c1"], ["state_out"], axis=0),
-    ]
-    inputs = [value("x", [2, 1, 3]), value("state", [2, 1, 4])]
-    return model(nodes, inputs, [value("state_out", [2, 1, 4])], initializers)
+LAYER = "y, h1, c1 = LSTM <hidden_size = 4> (x, w, r, , , h0, c0)"
+STATES = "float[1, 1, 4] h0, float[1, 1, 4] c0"
+FORMS = {
+    "own": f"(float[2, 1, 3] x, {STATES}) => (float[1, 1, 4] c1, float[1, 1, 4] h1) {{ {LAYER} }}",
+    "stacked": f"""(float[2, 1, 3] x, float[2, 1, 4] state) => (float[2, 1, 4] state_out) {{
+        h0, c0 = Split <axis = 0> (state)
+        {LAYER}
+        state_out = Concat <axis = 0> (h1, c1) }}""",
+    "branch": f"""(float[2, 1, 3] x, bool k, {STATES}) => (float[1, 1, 4] h, float[1, 1, 4] c) {{
+        h, c = If (k) <
+            then_branch = one () => (float[1, 1, 4] h1, float[1, 1, 4] c1) {{ {LAYER} }},
+            else_branch = other () => (float[1, 1, 4] a, float[1, 1, 4] b)
+                {{ a = Identity (h0) b = Identity (c0) }}> }}""",
+}
+
+
+def lstm(form: str = "own") -> onnx.ModelProto:
+    """An LSTM whose states are inputs and outputs: each its ``own``, or ``stacked`` in one."""
+    return parsed(FORMS[form], w=(1, 16, 3), r=(1, 16, 4))
 
 
 def test_the_states_of_a_layer_are_found() -> None:
     assert state_pairs(lstm(), {}, KEY) == {"h0": "h1", "c0": "c1"}
-    assert state_pairs(lstm(stacked=True), {}, KEY) == {"state": "state_out"}
-    assert state_pairs(lstm(branch=True), {}, KEY) == {"h0": "h", "c0": "c"}
-    assert first_states(lstm(stacked=True).graph) >= {"state", "h0", "c0"}
-    assert first_states(lstm(branch=True).graph).isdisjoint({"x", "h", "c"})
+    assert state_pairs(lstm("stacked"), {}, KEY) == {"state": "state_out"}
+    assert state_pairs(lstm("branch"), {}, KEY) == {"h0": "h", "c0": "c"}
+    assert first_states(lstm("stacked").graph) >= {"state", "h0", "c0"}
+    assert first_states(lstm("branch").graph).isdisjoint({"x", "h", "c"})
 
 
 @pytest.mark.parametrize(

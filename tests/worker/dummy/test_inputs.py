@@ -52,15 +52,6 @@ def test_random_inputs_are_the_same_in_every_run_and_differ_by_input() -> None:
     assert not np.array_equal(one["x"], one["z"])
 
 
-def test_random_integers_without_a_graph_are_indices_of_any_table() -> None:
-    array = dummy_inputs([TensorFacts("i", "int64", (100,))], spec("random"))["i"]
-    assert set(array.tolist()) == {0, 1}
-
-
-def test_an_open_dimension_has_the_size_one() -> None:
-    assert dummy_inputs([X], spec("ones"))["x"].shape == (2, 1)
-
-
 def test_a_file_may_have_other_sizes_than_the_dummy_inputs(tmp_path: Path) -> None:
     np.savez(tmp_path / "inputs.npz", x=np.zeros((2, 7), np.float32))
     sizes = dataclasses.replace(spec(tmp_path / "inputs.npz"), dims={"n": 3}, static_shapes=False)
@@ -69,20 +60,22 @@ def test_a_file_may_have_other_sizes_than_the_dummy_inputs(tmp_path: Path) -> No
     assert dummy_inputs([X], generated)["x"].shape == (2, 3)
 
 
-def test_random_integers_are_all_of_their_range() -> None:
-    ranges = {"i": Range(2, 4, known=True, whole=True)}
-    array = dummy_inputs([I], spec("random"), ranges)["i"]
-    assert sorted(array.tolist()) == [2, 3, 4]
-
-
-def test_random_strings_are_words() -> None:
-    words = dummy_inputs([TensorFacts("s", "string", (20,))], spec("random"))["s"]
-    assert set(words.tolist()) == {"alpha", "beta"}
-
-
-def test_a_single_string_is_an_array() -> None:
-    array = dummy_inputs([TensorFacts("s", "string", ())], spec("random"))["s"]
-    assert (array.dtype, array.shape) == (np.dtype(object), ())
+@pytest.mark.parametrize(
+    ("dtype", "ranges", "values"),
+    [
+        # Indices of any table.
+        ("int64", {}, {0, 1}),
+        ("int64", {"x": Range(2, 4, known=True, whole=True)}, {2, 3, 4}),
+        ("string", {}, {"alpha", "beta"}),
+    ],
+)
+def test_random_inputs_have_all_values_of_their_range(
+    dtype: str, ranges: dict[str, Range], values: set[Any]
+) -> None:
+    array = dummy_inputs([TensorFacts("x", dtype, (100,))], spec("random"), ranges)["x"]
+    assert set(array.tolist()) == values
+    single = dummy_inputs([TensorFacts("x", dtype, ())], spec("random"), ranges)["x"]
+    assert (single.dtype, single.shape) == (array.dtype, ())
 
 
 def test_a_dtype_that_cannot_be_generated_is_an_error() -> None:
@@ -107,6 +100,7 @@ def test_inputs_from_an_npz(tmp_path: Path) -> None:
     arrays = dummy_inputs([X, I], spec(path))
     assert arrays.keys() == {"x", "i"}
     assert arrays["x"].shape == (2, 7)
+    assert dummy_inputs([X], spec("ones"))["x"].shape == (2, 1)
 
 
 def test_inputs_from_onnx_test_data_by_name_or_by_number(tmp_path: Path) -> None:
