@@ -55,9 +55,9 @@ class Fork(WorkerProcess):
                     self._server.is_stuck |= self._was_ready
                     break
         with self._connection, contextlib.suppress(OSError):
-            self._orders.close()
             # The thread that reads from it ends.
             self._connection.shutdown(socket.SHUT_RDWR)
+            self._orders.close()
 
     def _exit_code(self) -> int:
         # The server sends it, so the server itself has ended, or could not start the worker.

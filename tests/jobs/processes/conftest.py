@@ -46,7 +46,7 @@ def one_server() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH with which workers run ``body.py`` there for check requests.
 
-    As many forks fail as the file ``failing`` there says.
+    A fork fails if there is a file ``failing``, and removes it.
     """
     folder = tmp_path_factory.mktemp("site")
     body, failing = folder / "body.py", folder / "failing"
@@ -59,13 +59,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             exec(pathlib.Path({str(body)!r}).read_text("utf-8"), names)
             return names.get("reply")
         check.handle = handle
-        failing, fork = pathlib.Path({str(failing)!r}), getattr(os, "fork", None)
-        def limited():
-            if failing.exists() and (times := int(failing.read_text())):
-                failing.write_text(str(times - 1))
+        failing = pathlib.Path({str(failing)!r})
+        def limited(fork=getattr(os, "fork", None)):
+            if failing.exists():
+                failing.unlink()
                 raise BlockingIOError
             return fork()
-        os.fork = limited
+        if hasattr(os, "fork"):
+            os.fork = limited
         """
     write_start_code(folder, source)
     return folder
