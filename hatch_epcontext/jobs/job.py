@@ -32,7 +32,6 @@ from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.fingerprint import fingerprint, value_sha256
 from hatch_epcontext.jobs.cache.index import Index, changed_error
 from hatch_epcontext.jobs.coverage import check_coverage
-from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Heartbeat
 from hatch_epcontext.jobs.recipes import (
@@ -44,6 +43,7 @@ from hatch_epcontext.jobs.recipes import (
     refusal,
     try_recipes,
 )
+from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import (
     check_conclusive,
     input_files,
@@ -68,7 +68,7 @@ class JobRunner:
     sources: Mapping[str, Source]
     cache: Cache
     index: Index
-    executor: Executor
+    executor: Steps
     staging: Path
     log: Callable[[str], None]
     _built_alone: dict[str, Sequence[Built] | BuildError] = field(default_factory=dict)
@@ -98,6 +98,20 @@ class JobRunner:
                 fingerprint = self._fingerprint(job, self.executor.versions(job))
             key = self._cache(job).ref(self._choice(job, fingerprint), own_first=True)
         return fingerprint, key is not None and self._cache(job).has("artifacts", key, Record)
+
+    def keep(
+        self, job: Job, record: Record, folder: Path, validations: Mapping[str, Validation]
+    ) -> None:
+        """Store what another machine compiled for ``job``: ``record``, with the files in ``folder``."""
+        fingerprint, form = self._fingerprint(job, record.versions), record.recipe.form_of(job)
+        key = value_sha256([fingerprint, to_plain(record.recipe)])
+        self.cache.put("artifacts", key, record, folder)
+        self.cache.set_ref(self._fingerprint(job, {}), key)
+        self.cache.set_ref(self._choice(job, fingerprint), key)
+        for model in form.models:
+            if validations[model.name].day:
+                name = validation_key(form, model, record, self.index)
+                self.cache.store_validation(key, name, validations[model.name])
 
     def _run(self, job: Job) -> Built:
         settings_key = self._fingerprint(job, {})
@@ -156,7 +170,7 @@ class JobRunner:
         return None
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
-        """Compile ``job`` with ``recipe`` into ``folder``; raises as `Executor.compile` does."""
+        """Compile ``job`` with ``recipe`` into ``folder``; raises as `Steps.compile` does."""
         with self._unchanged(job):
             return self.executor.compile(recipe.form_of(job), recipe, folder)
 

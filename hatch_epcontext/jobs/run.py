@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.config.settings import Config, Model, Target
@@ -16,7 +17,6 @@ from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.downloads import download_models
-from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.machine import jobs_at_once
 from hatch_epcontext.jobs.plan import Job, Plan, ships_source
@@ -27,6 +27,9 @@ from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import validation_warnings
 from hatch_epcontext.text import count
+
+if TYPE_CHECKING:
+    from hatch_epcontext.jobs.cluster import Cluster
 
 _STEP = 0.5
 """Seconds that a build waits for a job before it checks for an interruption."""
@@ -84,8 +87,11 @@ def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
     download_sources(plan.config, workers)
     plan = cut_plan(plan, cache, workers, staging)
     runner = job_runner(plan, staging, cache, workers)
-    with contextlib.closing(runner.executor):
-        return tuple(DryRun(job, *runner.dry_run(job)) for job in plan.jobs)
+    jobs = plan.jobs
+    if plan.config.build.scheduler is not None:
+        # Only its workers know their versions.
+        jobs = tuple(replace(job, target=replace(job.target, from_cache=True)) for job in jobs)
+    return tuple(DryRun(job, *runner.dry_run(job)) for job in jobs)
 
 
 def download_sources(config: Config, workers: Workers, *, ships_all: bool = False) -> None:
@@ -111,26 +117,16 @@ def _targets_of(model: Model, config: Config) -> Iterator[Target]:
 def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> JobRunner:
     """The runner for the jobs of ``plan``, after a check of the environment and the models, which are cut.
 
-    The caller closes its executor. Raises RequirementError when the environment cannot build the plan, and
-    BuildError when a model is invalid or the scheduler of a cluster cannot be reached.
+    Raises RequirementError when the environment cannot build the plan, BuildError for invalid models.
     """
     config = plan.config
     installed = check_environment(plan.local_targets, plan.requirements)
-    index = cache.index
     read = read_sources(config, cache, workers, staging / "check")
     sources = {source.model.name: source for source in read}
-    executor: Executor
-    # A build entirely from the cache contacts no scheduler.
-    if config.build.scheduler is not None and not all(j.target.from_cache for j in plan.jobs):
-        from hatch_epcontext.jobs.executors.dask import DaskExecutor
-
-        executor = DaskExecutor.connect(config.build, workers, sources, index)
-    else:
-        largest = max((source.size for source in read), default=0)
-        at_once = jobs_at_once(config.build.jobs, largest)
-        executor = steps = Steps(workers, staging, at_once, installed)
-        steps.expect(plan.jobs)
-    return JobRunner(sources, cache, index, executor, staging, workers.progress or _ignore)
+    largest = max((source.size for source in read), default=0)
+    steps = Steps(workers, staging, jobs_at_once(config.build.jobs, largest), installed)
+    steps.expect(plan.jobs)
+    return JobRunner(sources, cache, cache.index, steps, staging, workers.progress or _ignore)
 
 
 def _ignore(line: str) -> None:
@@ -158,8 +154,14 @@ def build(
         started.expect(target.provider for target in plan.local_targets)
         plan = cut_plan(plan, cache, started, staging)
         runner = job_runner(plan, staging, cache, started)
-        with contextlib.closing(runner.executor):
-            built, failures = _run(runner, plan, log, warn or log)
+        # A build entirely from the cache contacts no scheduler.
+        if settings.scheduler is None or all(job.target.from_cache for job in plan.jobs):
+            built, failures = _run(runner, runner.run, runner.executor, plan, log, warn or log)
+        else:
+            from hatch_epcontext.jobs.cluster import Cluster
+
+            with contextlib.closing(Cluster(settings, started, runner)) as cluster:
+                built, failures = _run(runner, cluster.run, cluster, plan, log, warn or log)
     for warning in dict.fromkeys(_missing_chips(plan)):
         (warn or log)(warning)
     result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
@@ -176,21 +178,23 @@ def _missing_chips(plan: Plan) -> Iterator[str]:
 
 def _run(
     runner: JobRunner,
+    run: Callable[[Job], Built],
+    machines: Steps | Cluster,
     plan: Plan,
     log: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> tuple[list[Built], list[FailedJob]]:
-    """Run all jobs; with ``fail-fast`` only up to the first that fails."""
+    """``run`` all jobs on ``machines``; with ``fail-fast`` only up to the first that fails."""
     fail_fast = plan.config.build.fail_fast
     built: list[Built] = []
     failures: list[FailedJob] = []
     # Its threads only wait for workers.
-    with ThreadPoolExecutor(runner.executor.at_once) as pool:
+    with ThreadPoolExecutor(machines.at_once) as pool:
 
         def stop() -> None:
             # Start no waiting job, and end the running ones.
             pool.shutdown(wait=False, cancel_futures=True)
-            runner.executor.stop()
+            machines.stop()
             runner.cache.stop()
 
         def stop_if_failed(future: Future[Built]) -> None:
@@ -198,7 +202,7 @@ def _run(
                 stop()
 
         try:
-            running = [(job, pool.submit(runner.run, job)) for job in plan.jobs]
+            running = [(job, pool.submit(run, job)) for job in plan.jobs]
             for _, future in running if fail_fast else ():
                 future.add_done_callback(stop_if_failed)
             for job, future in running:

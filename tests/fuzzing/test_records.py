@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs.artifact import Artifact, Record
-from hatch_epcontext.jobs.cache.archive import pack, unpack
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.signing import sign, verify
 from hatch_epcontext.jobs.cache.store import DamagedError, Store
@@ -28,27 +25,6 @@ def root(tmp_path: Path, artifact: Artifact) -> Path:
     """A cache with one artifact."""
     Cache(tmp_path / "cache", print).put("artifacts", KEY, artifact.record, artifact.folder)
     return tmp_path / "cache"
-
-
-@given(st.data())
-def test_any_archive_is_unpacked_as_it_was_or_damaged(
-    artifact: Artifact, tmp_path: Path, data: st.DataObject
-) -> None:
-    pack(artifact.folder, artifact.record, tmp_path / "archive")
-    content = bytearray((tmp_path / "archive").read_bytes())
-    # In a header or in a content, or with something missing.
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    (tmp_path / "archive").write_bytes(content[: data.draw(st.integers(0, len(content)))])
-    before = sorted(path for path in tmp_path.iterdir() if path.name != "unpacked")
-    try:
-        record = unpack(tmp_path / "archive", tmp_path / "unpacked")
-    except DamagedError:
-        pass
-    else:
-        assert is_intact(tmp_path / "unpacked", record.files)
-    shutil.rmtree(tmp_path / "unpacked", ignore_errors=True)
-    assert sorted(tmp_path.iterdir()) == before
 
 
 @given(st.data())

@@ -1,0 +1,392 @@
+"""Jobs on a cluster of dask: one task is one job, which a worker runs as a build on its machine runs it.
+
+Dask chooses workers by the resources of targets, and repeats the tasks of lost ones. Files go through the
+shared cache, named by their content; tasks and what they return are JSON. Workers sign nothing: only the
+build may have the key, and it checks and stores what they compiled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Any
+
+import hatch_epcontext
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.paths import default_root
+from hatch_epcontext.config.settings import SYNTHETIC, BuildSettings
+from hatch_epcontext.errors import (
+    BuildError,
+    EpcontextError,
+    InterruptedBuildError,
+    Key,
+    Kind,
+    Problem,
+)
+from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
+from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Record, Source
+from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.cache.index import changed_error
+from hatch_epcontext.jobs.cache.shared import Transport, TransportError
+from hatch_epcontext.jobs.cache.store import DamagedError, read_record
+from hatch_epcontext.jobs.job import JobRunner
+from hatch_epcontext.jobs.plan import Job
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import check_environment, requirements, versions_of
+from hatch_epcontext.jobs.steps import Steps
+from hatch_epcontext.jobs.validation import input_files
+from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.system import writing
+from hatch_epcontext.text import hide_credentials, pairs
+from hatch_epcontext.worker.results import Validation
+
+CONNECT_SECONDS = 10.0
+"""Seconds in which the scheduler must answer."""
+
+WORKER_SECONDS = 30.0
+"""Seconds that a job waits until there is a worker with its resources."""
+
+_POLL_SECONDS = 1.0
+"""Seconds between looks at the cluster, and between a worker's looks whether its task is still wanted."""
+
+_devices: dict[str, threading.Lock] = {}
+"""The locks of exclusive devices, for all tasks of a worker."""
+
+_NAME = "hatch-epcontext"
+"""Of this distribution, and of the topic of the lines that workers report."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job of a build, and what a worker needs to run it.
+
+    ``files``: what the job reads, by path, in the shared cache at the URL ``cache``. ``versions``: those of
+    `Outcome`. The others are those of `Workers`; with ``log`` the build gets the lines of logs.
+    """
+
+    build: str
+    job: Job
+    sources: tuple[Source, ...]
+    files: Mapping[str, FileRecord]
+    versions: Mapping[str, str]
+    cache: str
+    timeout: float
+    memory_limit: int | None
+    verbose: bool
+    log: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a job: the ``record`` of its artifact, with files in the shared cache, and validations of
+    its models; or its problems. ``versions``: of this package, and of those that compile the job.
+    """
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    record: Record | None = None
+    validations: Mapping[str, Validation] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def files(self) -> Mapping[str, FileRecord]:
+        """Those of the artifact."""
+        return self.record.files if self.record else {}
+
+
+class Cluster:
+    """The workers of the cluster at ``settings.scheduler``, for the jobs of one build.
+
+    ``runner`` has the models and the cache of the build, and ``workers`` the limits of its processes. Raises
+    BuildError if the scheduler cannot be reached.
+    """
+
+    def __init__(self, settings: BuildSettings, workers: Workers, runner: JobRunner) -> None:
+        assert settings.cache is not None, "a cluster needs one"
+        assert settings.scheduler is not None, "there is one"
+        self._build, self._workers, self._runner = uuid.uuid4().hex, workers, runner
+        self._transport, self._sending = Transport(settings.cache), threading.Lock()
+        self._client = _connect(settings.scheduler)
+        self._client.subscribe_topic(_NAME, self._report)
+        threads = sum(self._client.nthreads().values())
+        self.at_once = min(max(4, 2 * threads), 1000) if settings.jobs == "auto" else settings.jobs
+
+    def run(self, job: Job) -> Built:
+        """The job's result: from the cache, if it has that of the versions on a worker; or from a worker.
+
+        Raises BuildError with the job's problems.
+        """
+        if job.target.from_cache:
+            return self._runner.run(job)
+        with job.locating(), self._explaining():
+            address, own = self._find_worker(job), hatch_epcontext.__version__
+            answers = self._client.run(look, to_json(job), own, workers=[address])
+            versions = _read(answers[address]).versions
+            return self._known(job, versions) or self._run(job, versions)
+
+    def stop(self) -> None:
+        """End all tasks, and start no more: each job then raises BuildError."""
+        self._workers.stop()
+        self._transport.stop()
+
+    def close(self) -> None:
+        """End the connection; dask then cancels the tasks of the build."""
+        with contextlib.suppress(Exception):
+            self._client.close(CONNECT_SECONDS)
+
+    def _known(self, job: Job, versions: Mapping[str, str]) -> Built | None:
+        """The latest result in the cache, if it was compiled with ``versions`` and is good enough."""
+        with contextlib.suppress(BuildError):
+            built = self._runner.run(replace(job, target=replace(job.target, from_cache=True)))
+            record = built.artifact.record
+            if {**record.versions, _NAME: versions[_NAME]} == versions:
+                return replace(built, job=record.recipe.form_of(job))
+        shutil.rmtree(self._runner.staging / PACKAGE / job.folder, ignore_errors=True)
+        return None
+
+    def _run(self, job: Job, versions: Mapping[str, str]) -> Built:
+        """The result of a worker, which is stored in the cache of the build."""
+        sources = tuple(self._runner.sources[model.name] for model in job.models)
+        inputs = (*(model.validate.inputs for model in job.models), job.target.calibration)
+        named = [path for path in inputs if path not in ("", *SYNTHETIC)]
+        named += (file.path for file in job.target.files if file.is_read)
+        files = [file for source in sources for file in source.files]
+        files += (file for path in named for file in input_files(path))
+        workers, sent = self._workers, {str(file): self._send(file) for file in files}
+        limits = (workers.timeout, workers.memory_limit, workers.verbose, workers.log is not None)
+        task = Task(self._build, job, sources, sent, versions, self._transport.url, *limits)
+        future = self._client.submit(
+            run_task,
+            to_json(task),
+            [*sent, *named],
+            key=f"{_NAME}-{uuid.uuid4().hex}",
+            resources=dict(job.target.resources) or None,
+            pure=False,
+        )
+        ended = threading.Event()
+        future.add_done_callback(lambda _: ended.set())
+        try:
+            while not ended.wait(_POLL_SECONDS):
+                self._find_worker(job)
+            outcome = _read(future.result())
+        finally:
+            future.cancel(force=True)
+        runner, folder, record = (
+            self._runner,
+            self._runner.staging / PACKAGE / job.folder,
+            outcome.record,
+        )
+        assert record is not None, "there are no problems"
+        with writing("an artifact", folder):
+            for name, file in record.files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                self._transport.fetch_file(file.sha256, file.size, folder / name)
+        runner.keep(job, record, folder, outcome.validations)
+        form = record.recipe.form_of(job)
+        return Built(form, Artifact(folder, record), outcome.validations, cached=False)
+
+    def _send(self, file: Path) -> FileRecord:
+        """Send ``file`` to the shared cache, unless it is there."""
+        record = self._runner.index.record(file)
+        # One at a time: several jobs may need the same file.
+        with self._sending, writing("a copy of a model", file), temp_dir() as scratch:
+            if not self._transport.has_file(record):
+                # The user may write the file now: a copy has one content.
+                shutil.copyfile(file, scratch / "file")
+                if self._transport.send_file(scratch / "file") != record:
+                    raise changed_error(file)
+        return record
+
+    def _find_worker(self, job: Job) -> str:
+        """The address of a worker with the job's resources.
+
+        Raises BuildError if none comes in time: dask lets tasks wait for ever.
+        """
+        resources, end = job.target.resources, time.monotonic() + WORKER_SECONDS
+        while not self._workers.stopped:
+            workers = self._client.scheduler_info(n_workers=-1)["workers"]
+            for address, worker in workers.items():
+                if all(worker["resources"].get(name, 0) >= n for name, n in resources.items()):
+                    return str(address)
+            if time.monotonic() > end:
+                needs = _text(resources)
+                offers = sorted({_text(worker["resources"]) for worker in workers.values()})
+                message = (
+                    f"the job needs a worker with {needs}, and none came in {WORKER_SECONDS:g} s. "
+                    f"The cluster has {' or '.join(offers) or 'no workers'}."
+                )
+                hint = f'Start one: dask worker <scheduler> --resources "{needs}"'
+                raise BuildError(Problem(Kind.NO_WORKER, "", message, hint))
+            time.sleep(_POLL_SECONDS)
+        raise CancelledError
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Raise BuildError in place of the errors of dask and of the shared cache."""
+        try:
+            yield
+        except Exception as error:
+            if self._workers.stopped:
+                message = "the build was interrupted."
+                raise InterruptedBuildError(Problem(Kind.INTERRUPTED, "", message)) from None
+            if isinstance(error, EpcontextError):
+                raise
+            if isinstance(error, (TransportError, DamagedError)):
+                raise _unusable("this machine", self._transport.url, error) from None
+            is_lost = isinstance(error, (OSError, CancelledError))
+            kind = Kind.UNREACHABLE_SCHEDULER if is_lost else Kind.WORKER_LOST
+            # Dask names the last of the workers that were lost.
+            name = getattr(getattr(error, "last_worker", None), "name", "of the cluster")
+            message = f"the worker {name} failed: {error or type(error).__name__}"
+            hint = "Read the logs of dask. Often a machine has too little memory."
+            raise BuildError(Problem(kind, "", hide_credentials(message), hint)) from error
+
+    def _report(self, event: tuple[object, Mapping[str, str]]) -> None:
+        """Pass on a line of a worker of this build."""
+        listener = getattr(self._workers, event[1]["what"])
+        if event[1]["build"] == self._build and listener is not None:
+            listener(event[1]["line"])
+
+
+def _connect(address: str) -> Any:
+    # It has no types.
+    distributed: Any = importlib.import_module("distributed")
+
+    async def probe() -> None:
+        arguments = distributed.Security().get_connection_args("client")
+        connection = distributed.comm.connect(address, **arguments)
+        await (await asyncio.wait_for(connection, CONNECT_SECONDS)).close()
+
+    try:
+        # A client waits for ever for a server that never answers. The caller may have an event loop.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, probe()).result()
+        return distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+    # Any exception: another kind of server may answer at that address.
+    except Exception as error:
+        text = f"the scheduler {address} cannot be reached: {error or type(error).__name__}"
+        hint = "Start it, or correct the address. An empty HATCH_EPCONTEXT_SCHEDULER builds here."
+        key, kind = Key() / "build" / "scheduler", Kind.UNREACHABLE_SCHEDULER
+        raise BuildError(Problem.at(key, kind, hide_credentials(text), hint)) from None
+
+
+def _text(resources: Mapping[str, float]) -> str:
+    return ",".join(f"{name}={number:g}" for name, number in resources.items()) or "no resources"
+
+
+def _unusable(who: str, url: str, error: Exception) -> BuildError:
+    hint = f"Let this machine and the workers read and write {url}. Remove there what is damaged."
+    message = f"{who} cannot use the shared cache: {error}."
+    return BuildError(Problem(Kind.UNUSABLE_CACHE, "", message, hint))
+
+
+def _read(answer: str) -> Outcome:
+    outcome = read_record(answer, Outcome)
+    if outcome.problems:
+        raise BuildError(*outcome.problems)
+    return outcome
+
+
+async def look(job: str, version: str, dask_worker: Any) -> str:
+    """The `Outcome` with the versions on this worker for a `Job` of a build with this ``version``."""
+    build = {_NAME: version}
+    return await asyncio.to_thread(
+        _answer, lambda: Outcome(_check(from_json(job, Job), dask_worker, build))
+    )
+
+
+def _answer(work: Callable[[], Outcome]) -> str:
+    try:
+        return to_json(work())
+    except EpcontextError as error:
+        return to_json(Outcome(problems=error.problems))
+
+
+def _check(job: Job, worker: Any, build: Mapping[str, str]) -> Mapping[str, str]:
+    """The versions on ``worker`` for ``job``; raises BuildError if they cannot be those of ``build``."""
+    plugin, sha256 = job.target.provider.plugin, job.target.settings.library_sha256
+    library = Path(plugin.path) if plugin is not None and plugin.path else None
+    where = f"the worker {worker.name} ({worker.address})"
+    try:
+        if library is not None and not (library.is_file() and file_sha256(library) == sha256):
+            message = f"the library {library} is missing, or differs from the build's."
+            hint = "Install it at the same path, or use a package with get_library_path()."
+            raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint))
+        installed = check_environment((job.target,), requirements((job.target,)))
+    except EpcontextError as error:
+        raise BuildError(
+            *(replace(p, location="", message=f"on {where}: {p.message}") for p in error.problems)
+        ) from None
+    versions = {_NAME: hatch_epcontext.__version__, **versions_of(job.target, installed)}
+    if not build.items() <= versions.items():
+        message = f"{where} has {pairs(versions)}, and the build began with {pairs(build)}."
+        raise BuildError(Problem(Kind.VERSION_MISMATCH, "", message))
+    return versions
+
+
+def run_task(text: str, paths: Sequence[str]) -> str:
+    """The `Outcome` of a `Task`, in which ``paths`` are those on the machine of the build."""
+    from distributed import get_worker
+
+    worker = get_worker()
+    # Dask removes its folder when the worker ends, or when the next one starts.
+    parent = Path(worker.local_directory).resolve() / _NAME
+    parent.mkdir(parents=True, exist_ok=True)
+    with temp_dir(parent) as folder:
+        root = (folder / "files").as_posix()
+        for path in paths:
+            place = f"{root}/{path.lstrip('/')}".replace("\\", "/")
+            text = text.replace(json.dumps(path), json.dumps(place))
+        task = from_json(text, Task)
+        return _answer(lambda: _run_job(task, worker, folder)).replace(root, "")
+
+
+def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
+    def report(what: str) -> Callable[[str], None]:
+        event = {"build": task.build, "what": what}
+        return lambda line: worker.log_event(_NAME, {**event, "line": line})
+
+    def watch(key: str) -> None:
+        """End what runs when dask has cancelled the task: the build has ended, or needs no result."""
+        while not ended.wait(_POLL_SECONDS):
+            state = worker.state.tasks.get(key)
+            if state is None or state.state == "cancelled":
+                workers.stop()
+                transport.stop()
+                return
+
+    transport, ended, progress = Transport(task.cache), threading.Event(), report("progress")
+    log = report("log") if task.log else None
+    workers = Workers(task.timeout, log, task.verbose, task.memory_limit, progress)
+    threading.Thread(target=watch, args=[worker.get_current_task()], daemon=True).start()
+    try:
+        versions = _check(task.job, worker, task.versions)
+        progress(f"{task.job.location}: runs on the worker {worker.name}")
+        with writing("the files of a job", folder):
+            for path, record in task.files.items():
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                transport.fetch_file(record.sha256, record.size, Path(path))
+        own_cache = os.environ.get(f"{PREFIX}CACHE_DIR")
+        cache = Cache(Path(own_cache) if own_cache else default_root(), progress)
+        sources = {source.model.name: source for source in task.sources}
+        with workers:
+            steps = Steps(workers, folder, 1, versions, _devices)
+            built = JobRunner(sources, cache, cache.index, steps, folder, progress).run(task.job)
+        for name in built.artifact.record.files:
+            transport.send_file(built.artifact.folder / name)
+        return Outcome(versions, built.artifact.record, built.validations)
+    except (TransportError, DamagedError) as error:
+        raise _unusable(f"the worker {worker.name}", task.cache, error) from None
+    finally:
+        ended.set()

@@ -1,1 +1,0 @@
-"""Where jobs run: in local workers, or on other machines."""

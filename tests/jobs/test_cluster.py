@@ -1,0 +1,480 @@
+"""Builds on a real cluster: a scheduler and several worker processes with different resources."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.files import FileRecord, file_sha256
+from hatch_epcontext.jobs import cluster as cluster_module
+from hatch_epcontext.jobs.artifact import Record, Result, Times
+from hatch_epcontext.jobs.cache.shared import Transport
+from hatch_epcontext.jobs.cache.signing import new_keys
+from hatch_epcontext.jobs.cache.store import DamagedError
+from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import FARM
+from hatch_epcontext.jobs.run import build, dry_run, open_cache
+from hatch_epcontext.serialize import to_json
+from tests.conftest import REPOSITORY, make_record, needs_qnn
+from tests.models import network, save, save_with_data, unknown_operator
+
+pytestmark = pytest.mark.slow
+
+PRELOAD = """
+import os
+import hatch_epcontext
+from hatch_epcontext.jobs.processes import process
+from tests.kept_server import KeptServers
+hatch_epcontext.__version__ = os.environ.get("PACKAGE_VERSION", hatch_epcontext.__version__)
+process._FIRST_BEAT = process._NEXT_BEATS = 0.5
+process.ForkServer = KeptServers().get
+"""
+"""What each dask worker runs at its start, so that no test waits for long, and jobs share a server."""
+
+SLOW_LIBRARY = """
+import os, pathlib, time
+import onnxruntime_qnn
+
+folder = pathlib.Path(os.environ["SLOW_FOLDER"])
+
+def get_library_path():
+    (folder / f"{os.environ['SLOW_NAME']}.pid").write_text(str(os.getpid()))
+    while (folder / "hold").exists():
+        time.sleep(0.05)
+    return onnxruntime_qnn.get_library_path()
+"""
+"""A package with QNN's library, which is not found while there is a file ``hold``."""
+
+
+class Cluster:
+    """A scheduler, and workers by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.slow = folder, folder / "slow"
+        self.workers: dict[str, subprocess.Popen[bytes]] = {}
+        self.slow.mkdir()
+        (self.slow / "slow_qnn.py").write_text(SLOW_LIBRARY, encoding="utf-8")
+        (folder / "preload.py").write_text(PRELOAD, encoding="utf-8")
+        info = folder / "scheduler.json"
+        self._scheduler = self._start("scheduler", "--port=0", f"--scheduler-file={info}")
+        # It is not written at once.
+        while not info.is_file() or not info.read_text(encoding="utf-8").endswith("}"):
+            assert self._scheduler.poll() is None, (folder / "scheduler.log").read_text()
+            time.sleep(0.05)
+        self.address: str = json.loads(info.read_text(encoding="utf-8"))["address"]
+
+    def start(self, name: str, resources: str, **environ: str) -> None:
+        """Start a worker, which has also the variables ``environ``, unless it runs."""
+        if name not in self.workers:
+            options = [f"--name={name}", f"--resources={resources}", "--nthreads=2", "--no-nanny"]
+            options += [f"--local-directory={self.folder}"]
+            options += [f"--preload={self.folder / 'preload.py'}"]
+            environ["HATCH_EPCONTEXT_CACHE_DIR"] = str(self.folder / "caches" / name)
+            self.workers[name] = self._start("worker", self.address, *options, log=name, **environ)
+
+    def hold(self, resources: str, *names: str) -> Path:
+        """Start workers with `SLOW_LIBRARY`, which compile only when the returned file is gone."""
+        for name in names:
+            slow = str(self.slow)
+            self.start(name, resources, PYTHONPATH=slow, SLOW_FOLDER=slow, SLOW_NAME=name)
+        self.wait()
+        for file in self.slow.glob("*.pid"):
+            file.unlink()
+        (self.slow / "hold").touch()
+        return self.slow / "hold"
+
+    def held(self) -> dict[str, int]:
+        """The process ids of held compilations by worker, once there is one."""
+        while True:
+            files = {file.stem: file.read_text() for file in self.slow.glob("*.pid")}
+            if pids := {name: int(text) for name, text in files.items() if text}:
+                return pids
+            time.sleep(0.05)
+
+    def left(self) -> set[Path]:
+        """What workers keep of tasks; workers that were killed leave theirs."""
+        return set(self.folder.glob("dask-scratch-space/*/hatch-epcontext/*"))
+
+    def wait(self) -> None:
+        """Return when all workers are connected."""
+        for name, worker in self.workers.items():
+            log = self.folder / f"{name}.log"
+            while "Registered to" not in log.read_text(encoding="utf-8"):
+                assert worker.poll() is None, log.read_text(encoding="utf-8")
+                time.sleep(0.05)
+
+    def kill(self, name: str) -> None:
+        self.workers[name].kill()
+        self.workers.pop(name).wait()
+
+    def stop(self) -> None:
+        for process in (*self.workers.values(), self._scheduler):
+            process.kill()
+            process.wait()
+
+    def _start(
+        self, role: str, *arguments: str, log: str = "scheduler", **environ: str
+    ) -> subprocess.Popen[bytes]:
+        own, around = environ.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")
+        paths = os.pathsep.join(filter(None, [own, str(REPOSITORY), around]))
+        command = [sys.executable, "-m", "dask", role, "--host=127.0.0.1", "--no-dashboard"]
+        # How long the scheduler tries to reach a worker that was lost.
+        environ["DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT"] = "2s"
+        variables = {**os.environ, "PYTHONPATH": paths, **environ}
+        with (self.folder / f"{log}.log").open("wb") as file:
+            both = subprocess.STDOUT
+            return subprocess.Popen([*command, *arguments], stdout=file, stderr=both, env=variables)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Workers that work, and one with another version, each with resources of its own."""
+    folder = tmp_path_factory.mktemp("cluster")
+    only_there = folder / "packages" / "only_there-1.0.dist-info"
+    only_there.mkdir(parents=True)
+    (only_there / "METADATA").write_text("Metadata-Version: 2.1\nName: only_there\nVersion: 1.0\n")
+    cluster = Cluster(folder)
+    try:
+        cluster.start("board", "NPU=2")
+        cluster.start("box", "GPU=1", PYTHONPATH=str(folder / "packages"))
+        cluster.start("old", "OLD=1", PACKAGE_VERSION="0.0.1")
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+CPU = """
+models = ["models/a.onnx"]
+[targets.x]
+provider = "cpu"
+resources = { NPU = 1 }
+"""
+
+SLOW = """
+models = [{ path = "models/a.onnx", targets = ["npu"] }]
+[targets.npu]
+provider = "qnn"
+library = "slow_qnn"
+resources = { SLOW = 1 }
+"""
+
+LOCAL = {"EXECUTOR": "local"}
+
+
+class Builder:
+    """Builds the project in ``root`` on a cluster; all builds share one cache of this machine."""
+
+    def __init__(self, root: Path, folder: Path, cluster: Cluster) -> None:
+        self.root, self.folder, self.cluster = root, folder, cluster
+        self.shared = folder / "shared"
+        self.log: list[str] = []
+        self.lines: list[str] = []
+        self.progress: list[str] = []
+
+    def __call__(
+        self,
+        toml: str,
+        environ: Mapping[str, str] | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> Result:
+        config = load(self.root, parse(toml), {}, {**self.variables(), **named(environ or {})})
+        workers = Workers(config.build.timeout, self.lines.append, progress=self.progress.append)
+        cache, staging = open_cache(config, self.log.append), self.folder / "staging"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        return build(plan(config), staging, cache, log or self.log.append, workers)
+
+    def problem(self, toml: str, environ: Mapping[str, str] | None = None) -> Problem:
+        """The only problem of a build that fails."""
+        with pytest.raises(BuildError) as raised:
+            self(toml, environ)
+        (problem,) = raised.value.problems
+        return problem
+
+    def variables(self) -> dict[str, str]:
+        places = {"CACHE": f"file://{self.shared}", "CACHE_DIR": str(self.folder / "cache")}
+        return named({"EXECUTOR": "dask", "SCHEDULER": self.cluster.address, **places})
+
+
+def named(variables: Mapping[str, str]) -> dict[str, str]:
+    return {f"HATCH_EPCONTEXT_{name}": value for name, value in variables.items()}
+
+
+@pytest.fixture
+def run(project: Path, tmp_path: Path, started: Cluster) -> Builder:
+    save(network(1), project / "models" / "a.onnx")
+    # The workers have done nothing before.
+    shutil.rmtree(started.folder / "caches", ignore_errors=True)
+    started.wait()
+    return Builder(project, tmp_path, started)
+
+
+@pytest.fixture
+def aside() -> Iterator[Callable[..., Future[Problem | Result]]]:
+    """Runs something in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit
+
+
+def without_times(record: Record) -> Record:
+    return dataclasses.replace(record, times=Times(0, 0))
+
+
+def test_the_result_is_that_of_a_local_build(run: Builder) -> None:
+    (built,) = run(CPU).built
+    assert not built.cached
+    assert run.progress[0] == "a -> x: runs on the worker board"
+    assert "a -> x: validation: validate ..." in run.lines
+    # Of the same versions, and validated: no worker runs it again.
+    for environ in ({}, LOCAL, {"FROM_CACHE": "all"}):
+        assert run(CPU, environ).built[0].cached
+    assert len([line for line in run.progress if "runs on" in line]) == 1
+    record = built.artifact.record
+    files = {name: (built.artifact.folder / name).read_bytes() for name in record.files}
+    shutil.rmtree(run.folder / "cache")
+    (local,) = run(CPU, LOCAL).built
+    assert without_times(local.artifact.record) == without_times(record)
+    assert local.validations["a"].agreements == built.validations["a"].agreements
+    assert files == {name: (local.artifact.folder / name).read_bytes() for name in files}
+
+
+def test_all_files_go_once_through_the_shared_cache_to_where_resources_are(run: Builder) -> None:
+    save_with_data(network(), run.root / "models" / "a.onnx")
+    np.savez(run.root / "x.npz", x=np.full((2, 1, 8, 8), 0.5, np.float32))
+    (run.root / "data").mkdir()
+    tensor = numpy_helper.from_array(np.ones((1, 1, 8, 8), np.float32), "x")
+    onnx.save_tensor(tensor, run.root / "data" / "input_0.pb")
+    keys = 'path = "models/a.onnx", quantize = { inputs = "data" }, validate = { inputs = "x.npz" }'
+    toml = CPU.replace('"models/a.onnx"', f'"models/a.onnx", {{ name = "b", {keys} }}')
+    toml += 'requirements = ["only-there>=1"]\n'
+    first, second = run(toml.replace("NPU", "GPU")).built
+    assert "(1 sample)" in str(second.artifact.record.preparations[0].precision)
+    # Only that worker has the package; this environment does not need it.
+    assert "only-there" in first.artifact.record.versions
+    # Nobody signs without the key.
+    sent = {path: path.stat().st_mtime_ns for path in run.shared.rglob("*") if path.is_file()}
+    names = ("models/a.onnx", "models/network.data", "x.npz", "data/input_0.pb")
+    sums = {file_sha256(run.root / name) for name in names}
+    sums |= {file.sha256 for b in (first, second) for file in b.artifact.record.files.values()}
+    assert {path.name for path in sent} == {file_sha256(path) for path in sent} == sums
+    # The same again, from the cache of the worker.
+    shutil.rmtree(run.folder / "cache")
+    run(toml.replace("NPU", "GPU"))
+    assert all(path.stat().st_mtime_ns == time for path, time in sent.items())
+    assert not run.cluster.left()
+
+
+def test_only_the_build_signs_what_it_has_checked(
+    run: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch_file, (private, public) = Transport.fetch_file, new_keys()
+
+    def alter(self: Transport, sha256: str, size: int, path: Path) -> None:
+        (sent,) = run.shared.rglob(sha256)
+        sent.write_bytes(sent.read_bytes()[:-1] + b"?")
+        fetch_file(self, sha256, size, path)
+        pytest.fail("other content was fetched")
+
+    toml = f'{CPU}[build]\ncache-keys = ["{public}"]\n'
+    signing = {"CACHE_WRITE": "1", "CACHE_KEY": private}
+    with monkeypatch.context() as patch:
+        patch.setattr(Transport, "fetch_file", alter)
+        problem = run.problem(toml, signing)
+    assert (problem.kind, problem.where()) == (Kind.UNUSABLE_CACHE, "a -> x")
+    assert "has other content" in problem.message
+    shutil.rmtree(run.shared)
+    other = Builder(run.root, tmp_path / "other", run.cluster)
+    other.folder.mkdir()
+    other.shared = run.shared
+    assert other.problem(toml, {"FROM_CACHE": "x"}).kind is Kind.NOT_CACHED
+    (built,) = run(toml, signing).built
+    assert not built.cached
+    (fetched,) = other(toml, {"FROM_CACHE": "x"}).built
+    assert fetched.artifact.record == built.artifact.record
+
+
+@pytest.mark.parametrize("name", ["../evil.bin", "/tmp/evil.bin", "con"])
+def test_an_artifact_with_files_elsewhere_is_damaged(name: str) -> None:
+    record = make_record({"a_ctx.onnx": FileRecord(1, "0" * 64), name: FileRecord(1, "0" * 64)})
+    with pytest.raises(DamagedError, match="a file outside of its folder"):
+        cluster_module._read(to_json(cluster_module.Outcome(record=record)))
+
+
+def test_a_model_that_changes_while_it_is_sent_is_refused(
+    run: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, has_file = run.root / "models" / "a.onnx", Transport.has_file
+
+    def change(self: Transport, file: FileRecord) -> bool:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        return has_file(self, file)
+
+    monkeypatch.setattr(Transport, "has_file", change)
+    assert run.problem(CPU).kind is Kind.MODEL_CHANGED
+
+
+def test_errors_and_their_logs_are_as_locally(run: Builder) -> None:
+    save(unknown_operator(), run.root / "models" / "a.onnx")
+    problems = [run.problem(CPU, environ) for environ in ({}, LOCAL)]
+    assert all("Strange" in f"{problem.message}{problem.log}" for problem in problems)
+    first, second = (dataclasses.replace(problem, log=None) for problem in problems)
+    assert first == second
+    run.shared = run.root / "models" / "a.onnx"
+    assert run.problem(CPU).kind is Kind.UNUSABLE_CACHE
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "message"),
+    [
+        ("NPU", "OLD", Kind.VERSION_MISMATCH, r"worker old \(tcp://.*\) has hatch-epcontext 0\.0\.1, "),
+        ('"cpu"', '"cpu"\nrequirements = ["only-there>=1"]', Kind.MISSING_REQUIREMENT,
+         r"on the worker board \(tcp://.*\): 1 build requirement is missing"),
+        ("NPU = 1", "NPU = 3, TPU = 1", Kind.NO_WORKER,
+         r"needs a worker with NPU=3,TPU=1, and none .* The cluster has GPU=1 or NPU=2 or OLD=1"),
+    ],
+)  # fmt: skip
+def test_a_job_without_a_worker_that_fits_fails_and_the_others_run(
+    run: Builder, old: str, new: str, kind: Kind, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "WORKER_SECONDS", 0.2)
+    other = CPU[CPU.index("[targets") :].replace(".x", ".y").replace(old, new)
+    problem = run.problem(CPU + other)
+    assert (problem.kind, problem.where()) == (kind, "a -> y")
+    assert re.search(message, problem.message)
+    assert run.log[0].startswith("a -> x (cpu): optimized graph")
+
+
+def test_a_worker_with_other_versions_than_the_build_began_with_is_refused_by_name(
+    run: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forget(self: object, job: object, versions: dict[str, str]) -> None:
+        versions["onnxruntime"] = "99"
+
+    monkeypatch.setattr(cluster_module.Cluster, "_known", forget)
+    problem = run.problem(CPU)
+    assert problem.kind is Kind.VERSION_MISMATCH
+    message = r"worker board \(tcp://.*\) has .*onnxruntime 1\..* began with .*onnxruntime 99"
+    assert re.search(message, problem.message)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "nothing://host:1", "silent"])
+def test_a_scheduler_that_cannot_be_reached_is_an_error(
+    run: Builder, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = address.replace("silent", f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        problem = run.problem(CPU, {"SCHEDULER": address})
+    assert problem.kind is Kind.UNREACHABLE_SCHEDULER
+    assert problem.location == "tool.epcontext.build.scheduler"
+    # Without a cluster, and from the cache alone, nobody is contacted.
+    assert not run(CPU, {"SCHEDULER": ""}).built[0].cached
+    assert run(CPU, {"SCHEDULER": address, "FROM_CACHE": "all"}).built[0].cached
+
+
+def test_a_dry_run_and_the_environment_need_no_cluster(project: Path, tmp_path: Path) -> None:
+    # Not for this Python, or not for this system.
+    target = '[targets.directml]\nprovider = "directml"\noptimization = "all"\n'
+    cache = {"CACHE": f"file://{tmp_path / 'shared'}"}
+    variables = named({"EXECUTOR": "dask", "SCHEDULER": "tcp://127.0.0.1:9", **cache})
+    save(network(1), project / "models" / "a.onnx")
+    config = load(project, parse(f'models = ["models/a.onnx"]\n{target}'), {}, variables)
+    planned = plan(config)
+    assert planned.requirements == FARM
+    assert [job.cached for job in dry_run(planned, tmp_path, open_cache(config, pytest.fail))] == [
+        False
+    ]
+
+
+@needs_qnn
+def test_another_worker_takes_up_the_job_of_one_that_was_killed(
+    run: Builder, aside: Callable[..., Future[Result]]
+) -> None:
+    hold = run.cluster.hold("SLOW=1", "slow-1", "slow-2")
+    building = aside(run, SLOW)
+    (first,) = run.cluster.held()
+    run.cluster.kill(first)
+    while len(run.cluster.held()) == 1:
+        time.sleep(0.05)
+    hold.unlink()
+    (built,) = building.result().built
+    assert built.validations["a"].agreements
+    assert len([line for line in run.lines if line.endswith("compile ...")]) == 2
+
+
+@needs_qnn
+@pytest.mark.parametrize(("workers", "kind"), [(1, Kind.NO_WORKER), (4, Kind.WORKER_LOST)])
+def test_a_job_whose_workers_are_lost_fails(
+    run: Builder,
+    aside: Callable[..., Future[Problem]],
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
+    kind: Kind,
+) -> None:
+    monkeypatch.setattr(cluster_module, "WORKER_SECONDS", 4.0)
+    run.cluster.hold(f"FRAGILE{workers}=1", *(f"fragile-{n}-of-{workers}" for n in range(workers)))
+    building = aside(run.problem, SLOW.replace("SLOW", f"FRAGILE{workers}"))
+    killed: list[str] = []
+    while len(killed) < workers:
+        for name in run.cluster.held().keys() - set(killed):
+            run.cluster.kill(name)
+            killed.append(name)
+    problem = building.result()
+    assert (problem.kind, problem.where()) == (kind, "a -> npu")
+    assert (killed[-1] if workers > 1 else "needs a worker with FRAGILE1=1") in problem.message
+
+
+@needs_qnn
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_steps_of_a_build_that_is_gone_end(run: Builder, *, is_killed: bool) -> None:
+    hold = run.cluster.hold("SLOW=1", "slow-1", "slow-2")
+    before = run.cluster.left()
+    table = SLOW.replace("[targets", "[tool.epcontext.targets")
+    (run.root / "pyproject.toml").write_text(f"[tool.epcontext]{table}", encoding="utf-8")
+    command = [sys.executable, "-c", "from hatch_epcontext.cli import main; main()", "build"]
+    building = subprocess.Popen(command, cwd=run.root, env={**os.environ, **run.variables()})
+    ((name, pid),) = run.cluster.held().items()
+    building.send_signal(signal.SIGKILL if is_killed else signal.SIGINT)
+    assert building.wait() != 0
+    while Path(f"/proc/{pid}").exists() or run.cluster.left() - before:
+        time.sleep(0.05)
+    # The worker goes on.
+    hold.unlink()
+    assert len(run(SLOW).built) == 1
+    assert run.cluster.workers[name].poll() is None
+
+
+@needs_qnn
+def test_a_crash_of_a_compiler_does_not_end_the_dask_worker(
+    run: Builder, aside: Callable[..., Future[Problem]]
+) -> None:
+    hold = run.cluster.hold("SLOW=1", "slow-1", "slow-2")
+    building = aside(run.problem, SLOW)
+    ((name, pid),) = run.cluster.held().items()
+    os.kill(pid, signal.SIGSEGV)
+    problem = building.result()
+    assert "the worker crashed with SIGSEGV" in problem.message
+    assert (problem.where(), bool(problem.log)) == ("a -> npu", True)
+    hold.unlink()
+    assert run(SLOW).built[0].validations["a"].agreements
+    assert run.cluster.workers[name].poll() is None
