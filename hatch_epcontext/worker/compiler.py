@@ -17,6 +17,7 @@ from hatch_epcontext.errors import (
     Key,
     Kind,
     LibraryError,
+    ModelError,
     Problem,
     RefusedError,
     Setting,
@@ -222,7 +223,7 @@ def _explanation(
     if "unsupported with shared EP context" in message:
         message = f"{provider.ep} does not compile contexts for several chips that share weights."
         hint = "Give each chip a target of its own, or remove share-weights (not tried)."
-        return BuildError(Problem(Kind.NOT_SHARED, "", message, hint))
+        return ModelError(Problem(Kind.NOT_SHARED, "", message, hint))
     if library := missing(message):
         message = f"{provider.ep} cannot compile, because {library} is missing."
         return UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, library.advice))

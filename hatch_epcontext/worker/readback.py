@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, RefusedError, Setting
+from hatch_epcontext.errors import Kind, ModelError, Problem, RefusedError, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data, stays_inside
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, Cut
@@ -32,9 +32,11 @@ def read_optimized(name: str, result: Path) -> Context:
 def read_context(model: Model, prepared: Path, result: Path, target: Target) -> Context:
     """Return the facts of the context model ``result``, which was compiled from ``prepared``.
 
-    Raises BuildError when it does not fit the target.
+    Raises RefusedError when it does not fit the target, and ModelError when it is too large for a file.
     """
     provider = target.provider
+    if result.stat().st_size > PROTOBUF_LIMIT:
+        raise ModelError(_too_large(result, model, target))
     try:
         return _read_context(model, prepared, result, target, provider)
     except ModelError as error:
@@ -60,8 +62,6 @@ def _read_context(
     ]
     if problems:
         raise RefusedError(*problems)
-    if result.stat().st_size > PROTOBUF_LIMIT:
-        raise BuildError(_too_large(result, model, target))
     _check_data(onnx_model, result, model, provider)
     uncovered = [n for n in graph.compute_nodes(onnx_model.graph) if n.op_type != graph.CONTEXT_OP]
     total = len(graph.compute_nodes(source.graph))

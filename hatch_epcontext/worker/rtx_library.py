@@ -17,7 +17,6 @@ from onnx import helper
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import (
-    BuildError,
     Key,
     Kind,
     LibraryError,
@@ -92,7 +91,7 @@ def compile_with_library(
         size = f"the engine has {len(blob) / 2**30:.1f} GiB"
         message = f"{size}, but an ONNX file cannot be larger than 2 GiB."
         hint, place = "Put it into a file beside the context model.", Setting(key / "embed", False)
-        raise BuildError(Problem(Kind.TOO_LARGE, "", message, hint, settings=(place,)))
+        raise ModelError(Problem(Kind.TOO_LARGE, "", message, hint, settings=(place,)))
     _write(source, blob, result, target, version)
 
 
@@ -249,7 +248,7 @@ def _configured(trt: Any, builder: Any, network: Any, target: Target, key: Key) 
         capability = getattr(trt.ComputeCapability, f"SM{each.replace('.', '')}")
         if not config.set_compute_capability(capability, index):
             message = f"TensorRT RTX does not compile for the compute capability {each}."
-            raise BuildError(Problem(Kind.INVALID_OPTION, "", message))
+            raise ModelError(Problem(Kind.INVALID_OPTION, "", message))
     for option, pool in _POOLS.items():
         if size := int(settings.provider_options.get(option, "0")):
             config.set_memory_pool_limit(getattr(trt.MemoryPoolType, pool), size)
@@ -261,7 +260,7 @@ def _configured(trt: Any, builder: Any, network: Any, target: Target, key: Key) 
             reason = "; ".join(dict.fromkeys(_log(trt).errors))
             message = f"TensorRT RTX refuses the optimization profile {index}: {reason}."
             place = target.key / "profiles" / index
-            raise BuildError(Problem.at(place, Kind.INVALID_PROFILE, message))
+            raise ModelError(Problem.at(place, Kind.INVALID_PROFILE, message))
     return config
 
 

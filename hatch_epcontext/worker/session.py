@@ -13,7 +13,7 @@ from typing import Any
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import CompileSettings, OptionFile, Target
-from hatch_epcontext.errors import BuildError, Kind, Problem, UnavailableError
+from hatch_epcontext.errors import Kind, ModelError, Problem, UnavailableError
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.providers import Product, Provider, variable_of
 from hatch_epcontext.shipped import OPTION_FILE, USER_CACHE
@@ -39,7 +39,7 @@ def options(
     """Return session options with the target's EP added, and with ``provider_options``.
 
     ``session_options`` are added to the target's. Raises UnavailableError when the EP has no library,
-    no driver or no device on this machine, and BuildError when the variable of a secret is not set.
+    no driver or no device on this machine, and ModelError when the variable of a secret is not set.
     """
     provider, settings = target.provider, target.settings
     provider_options = {
@@ -69,12 +69,12 @@ def _look_up(option: str, value: str) -> str:
             "where the model is compiled and run."
         )
         hint = "Set it there. Credentials of the shared cache cannot be used for that."
-        raise BuildError(Problem(Kind.INVALID_OPTION, "", message, hint))
+        raise ModelError(Problem(Kind.INVALID_OPTION, "", message, hint))
     return secret
 
 
 def _put_files(option: str, value: str, files: Iterable[OptionFile]) -> str:
-    """``value`` with paths of this machine; raises BuildError when a file is not the one that was read."""
+    """``value`` with paths of this machine; raises ModelError when a file is not the one that was read."""
     if value.startswith(f"{OPTION_FILE}{{"):
         # A package of somebody else may have any name for its option.
         path = Path.cwd() / f"option-{hashlib.sha256(value.encode()).hexdigest()[:16]}.json"
@@ -87,7 +87,7 @@ def _put_files(option: str, value: str, files: Iterable[OptionFile]) -> str:
         if file.is_read and not (path.is_file() and file_sha256(path) == file.sha256):
             message = f"{file.path}, which the option {option} names, is missing, or was changed."
             hint = "Every machine that compiles needs the same file at this path."
-            raise BuildError(Problem(Kind.FILE_NOT_FOUND, "", message, hint))
+            raise ModelError(Problem(Kind.FILE_NOT_FOUND, "", message, hint))
         if not file.is_read:
             (path.parent if path.suffix else path).mkdir(parents=True, exist_ok=True)
         value = value.replace(file.placeholder, near(path))

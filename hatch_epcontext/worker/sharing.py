@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.worker.compiler import compile_context
@@ -44,7 +44,7 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
         named = "; ".join(f"{name}: {', '.join(sorted(files))}" for name, files in sidecars.items())
         message = f"the models do not share one sidecar: {named}."
         hint = "Check that they have the same weights, and that the EP can share them."
-        raise BuildError(Problem(Kind.NOT_SHARED, "", message, hint))
+        raise ModelError(Problem(Kind.NOT_SHARED, "", message, hint))
     return contexts
 
 
