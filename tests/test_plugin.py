@@ -129,10 +129,13 @@ def files(root: Path) -> set[str]:
     }
 
 
-def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_wheel_has_the_package(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     configure(root, 'fallback = "source"\n')
     before = files(root)
-    names = zipfile.ZipFile(make(root)).namelist()
+    wheel = zipfile.ZipFile(make(root))
+    names = wheel.namelist()
     assert {name for name in names if name.startswith("my_app/epcontext/")} == {
         "my_app/epcontext/__init__.py",
         "my_app/epcontext/manifest.json",
@@ -143,6 +146,10 @@ def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().err
     assert "epcontext: a -> cpu (cpu): optimized graph, ran and agrees with the CPU" in text
     assert "epcontext: verified the wheel: 3 files as in the manifest, by RECORD" in text
+    wheel.extractall(tmp_path / "installed")
+    package = opened(tmp_path / "installed" / "my_app" / "epcontext")
+    variants = {name: list(model.variants) for name, model in package.components.items()}
+    assert (package.layout, variants) == ("portable", {"a": ["cpu", "source"]})
 
 
 def test_the_hook_for_pyinstaller_is_there_if_the_project_names_it(root: Path) -> None:
@@ -160,13 +167,6 @@ def test_the_source_is_not_shipped_where_any_machine_runs_a_target(root: Path) -
     assert "my_app/epcontext/a/source/a.onnx" in names
 
 
-def test_the_folder_in_the_wheel_is_a_model_package(root: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(make(root)).extractall(tmp_path / "installed")
-    package = opened(tmp_path / "installed" / "my_app" / "epcontext")
-    variants = {name: list(each.variants) for name, each in package.components.items()}
-    assert (package.layout, variants) == ("portable", {"a": ["cpu"]})
-
-
 def test_a_model_that_is_also_package_data_is_a_warning(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,19 +180,13 @@ def test_a_model_that_is_also_package_data_is_a_warning(
     assert "and again as the source of the model a" in text
 
 
-def test_the_second_build_is_a_cache_hit_and_the_same(
-    root: Path, capsys: pytest.CaptureFixture[str]
+def test_what_has_not_changed_comes_from_the_cache(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make(root).read_bytes()
     assert "from the cache" not in capsys.readouterr().err
     assert make(root).read_bytes() == first
     assert "from the cache" in capsys.readouterr().err
-
-
-def test_a_changed_model_or_setting_is_a_cache_miss(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make(root)
     configure(root, 'targets.cpu.optimization = "all"\n')
     make(root)
     changed = network()
@@ -200,12 +194,7 @@ def test_a_changed_model_or_setting_is_a_cache_miss(
     save(changed, root / "models" / "a.onnx")
     make(root)
     assert "from the cache" not in capsys.readouterr().err
-
-
-def test_a_changed_validation_needs_no_new_compilation(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make(root)
+    # A changed validation needs no new compilation.
     monkeypatch.setenv("HATCH_EPCONTEXT_VALIDATE", "structure")
     make(root)
     text = capsys.readouterr().err
@@ -335,6 +324,7 @@ def test_all_failed_jobs_are_reported_and_the_others_are_cached(
 
 
 def test_the_tag_is_set_for_the_targets_platforms(root: Path) -> None:
+    assert make(root).name == "my_app-1.0-py3-none-any.whl"
     configure(root, 'targets.cpu.platforms = ["win_arm64"]\n')
     path = make(root)
     assert path.name == "my_app-1.0-py3-none-win_arm64.whl"
@@ -343,8 +333,14 @@ def test_the_tag_is_set_for_the_targets_platforms(root: Path) -> None:
     assert "Tag: py3-none-win_arm64" in text
 
 
-def test_without_platforms_hatch_sets_the_tag(root: Path) -> None:
-    assert make(root).name == "my_app-1.0-py3-none-any.whl"
+def other_hook(root: Path, initialize: str) -> None:
+    """A hook of the project's own in ``custom.py``."""
+    (root / "custom.py").write_text(
+        "from hatchling.builders.hooks.plugin.interface import BuildHookInterface\n"
+        "class Hook(BuildHookInterface):\n"
+        f"    def initialize(self, version, build_data):\n        {initialize}\n",
+        encoding="utf-8",
+    )
 
 
 def test_the_tag_of_another_hook_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,13 +352,7 @@ def test_the_tag_of_another_hook_is_kept(root: Path, capsys: pytest.CaptureFixtu
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     ours = "[tool.hatch.build.hooks.epcontext]\n"
     (root / "pyproject.toml").write_text(text.replace(ours, "") + ours, encoding="utf-8")
-    (root / "custom.py").write_text(
-        "from hatchling.builders.hooks.plugin.interface import BuildHookInterface\n"
-        "class Hook(BuildHookInterface):\n"
-        "    def initialize(self, version, build_data):\n"
-        "        build_data['tag'] = 'py3-none-win_amd64'\n",
-        encoding="utf-8",
-    )
+    other_hook(root, "build_data['tag'] = 'py3-none-win_amd64'")
     assert make(root).name.endswith("win_amd64.whl")
     assert "another build hook set the wheel's tag (py3-none-win_amd64)" in capsys.readouterr().err
 
@@ -420,22 +410,10 @@ def test_an_editable_install_uses_the_source_models_in_place(
     assert f"epcontext: wrote {root / 'my_app' / 'epcontext'}" in capsys.readouterr().err
 
 
-def test_an_editable_install_may_compile(root: Path) -> None:
-    configure(root, 'editable = "compile"\n')
-    make(root, "editable")
-    assert (root / "my_app" / "epcontext" / "a" / "cpu" / "a_optimized.onnx").is_file()
-
-
 def test_an_editable_install_that_fails_later_leaves_nothing(root: Path) -> None:
     table = "[tool.hatch.build.targets.wheel.hooks.custom]\npath = 'custom.py'\n"
     configure(root, table)
-    (root / "custom.py").write_text(
-        "from hatchling.builders.hooks.plugin.interface import BuildHookInterface\n"
-        "class Hook(BuildHookInterface):\n"
-        "    def initialize(self, version, build_data):\n"
-        "        raise RuntimeError('the other hook fails')\n",
-        encoding="utf-8",
-    )
+    other_hook(root, "raise RuntimeError('the other hook fails')")
     before = files(root)
     with pytest.raises(RuntimeError, match="the other hook fails"):
         make(root, "editable")
@@ -461,17 +439,11 @@ def test_an_editable_install_needs_what_hatch_imports_for_it(
     assert files(root) == before
 
 
-def test_an_editable_install_may_do_nothing(root: Path) -> None:
-    configure(root, 'editable = "skip"\n')
-    before = files(root)
-    make(root, "editable")
-    assert files(root) == before
-
-
-def test_files_of_an_editable_install_are_not_in_the_next_wheel(root: Path) -> None:
+def test_compiled_files_of_an_editable_install_are_not_in_the_next_wheel(root: Path) -> None:
     plain = make(root).read_bytes()
     configure(root, 'editable = "compile"\n')
     make(root, "editable")
+    assert (root / "my_app" / "epcontext" / "a" / "cpu" / "a_optimized.onnx").is_file()
     (root / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
     assert make(root).read_bytes() == plain
 
@@ -489,10 +461,19 @@ def test_an_editable_install_does_not_overwrite_changed_files(
     assert module.read_text(encoding="utf-8") == "mine"
 
 
-def test_cleaning_removes_only_our_files(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cleaning_removes_only_our_files_also_those_that_git_ignores(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(root, 'editable = "skip"\n')
+    (root / ".git").mkdir()
+    (root / ".gitignore").write_text("epcontext/\n", encoding="utf-8")
     before = files(root)
     make(root, "editable")
+    assert files(root) == before
+    (root / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
+    make(root, "editable")
     clean(root)
+    assert not (root / "my_app" / "epcontext").exists()
     assert files(root) == before
     make(root, "editable")
     (root / "my_app" / "epcontext" / "notes.txt").touch()
@@ -500,14 +481,6 @@ def test_cleaning_removes_only_our_files(root: Path, capsys: pytest.CaptureFixtu
     clean(root)
     assert files(root) == before | {"my_app/epcontext/notes.txt"}
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_cleaning_removes_files_that_git_ignores(root: Path) -> None:
-    (root / ".git").mkdir()
-    (root / ".gitignore").write_text("epcontext/\n", encoding="utf-8")
-    make(root, "editable")
-    clean(root)
-    assert not (root / "my_app" / "epcontext").exists()
 
 
 def test_one_file_may_be_two_models(root: Path) -> None:
@@ -520,13 +493,6 @@ def test_one_file_may_be_two_models(root: Path) -> None:
     for name in ("one", "bundle"):
         assert f"my_app/epcontext/{name}/cpu/{name}_optimized.onnx" in names
     assert [name for name in names if "/source/" in name] == ["my_app/epcontext/one/source/a.onnx"]
-
-
-def test_external_data_is_shipped_with_the_source(root: Path) -> None:
-    save_with_data(network(), root / "models" / "a.onnx")
-    configure(root, 'fallback = "source"\n')
-    names = zipfile.ZipFile(make(root)).namelist()
-    assert "my_app/epcontext/a/source/network.data" in names
 
 
 def test_a_project_of_only_models_sets_the_output_folder(root: Path) -> None:

@@ -20,8 +20,7 @@ import pytest
 
 from hatch_epcontext import _recompile
 from tests.conftest import needs_qnn
-from tests.models import parsed, save
-from tests.test_loader import (
+from tests.loader.shipped import (
     CPU,
     NPU,
     OPENVINO_EP,
@@ -31,19 +30,12 @@ from tests.test_loader import (
     Table,
     X,
     changed,
-    context,
     damage,
     device,
-    from_zip,
     opener,
-    openvino,
-    openvino_context,
     outcomes,
-    qnn,
-    ship,
 )
-
-__all__ = ["context", "from_zip", "openvino", "openvino_context", "qnn", "ship"]
+from tests.models import parsed, save
 
 
 def test_without_a_prepared_model_nothing_can_be_compiled(ship: Shipper) -> None:

@@ -1,0 +1,191 @@
+"""Devices that are there, missing or too old; only hardware that is missing is simulated."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from tests.conftest import needs_qnn
+from tests.loader.shipped import (
+    CPU,
+    CPU_EP,
+    NPU,
+    QNN,
+    Shipper,
+    Table,
+    X,
+    changed,
+    device,
+    opener,
+    outcomes,
+    variant,
+)
+
+
+@pytest.mark.parametrize(
+    ("offered", "requested", "reason"),
+    [
+        (["CPU"], None, "finds no npu, only cpu (device='any' accepts it)"),
+        (["CPU", "GPU"], "npu", "finds no npu, only cpu, gpu"),
+        ([], None, "finds no npu on this machine"),
+        ([], "any", "finds no npu on this machine"),
+    ],
+)
+def test_a_target_whose_device_is_missing_is_skipped(
+    ship: Shipper, offered: list[str], requested: str, reason: str
+) -> None:
+    app = ship(npu=NPU)
+    app.Opener._offered = lambda self: [device(kind) for kind in offered]
+    npu = app.explain("a", device=requested)[0]
+    assert npu.outcome == "skipped"
+    assert reason in npu.reason
+
+
+def test_the_targets_own_device_is_preferred(ship: Shipper) -> None:
+    app = ship(npu=NPU)
+    devices = [device("CPU"), device("NPU")]
+    app.Opener._offered = lambda self: devices
+    for requested in ("npu", "any"):
+        assert opener(app, device=requested).find_devices() == [devices[1]]
+
+
+def test_devices_that_the_device_filter_excludes_are_not_used(ship: Shipper) -> None:
+    wanted = {"platform": "5010", "vendor": "SOME"}
+    app = ship(npu=changed(NPU, settings={"device_filter": wanted}))
+    old, new = device("NPU", platform="4000"), device("NPU", platform="5010")
+    silent, other = device("NPU"), device("NPU", vendor="Another")
+    app.Opener._offered = lambda self: [old, new, silent, other]
+    # A device that does not report a property passes.
+    assert opener(app, device="npu").find_devices() == [new, silent]
+
+
+def test_models_that_share_weights_are_not_opened_on_a_simulator(ship: Shipper) -> None:
+    """QNN's simulator refuses contexts that share weights."""
+    sharing = {"group": "g", "members": ["a", "b"]}
+    app = ship(npu=changed(NPU, sharing=sharing, needs_device=True))
+    app.Opener._offered = lambda self: [device("CPU")]
+    npu, source = app.explain("a", device="any")
+    assert (npu.outcome, npu.reason.count("only cpu")) == ("skipped", 1)
+    assert source.outcome == "opened"
+    app.Opener._offered = lambda self: [device("CPU"), device("NPU")]
+    found = opener(app, device="any").find_devices()
+    assert [each.device.type.name for each in found] == ["NPU"]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("std::bad_alloc"), ValueError("basic_string::_M_create"), SystemError()]
+)
+def test_a_device_that_vanishes_between_listing_and_opening_is_a_failure(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    app = ship(npu=NPU)
+    app.Opener._offered = lambda self: [device("NPU")]
+
+    class Options(onnxruntime.SessionOptions):  # type: ignore[misc]
+        def add_provider_for_devices(self, devices: Any, options: Any) -> None:
+            raise error
+
+    monkeypatch.setattr(onnxruntime, "SessionOptions", Options)
+    npu, source = app.explain("a")
+    assert str(npu) == f"npu: failed, {type(error).__name__}: {error}"
+    assert source.outcome == "opened"
+
+
+def test_a_target_whose_ep_this_onnxruntime_does_not_contain_is_skipped(ship: Shipper) -> None:
+    settings = {"ep": "MIGraphXExecutionProvider", "device": "gpu"}
+    gpu = variant("a/cpu", "a_optimized.onnx", settings=settings)
+    amd, _ = ship(amd=gpu).explain("a")
+    assert amd.outcome == "skipped"
+    assert "does not contain MIGraphXExecutionProvider" in amd.reason
+
+
+def test_a_session_without_the_targets_ep_is_not_used(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime with CUDA but without its libraries: it logs that, and opens the session."""
+    cuda = variant("a/cpu", "a_optimized.onnx", settings={"ep": "CUDAExecutionProvider"})
+    app = ship(gpu=cuda)
+
+    class Session(onnxruntime.InferenceSession):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, providers: Any, **named: Any) -> None:
+            super().__init__(*arguments, providers=[CPU_EP], **named)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    gpu, _ = app.explain("a", fallback="cpu")
+    assert gpu.outcome == "skipped"
+    assert "without CUDAExecutionProvider" in gpu.reason
+
+
+def test_without_onnxruntime_the_reason_says_so(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = ship(cpu=CPU)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(app.LoadError, match=r"cpu: skipped, .*onnxruntime"):
+        app.load("a")
+
+
+def test_an_onnxruntime_without_plugins_opens_only_its_own_eps(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = ship(npu=NPU, cpu=CPU)
+    monkeypatch.delattr(onnxruntime, "get_ep_devices")
+    npu, cpu, _ = app.explain("a")
+    assert (npu.outcome, cpu.outcome) == ("skipped", "opened")
+    assert "is too old for SomeExecutionProvider" in npu.reason
+
+
+@needs_qnn
+def test_a_context_runs_on_the_simulator_only_on_request(qnn: Shipper) -> None:
+    app = qnn(npu=QNN)
+    npu, source = app.explain("a")
+    assert "finds no npu, only cpu (device='any' accepts it)" in npu.reason
+    assert source.outcome == "opened"
+    session = app.load("a", device="any")
+    assert app.target_of(session) == "npu"
+    difference = session.run(None, X)[0] - app.load("a").run(None, X)[0]
+    assert np.abs(difference).max() < 0.05
+
+
+COMPATIBILITY = "onnxruntime.capi._pybind_state.get_model_compatibility_for_ep_devices"
+
+
+def test_a_context_for_another_version_of_openvino_is_skipped(
+    openvino: tuple[Shipper, Table],
+) -> None:
+    ship, entry = openvino
+    app = ship(openvino=entry)
+    assert entry["compatibility_string"]
+    assert outcomes(app.explain("a")) == [("openvino", "opened"), ("source", "not tried")]
+    entry["compatibility_string"] = "of another version"
+    first, source = ship(openvino=entry).explain("a")
+    assert (first.target, first.outcome) == ("openvino", "skipped")
+    assert first.reason.endswith("of another version")
+    entry["additional_metadata"]["hatch-epcontext"]["settings"]["compute_capabilities"] = ["8.9"]
+    assert ship(openvino=entry).explain("a")[0].reason.endswith("for 8.9")
+    assert source.outcome == "opened"
+    # The EP gives no answer, and ONNX Runtime 1.23 cannot ask.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(COMPATIBILITY, lambda devices, text: int("not implemented"))
+        assert app.explain("a")[0].outcome == "opened"
+        patch.delattr(COMPATIBILITY)
+        assert app.explain("a")[0].outcome == "opened"
+    entry["compatibility_string"] = None
+    assert ship(openvino=entry).explain("a")[0].outcome == "opened"
+
+
+@needs_qnn
+def test_qnn_is_never_asked_about_compatibility(
+    qnn: Shipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can crash the process."""
+    asked: list[str] = []
+    monkeypatch.setattr(COMPATIBILITY, lambda devices, text: asked.append(text))
+    app = qnn(npu={**QNN, "compatibility_string": "of another version"})
+    assert app.target_of(app.load("a", device="any")) == "npu"
+    assert asked == []
