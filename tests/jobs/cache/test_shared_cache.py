@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import itertools
 import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hatch_epcontext.config.environ import PREFIX
@@ -35,7 +33,7 @@ from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.worker.results import ModelFacts, ValidationStatus
 from tests.conftest import needs_qnn
 from tests.models import network, save
-from tests.remotes import WebServer, make_bucket, s3_server, use_s3, web_server
+from tests.remotes import WebServer, make_bucket, use_s3
 
 KEY = "ab" * 32
 
@@ -54,19 +52,6 @@ provider-options = { soc_model = 60, htp_arch = 73 }
 [targets.any]
 provider = "cpu"
 """
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    with web_server(tmp_path / "served") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    with s3_server() as url:
-        yield url
 
 
 @dataclasses.dataclass
@@ -135,14 +120,22 @@ def test_a_build_that_needs_a_cache_that_is_dead_names_it(
     assert len(first.warnings) == 2
 
 
+@pytest.mark.parametrize("kind", ["bucket", "folder without keys"])
 def test_what_one_machine_compiled_is_compiled_nowhere_else(
-    machine: Callable[[str], Machine], s3: str, monkeypatch: pytest.MonkeyPatch
+    machine: Callable[[str], Machine],
+    s3: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
     use_s3(s3, monkeypatch)
-    url = f"s3://{make_bucket(s3)}/team"
+    settings: dict[str, Any] = {"CACHE": f"s3://{make_bucket(s3)}/team"}
+    if kind != "bucket":
+        url = (tmp_path / "shared").as_uri()
+        settings = {"CACHE": url, "CACHE_KEYS": "", "CACHE_KEY": ""}
     first, second = machine("first"), machine("second")
-    (compiled,) = first.build(ONE, CACHE=url, CACHE_WRITE="1")
-    (taken,) = second.build(ONE, compiles=False, CACHE=url)
+    (compiled,) = first.build(ONE, **settings, CACHE_WRITE="1")
+    (taken,) = second.build(ONE, compiles=False, **settings)
     assert not compiled.cached
     assert taken.cached
     assert taken.artifact.record == compiled.artifact.record
@@ -203,67 +196,42 @@ def test_no_altered_entry_is_shipped(machine: Callable[[str], Machine], tmp_path
     assert all("damaged or forged" in warning for warning in second.warnings)
 
 
-@pytest.mark.parametrize("harm", ["a stranger's", "damaged"])
-def test_a_forged_or_damaged_artifact_is_compiled_again_and_replaced(
-    machine: Callable[[str], Machine], server: WebServer, harm: str
+def test_a_forged_artifact_is_compiled_again_and_replaced(
+    machine: Callable[[str], Machine], server: WebServer
 ) -> None:
     first, second, third = map(machine, ("first", "second", "third"))
     settings: dict[str, Any] = {"CACHE": server.url, "CACHE_WRITE": "1"}
-    if harm == "a stranger's":
-        private, public = new_keys()
-        first.build(ONE, **settings, CACHE_KEY=private, CACHE_KEYS=public)
-    else:
-        first.build(ONE, **settings)
-    for blob in server.folder.glob(f"cache/{LAYOUT}/blobs/*") if harm == "damaged" else ():
-        blob.write_bytes(bytes(reversed(blob.read_bytes())))
+    private, public = new_keys()
+    first.build(ONE, **settings, CACHE_KEY=private, CACHE_KEYS=public)
     (built,) = second.build(ONE, **settings)
     assert not built.cached
-    assert "has something damaged or forged" in second.warnings[0]
+    assert "a statement is not signed by any of build.cache-keys" in second.warnings[0]
     (taken,) = third.build(ONE, compiles=False, CACHE=server.url)
-    assert taken.artifact.record.files == built.artifact.record.files
+    assert taken.artifact.record == built.artifact.record
     assert not third.warnings
 
 
-def test_a_folder_without_keys_has_what_nobody_signed(
-    machine: Callable[[str], Machine], tmp_path: Path
-) -> None:
-    url = (tmp_path / "shared").as_uri()
-    folder: dict[str, Any] = {"CACHE": url, "CACHE_KEYS": "", "CACHE_KEY": ""}
-    first, second = machine("first"), machine("second")
-    first.build(ONE, **folder, CACHE_WRITE="1")
-    second.build(ONE, compiles=False, **folder)
-    assert not first.warnings + second.warnings
-
-
-def test_a_build_that_may_write_also_sends_what_was_compiled_before(
-    machine: Callable[[str], Machine], server: WebServer
-) -> None:
-    first, second = machine("first"), machine("second")
-    first.build(ONE)
-    first.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1")
-    second.build(ONE, compiles=False, CACHE=server.url)
-    second.build(ONE, compiles=False, CACHE=server.url, FROM_CACHE="all")
-    assert not first.warnings + second.warnings
-    sent = [path for method, path in server.requests if method == "PUT"]
-    assert len(sent) == len(set(sent))
-
-
-def test_a_build_that_may_write_repairs_what_the_store_removed_within_a_day(
+def test_a_build_that_may_write_sends_what_was_compiled_before_and_later_removed(
     machine: Callable[[str], Machine], server: WebServer
 ) -> None:
     first, last = machine("first"), machine("last")
-    first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
-    for blob in server.folder.glob(f"cache/{LAYOUT}/blobs/*"):
-        blob.unlink()
-    for mark in (first.folder / "cache" / LAYOUT / "sent").iterdir():
-        os.utime(mark, (1, time.time() - 25 * 3600))
+    first.build(ONE)
     first.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1")
     last.build(ONE, compiles=False, CACHE=server.url, FROM_CACHE="all")
+    sent = [path for method, path in server.requests if method == "PUT"]
+    assert len(sent) == len(set(sent))
+    # As an expiration rule of the store does.
+    for blob in server.folder.glob(f"cache/{LAYOUT}/blobs/*"):
+        blob.unlink()
+    marks = first.folder / "cache" / LAYOUT / "sent"
+    for mark in marks.iterdir():
+        os.utime(mark, (1, time.time() - 25 * 3600))
+    first.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1")
+    machine("other").build(ONE, compiles=False, CACHE=server.url, FROM_CACHE="all")
     assert not first.warnings + last.warnings
-    Store(first.folder / "cache").prune(datetime.timedelta(seconds=1e9))
-    assert list((first.folder / "cache" / LAYOUT / "sent").iterdir())
+    assert list(marks.iterdir())
     Store(first.folder / "cache").prune(None)
-    assert not list((first.folder / "cache" / LAYOUT / "sent").iterdir())
+    assert not list(marks.iterdir())
 
 
 def test_an_empty_variable_and_no_cache_ask_nobody(
@@ -332,34 +300,6 @@ def test_cache_folders_of_several_machines_can_be_copied_into_one(
     built = last.build(MATRIX, compiles=False, FROM_CACHE="all")
     assert all(each.cached for each in built)
     assert not last.warnings
-
-
-def test_the_last_machine_knows_models_that_others_checked_for_their_own_targets(
-    machine: Callable[[str], Machine], server: WebServer
-) -> None:
-    toml = f"""
-build = {{ cache = "{server.url}" }}
-models = [{{ path = "models/a.onnx", dims = {{ batch = 1 }}, validate = {{ inputs = "x.npz" }} }}]
-[targets.npu]
-provider = "qnn"
-[targets.rtx]
-provider = "tensorrt-rtx"
-profiles = [{{ x = {{ min = [1, 1, 8, 8], opt = [1, 1, 8, 8], max = [1, 1, 8, 8] }} }}]
-"""
-
-    def read(name: str, **variables: str) -> ModelFacts:
-        its = machine(name)
-        np.savez(its.root / "x.npz", x=np.ones((1, 1, 8, 8), np.float32))
-        config = its.config(toml, **variables)
-        workers = Workers(120)
-        if "FROM_CACHE" in variables:
-            workers.stop()
-        cache = open_cache(config, print)
-        (source,) = read_sources(config, cache, workers, its.folder / "scratch")
-        return source.facts
-
-    facts = read("npu", TARGETS="npu", CACHE_WRITE="1")
-    assert read("last", FROM_CACHE="all") == facts
 
 
 def test_the_latest_artifact_is_that_of_the_shared_cache(
