@@ -207,10 +207,7 @@ def _run(
                 future.add_done_callback(stop_if_failed)
             for job, future in running:
                 try:
-                    # On Windows Ctrl-C does not interrupt a wait, and takes effect at its end.
-                    while not future.done():
-                        wait([future], _STEP)
-                    finished = future.result()
+                    finished = _result(future)
                 except CancelledError:
                     continue
                 except BuildError as error:
@@ -221,14 +218,24 @@ def _run(
                 else:
                     built.append(finished)
                     log(summarize(finished, runner.sources))
-                    for name, validation in finished.validations.items():
-                        for warning in validation_warnings(
-                            f"{job.target.name}: {name}", validation
-                        ):
-                            warn(warning)
+                    for warning in _warnings(finished):
+                        warn(warning)
         except BaseException:
             stop()
             raise
     if (not_run := len(plan.jobs) - len(built) - len(failures)) > 0:
         runner.log(f"{count(not_run, 'job')} did not run to the end, because fail-fast is set")
     return built, failures
+
+
+def _result(future: Future[Built]) -> Built:
+    # On Windows Ctrl-C does not interrupt a wait, and takes effect at its end.
+    while not future.done():
+        wait([future], _STEP)
+    return future.result()
+
+
+def _warnings(built: Built) -> Iterator[str]:
+    """What the validations of a finished job leave open."""
+    for name, validation in built.validations.items():
+        yield from validation_warnings(f"{built.job.target.name}: {name}", validation)
