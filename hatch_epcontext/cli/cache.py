@@ -26,8 +26,9 @@ _NOUNS: dict[Kind, str] = {
     "cut": "cut model",
     "searches": "record",
     "facts": "record",
+    "refs": "record",
 }
-"""What a kind of entries is called; searches and facts are only counted."""
+"""What a kind of entries is called; those without files are only counted."""
 
 
 def _age(

@@ -106,21 +106,17 @@ class Cache:
         The shared cache wins, if there is one: others may have made something newer. With ``own_first`` it is
         read only for what the user's folder lacks, and its answer is stored there.
         """
-        own = None if self._store is None else self._store.ref(name)
-        if self.shared is None or (own_first and own is not None):
-            return own
-        key = self.shared.get("refs", name, str)
-        if key is None or not is_sha256(key):
-            return own
-        if own_first:
-            self._keep(lambda store: store.set_ref(name, key))
-        return key
+        own = self._own("refs", name, str, None)
+        if self.shared is not None and (own is None or not own_first):
+            shared = self.shared.get("refs", name, str)
+            if shared is not None and own_first:
+                self._keep(lambda store: store.put("refs", name, shared))
+            own = shared or own
+        return own if own is not None and is_sha256(own) else None
 
     def set_ref(self, name: str, key: str) -> None:
         """Let ``name``, a hex sha256, stand for ``key``."""
-        self._keep(lambda store: store.set_ref(name, key))
-        if self.shared is not None:
-            self.shared.put("refs", name, key)
+        self.put("refs", name, key)
 
     @contextlib.contextmanager
     def lock(self, key: str, on_wait: Callable[[], None]) -> Iterator[None]:

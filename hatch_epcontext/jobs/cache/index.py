@@ -71,24 +71,19 @@ class Index:
         """
         if (absent := self._absent.get(path)) is not None:
             return absent.sha256
-        look = self._looks.get(path)
-        if look is None:
-            return self._first_look(path).sha256
-        self._compare(path, look, read=False)
-        return look.sha256
+        return self._look(path, again=False).sha256
 
     def check(self, path: Path) -> None:
         """Raise ModelError if the file ``path`` has changed since it was first read.
 
         Unlike `sha256` this reads a file again that was written just before it was first read.
         """
-        look = self._looks.get(path)
-        if look is None:
-            self._first_look(path)
-        else:
-            self._compare(path, look, read=not look.settled)
+        self._look(path, again=True)
 
-    def _first_look(self, path: Path) -> _Look:
+    def _look(self, path: Path, *, again: bool) -> _Look:
+        if (first := self._looks.get(path)) is not None:
+            self._compare(path, first, read=again and not first.settled)
+            return first
         status = path.stat()
         settled = _is_settled(status)
         sha256 = self._read(status) if settled else None

@@ -3,7 +3,6 @@
 Below ``<root>/<LAYOUT>/``, where keys and names are hex sha256s:
 
 - ``<kind>/<key>/``: an entry: ``record.json``, ``files/``, and their status when they were intact;
-- ``refs/<name>``: the key of an entry;
 - ``index/``: see `index`; ``locks/<key>``: locked by the build that makes an entry;
 - ``parts/<key>/``: the files of a download that is not complete;
 - ``staging/``: entries that are not yet published, or being removed.
@@ -38,7 +37,6 @@ from hatch_epcontext.files import (
     is_generated,
     is_portable,
     is_regular,
-    is_sha256,
     known_text,
     link_or_copy,
     mark_used,
@@ -55,9 +53,9 @@ from hatch_epcontext.serialize import from_json, to_json
 
 T = TypeVar("T")
 
-Kind = Literal["artifacts", "searches", "facts", "models", "cut"]
-"""What an entry is: the result of an attempt, the search of a job, the facts of a model, a model from
-elsewhere, or a cut model.
+Kind = Literal["artifacts", "searches", "refs", "facts", "models", "cut"]
+"""What an entry is: the result of an attempt, the search of a job, the key of the latest artifact with some
+settings, the facts of a model, a model from elsewhere, or a cut model.
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -105,6 +103,11 @@ class Entry:
     @property
     def key(self) -> str:
         return self.folder.name
+
+    @property
+    def target(self) -> str:
+        """The key that a ref stands for."""
+        return (known_text(self.folder / _RECORD) or "").strip('"\n')
 
     @property
     def files(self) -> Mapping[str, FileRecord] | None:
@@ -184,16 +187,6 @@ class Store:
             patiently(lambda: self._discard(entry))
         patiently(lambda: staged.rename(entry))
 
-    def ref(self, name: str) -> str | None:
-        """The key that ``name`` stands for."""
-        text = known_text(self.layout / "refs" / name)
-        return text if text is not None and is_sha256(text) else None
-
-    def set_ref(self, name: str, key: str) -> None:
-        """Let ``name`` stand for ``key``."""
-        if self.ref(name) != key:
-            write_atomically(self.layout / "refs" / name, key, durable=False)
-
     @contextlib.contextmanager
     def lock(self, key: str, on_wait: Callable[[], None] | None = None) -> Iterator[bool]:
         """Hold the right to make the entry of ``key``, in this process and all others with this store.
@@ -255,7 +248,13 @@ class Store:
         With None it removes all that builds wrote into the folder. What somebody downloads stays.
         """
         before = math.inf if older_than is None else time.time() - older_than.total_seconds()
-        removed = [entry for entry in self.entries() if entry.used < before]
+        entries = self.entries()
+        kept = {entry.key for entry in entries if entry.used >= before}
+        removed = [
+            entry
+            for entry in entries
+            if entry.used < before or (entry.kind == "refs" and entry.target not in kept)
+        ]
         refused: list[OSError] = []
         discards = (partial(self._discard, entry.folder) for entry in removed)
         for remove in itertools.chain[Callable[[], object]](discards, self._leftovers(before)):
@@ -279,20 +278,15 @@ class Store:
                     if is_free:
                         yield partial(shutil.rmtree, folder)
         reports = self.root / "reports"
-        folders = [self.layout / name for name in ("index", "locks", "refs", "sent")]
+        folders = [self.layout / name for name in ("index", "locks", "sent")]
         for file in itertools.chain.from_iterable(map(_written, [*folders, reports])):
-            if file.lstat().st_mtime < before and not self._is_needed(file):
+            # Locks of what somebody downloads stay.
+            is_needed = (self.layout / "parts" / file.name).exists()
+            if file.lstat().st_mtime < before and not is_needed:
                 yield file.unlink
         for file in reports.glob("*.json") if before == math.inf else ():
             if is_generated(file):
                 yield file.unlink
-
-    def _is_needed(self, file: Path) -> bool:
-        """Whether ``file`` is locked while its parts arrive, or has the key of an entry."""
-        if file.parent.name == "locks":
-            return (self.layout / "parts" / file.name).exists()
-        key = self.ref(file.name) if file.parent.name == "refs" else None
-        return key is not None and any(self.entry(kind, key).exists() for kind in KINDS)
 
     def _discard(self, entry: Path) -> None:
         """Remove an entry so that a build finds all of it or nothing."""

@@ -367,8 +367,9 @@ def test_a_name_stands_for_the_key_that_was_set_last(cache: Cache, tmp_path: Pat
     for key in (KEY, newer):
         cache.set_ref(name, key)
         assert cache.ref(name) == key
-    for text in ("", "../../evil", "zz" * 32):
-        (tmp_path / "cache" / LAYOUT / "refs" / name).write_text(text, encoding="utf-8")
+    for text in ("", '"../../evil"', f'"{"zz" * 32}"', "3"):
+        record = Store(tmp_path / "cache").entry("refs", name) / "record.json"
+        record.write_text(text, encoding="utf-8")
         assert cache.ref(name) is None
     none = Cache(None, print)
     none.set_ref(name, KEY)
