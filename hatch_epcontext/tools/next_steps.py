@@ -14,15 +14,12 @@ from hatch_epcontext.config.build_hooks import hooks_of_project
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import ROOT, ConfigError
+from hatch_epcontext.errors import ROOT
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
-from hatch_epcontext.package.wheel import FOLDER, output_folder
+from hatch_epcontext.package.wheel import FOLDER
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
-from hatch_epcontext.text import listing, to_toml
+from hatch_epcontext.text import to_toml
 from hatch_epcontext.tools.project import HATCHLING, NOT_THE_APP, Project
-
-_MAX_NAMED = 3
-"""The most files that a note names."""
 
 _SOURCES = ("src", "python", "lib", "")
 """Folders that contain import packages, in the usual layouts."""
@@ -66,15 +63,24 @@ def next_steps(root: Path, text: str) -> list[tuple[str, list[str]]]:
     pending = bool(hooks_of_project(root))
     config = load(root, values["tool"]["epcontext"], {}, {}, pending=pending)
     project = Project(root, values)
-    is_hatchling = project.backend == HATCHLING
-    module, notes = _in_the_wheel(project, config) if is_hatchling else _exported(project)
-    # In a clone without the folder, a traceback shows this line.
-    origin = "" if is_hatchling else "  # made by: epcontext export"
+    parent, is_guess = _import_package(project)
+    output, origin, notes = config.output or PurePosixPath(parent.name, FOLDER), "", list[str]()
+    if project.backend == HATCHLING:
+        if is_guess and config.output is None:
+            setting = f"output = {to_toml(str(output))} in [{ROOT}]"
+            notes.append(f"{output.parent} is a guess: set {setting} if it is another folder.")
+    else:
+        # In a clone without the folder, a traceback shows this line.
+        output, origin = PurePosixPath(parent.name, FOLDER), "  # made by: epcontext export"
+        notes += _exporting(project, parent)
+        if is_guess:
+            notes.append(f"{parent} is a guess: replace it by the app's import package.")
     with contextlib.suppress(InvalidSpecifier):
         if SpecifierSet(str(project.table("project").get("requires-python", ""))).contains("3.9"):
             notes.append("The loader needs Python 3.10 or newer: set requires-python accordingly.")
     name, *others = dict.fromkeys(to_toml(model.configured_name) for model in config.models)
     more = f"  # or {', '.join(others)}" if others else ""
+    module = ".".join(output.parts)
     return [
         ("In the app:", [f"from {module} import load{origin}", f"session = load({name}){more}"]),
         ("In the dependencies of the app:", [*_dependencies(project, config)]),
@@ -82,74 +88,34 @@ def next_steps(root: Path, text: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _in_the_wheel(project: Project, config: Config) -> tuple[str, list[str]]:
-    """The module with ``load`` in a wheel of hatchling, and notes about this wheel."""
-    tree = _tree_of_hatch(project)
-    notes = []
-    try:
-        output = output_folder(config.output, tree)
-    except ConfigError:
-        output = PurePosixPath(_import_name(project), FOLDER)
-        notes.append(
-            f"{output.parent} is a guess: Hatch finds no import package, or several. Set output = "
-            f"{to_toml(str(output))} in [{ROOT}], or packages in [tool.hatch.build.targets.wheel]."
-        )
-    packed = {path.resolve() for path in tree.values()}
-    own = [model.path for model in config.models if model.download is None]
-    if plain := [path for path in dict.fromkeys(own) if path.resolve() in packed]:
-        names = [path.relative_to(project.root).as_posix() for path in plain]
-        notes.append(
-            f"The wheel also has plain files: {listing(names, _MAX_NAMED)}. Add the paths to exclude in "
-            "[tool.hatch.build.targets.wheel], or move the files out of the package."
-        )
-    return ".".join(output.parts), notes
-
-
-def _tree_of_hatch(project: Project) -> dict[str, Path]:
-    """The files that hatchling puts into the wheel, by their path in it; none if it raises an error."""
-    from hatchling.builders.wheel import WheelBuilder
-
-    try:
-        builder = WheelBuilder(str(project.root), config=dict(project.values))
-        selected = list(builder.recurse_selected_project_files())
-    except Exception:
-        # Metadata may need plugins that only the build environment has.
-        return {}
-    return {Path(file.distribution_path).as_posix(): Path(file.path) for file in selected}
-
-
-def _exported(project: Project) -> tuple[str, list[str]]:
-    """The module with ``load`` that another build backend packs, and how it does so."""
-    name, is_guess = _import_name(project), True
-    parent = PurePosixPath("src", name)
+def _import_package(project: Project) -> tuple[PurePosixPath, bool]:
+    """The folder of the app's import package in the project, and whether that is a guess."""
+    name = str(canonicalize_name(project.name)).replace("-", "_")
     packages = [
-        file.parent
+        PurePosixPath(file.parent.relative_to(project.root).as_posix())
         for source in _SOURCES
         for file in sorted((project.root / source).glob("*/__init__.py"))
         if file.parent.name.casefold() not in NOT_THE_APP
     ]
-    if named := [folder for folder in packages if folder.name == name] or packages[:1]:
-        is_guess = len(packages) > 1 and named[0].name != name
-        name, parent = named[0].name, PurePosixPath(named[0].relative_to(project.root).as_posix())
-    backend, folder = project.backend, parent / FOLDER
+    if named := [package for package in packages if package.name == name]:
+        return named[0], False
+    return (packages or [PurePosixPath("src", name)])[0], len(packages) != 1
+
+
+def _exporting(project: Project, parent: PurePosixPath) -> Iterator[str]:
+    """How another build backend than hatchling packs the models in the import package ``parent``."""
+    backend, has_metadata = project.backend, bool(project.table("project"))
     front_end = "uv build" if backend == "uv_build" else "python -m build"
-    metadata = "setup.py" if backend == "setuptools" and not project.table("project") else backend
-    advice = [_EXPORT, *([_PACK[metadata]] if metadata in _PACK else [])]
-    if project.table("project"):
-        advice.append(_MOVE)
-    notes = [
-        text.format(
-            backend=backend, folder=folder, front_end=front_end, package=name, parent=parent
-        )
-        for text in advice
-    ]
-    if is_guess:
-        notes.append(f"{parent} is a guess: replace it by the app's import package.")
-    return f"{name}.{FOLDER}", notes
-
-
-def _import_name(project: Project) -> str:
-    return str(canonicalize_name(project.name)).replace("-", "_")
+    how = "setup.py" if backend == "setuptools" and not has_metadata else backend
+    for text in (_EXPORT, _PACK.get(how), _MOVE if has_metadata else None):
+        if text is not None:
+            yield text.format(
+                backend=backend,
+                folder=parent / FOLDER,
+                front_end=front_end,
+                package=parent.name,
+                parent=parent,
+            )
 
 
 def _dependencies(project: Project, config: Config) -> Iterator[str]:
