@@ -105,11 +105,6 @@ class Entry:
         return self.folder.name
 
     @property
-    def target(self) -> str:
-        """The key that a ref stands for."""
-        return (known_text(self.folder / _RECORD) or "").strip('"\n')
-
-    @property
     def files(self) -> Mapping[str, FileRecord] | None:
         """Its files, which are not checked, by name; None if its record has none, or cannot be read."""
         with contextlib.suppress(OSError, DamagedError):
@@ -249,12 +244,16 @@ class Store:
         """
         before = math.inf if older_than is None else time.time() - older_than.total_seconds()
         entries = self.entries()
-        kept = {entry.key for entry in entries if entry.used >= before}
-        removed = [
-            entry
-            for entry in entries
-            if entry.used < before or (entry.kind == "refs" and entry.target not in kept)
-        ]
+        # As the records of refs name them.
+        kept = {to_json(entry.key, indent=None) for entry in entries if entry.used >= before}
+
+        def is_stale(entry: Entry) -> bool:
+            is_ref = entry.kind == "refs"
+            return entry.used < before or (
+                is_ref and known_text(entry.folder / _RECORD) not in kept
+            )
+
+        removed = list(filter(is_stale, entries))
         refused: list[OSError] = []
         discards = (partial(self._discard, entry.folder) for entry in removed)
         for remove in itertools.chain[Callable[[], object]](discards, self._leftovers(before)):
@@ -272,18 +271,16 @@ class Store:
 
     def _leftovers(self, before: float) -> Iterator[Callable[[], object]]:
         """Functions that remove what is older than ``before`` outside of entries, and not needed."""
-        for folder in _written(self.layout / "parts"):
-            if max(path.lstat().st_mtime for path in (folder, *folder.rglob("*"))) < before:
-                with self.lock(folder.name) as is_free:
-                    if is_free:
-                        yield partial(shutil.rmtree, folder)
+        for folder in _written(self.layout / "parts", before):
+            with self.lock(folder.name) as is_free:
+                if is_free:
+                    yield partial(shutil.rmtree, folder)
         reports = self.root / "reports"
-        folders = [self.layout / name for name in ("index", "locks", "sent")]
-        for file in itertools.chain.from_iterable(map(_written, [*folders, reports])):
-            # Locks of what somebody downloads stay.
-            is_needed = (self.layout / "parts" / file.name).exists()
-            if file.lstat().st_mtime < before and not is_needed:
-                yield file.unlink
+        for folder in (self.layout / "index", self.layout / "locks", self.layout / "sent", reports):
+            for file in _written(folder, before):
+                # The lock of what somebody downloads stays.
+                if not (self.layout / "parts" / file.name).exists():
+                    yield file.unlink
         for file in reports.glob("*.json") if before == math.inf else ():
             if is_generated(file):
                 yield file.unlink
@@ -372,6 +369,12 @@ def _check(entry: Path, files: Mapping[str, FileRecord]) -> None:
         write_atomically(entry / _STATUS, _status(entry, files), durable=False)
 
 
-def _written(folder: Path) -> list[Path]:
-    """What builds wrote into ``folder``, or were writing: the user may have named any folder."""
-    return [path for path in sorted(folder.glob("*")) if _OWN_NAME.fullmatch(path.name)]
+def _written(folder: Path, before: float = math.inf) -> list[Path]:
+    """What builds wrote into ``folder``, or were writing, before that time: the user may name any folder."""
+    paths = []
+    for path in sorted(folder.glob("*")):
+        # Another process may remove it at this moment.
+        with contextlib.suppress(FileNotFoundError):
+            if _OWN_NAME.fullmatch(path.name) and path.lstat().st_mtime < before:
+                paths.append(path)
+    return paths
