@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,17 +183,10 @@ class Cluster:
             outcome = _read(future.result())
         finally:
             future.cancel(force=True)
-        runner, folder, record = (
-            self._runner,
-            self._runner.staging / PACKAGE / job.folder,
-            outcome.record,
-        )
+        record, folder = outcome.record, self._runner.staging / PACKAGE / job.folder
         assert record is not None, "there are no problems"
-        with writing("an artifact", folder):
-            for name, file in record.files.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                self._transport.fetch_file(file.sha256, file.size, folder / name)
-        runner.keep(job, record, folder, outcome.validations)
+        _fetch(self._transport, {folder / name: file for name, file in record.files.items()})
+        self._runner.keep(job, record, folder, outcome.validations)
         form = record.recipe.form_of(job)
         return Built(form, Artifact(folder, record), outcome.validations, cached=False)
 
@@ -252,11 +246,11 @@ class Cluster:
             hint = "Read the logs of dask. Often a machine has too little memory."
             raise BuildError(Problem(kind, "", hide_credentials(message), hint)) from error
 
-    def _report(self, event: tuple[object, Mapping[str, str]]) -> None:
-        """Pass on a line of a worker of this build."""
-        listener = getattr(self._workers, event[1]["what"])
-        if event[1]["build"] == self._build and listener is not None:
-            listener(event[1]["line"])
+    def _report(self, event: tuple[float, tuple[str, str, str]]) -> None:
+        """Pass on a line of a worker, if it works for this build."""
+        build, listener, line = event[1]
+        if build == self._build and (report := getattr(self._workers, listener)) is not None:
+            report(line)
 
 
 def _connect(address: str) -> Any:
@@ -298,12 +292,16 @@ def _read(answer: str) -> Outcome:
     return outcome
 
 
-async def look(job: str, version: str, dask_worker: Any) -> str:
+def _fetch(transport: Transport, files: Mapping[Path, FileRecord]) -> None:
+    for path, file in files.items():
+        with writing("a file of a job", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            transport.fetch_file(file.sha256, file.size, path)
+
+
+def look(job: str, version: str, dask_worker: Any) -> str:
     """The `Outcome` with the versions on this worker for a `Job` of a build with this ``version``."""
-    build = {_NAME: version}
-    return await asyncio.to_thread(
-        _answer, lambda: Outcome(_check(from_json(job, Job), dask_worker, build))
-    )
+    return _answer(lambda: Outcome(_check(from_json(job, Job), dask_worker, {_NAME: version})))
 
 
 def _answer(work: Callable[[], Outcome]) -> str:
@@ -353,9 +351,8 @@ def run_task(text: str, paths: Sequence[str]) -> str:
 
 
 def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
-    def report(what: str) -> Callable[[str], None]:
-        event = {"build": task.build, "what": what}
-        return lambda line: worker.log_event(_NAME, {**event, "line": line})
+    def report(listener: str, line: str) -> None:
+        worker.log_event(_NAME, (task.build, listener, line))
 
     def watch(key: str) -> None:
         """End what runs when dask has cancelled the task: the build has ended, or needs no result."""
@@ -366,17 +363,14 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
                 transport.stop()
                 return
 
-    transport, ended, progress = Transport(task.cache), threading.Event(), report("progress")
-    log = report("log") if task.log else None
+    transport, ended = Transport(task.cache), threading.Event()
+    log, progress = partial(report, "log") if task.log else None, partial(report, "progress")
     workers = Workers(task.timeout, log, task.verbose, task.memory_limit, progress)
     threading.Thread(target=watch, args=[worker.get_current_task()], daemon=True).start()
     try:
         versions = _check(task.job, worker, task.versions)
         progress(f"{task.job.location}: runs on the worker {worker.name}")
-        with writing("the files of a job", folder):
-            for path, record in task.files.items():
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                transport.fetch_file(record.sha256, record.size, Path(path))
+        _fetch(transport, {Path(path): record for path, record in task.files.items()})
         own_cache = os.environ.get(f"{PREFIX}CACHE_DIR")
         cache = Cache(Path(own_cache) if own_cache else default_root(), progress)
         sources = {source.model.name: source for source in task.sources}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import importlib
 import os
 import re
 import shutil
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -67,7 +68,7 @@ def get_library_path():
 
 
 class Cluster:
-    """A scheduler, and workers by name."""
+    """A scheduler, and worker processes by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.slow = folder, folder / "slow"
@@ -75,22 +76,29 @@ class Cluster:
         self.slow.mkdir()
         (self.slow / "slow_qnn.py").write_text(SLOW_LIBRARY, encoding="utf-8")
         (folder / "preload.py").write_text(PRELOAD, encoding="utf-8")
-        info = folder / "scheduler.json"
-        self._scheduler = self._start("scheduler", "--port=0", f"--scheduler-file={info}")
-        # It is not written at once.
-        while not info.is_file() or not info.read_text(encoding="utf-8").endswith("}"):
-            assert self._scheduler.poll() is None, (folder / "scheduler.log").read_text()
-            time.sleep(0.05)
-        self.address: str = json.loads(info.read_text(encoding="utf-8"))["address"]
+        # It has no types.
+        distributed: Any = importlib.import_module("distributed")
+        self.scheduler = distributed.LocalCluster(n_workers=0, dashboard_address=":0")
 
     def start(self, name: str, resources: str, **environ: str) -> None:
         """Start a worker, which has also the variables ``environ``, unless it runs."""
-        if name not in self.workers:
-            options = [f"--name={name}", f"--resources={resources}", "--nthreads=2", "--no-nanny"]
-            options += [f"--local-directory={self.folder}"]
-            options += [f"--preload={self.folder / 'preload.py'}"]
-            environ["HATCH_EPCONTEXT_CACHE_DIR"] = str(self.folder / "caches" / name)
-            self.workers[name] = self._start("worker", self.address, *options, log=name, **environ)
+        if name in self.workers:
+            return
+        paths = filter(None, [environ.pop("PYTHONPATH", ""), str(REPOSITORY), *sys.path])
+        environ["HATCH_EPCONTEXT_CACHE_DIR"] = str(self.folder / "caches" / name)
+        options = [f"--name={name}", f"--resources={resources}", "--nthreads=2", "--no-nanny"]
+        options += [f"--local-directory={self.folder}", f"--preload={self.folder / 'preload.py'}"]
+        address = self.scheduler.scheduler_address
+        self.workers[name] = subprocess.Popen(
+            [sys.executable, "-m", "dask", "worker", address, "--no-dashboard", *options],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environ},
+        )
+
+    def wait(self) -> None:
+        """Return when all workers are connected."""
+        while self.workers.keys() - {w.name for w in self.scheduler.scheduler.workers.values()}:
+            assert all(worker.poll() is None for worker in self.workers.values())
+            time.sleep(0.05)
 
     def hold(self, resources: str, *names: str) -> Path:
         """Start workers with `SLOW_LIBRARY`, which compile only when the returned file is gone."""
@@ -115,35 +123,9 @@ class Cluster:
         """What workers keep of tasks; workers that were killed leave theirs."""
         return set(self.folder.glob("dask-scratch-space/*/hatch-epcontext/*"))
 
-    def wait(self) -> None:
-        """Return when all workers are connected."""
-        for name, worker in self.workers.items():
-            log = self.folder / f"{name}.log"
-            while "Registered to" not in log.read_text(encoding="utf-8"):
-                assert worker.poll() is None, log.read_text(encoding="utf-8")
-                time.sleep(0.05)
-
     def kill(self, name: str) -> None:
         self.workers[name].kill()
         self.workers.pop(name).wait()
-
-    def stop(self) -> None:
-        for process in (*self.workers.values(), self._scheduler):
-            process.kill()
-            process.wait()
-
-    def _start(
-        self, role: str, *arguments: str, log: str = "scheduler", **environ: str
-    ) -> subprocess.Popen[bytes]:
-        own, around = environ.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")
-        paths = os.pathsep.join(filter(None, [own, str(REPOSITORY), around]))
-        command = [sys.executable, "-m", "dask", role, "--host=127.0.0.1", "--no-dashboard"]
-        # How long the scheduler tries to reach a worker that was lost.
-        environ["DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT"] = "2s"
-        variables = {**os.environ, "PYTHONPATH": paths, **environ}
-        with (self.folder / f"{log}.log").open("wb") as file:
-            both = subprocess.STDOUT
-            return subprocess.Popen([*command, *arguments], stdout=file, stderr=both, env=variables)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +142,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.start("old", "OLD=1", PACKAGE_VERSION="0.0.1")
         yield cluster
     finally:
-        cluster.stop()
+        for name in list(cluster.workers):
+            cluster.kill(name)
+        cluster.scheduler.close()
 
 
 CPU = """
@@ -213,7 +197,9 @@ class Builder:
 
     def variables(self) -> dict[str, str]:
         places = {"CACHE": f"file://{self.shared}", "CACHE_DIR": str(self.folder / "cache")}
-        return named({"EXECUTOR": "dask", "SCHEDULER": self.cluster.address, **places})
+        return named(
+            {"EXECUTOR": "dask", "SCHEDULER": self.cluster.scheduler.scheduler_address, **places}
+        )
 
 
 def named(variables: Mapping[str, str]) -> dict[str, str]:
@@ -390,20 +376,9 @@ def test_a_scheduler_that_cannot_be_reached_is_an_error(
     # Without a cluster, and from the cache alone, nobody is contacted.
     assert not run(CPU, {"SCHEDULER": ""}).built[0].cached
     assert run(CPU, {"SCHEDULER": address, "FROM_CACHE": "all"}).built[0].cached
-
-
-def test_a_dry_run_and_the_environment_need_no_cluster(project: Path, tmp_path: Path) -> None:
-    # Not for this Python, or not for this system.
-    target = '[targets.directml]\nprovider = "directml"\noptimization = "all"\n'
-    cache = {"CACHE": f"file://{tmp_path / 'shared'}"}
-    variables = named({"EXECUTOR": "dask", "SCHEDULER": "tcp://127.0.0.1:9", **cache})
-    save(network(1), project / "models" / "a.onnx")
-    config = load(project, parse(f'models = ["models/a.onnx"]\n{target}'), {}, variables)
-    planned = plan(config)
-    assert planned.requirements == FARM
-    assert [job.cached for job in dry_run(planned, tmp_path, open_cache(config, pytest.fail))] == [
-        False
-    ]
+    config = load(run.root, parse(CPU), {}, run.variables())
+    assert plan(config).requirements == FARM
+    assert dry_run(plan(config), run.folder, open_cache(config, pytest.fail))[0].cached
 
 
 @needs_qnn
