@@ -1,7 +1,8 @@
 """Writes what is generated from the package itself: ``python docs/generate.py``.
 
 These are the pages about the configuration, the providers, what they compute wrong, the command
-line and the Python API, and the JSON schema of the configuration, which is inside the package.
+line and the Python API, the recipes that a build tries, and the JSON schema of the configuration,
+which is inside the package.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard, get_type_hints
 
@@ -24,6 +25,7 @@ from hatch_epcontext.cli.app import app
 from hatch_epcontext.config import json_schema, tables
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.graph.number_format import Fault
+from hatch_epcontext.jobs.search import STAGES, Stage
 from hatch_epcontext.providers import PROVIDERS, Option, Provider
 from hatch_epcontext.serialize import describe_type
 from hatch_epcontext.text import show, toml_key
@@ -598,12 +600,32 @@ def _on_one_line(statement: str) -> str:
     return joined if "\n" not in joined and ",)" not in joined and len(joined) <= 100 else statement
 
 
+def what_compiles() -> str:
+    """The page about what an EP can compile, with the stages of a search."""
+    rows, before = list[tuple[str, str]](), list[Stage]()
+    for stage in STAGES:
+        is_same = before and before[-1].applies is stage.applies
+        again = " (again)" if any(stage.propose is other.propose for other in before) else ""
+        rows.append(("" if is_same else _doc(stage.applies), _doc(stage.propose) + again))
+        before.append(stage)
+    table = "\n".join(_table(("if", "recipe"), rows))
+    page = (FOLDER / "what-compiles.md").read_text(encoding="utf-8")
+    return re.sub(
+        r"(<!-- stages: .*-->\n).*(\n<!-- end -->)", rf"\1\n{table}\n\2", page, flags=re.DOTALL
+    )
+
+
+def _doc(function: Callable[..., Any]) -> str:
+    return (inspect.getdoc(function) or "").rstrip(".")
+
+
 PAGES = {
     "api": api,
     "providers": providers,
     "float16": float16,
     "configuration": configuration,
     "commands": commands,
+    "what-compiles": what_compiles,
 }
 """The generated pages, by their names without ``.md``."""
 

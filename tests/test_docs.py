@@ -108,7 +108,7 @@ def generate() -> ModuleType:
 
 
 def test_the_generated_pages_are_up_to_date(generate: ModuleType) -> None:
-    for name in ("providers", "configuration", "api"):
+    for name in ("providers", "configuration", "api", "what-compiles"):
         assert PAGES[f"{name}.md"] == generate.PAGES[name](), "run: python docs/generate.py"
 
 

@@ -27,11 +27,11 @@ ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
 FOR_RANGES: tuple[RewriteName, ...] = ("hypot", "log-power", "variance", "scaled-square")
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
-REMEDIES: tuple[tuple[RewriteName, ...], ...] = (FOR_RANGES, ("barrier",))
-"""Those that add nodes, in the groups that are tried one after the other if outputs differ, or may differ.
+FOR_KERNELS: tuple[RewriteName, ...] = ("barrier",)
+"""Those that avoid inexact kernels of an EP, which only a run shows."""
 
-All but `FOR_RANGES` avoid inexact kernels of an EP, which only a run shows.
-"""
+REMEDIES = (FOR_RANGES, FOR_KERNELS)
+"""Those that add nodes, in the groups that are tried one after the other if outputs differ, or may differ."""
 
 _FOR_SMALL_RANGES = frozenset[RewriteName]({"mean", *FOR_RANGES})
 """Those that keep sums, squares and their differences within the range of float16."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Problem
+from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
@@ -109,19 +109,30 @@ class Recipe:
         """This recipe with one more `Change`."""
         return dataclasses.replace(self, changes=(*self.changes, Change(kind, refused)))
 
+    def with_remedies(self, names: tuple[RewriteName, ...]) -> Recipe:
+        """This recipe with more rewrites for the EP's number format."""
+        return dataclasses.replace(self, remedies=(*self.remedies, *names))
+
 
 @dataclass(frozen=True)
 class Refused:
     """Why a recipe gave no artifact: the simplifier fails or leaves ``control_flow`` (``"prepare"``), there
     is nothing to change (``"change"``), or the EP refuses the result (``"compile"``).
 
-    ``rewrites``: what was done to the models.
+    ``rewrites``: what was done to the models. ``is_accident``: whether another build may not meet it.
     """
 
     step: Literal["prepare", "change", "compile"]
     problems: tuple[Problem, ...] = ()
     control_flow: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
+    is_accident: bool = False
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether a process has crashed."""
+        kinds = {problem.kind for problem in self.problems}
+        return kinds == {Kind.WORKER_CRASHED}
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,8 @@ class Times:
 @dataclass(frozen=True)
 class Record:
     """What a job compiled with ``recipe``. ``preparations`` and ``contexts``: one for each of its models, in
-    order; ``files``: by name in the artifact's folder; ``versions``: of the packages that compiled it.
+    order; ``files``: by name in the artifact's folder; ``versions``: of the packages that compiled it;
+    ``search``: the key of the search that tried the recipe.
     """
 
     recipe: Recipe
@@ -145,6 +157,7 @@ class Record:
     files: Mapping[str, FileRecord]
     versions: Mapping[str, str]
     times: Times
+    search: str = ""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no build writes, but a cache may contain."""

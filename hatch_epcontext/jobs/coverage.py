@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
+from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
 from hatch_epcontext.worker.results import (
     GUESSED,
     Advice,
-    Context,
     Coverage,
     NodeFacts,
     weights_advice,
@@ -33,36 +32,26 @@ def describe_coverage(coverage: Coverage | None) -> str:
     return f"{coverage.compiled}/{coverage.nodes} nodes in {contexts}"
 
 
-def reaches_minimum(contexts: Iterable[Context], target: Target) -> bool:
-    """Whether as much of all models was compiled as ``target`` requires; see `check_coverage`."""
-    return all(
-        context.coverage is None or context.coverage.share >= target.min_coverage
-        for context in contexts
-    )
-
-
-def check_coverage(coverage: Coverage | None, target: Target, model: Model) -> None:
-    """Raise BuildError when less of ``model`` was compiled than ``target`` requires.
+def low_coverage(coverage: Coverage | None, target: Target, model: Model) -> Problem | None:
+    """The problem if less of ``model`` was compiled than ``target`` requires.
 
     An optimized graph has no coverage.
     """
     if coverage is None or coverage.share >= target.min_coverage:
-        return
+        return None
     hint, settings = _advice(coverage, target, model.key)
-    raise BuildError(
-        Problem(
-            Kind.LOW_COVERAGE,
-            "",
-            f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
-            f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
-            f"Left to the CPU: {'; '.join(_describe_nodes(coverage.uncovered))}.",
-            f"{hint} {_choices(coverage)}",
-            settings=(
-                *settings,
-                *_cut(coverage, model),
-                Setting(target.key / "min-coverage", math.floor(100 * coverage.share) / 100),
-            ),
-        )
+    return Problem(
+        Kind.LOW_COVERAGE,
+        "",
+        f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
+        f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
+        f"Left to the CPU: {'; '.join(_describe_nodes(coverage.uncovered))}.",
+        f"{hint} {_choices(coverage)}",
+        settings=(
+            *settings,
+            *_cut(coverage, model),
+            Setting(target.key / "min-coverage", math.floor(100 * coverage.share) / 100),
+        ),
     )
 
 

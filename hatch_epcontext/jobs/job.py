@@ -1,48 +1,43 @@
-"""One job from its fingerprint to its validation; the cache is read before each slow step.
+"""One job, from its fingerprint to its artifact.
 
-`recipes` decides what is tried. The cache has of a job, by these keys:
+The cache has of a job:
 
-- ``fingerprint`` (models, settings that change what is compiled, versions; no paths): the lock of builds
-  that need the same.
-- An attempt's key (fingerprint, recipe): its artifact, stored before its validation or if it is the best.
-  What the EP refuses is not stored: a later build tries it again.
-- The attempt's key and a validation's key (files, inputs, tolerance): a validation in which it agreed, or
-  could not be run.
-- The choice (fingerprint, required coverage and validation): the key of the attempt that was chosen.
-- ``partial`` (fingerprint): the key of the best attempt if none was whole, so that a build that requires
-  less finds it without a search.
-- The settings' key (fingerprint without versions): the key of the latest artifact, for builds from the cache.
+- ``searches``, by its fingerprint (models, settings that change what is compiled, versions; no paths): what
+  was tried, see `search`. A build that tries more holds the lock of that key.
+- ``artifacts``, by fingerprint and recipe: of an attempt, stored before its validation, or if it covers most.
+- a ref, by the fingerprint without versions: the key of the latest artifact, for builds from the cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
+from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, InterruptedBuildError, Kind, Problem
+from hatch_epcontext.errors import BuildError, InterruptedBuildError, Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
-from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Recipe, Record, Refused, Source
+from hatch_epcontext.jobs.artifact import (
+    PACKAGE,
+    Artifact,
+    Built,
+    Preparation,
+    Recipe,
+    Record,
+    Source,
+)
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.fingerprint import fingerprint, value_sha256
 from hatch_epcontext.jobs.cache.index import Index, changed_error
-from hatch_epcontext.jobs.coverage import check_coverage
+from hatch_epcontext.jobs.coverage import low_coverage
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Heartbeat
-from hatch_epcontext.jobs.recipes import (
-    Assessment,
-    Attempt,
-    acceptable,
-    best,
-    chosen,
-    refusal,
-    try_recipes,
-)
+from hatch_epcontext.jobs.search import Attempt, Search, best, next_recipe
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import (
     check_conclusive,
@@ -55,10 +50,7 @@ from hatch_epcontext.jobs.validation import (
     validation_without_run,
 )
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.results import FEW_SAMPLES, Context, Validation, ValidationStatus
-
-Runs = Mapping[str, Validation]
-"""The validation of each model of a job, by its name, up to the first one that differs."""
+from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ class JobRunner:
         """
         try:
             with job.locating():
-                return self._run(job)
+                return self._from_cache(job) if job.target.from_cache else self._searched(job)
         finally:
             self.executor.finished(job)
 
@@ -89,14 +81,15 @@ class JobRunner:
 
         For a job that only reads the cache it is the fingerprint without versions.
         """
-        key: str | None
         if job.target.from_cache:
             fingerprint = self._fingerprint(job, {})
             key = self.cache.ref(fingerprint)
         else:
             with job.locating():
                 fingerprint = self._fingerprint(job, self.executor.versions(job))
-            key = self._cache(job).ref(self._choice(job, fingerprint), own_first=True)
+            search = self._stored(job, fingerprint)
+            win = search.winners.get(search.terms)
+            key = None if win is None else win.key
         return fingerprint, key is not None and self._cache(job).has("artifacts", key, Record)
 
     def keep(
@@ -104,75 +97,223 @@ class JobRunner:
     ) -> None:
         """Store what another machine compiled for ``job``: ``record``, with the files in ``folder``."""
         fingerprint, form = self._fingerprint(job, record.versions), record.recipe.form_of(job)
-        key = value_sha256([fingerprint, to_plain(record.recipe)])
-        self.cache.put("artifacts", key, record, folder)
-        self.cache.set_ref(self._fingerprint(job, {}), key)
-        self.cache.set_ref(self._choice(job, fingerprint), key)
-        for model in form.models:
-            if validations[model.name].day:
-                name = validation_key(form, model, record, self.index)
-                self.cache.store_validation(key, name, validations[model.name])
+        record = replace(record, search=fingerprint)
+        attempt = Attempt(
+            record.recipe, _key(fingerprint, record.recipe), record, None, validations
+        )
+        search = self._stored(job, fingerprint)
+        known = {
+            validation_key(form, model, record, self.index): validations[model.name]
+            for model in form.models
+            if validations[model.name].day
+        }
+        search = replace(search, validations={**search.validations, **known}).adding(attempt)
+        self.cache.put("artifacts", attempt.key, record, folder)
+        self.cache.put("searches", fingerprint, search.won_by(attempt).to_store(_today()))
+        self.cache.set_ref(self._fingerprint(job, {}), attempt.key)
 
-    def _run(self, job: Job) -> Built:
-        settings_key = self._fingerprint(job, {})
-        if job.target.from_cache:
-            folder = self.staging / PACKAGE / job.folder
-            key, artifact = self._latest(job, settings_key, folder)
-            _check_coverage(job, artifact.record)
-            cached, runs = True, self.validations(job, key, artifact)
-            if error := _disagreement(runs):
-                raise error
-        else:
-            key, artifact, cached, runs = self._chosen(job)
-            self._cache(job).set_ref(settings_key, key)
-        return Built(artifact.record.recipe.form_of(job), artifact, runs, cached)
-
-    def _chosen(self, job: Job) -> tuple[str, Artifact, bool, Runs]:
-        """The key of the job's artifact, the artifact, whether the cache had it, and its validations.
-
-        The artifact covers enough, and agrees with the CPU if it can be run here. It is that of an earlier
-        build, or the result of a search.
-        """
-        cache = self._cache(job)
+    def _searched(self, job: Job) -> Built:
+        """The winner of the job's search, which goes on from what earlier builds tried."""
+        cache, place = self._cache(job), self.staging / PACKAGE / job.folder
         fingerprint = self._fingerprint(job, self.executor.versions(job))
-        choice = self._choice(job, fingerprint)
-        wrong: dict[str, Runs] = {}
-        if found := self._known(job, choice, wrong):
-            return found
-        self._check_embeddable(job)
-        with cache.lock(fingerprint, self._waiting(job)):
-            # Another build may have compiled it in the meantime.
-            if found := self._known(job, choice, wrong):
-                return found
-            attempt, artifact, runs = _Search(self, job, fingerprint, cache, wrong).run()
-            cache.set_ref(choice, attempt.key)
-            return attempt.key, artifact, attempt.cached, runs
+        search = self._stored(job, fingerprint)
+        artifact = self._artifact(job, search.winner, place)
+        if artifact is None and (search.winner or next_recipe(search)):
+            self._check_embeddable(job)
+            with cache.lock(fingerprint, self._waiting(job)):
+                # Another build may have tried more in the meantime.
+                search = self._tried(job, fingerprint, self._stored(job, fingerprint))
+            artifact = self._artifact(job, search.winner, place)
+        if search.winner is None or artifact is None:
+            raise failure(job, search)
+        cache.set_ref(self._fingerprint(job, {}), search.winner.key)
+        return self._built(job, search, search.winner, artifact)
 
-    def _known(
-        self, job: Job, choice: str, wrong: dict[str, Runs]
-    ) -> tuple[str, Artifact, bool, Runs] | None:
-        """The choice of an earlier build, if the cache has it, and if it agrees with the CPU here too.
+    def _stored(self, job: Job, fingerprint: str) -> Search:
+        """What earlier builds tried, with the validations that the job requires, as far as they are known."""
+        is_dynamic = any(self.sources[model.name].facts.dynamic for model in job.models)
+        required = [
+            [validation_settings(job, model, self.index), str(model.validate.mode)]
+            for model in job.models
+        ]
+        search = Search(
+            job.target.settings,
+            job.target.min_coverage,
+            # For groups and contexts for several chips, other jobs are compared: see `Job.alone`.
+            compares=job.group is None and not job.has_several_chips,
+            is_dynamic=is_dynamic and len(job.forms) > 1,
+            required=value_sha256(required),
+        )
+        stored = self._cache(job).get("searches", fingerprint, Search)
+        if stored is None:
+            return search
+        search = replace(search, validations=stored.validations, winners=stored.winners)
+        for attempt in stored.attempts:
+            if attempt.required in ("", search.required):
+                search = self._validated(job, search, attempt)
+        return search
 
-        If it disagrees, ``wrong`` gets its key and the validations, and it is not tried again.
-        """
-        folder = self.staging / PACKAGE / job.folder
-        # A later choice by others is not better: a build with a choice of its own reads no shared cache.
-        key = self._cache(job).ref(choice, own_first=True)
-        artifact = None if key in wrong else self.take(job, key, folder)
-        if key is None or artifact is None:
+    def _tried(self, job: Job, fingerprint: str, stored: Search) -> Search:
+        """The search with all attempts that it needs, and files of its winner; stored, whatever ends it."""
+        cache, search = self._cache(job), stored
+        try:
+            while attempt := (step := next_recipe(search)) or search.winner:
+                if isinstance(attempt, Recipe):
+                    search = self._attempted(job, fingerprint, search, attempt)
+                    continue
+                artifact = self._artifact(job, attempt, self._folder(job, attempt.key))
+                if artifact is None:
+                    search = search.without(attempt)
+                elif step is None:
+                    return (search := search.won_by(attempt))
+                else:
+                    self._keep(job, attempt)
+                    search = self._validated(job, search, attempt, artifact)
+            self._keep(job, best(search.tried))
+            return search
+        finally:
+            if search is not stored:
+                cache.put("searches", fingerprint, search.to_store(_today()))
+
+    def _attempted(self, job: Job, fingerprint: str, search: Search, recipe: Recipe) -> Search:
+        """The search with an attempt to compile the job with ``recipe``, unless the cache has the result."""
+        key = _key(fingerprint, recipe)
+        folder = self._folder(job, key)
+        if record := self._take(job, key, folder):
+            return self._validated(job, search, Attempt(recipe, key, record, day=_today()))
+        with self._unchanged(job):
+            result = self.executor.compile(recipe.form_of(job), recipe, folder)
+        if isinstance(result, Record):
+            return search.adding(Attempt(recipe, key, replace(result, search=fingerprint)))
+        shutil.rmtree(folder, ignore_errors=True)
+        # What was compared in the other steps depends on the inputs and the tolerance.
+        required = "" if result.step == "compile" else search.required
+        return search.adding(Attempt(recipe, key, refused=result, required=required))
+
+    def _keep(self, job: Job, attempt: Attempt) -> None:
+        """Store the artifact of ``attempt``, if it may be shipped and this build has compiled it."""
+        if attempt.record is not None and attempt.may_ship and not attempt.day:
+            folder = self._folder(job, attempt.key)
+            self._cache(job).put("artifacts", attempt.key, attempt.record, folder)
+
+    def _artifact(self, job: Job, attempt: Attempt | None, folder: Path) -> Artifact | None:
+        """The artifact of ``attempt``: of this build, or of the cache with its files in ``folder``."""
+        if attempt is None or attempt.record is None:
             return None
-        runs = self.validations(job, key, artifact)
-        if _disagreement(runs) is None:
-            return key, artifact, True, runs
-        # The earlier build could not run the artifact.
-        wrong[key] = runs
-        shutil.rmtree(folder)
+        own = self._folder(job, attempt.key)
+        if own.is_dir():
+            return Artifact(own, attempt.record)
+        record = self._take(job, attempt.key, folder)
+        if record is not None and record.files == attempt.record.files:
+            return Artifact(folder, record)
+        shutil.rmtree(folder, ignore_errors=True)
         return None
 
-    def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
-        """Compile ``job`` with ``recipe`` into ``folder``; raises as `Steps.compile` does."""
+    def _take(self, job: Job, key: str, folder: Path) -> Record | None:
+        """The record of the artifact with ``key`` if the cache has it, with its files in ``folder``."""
+        names = [model.name for model in job.models]
+
+        def fits(record: Record) -> bool:
+            same_models = [context.model for context in record.contexts] == names
+            return same_models and record.product == job.target.provider.product
+
+        return self._cache(job).get("artifacts", key, Record, folder, fits)
+
+    def _folder(self, job: Job, key: str) -> Path:
+        return self.staging / "attempts" / job.folder / key[:16]
+
+    def _from_cache(self, job: Job) -> Built:
+        """The latest artifact with the job's settings, whatever is installed."""
+        folder = self.staging / PACKAGE / job.folder
+        key = None if job.target.has_secrets else self.cache.ref(self._fingerprint(job, {}))
+        record = None if key is None else self._take(job, key, folder)
+        if key is None or record is None:
+            missing = "the cache has no artifact of this model with these settings."
+            if job.target.has_secrets:
+                missing = "the cache stores nothing that was compiled with a secret."
+            raise self._not_cached(job, missing)
+        attempt = Attempt(record.recipe, key, record, day=_today())
+        if problems := _low_coverage(job, attempt):
+            raise BuildError(*problems)
+        artifact = Artifact(folder, record)
+        search = self._validated(job, self._stored(job, record.search), attempt, artifact)
+        winner = search.known(key) or attempt
+        if problems := _differences(winner):
+            raise BuildError(*problems)
+        return self._built(job, search, winner, artifact)
+
+    def _built(self, job: Job, search: Search, winner: Attempt, artifact: Artifact) -> Built:
+        """The result, with what else was tried."""
+        win = search.won_by(winner).winners[search.terms]
+
+        def with_notes(done: Preparation) -> Preparation:
+            tried = dict.fromkeys((*done.tried, *win.tried))
+            return replace(done, failed=win.failed, tried=tuple(tried))
+
+        preparations = tuple(map(with_notes, artifact.record.preparations))
+        record = replace(artifact.record, preparations=preparations)
+        return Built(
+            winner.recipe.form_of(job),
+            replace(artifact, record=record),
+            winner.validations,
+            cached=bool(winner.day),
+        )
+
+    def _validated(
+        self, job: Job, search: Search, attempt: Attempt, artifact: Artifact | None = None
+    ) -> Search:
+        """The search with ``attempt`` and its validations. Without its ``artifact`` none is run for them."""
+        record, form = attempt.record, attempt.recipe.form_of(job)
+        if record is None:
+            return search.adding(attempt)
+        stored, validations = dict(search.validations), dict[str, Validation]()
+        for model, context in zip(form.models, record.contexts, strict=True):
+            key = validation_key(form, model, record, self.index)
+            validation = self._known(form, model, stored.get(key))
+            if validation is None and artifact is None:
+                return search.adding(replace(attempt, validations={}))
+            if validation is None and job.needs_device:
+                validation = self._validation_alone(job, model)
+            elif validation is None and artifact is not None:
+                validation = stored[key] = self._run(form, model, artifact, context)
+            assert validation is not None
+            check_conclusive(form, model, validation)
+            validations[model.name] = validation
+            if validation.differs:
+                break
+        return replace(search, validations=stored).adding(replace(attempt, validations=validations))
+
+    def _known(self, job: Job, model: Model, stored: Validation | None) -> Validation | None:
+        """The validation of ``model`` without a run: the ``stored`` one, or if it is not to be run here."""
+        from_cache = job.target.from_cache
+        # What cannot be opened is run alone: the cache may have that.
+        is_elsewhere = from_cache and job.needs_device
+        reason = None if is_elsewhere else self.executor.reason_not_to_run(job)
+        not_run = validation_without_run(job, model, reason)
+        # If it was not run, the EP's device may be here now.
+        if job.needs_device or stored is None or (not_run and not from_cache):
+            return not_run
+        return stored if from_cache or stored.status is ValidationStatus.RAN else not_run
+
+    def _run(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
+        """Validate a model of ``artifact``; raises BuildError if it must be run and was not."""
+        if job.target.from_cache:
+            reason = (
+                "the artifact in the cache was not validated with these inputs, this tolerance and these "
+                "options."
+            )
+            raise self._not_cached(job, reason, step="validation")
         with self._unchanged(job):
-            return self.executor.compile(recipe.form_of(job), recipe, folder)
+            validation = self.executor.validate(job, model, artifact, context)
+        is_run = validation.differs or validation.status is ValidationStatus.RAN
+        if not is_run and model.validate.mode == "require":
+            raise not_run_error(job, model, validation.reason or "it was not run")
+        return validation
+
+    def _validation_alone(self, job: Job, model: Model) -> Validation:
+        built = (result.validations for result in self._alone(job))
+        validations = [found[model.name] for found in built if model.name in found]
+        return validation_of_alone(job, model, validations)
 
     def _alone(self, job: Job) -> Sequence[Built]:
         """The results of `Job.alone`, built once."""
@@ -187,65 +328,32 @@ class JobRunner:
             raise built
         return built
 
-    def validations(self, job: Job, key: str, artifact: Artifact) -> Runs:
-        """The validations of the job's models: those in the cache, or new ones."""
-        runs: dict[str, Validation] = {}
-        form = artifact.record.recipe.form_of(job)
-        for model, context in zip(job.models, artifact.record.contexts, strict=True):
-            if job.needs_device:
-                runs[model.name] = self._validation_alone(job, model)
-            else:
-                runs[model.name] = self._validate(form, model, key, artifact, context)
-            if runs[model.name].differs:
-                break
-        return runs
-
-    def _validation_alone(self, job: Job, model: Model) -> Validation:
-        # Where nothing of the target can be run, nothing is compiled alone.
-        reason = None if job.target.from_cache else self.executor.reason_not_to_run(job)
-        if not_run := validation_without_run(job, model, reason):
-            return not_run
-        built = (each.validations for each in self._alone(job))
-        validations = [each[model.name] for each in built if model.name in each]
-        return validation_of_alone(job, model, validations)
-
-    def _choice(self, job: Job, fingerprint: str) -> str:
-        """What identifies the choice of an artifact: what is compiled, and what is required of it."""
-        return value_sha256(
-            [
-                fingerprint,
-                job.target.min_coverage,
-                [
-                    [validation_settings(job, model, self.index), str(model.validate.mode)]
-                    for model in job.models
-                ],
-            ]
-        )
-
     @contextlib.contextmanager
     def _unchanged(self, job: Job) -> Iterator[None]:
         """Raise ModelError at the end if a file that the job reads has changed since the build hashed it."""
-        names = [model.validate.inputs for model in job.models]
-        names += filter(None, [job.target.calibration])
-        inputs = [(name, inputs_digest(name, self.index)) for name in names]
+        files = self._files(job)
         try:
             yield
         except BuildError:
             # A file that has changed in the meantime may be the cause.
-            self._check_files(job)
+            self._check(files)
             raise
-        self._check_files(job)
-        for name, digest in inputs:
-            if inputs_digest(name, self.index) != digest:
-                raise changed_error(Path(name))
+        self._check(files)
+        if added := set(self._files(job)).difference(files):
+            raise changed_error(min(added))
 
-    def _check_files(self, job: Job) -> None:
-        for file in input_files(job.target.calibration) if job.target.calibration else ():
+    def _check(self, files: Iterable[Path]) -> None:
+        for file in files:
             self.index.check(file)
-        for model in job.models:
-            files = self.sources[model.name].files
-            for file in (*files, *input_files(model.validate.inputs)):
-                self.index.check(file)
+
+    def _files(self, job: Job) -> list[Path]:
+        """All files that compiling and validating the job read."""
+        inputs = [job.target.calibration, *(model.validate.inputs for model in job.models)]
+        sources = [file for model in job.models for file in self.sources[model.name].files]
+        return [
+            *sources,
+            *(file for folder in filter(None, inputs) for file in input_files(folder)),
+        ]
 
     def _waiting(self, job: Job) -> Callable[[], None]:
         beat = Heartbeat()
@@ -264,33 +372,17 @@ class JobRunner:
 
         return wait
 
-    def _latest(self, job: Job, settings_key: str, folder: Path) -> tuple[str, Artifact]:
+    def _not_cached(self, job: Job, reason: str, step: str = "") -> BuildError:
+        """The error of a job that only reads the cache."""
+        message = f"{PREFIX}FROM_CACHE allows this target only from the cache, and {reason}"
+        hint = (
+            "Build it on a machine that can compile it: "
+            f"{PREFIX}TARGETS={job.target.name}, with the same cache."
+        )
         if job.target.has_secrets:
-            message = (
-                "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, which stores nothing "
-                "that was compiled with a secret."
-            )
             hint = "Compile the target in the build of the wheel."
-            raise BuildError(Problem(Kind.NOT_CACHED, "", message, hint))
-        key = self.cache.ref(settings_key)
-        artifact = self.take(job, key, folder)
-        if key is None or artifact is None:
-            message = (
-                "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, and the cache has no "
-                f"artifact of this model with these settings.{self.cache.trouble}"
-            )
-            raise BuildError(Problem(Kind.NOT_CACHED, "", message, _build_elsewhere(job)))
-        return key, artifact
-
-    def take(self, job: Job, key: str | None, folder: Path) -> Artifact | None:
-        """The artifact of ``key`` with its files in ``folder``, if the cache has it and it fits the job."""
-        names = [model.name for model in job.models]
-
-        def fits(record: Record) -> bool:
-            same_models = [context.model for context in record.contexts] == names
-            return same_models and record.product == job.target.provider.product
-
-        return None if key is None else self._cache(job).take(key, folder, fits)
+        message += self.cache.trouble
+        return BuildError(Problem(Kind.NOT_CACHED, "", message, hint, step=step))
 
     def _cache(self, job: Job) -> Cache:
         """The cache for ``job``. A job with a secret uses none: a key would have to depend on the secret, and
@@ -314,233 +406,66 @@ class JobRunner:
                 hint = "Remove embed: the blob is then a file beside the context model."
                 raise BuildError(Problem(Kind.TOO_LARGE, "", message, hint))
 
-    def _validate(
-        self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
-    ) -> Validation:
-        not_run = validation_without_run(job, model, self.executor.reason_not_to_run(job))
-        if not_run and not job.target.from_cache:
-            return not_run
-        validated = validation_key(job, model, artifact.record, self.index)
-        cached = self._cache(job).validation(key, validated)
-        # If it was not run, the EP's device may be here now.
-        if cached and (cached.status is ValidationStatus.RAN or job.target.from_cache):
-            check_conclusive(job, model, cached)
-            return cached
-        if not_run:
-            return not_run
-        if job.target.from_cache:
-            message = (
-                "HATCH_EPCONTEXT_FROM_CACHE allows this target only from the cache, and the artifact in "
-                "the cache was not validated with these inputs, this tolerance and these options."
-                + self.cache.trouble
-            )
-            hint = _build_elsewhere(job)
-            raise BuildError(Problem(Kind.NOT_CACHED, "", message, hint, step="validation"))
-        with self._unchanged(job):
-            validation = self.executor.validate(job, model, artifact, context)
-        if validation.differs:
-            return validation
-        unavailable = validation.status is not ValidationStatus.RAN
-        if unavailable and model.validate.mode == "require":
-            raise not_run_error(job, model, validation.reason or "it was not run")
-        check_conclusive(job, model, validation)
-        self._cache(job).store_validation(key, validated, validation)
-        return validation
 
-
-class _Search:
-    """Tries recipes for a job until one is whole and agrees with the CPU; each is validated at most once.
-
-    ``wrong``: the validations of attempts that are known to differ, by their keys.
+def failure(job: Job, search: Search) -> BuildError:
+    """Why a search has no winner: the disagreement nearest to the limits, the nodes that are left to the CPU,
+    or the EP's refusal, in that order.
     """
-
-    def __init__(
-        self,
-        runner: JobRunner,
-        job: Job,
-        fingerprint: str,
-        cache: Cache,
-        wrong: Mapping[str, Runs],
-    ) -> None:
-        self._runner = runner
-        self._job = job
-        self._fingerprint = fingerprint
-        self._cache = cache
-        self._folder = runner.staging / "attempts" / job.folder
-        self._partial = value_sha256([fingerprint, "partial"])
-        self._attempts: list[Attempt] = []
-        self._validated: dict[str, Runs] = {**wrong}
-        self._stored: set[str] = set()
-
-    def run(self) -> tuple[Attempt, Artifact, Runs]:
-        """The chosen attempt, its artifact and its validations; raises BuildError if none is good enough."""
-        taken = (
-            self._known_partial()
-            or try_recipes(
-                self._job, self._attempts, self._attempt, self._judge, dynamic=self._is_dynamic()
-            )
-            or self._choose()
-        )
-        runs = self._validated[taken.key]
-        for each in self._attempts:
-            if each is not taken and isinstance(each.result, Artifact):
-                shutil.rmtree(each.result.folder, ignore_errors=True)
-        return taken, replace(taken.artifact, record=self._record(taken)), runs
-
-    def _is_dynamic(self) -> bool:
-        """Whether a model is dynamically quantized."""
-        sources = self._runner.sources
-        return any(sources[model.name].facts.dynamic for model in self._job.models)
-
-    def _known_partial(self) -> Attempt | None:
-        """The best attempt of an earlier build in which none was whole, if it is good enough now."""
-        key = self._cache.ref(self._partial, own_first=True)
-        artifact = self._runner.take(self._job, key, self._folder / "partial")
-        if key is None or artifact is None:
-            return None
-        attempt = Attempt(artifact.record.recipe, key, artifact, cached=True)
-        if not acceptable(self._job, [attempt]) or self._judge(attempt).differs:
-            return None
-        self._attempts.append(attempt)
-        return attempt
-
-    def _attempt(self, recipe: Recipe, number: int) -> Attempt:
-        """Compile the job with ``recipe``, unless the cache has the result."""
-        key = value_sha256([self._fingerprint, to_plain(recipe)])
-        folder = self._folder / f"attempt-{number}"
-        if artifact := self._runner.take(self._job, key, folder):
-            return Attempt(recipe, key, artifact, cached=True)
-        result = self._runner.compile(self._job, recipe, folder)
-        if isinstance(result, Refused):
-            shutil.rmtree(folder, ignore_errors=True)
-            return Attempt(recipe, key, result)
-        return Attempt(recipe, key, Artifact(folder, result))
-
-    def _choose(self) -> Attempt:
-        """The attempt that covers most among those that cover enough and do not differ from the CPU.
-
-        Raises BuildError if there is none: with the disagreement nearest to the limits, the nodes left to the
-        CPU, or the EP's refusal, in that order.
-        """
-        found = best(self._attempts)
-        if found.may_be_taken and not found.is_whole:
-            self._store(found)
-            self._cache.set_ref(self._partial, found.key)
-        if (taken := chosen(self._job, self._attempts, self._judge)) is not None:
-            return taken
-        if wrong := [
-            (self._margin(each) or 0.0, each, error)
-            for each in self._attempts
-            if (error := self._disagreement(each)) is not None
-        ]:
-            _, nearest, error = max(wrong, key=lambda each: each[0])
-            raise _with_tried(error, self._notes(nearest))
-        if found.may_be_taken:
-            # The best of all forms: it leaves the user least to solve.
-            most = max(filter(lambda e: e.may_be_taken, self._attempts), key=lambda e: e.share)
-            try:
-                # Always raises: an attempt that covers enough has disagreed above.
-                _check_coverage(self._job, most.artifact.record)
-            except BuildError as error:
-                raise _with_tried(error, self._notes(most)) from None
-        first, refused = refusal(self._job, self._attempts)
-        raise _with_tried(refused, self._notes(first))
-
-    def _judge(self, attempt: Attempt) -> Assessment:
-        """Store the artifact; returns how near it is to the CPU, as far as it can be compared here."""
-        if attempt.key not in self._validated:
-            self._store(attempt)
-            self._validated[attempt.key] = self._runner.validations(
-                self._job, attempt.key, attempt.artifact
-            )
-        return self._verdict(self._validated[attempt.key])
-
-    def _verdict(self, runs: Runs) -> Assessment:
-        validations = runs.values()
-        if differing := next((each for each in validations if each.differs), None):
-            gap = math.inf if differing.gap is None else differing.gap
-            return Assessment(agrees=False, margin=differing.margin, gap=gap)
-        emulations = [each.emulation for each in validations if each.emulation is not None]
-        # Simulators are slow with large models: rewrites for kernels are tried only if these differ.
-        gaps = (each.gap for each in validations if each.gap is not None and not _is_large(each))
-        return Assessment(
-            not any(each.sensitive for each in validations),
-            max(0.0, min((each.margin for each in validations), default=math.inf)),
-            any(each.in_format for each in emulations),
-            max(gaps, default=0.0),
-            any(each.inexact for each in emulations),
-        )
-
-    def _store(self, attempt: Attempt) -> None:
-        if not attempt.cached and attempt.key not in self._stored:
-            self._stored.add(attempt.key)
-            folder, record = attempt.artifact.folder, self._record(attempt)
-            self._cache.put("artifacts", attempt.key, record, folder)
-
-    def _disagreement(self, attempt: Attempt) -> BuildError | None:
-        return _disagreement(self._validated.get(attempt.key, {}))
-
-    def _margin(self, attempt: Attempt) -> float | None:
-        found = self._validated.get(attempt.key)
-        return None if found is None else self._verdict(found).margin
-
-    def _notes(self, other_than: Attempt) -> tuple[str, ...]:
-        """What else was tried, and its results."""
-        notes = (
-            note
-            for each in self._attempts
-            if each is not other_than
-            for note in each.notes(self._disagreement(each), self._margin(each))
-        )
-        return tuple(dict.fromkeys(notes))
-
-    def _record(self, attempt: Attempt) -> Record:
-        """The record of ``attempt`` with what else was tried, and the simplifiers that failed."""
-        record, tried = attempt.artifact.record, self._notes(attempt)
-        unprepared = (
-            each
-            for each in self._attempts
-            if each.stopped_in == "prepare" and each.recipe.dequantize == attempt.recipe.dequantize
-        )
-        failed = tuple(dict.fromkeys(note for each in unprepared for note in each.notes(None)))
-        preparations = (
-            replace(
-                each,
-                failed=tuple(dict.fromkeys((*each.failed, *failed))),
-                tried=tuple(n for n in dict.fromkeys((*each.tried, *tried)) if n not in failed),
-            )
-            for each in record.preparations
-        )
-        return replace(record, preparations=tuple(preparations))
+    compiled = [attempt for attempt in search.tried if attempt.record is not None]
+    if differing := [attempt for attempt in compiled if attempt.differences]:
+        cause = max(differing, key=lambda a: a.verdict.margin if a.verdict else 0.0)
+        problems = _differences(cause)
+    elif covering := [attempt for attempt in compiled if attempt.may_ship]:
+        # The best of all forms: it leaves the user least to solve.
+        cause = max(covering, key=lambda a: a.share)
+        problems = _low_coverage(job, cause)
+    else:
+        # Without dynamic quantization, if that was undone; or of the last simplifier, if none works.
+        refused = [attempt for attempt in search.tried if attempt.stopped_in == "compile"]
+        refused.sort(key=lambda attempt: not attempt.recipe.dequantize)
+        cause = (refused or search.tried[-1:])[0]
+        problems = _refusal(job, cause)
+    first, *others = problems
+    if cause.day:
+        again = f"An earlier build tried this ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
+        first = replace(first, causes=(*first.causes, again))
+    return BuildError(replace(first, tried=search.notes(cause)), *others)
 
 
-def _disagreement(runs: Runs) -> BuildError | None:
-    """The error of the model that differs, if one does."""
-    problems = [problem for validation in runs.values() for problem in validation.problems]
-    return BuildError(*problems).located("", step="validation") if problems else None
+def _differences(attempt: Attempt) -> tuple[Problem, ...]:
+    return BuildError(*attempt.differences).located("", step="validation").problems
 
 
-def _is_large(validation: Validation) -> bool:
-    """Whether the model is large: only few of its inputs were emulated."""
-    emulation = validation.emulation
-    return validation.synthetic and emulation is not None and 0 < emulation.samples <= FEW_SAMPLES
-
-
-def _check_coverage(job: Job, record: Record) -> None:
-    """Raise BuildError if less of a model was compiled than the job's target requires."""
-    job = record.recipe.form_of(job)
-    for model, context in zip(job.models, record.contexts, strict=True):
-        check_coverage(context.coverage, job.target, model)
-
-
-def _with_tried(error: BuildError, tried: tuple[str, ...]) -> BuildError:
-    """``error`` with what else was ``tried``."""
-    first, *others = error.problems
-    return type(error)(replace(first, tried=tried), *others)
-
-
-def _build_elsewhere(job: Job) -> str:
-    return (
-        f"Build it on a machine that can compile it: HATCH_EPCONTEXT_TARGETS={job.target.name}, "
-        "with the same cache."
+def _low_coverage(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
+    """The problem of the first model of which less was compiled than the job's target requires."""
+    form, contexts = attempt.recipe.form_of(job), attempt.record.contexts if attempt.record else ()
+    problems = (
+        low_coverage(context.coverage, form.target, model)
+        for model, context in zip(form.models, contexts, strict=True)
     )
+    return tuple(filter(None, problems))[:1]
+
+
+def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
+    """The EP's problems with ``attempt``, or those of the last simplifier, if none works."""
+    first, *others = attempt.refused.problems if attempt.refused else ()
+    has_sizes = all(model.dims or model.shapes for model in job.models)
+    if attempt.stopped_in == "compile" and has_sizes and not job.target.settings.static_shapes:
+        # Only the user knows whether the model may have fixed sizes.
+        cause = (
+            "The target leaves dimensions open; the EP may compile the model with the configured sizes (not "
+            "tried):"
+        )
+        fixed = Setting(job.target.key / "static-shapes", True)
+        settings = (*first.settings, fixed)
+        first = replace(first, causes=(*first.causes, cause), settings=settings)
+    return first, *others
+
+
+def _key(fingerprint: str, recipe: Recipe) -> str:
+    """The key of an attempt."""
+    return value_sha256([fingerprint, to_plain(recipe)])
+
+
+def _today() -> str:
+    return datetime.now(timezone.utc).date().isoformat()

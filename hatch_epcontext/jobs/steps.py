@@ -457,4 +457,4 @@ def _refused(
         is_of_recipe = isinstance(error, LimitError) or not isinstance(error, AccidentError)
         if recipe.is_plain or not is_of_recipe:
             raise error
-    return Refused(step, error.problems)
+    return Refused(step, error.problems, is_accident=isinstance(error, AccidentError))

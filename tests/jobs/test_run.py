@@ -30,6 +30,7 @@ from hatch_epcontext.jobs.run import IncompleteError, build
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ValidationStatus
+from tests.altered_workers import workers_with
 from tests.conftest import needs_qnn
 from tests.models import half_for_the_cpu, interrupted, network, save, transformer, unknown_operator
 
@@ -115,19 +116,41 @@ def test_an_interrupted_build_stops_its_workers(project: Path, tmp_path: Path) -
         workers.call(request, tmp_path / "another", location="b -> cpu")
 
 
+def steps(log: list[str], action: str) -> list[str]:
+    return [line for line in log if line.endswith(f": {action} ...")]
+
+
+def requests(log: list[str]) -> dict[str, int]:
+    """How many steps of jobs were started, by their action; and forget them."""
+    counts = {action: len(steps(log, action)) for action in ("prepare", "compile", "validate")}
+    log.clear()
+    return {action: number for action, number in counts.items() if number}
+
+
 @needs_qnn
-def test_uncovered_nodes_are_named_and_fail_by_default(project: Path, run: Run) -> None:
+def test_uncovered_nodes_are_named_and_fail_by_default(
+    project: Path, run: Run, log: list[str]
+) -> None:
     toml = QNN.replace("dims = { batch = 1 }", 'validate = { inputs = "ones" }')
     save(interrupted(), project / "models" / "a.onnx")
     with pytest.raises(BuildError) as raised:
-        run(toml)
+        run(toml, workers=Workers(120, log.append))
     (problem,) = raised.value.problems
     assert problem.where() == "a -> qnn"
     assert problem.kind is Kind.LOW_COVERAGE
     assert "4 of 5 nodes (80.0%)" in problem.message
     assert "Hardmax hardmax" in problem.message
-    (built,) = run(toml + "min-coverage = 0.6\n").built
-    assert built.cached, "a lower bound does not compile again"
+    assert requests(log)["compile"]
+    # What fails again is not tried again.
+    with pytest.raises(BuildError) as raised:
+        run(toml, workers=Workers(120, log.append))
+    assert requests(log) == {}
+    assert "HATCH_EPCONTEXT_NO_CACHE=1 tries it again" in str(raised.value)
+    assert raised.value.problems[0].tried == problem.tried
+    # A lower bound does not compile again.
+    (built,) = run(toml + "min-coverage = 0.6\n", workers=Workers(120, log.append)).built
+    assert built.cached
+    assert "compile" not in requests(log)
 
 
 @needs_qnn
@@ -149,13 +172,42 @@ def test_a_model_that_cannot_be_compiled_is_refused_before_anything_is_prepared(
 
 
 @needs_qnn
-def test_another_tolerance_is_validated_again_without_compiling(run: Run) -> None:
+def test_another_tolerance_is_validated_again_without_compiling(run: Run, log: list[str]) -> None:
     run(QNN)
     strict = QNN.replace("dims", "validate = { tolerance = { rtol = 0, atol = 0 } }, dims")
     with pytest.raises(BuildError, match="a -> qnn: validation: EPC401"):
         run(strict)
-    (built,) = run(QNN.replace("dims", 'validate = { inputs = "ones" }, dims')).built
+    with pytest.raises(BuildError, match="a -> qnn: validation: EPC401"):
+        run(strict, workers=Workers(120, log.append))
+    assert requests(log) == {}
+    other = QNN.replace("dims", 'validate = { inputs = "ones" }, dims')
+    (built,) = run(other, workers=Workers(120, log.append)).built
     assert built.cached
+    assert requests(log).get("compile", 0) == 0
+    (built,) = run(QNN, workers=Workers(120, log.append)).built
+    assert built.cached
+    assert requests(log) == {}
+
+
+@needs_qnn
+def test_a_crash_of_the_ep_is_tried_again(run: Run, tmp_path: Path) -> None:
+    crash = tmp_path / "crash"
+    crash.touch()
+    source = f"""
+        import os, pathlib, signal
+        from hatch_epcontext.worker.actions import compile
+        real = compile.handle
+        def handle(request):
+            if pathlib.Path({str(crash)!r}).exists(): os.kill(os.getpid(), signal.SIGSEGV)
+            return real(request)
+        compile.handle = handle
+        """
+    with workers_with(tmp_path, source) as workers:
+        with pytest.raises(BuildError, match="EPC308"):
+            run(QNN, workers=workers)
+        crash.unlink()
+        (built,) = run(QNN, workers=workers).built
+    assert not built.cached
 
 
 def test_other_inputs_in_the_same_file_are_validated_again(project: Path, run: Run) -> None:
@@ -301,10 +353,6 @@ optimization = "all"
 @pytest.fixture
 def second_model(project: Path) -> None:
     save(network(3), project / "models" / "b.onnx")
-
-
-def steps(log: list[str], action: str) -> list[str]:
-    return [line for line in log if line.endswith(f": {action} ...")]
 
 
 @pytest.mark.usefixtures("second_model")

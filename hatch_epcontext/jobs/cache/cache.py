@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import is_generated, is_sha256, write_atomically
-from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache import LAYOUT
-from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cache.store import DamagedError, Kind, Store, untrusted
+from hatch_epcontext.jobs.search import Search
 from hatch_epcontext.system import refusal
-from hatch_epcontext.worker.results import Validation
 
 if TYPE_CHECKING:
     from hatch_epcontext.jobs.cache.shared import SharedCache
@@ -84,7 +82,7 @@ class Cache:
             return own
         if own is not None:
             # Another build may have made it that could not write to the shared cache.
-            self.shared.put(kind, key, own, folder)
+            self.shared.put(kind, key, _shareable(own), folder)
             return own
         record = self.shared.get(kind, key, type_, folder)
         if record is not None and not fits(record):
@@ -98,7 +96,7 @@ class Cache:
         """Store ``record``, which names the files in ``folder`` that no longer change."""
         self._keep(lambda store: store.put(kind, key, record, folder))
         if self.shared is not None:
-            self.shared.put(kind, key, record, folder)
+            self.shared.put(kind, key, _shareable(record), folder)
 
     def ref(self, name: str, *, own_first: bool = False) -> str | None:
         """The key that ``name``, a hex sha256, stands for.
@@ -165,17 +163,6 @@ class Cache:
                 f"build does not store its artifacts. {PREFIX}CACHE_DIR names another folder."
             )
 
-    def take(
-        self, key: str, folder: Path, fits: Callable[[Record], bool] = lambda record: True
-    ) -> Artifact | None:
-        """The artifact of that key with its files in ``folder``, which is created; None for a miss."""
-        record = self.get("artifacts", key, Record, folder, fits)
-        return None if record is None else Artifact(folder, record)
 
-    def validation(self, key: str, validation: str) -> Validation | None:
-        """The validation under the key ``validation`` of the artifact of ``key``."""
-        return self.get("facts", value_sha256([key, validation]), Validation)
-
-    def store_validation(self, key: str, validation: str, run: Validation) -> None:
-        """Store ``run``."""
-        self.put("facts", value_sha256([key, validation]), run)
+def _shareable(record: object) -> object:
+    return record.to_share() if isinstance(record, Search) else record

@@ -1,0 +1,552 @@
+"""Which recipes are tried, and which attempt wins; the tests say what an EP makes of each recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.files import FileRecord
+from hatch_epcontext.graph.number_format import FOR_KERNELS, FOR_RANGES
+from hatch_epcontext.jobs.artifact import Preparation, Recipe, Record, Refused, Times
+from hatch_epcontext.jobs.job import failure
+from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.search import Attempt, Search, next_recipe
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.worker.results import (
+    Agreement,
+    AgreementStatus,
+    Context,
+    Coverage,
+    Emulation,
+    NodeFacts,
+    Validation,
+    ValidationStatus,
+)
+from tests.results import configured
+
+Outcome = Sequence[str] | Refused
+"""The operators that are left to the CPU of ten nodes; or why nothing was compiled."""
+
+
+def refused(step: Any, kind: Kind = Kind.COMPILE_FAILED, message: str = "it fails.") -> Refused:
+    is_accident = kind is Kind.WORKER_CRASHED
+    return Refused(step, (Problem(kind, "", message),), is_accident=is_accident)
+
+
+NO = refused("compile")
+CRASH = refused("compile", Kind.WORKER_CRASHED)
+NO_SIMPLIFIER = refused("prepare")
+NOTHING = refused("change", message="Clip: it differs (not taken)")
+
+
+def leaves(*operators: str) -> Refused:
+    return Refused("prepare", control_flow=operators)
+
+
+MORE = PROVIDERS["qnn"].more_coverage
+assert MORE is not None
+OPTIONS = tuple(sorted(MORE.options.items()))
+
+
+def name_of(recipe: Recipe) -> str:
+    """What the recipe adds to the plain one, in order."""
+    parts = {
+        "floats": recipe.dequantize,
+        recipe.simplifier: recipe.simplifier != "onnxruntime",
+        "unfused": not recipe.fuse,
+        "options": recipe.options == OPTIONS,
+    }
+    names = [name for name, is_part in parts.items() if is_part]
+    names += [change.kind for change in recipe.changes]
+    for name, group in {"ranges": FOR_RANGES, "kernels": FOR_KERNELS}.items():
+        names += [name] if set(group).intersection(recipe.remedies) else []
+    return " ".join(names) or "plain"
+
+
+def agreement(status: AgreementStatus, margin: float | None = None, reason: str = "") -> Agreement:
+    return Agreement("y", 0.1, None, status=status, margin=margin, reason=reason)
+
+
+AGREES = Validation(ValidationStatus.RAN, (agreement(AgreementStatus.AGREES),))
+
+
+def wrong(margin: float | None = None, gap: float | None = None) -> Validation:
+    found = agreement(AgreementStatus.DIFFERS, margin, "y is wrong.")
+    return Validation(ValidationStatus.RAN, (found,), gap=gap)
+
+
+def sensitive(margin: float, gap: float = 12, samples: int = 9) -> Validation:
+    emulation = Emulation("float16", "here", samples, reason="it is small", in_format=True)
+    found = agreement(AgreementStatus.SENSITIVE, margin)
+    return Validation(ValidationStatus.RAN, (found,), emulation=emulation, gap=gap)
+
+
+WRONG = wrong()
+
+
+@dataclass
+class Ep:
+    """What an EP makes of recipes, by their names, and how that validates; of all others nothing."""
+
+    outcomes: Mapping[str, Outcome]
+    validations: Mapping[str, Validation] = field(default_factory=dict)
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    compiled: list[Recipe] = field(default_factory=list)
+    validated: list[str] = field(default_factory=list)
+
+    @property
+    def tried(self) -> list[str]:
+        """The names of the recipes, without remedies and layers that are not there."""
+        return [
+            name
+            for recipe in self.compiled
+            if (name := name_of(recipe)) in self.outcomes
+            or not (
+                recipe.last_remedies or (recipe.changes and recipe.changes[-1].kind == "unroll")
+            )
+        ]
+
+    def finish(self, search: Search) -> Search:
+        while step := next_recipe(search):
+            search = search.adding(
+                self._compile(step) if isinstance(step, Recipe) else self._validate(step)
+            )
+        return search
+
+    def _compile(self, recipe: Recipe) -> Attempt:
+        self.compiled.append(recipe)
+        name = name_of(recipe)
+        outcome = self.outcomes.get(name, NOTHING)
+        if isinstance(outcome, Refused) and outcome.control_flow and recipe.takes_control_flow:
+            outcome = self.outcomes.get(f"{name} at last", outcome)
+        if isinstance(outcome, Refused):
+            return Attempt(recipe, f"{recipe}", refused=outcome)
+        nodes = tuple(NodeFacts(f"n{index}", op) for index, op in enumerate(outcome))
+        coverage = Coverage(10, 10 - len(nodes), self.contexts.get(name, 1), nodes)
+        done = Preparation(recipe.simplifier, 9, 9, rewrites=tuple(c.kind for c in recipe.changes))
+        contexts = (Context("a", "a.onnx", (), (), coverage),)
+        files = {"a.onnx": FileRecord(1, "")}
+        record = Record(recipe, "context", (done,), contexts, files, {}, Times(0, 0))
+        return Attempt(recipe, f"{recipe}", record)
+
+    def _validate(self, attempt: Attempt) -> Attempt:
+        name = name_of(attempt.recipe)
+        self.validated.append(name)
+        return replace(attempt, validations={"a": self.validations.get(name, AGREES)})
+
+
+def search_for(provider: str = "qnn", **settings: Any) -> Search:
+    found = PROVIDERS[provider]
+    assert found.ep
+    search = {
+        name: settings.pop(name)
+        for name in ("min_coverage", "is_dynamic", "compares")
+        if name in settings
+    }
+    device = found.devices[0]
+    of = CompileSettings(provider=provider, ep=found.ep, device=device, **settings)
+    return Search(of, **search)
+
+
+PARTIAL = ("MatMulInteger", "Gather")
+Q = ("QuantizeLinear",)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "validations", "settings", "tried"),
+    [
+        # The last recipe is always the winner. A whole one that agrees costs nothing more.
+        ({"plain": ()}, {}, {}, ["plain"]),
+        # Simplifiers.
+        ({"plain": NO_SIMPLIFIER, "onnxslim": ()}, {}, {}, ["plain", "onnxslim"]),
+        (
+            {"plain": NO_SIMPLIFIER, "onnxslim": NO_SIMPLIFIER, "none": ()},
+            *({}, {}),
+            ["plain", "onnxslim", "none"],
+        ),
+        # Options; where everything is refused before it is rewritten they come after that.
+        ({"plain": Q, "options": ()}, {}, {}, ["plain", "options"]),
+        (
+            {"plain": (*Q, "Clip"), "options": ("Clip",), "options rewrite": ()},
+            *({}, {}),
+            ["plain", "options", "options rewrite"],
+        ),
+        (
+            {"plain": Q, "options": (*Q, "If"), "rewrite": ()},
+            *({}, {}),
+            ["plain", "options", "rewrite"],
+        ),
+        (
+            {"plain": CRASH, "rewrite": Q, "options rewrite": ()},
+            *({}, {}),
+            ["plain", "rewrite", "rewrite rewrite", "options rewrite"],
+        ),
+        (
+            {"plain": Q, "rewrite": ()},
+            {},
+            {"provider_options": dict(OPTIONS)},
+            ["plain", "rewrite"],
+        ),
+        # Rewrites.
+        ({"plain": ("Clip",), "rewrite": ()}, {}, {}, ["plain", "rewrite"]),
+        ({"plain": CRASH, "rewrite": ()}, {}, {}, ["plain", "rewrite"]),
+        (
+            {"plain": ("Clip", "If"), "rewrite": ("If",), "rewrite rewrite": ()},
+            *({}, {}),
+            ["plain", "rewrite", "rewrite rewrite"],
+        ),
+        # Loops. What was inside one, an EP can refuse too.
+        ({"plain": ("GRU",), "unroll": ()}, {}, {}, ["plain", "rewrite", "unroll"]),
+        (
+            {"plain": ("Loop",), "unroll": ("Clip",), "unroll rewrite": ()},
+            *({}, {}),
+            ["plain", "rewrite", "unroll", "unroll rewrite"],
+        ),
+        (
+            {"plain": ("Loop",), "unroll": ("Loop",), "unroll unroll": ()},
+            *({}, {}),
+            ["plain", "rewrite", "unroll", "unroll rewrite", "unroll unroll"],
+        ),
+        # Rewrites for accuracy, until it agrees; those that hardly help are not kept.
+        (
+            {"plain": (), "ranges": (), "ranges kernels": ()},
+            {"plain": sensitive(3), "ranges": sensitive(9)},
+            {},
+            ["plain", "ranges", "ranges kernels"],
+        ),
+        (
+            {"plain": (), "ranges": (), "kernels": ()},
+            {"plain": sensitive(2), "ranges": sensitive(7)},
+            {},
+            ["plain", "ranges", "kernels"],
+        ),
+        ({"plain": (), "kernels": ()}, {"plain": wrong()}, {}, ["plain", "kernels"]),
+        # They may help only together.
+        (
+            {"plain": (), "ranges": (), "kernels": (), "ranges kernels": ()},
+            {"plain": WRONG, "ranges": WRONG, "kernels": WRONG},
+            {},
+            ["plain", "ranges", "kernels", "ranges kernels"],
+        ),
+        # Layers with inexact kernels come before other kernels.
+        (
+            {"plain": (), "unroll": (), "kernels": (), "unfused": ()},
+            {"plain": WRONG, "kernels": WRONG},
+            {},
+            ["plain", "unroll"],
+        ),
+        # The simplified model again.
+        ({"plain": (), "unfused": ()}, {"plain": WRONG}, {}, ["plain", "unfused"]),
+        ({"plain": (), "unfused": ()}, {"plain": WRONG}, {"unroll_limit": 0}, ["plain", "unfused"]),
+        ({"plain": (), "unfused": ()}, {"plain": sensitive(4)}, {}, ["plain", "unfused"]),
+        (
+            {"none": (), "none unroll": ()},
+            {"none": WRONG},
+            {"optimization": "none"},
+            ["none", "none unroll"],
+        ),
+        (
+            {"plain": Q, "options": (), "options unroll": (), "unfused options": ()},
+            {"options": WRONG, "options unroll": WRONG},
+            {},
+            ["plain", "options", "options unroll", "unfused options"],
+        ),
+        # Without its dynamic quantization.
+        ({"plain": PARTIAL, "rewrite": ()}, {}, {"is_dynamic": True}, ["plain", "rewrite"]),
+        (
+            {"plain": CRASH, "floats": ()},
+            *({}, {"is_dynamic": True}),
+            ["plain", "rewrite", "floats"],
+        ),
+        (
+            {"plain": PARTIAL, "floats": ("Gather",), "floats rewrite": ()},
+            *({}, {"is_dynamic": True, "min_coverage": 0.9}),
+            ["plain", "rewrite", "floats", "floats rewrite"],
+        ),
+    ],
+)
+def test_each_recipe_follows_from_what_the_ones_before_it_have_shown(
+    outcomes: Mapping[str, Outcome],
+    validations: Mapping[str, Validation],
+    settings: Mapping[str, Any],
+    tried: list[str],
+) -> None:
+    ep = Ep(outcomes, validations)
+    winner = ep.finish(search_for(**settings)).winner
+    assert ep.tried == tried
+    assert winner is not None
+    assert name_of(winner.recipe) == tried[-1]
+    # What covers too little is not run.
+    assert ep.validated == [name for name in tried if outcomes.get(name) == ()]
+
+
+HALF = {"min_coverage": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "validations", "settings", "winner"),
+    [
+        # The least invasive of equals.
+        ({"plain": ("If",), "rewrite": ("Clip",)}, {}, HALF, "plain"),
+        ({"plain": ("If",), "rewrite": ("Clip", "If")}, {}, HALF, "plain"),
+        ({"plain": ("If",), "rewrite": CRASH}, {}, HALF, "plain"),
+        # An unrolled model only if it is whole.
+        ({"plain": ("GRU", "If"), "unroll": ("If",)}, {}, HALF, "plain"),
+        # What differs leads back to what was compiled before.
+        ({"plain": ("If",), "rewrite": ()}, {"rewrite": WRONG}, HALF, "plain"),
+        # What may differ wins before what differs, and the nearest if that is worth the changes.
+        ({"plain": (), "ranges": ()}, {"plain": WRONG, "ranges": sensitive(4)}, {}, "ranges"),
+        (
+            {"plain": (), "ranges": (), "kernels": ()},
+            {"plain": sensitive(2), "ranges": sensitive(7), "kernels": sensitive(8)},
+            {},
+            "kernels",
+        ),
+        # What is whole comes before what only covers enough, and of that the model's own form.
+        ({"plain": PARTIAL, "floats": ()}, {}, {**HALF, "is_dynamic": True}, "floats"),
+        ({"plain": PARTIAL, "floats": ("Gather",)}, {}, {**HALF, "is_dynamic": True}, "plain"),
+        (
+            {"plain": PARTIAL, "floats": ("Gather",)},
+            *({}, {"is_dynamic": True, "min_coverage": 0.9}),
+            "floats",
+        ),
+        (
+            {"plain": PARTIAL, "floats": ()},
+            *({"floats": WRONG}, {**HALF, "is_dynamic": True}),
+            "plain",
+        ),
+        ({"plain": PARTIAL, "floats": ()}, {}, {"is_dynamic": False}, None),
+        # Nothing.
+        ({"plain": (), "unfused": ()}, {"plain": WRONG, "unfused": WRONG}, {}, None),
+        (dict.fromkeys(("plain", "onnxslim", "none"), NO_SIMPLIFIER), {}, {}, None),
+    ],
+)
+def test_the_winner_covers_most_and_does_not_differ(
+    outcomes: Mapping[str, Outcome],
+    validations: Mapping[str, Validation],
+    settings: Mapping[str, Any],
+    winner: str | None,
+) -> None:
+    found = Ep(outcomes, validations).finish(search_for(**settings)).winner
+    assert (found and name_of(found.recipe)) == winner
+
+
+def test_fewer_contexts_are_better() -> None:
+    ep = Ep({"plain": ("If",), "rewrite": ("Where",)}, contexts={"plain": 2})
+    winner = ep.finish(search_for(min_coverage=0.5)).winner
+    assert winner is not None
+    assert name_of(winner.recipe) == "rewrite"
+
+
+@pytest.mark.parametrize(
+    "validation", [sensitive(3, gap=1), sensitive(3, gap=12, samples=8), wrong(gap=1)]
+)
+def test_kernels_are_not_rewritten_if_the_format_is_the_cause_or_the_model_is_large(
+    validation: Validation,
+) -> None:
+    ep = Ep({"plain": (), "kernels": ()}, {"plain": validation})
+    ep.finish(search_for())
+    names = {name_of(recipe) for recipe in ep.compiled if recipe.last_remedies}
+    assert names == {"ranges"}
+
+
+@pytest.mark.parametrize(
+    ("provider", "compares"), [("qnn", False), ("cpu", True)], ids=["group", "optimized"]
+)
+def test_results_decide_nothing_for_groups_and_optimized_graphs(
+    provider: str, compares: bool
+) -> None:
+    ep = Ep({"plain": (), "unfused": ()}, {"plain": WRONG})
+    assert ep.finish(search_for(provider, compares=compares)).winner is None
+    assert ep.tried == ep.validated == ["plain"]
+
+
+def test_a_change_gets_the_operators_that_were_refused() -> None:
+    ep = Ep({"plain": ("If", "Clip", "If"), "rewrite": CRASH, "rewrite rewrite": ()})
+    ep.finish(search_for())
+    changes = ep.compiled[-1].changes
+    assert [change.refused for change in changes] == [(("Clip", "If"),), None]
+
+
+def test_what_leaves_the_least_control_flow_is_compiled_in_the_end() -> None:
+    ep = Ep(
+        {
+            "plain": leaves("If", "Loop"),
+            "onnxslim": leaves("If"),
+            "onnxslim at last": NO,
+            "onnxslim unroll": (),
+        }
+    )
+    ep.finish(search_for())
+    assert ep.tried == [
+        *("plain", "onnxslim", "onnxslim"),
+        *("onnxslim rewrite", "onnxslim unroll"),
+    ]
+
+
+def test_what_else_was_tried_is_noted() -> None:
+    crash = refused("prepare", Kind.WORKER_CRASHED)
+    ep = Ep(
+        {"plain": crash, "onnxslim": ("GRU", "If"), "onnxslim unroll": (), "unfused onnxslim": ()},
+        {"onnxslim unroll": WRONG},
+    )
+    search = ep.finish(search_for(min_coverage=0.5))
+    assert search.winner is not None
+    (win,) = search.won_by(search.winner).winners.values()
+    assert win.failed == ("onnxruntime crashes on this model, in a process of its own",)
+    assert win.tried[:2] == ("Clip: it differs (not taken)", "unroll: y is wrong")
+
+
+# Of later builds.
+
+
+def stored(search: Search) -> Search:
+    """What a later build reads."""
+    kept = from_json(to_json(search.to_store("2026-11-23")), Search)
+    attempts = {attempt.key: attempt.validations for attempt in search.attempts}
+    known = tuple(replace(a, validations=attempts[a.key]) for a in kept.attempts)
+    return replace(kept, attempts=known)
+
+
+def test_a_later_build_tries_only_what_is_not_known() -> None:
+    outcomes: dict[str, Outcome] = {"plain": ("If", "If"), "rewrite": NO, "unroll": ("If",)}
+    first = Ep(outcomes).finish(search_for())
+    assert first.winner is None
+    again = Ep(outcomes)
+    assert again.finish(stored(first)).winner is None
+    assert not again.compiled + again.validated
+    less = again.finish(replace(stored(first), min_coverage=0.5)).winner
+    assert less is not None
+    assert (name_of(less.recipe), less.day) == ("plain", "2026-11-23")
+    assert (again.compiled, again.validated) == ([], ["plain"])
+
+
+def test_accidents_are_not_stored_and_what_has_won_stays() -> None:
+    outcomes: dict[str, Outcome] = {"plain": CRASH, "rewrite": ()}
+    search = Ep(outcomes).finish(search_for())
+    assert search.winner is not None
+    again = Ep(outcomes)
+    won = again.finish(stored(search.won_by(search.winner)))
+    assert again.compiled == []
+    assert won.winner is not None
+    assert name_of(won.winner.recipe) == "rewrite"
+    # With other terms it may be another one.
+    again.finish(replace(won, min_coverage=0.5))
+    assert again.tried == ["plain"]
+
+
+def test_a_winner_that_could_not_be_run_loses_where_it_differs() -> None:
+    not_run = Validation(ValidationStatus.STRUCTURE)
+    outcomes: dict[str, Outcome] = {"plain": (), "unfused": ()}
+    search = Ep(outcomes, {"plain": not_run}).finish(search_for())
+    assert search.winner is not None
+    known = search.won_by(search.winner)
+    here = Ep(outcomes, {"plain": WRONG})
+    unknown = tuple(replace(a, validations={}) for a in known.attempts)
+    other = here.finish(replace(known, attempts=unknown)).winner
+    assert other is not None
+    assert (here.tried, here.validated) == (["unfused"], ["plain", "unfused"])
+    assert name_of(other.recipe) == "unfused"
+
+
+def test_refusals_are_not_shared() -> None:
+    search = Ep({"plain": NO, "rewrite": ()}).finish(search_for())
+    assert [name_of(a.recipe) for a in search.to_share().attempts] == ["rewrite"]
+
+
+# Of searches that nothing wins.
+
+
+def job_of(project: Path, keys: str = "", provider: str = "qnn") -> Job:
+    toml = f'targets.t.provider = "{provider}"\nmodels = [{{ path = "models/a.onnx"{keys} }}]'
+    (job,) = plan(configured(project, toml)).jobs
+    return job
+
+
+def why(job: Job, ep: Ep, **settings: Any) -> Problem:
+    search = ep.finish(search_for(job.target.settings.provider, **settings))
+    (problem,) = failure(job, search).problems
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "kind", "message", "tried"),
+    [
+        (
+            {"plain": ("If", "If"), "rewrite": ("If",)},
+            *(Kind.LOW_COVERAGE, "9 of 10 nodes"),
+            "unmodified: 2 nodes on the CPU",
+        ),
+        (
+            {"plain": NO, "rewrite": CRASH},
+            *(Kind.COMPILE_FAILED, "it fails."),
+            "the EP crashes on this model, in a process of its own",
+        ),
+        (
+            dict.fromkeys(("plain", "onnxslim", "none"), NO_SIMPLIFIER),
+            *(Kind.COMPILE_FAILED, "it fails."),
+            "onnxruntime failed: it fails.",
+        ),
+        # Of both forms the one that covers most.
+        (
+            {"plain": PARTIAL, "floats": ("Gather",)},
+            *(Kind.LOW_COVERAGE, "9 of 10 nodes"),
+            "unmodified: 2 nodes on the CPU",
+        ),
+        (
+            {"plain": PARTIAL, "floats": ("Gather",) * 3},
+            *(Kind.LOW_COVERAGE, "8 of 10 nodes"),
+            "dequantized: 3 nodes on the CPU",
+        ),
+        (
+            {"plain": PARTIAL, "floats": CRASH},
+            *(Kind.LOW_COVERAGE, "8 of 10 nodes"),
+            "dequantized: the EP crashes on this model, in a process of its own",
+        ),
+    ],
+)
+def test_the_error_is_that_of_the_attempt_that_leaves_the_user_least_to_solve(
+    project: Path, outcomes: Mapping[str, Outcome], kind: Kind, message: str, tried: str
+) -> None:
+    problem = why(job_of(project), Ep(outcomes), is_dynamic="floats" in outcomes)
+    assert problem.kind is kind
+    assert message in problem.message
+    assert any(tried in note for note in problem.tried)
+
+
+def test_the_difference_that_is_nearest_to_the_limits_is_the_error(project: Path) -> None:
+    ep = Ep({"plain": (), "unfused": ()}, {"plain": wrong(-9), "unfused": wrong(-3)})
+    problem = why(job_of(project), ep)
+    assert (problem.kind, problem.step) == (Kind.OUTPUT_DIFFERS, "validation")
+    assert "unmodified: y is wrong" in problem.tried
+
+
+@pytest.mark.parametrize(
+    ("keys", "advised"),
+    [
+        (", dims = { n = 1 }", True),
+        (", dims = { n = 1 }, static-shapes = true", False),
+        ("", False),
+    ],
+)
+def test_what_an_ep_refuses_may_compile_with_the_sizes_that_are_known(
+    project: Path, keys: str, advised: bool
+) -> None:
+    problem = why(job_of(project, keys, "openvino"), Ep({"plain": NO}))
+    settings = [str(setting) for setting in problem.settings]
+    assert settings == (["tool.epcontext.targets.t.static-shapes = true"] if advised else [])
+    assert bool(problem.causes) is advised
+
+
+def test_what_an_earlier_build_tried_has_its_day(project: Path) -> None:
+    job, ep = job_of(project), Ep({"plain": NO})
+    (problem,) = failure(job, stored(ep.finish(search_for()))).problems
+    again = "An earlier build tried this (2026-11-23); HATCH_EPCONTEXT_NO_CACHE=1 tries it again."
+    assert again in problem.advice()
