@@ -58,7 +58,7 @@ class KeptServers:
 
     def fork(self, log_path: Path, memory_limit: int | None) -> Fork:
         """A fork in place of a fresh interpreter."""
-        return self.get().start()
+        return Fork(self.get())
 
     def end(self, *but: Variables) -> None:
         """End all of them but those for the variables ``but``."""

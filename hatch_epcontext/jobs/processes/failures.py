@@ -22,11 +22,14 @@ from hatch_epcontext.errors import (
     RefusedError,
     Setting,
     UnavailableError,
+    error_of_worker,
 )
 from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT, WorkerLog
 from hatch_epcontext.providers import missing
+from hatch_epcontext.serialize import from_json
 from hatch_epcontext.system import full_disk_problem
 from hatch_epcontext.text import show_size
+from hatch_epcontext.worker.protocol import FAILURE
 
 _NO_MEMORY = re.compile(
     r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena"
@@ -172,6 +175,17 @@ def not_started(error: BaseException | None) -> BuildError:
 def interrupted() -> BuildError:
     """The error of a worker that the build stopped."""
     return InterruptedBuildError(Problem(Kind.INTERRUPTED, "", "the build was interrupted."))
+
+
+def failed(word: bytes, text: bytes, log: WorkerLog) -> BuildError:
+    """The error for the last message of a worker; raises ValueError if it cannot be read."""
+    # Imported here: a build that finds everything in the cache makes no requests.
+    from hatch_epcontext.worker.requests import Failure
+
+    if word == FAILURE:
+        failure = from_json(text, Failure)
+        return error_of_worker(failure.error, failure.problems)
+    return ended(int(text), log.last_step)
 
 
 def ended(code: int, step: str) -> BuildError:

@@ -35,11 +35,19 @@ def is_supported() -> bool:
 
 
 class Fork(WorkerProcess):
-    """A worker that ``server`` forks, at the other end of ``connection``."""
+    """A worker that ``server`` forks; raises OSError, and NotStartedError when the server cannot."""
 
-    def __init__(self, connection: socket.socket, server: ForkServer) -> None:
-        self._connection, self._server = connection, server
-        super().__init__(connection.makefile("wb"), connection.makefile("rb"))
+    def __init__(self, server: ForkServer) -> None:
+        if server.is_stuck:
+            raise NotStartedError
+        self._server = server
+        with contextlib.ExitStack() as stack:
+            self._connection, theirs = socket.socketpair()
+            stack.callback(self._connection.close)
+            with theirs:
+                socket.send_fds(server.control, [b"+"], [theirs.fileno()])
+            super().__init__(self._connection.makefile("wb"), self._connection.makefile("rb"))
+            stack.pop_all()
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):
@@ -48,12 +56,13 @@ class Fork(WorkerProcess):
     def close(self) -> None:
         self.kill()
         end = time.monotonic() + _GRACE
-        # One that is not ready yet gets no request any more.
+        # One that is not ready yet does nothing.
         with contextlib.suppress(NotStartedError):
-            while not self._has_ended:
-                if self.receive(end - time.monotonic() if self._was_ready else 0) is None:
-                    self._server.is_stuck |= self._was_ready
+            while self._was_ready and not self._has_ended:
+                if (left := end - time.monotonic()) <= 0:
+                    self._server.is_stuck = True
                     break
+                self.answer(b"", left)
         with self._connection, contextlib.suppress(OSError):
             # The thread that reads from it ends.
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -96,22 +105,11 @@ class ForkServer:
                     cwd="/",
                 )
             stack.pop_all()
-        self._control = ours
-
-    def start(self) -> Fork:
-        """Start a worker; raises OSError, and NotStartedError when the server cannot."""
-        if self.is_stuck:
-            raise NotStartedError
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as stack:
-            stack.callback(ours.close)
-            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            stack.pop_all()
-        return Fork(ours, self)
+        self.control = ours
 
     def close(self) -> None:
         """End the server and all its workers, and wait for them."""
-        self._control.close()
+        self.control.close()
         try:
             self._process.wait(_GRACE)
         except subprocess.TimeoutExpired:

@@ -17,24 +17,23 @@ from hatch_epcontext.errors import (
     CrashError,
     Kind,
     Problem,
-    error_of_worker,
 )
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.processes.failures import (
-    ended,
     explained,
+    failed,
     flooded,
     interrupted,
     not_started,
     too_slow,
 )
-from hatch_epcontext.jobs.processes.forks import ForkServer, is_supported
+from hatch_epcontext.jobs.processes.forks import Fork, ForkServer, is_supported
 from hatch_epcontext.jobs.processes.running import Interpreter, NotStartedError, WorkerProcess
 from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT, WorkerLog
 from hatch_epcontext.providers import Provider, variables_in
 from hatch_epcontext.serialize import from_json, to_json, to_plain
 from hatch_epcontext.system import removed_problem, writing
-from hatch_epcontext.worker.protocol import ENDED, FAILURE, READY, REPLY, TEMPORARY, Order
+from hatch_epcontext.worker.protocol import REPLY, TEMPORARY, Order
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import ReplyT, WorkerRequest
@@ -81,9 +80,9 @@ class _Processes:
     """The running processes of all threads, and the server that forks them, if there is one."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: set[WorkerProcess] = set()
-        self._server: ForkServer | None = None
+        self.lock = threading.Lock()
+        self.running: set[WorkerProcess] = set()
+        self.server: ForkServer | None = None
         self.use_server = False
         self.simulated: tuple[str, ...] = ()
         self.stopped = False
@@ -91,41 +90,22 @@ class _Processes:
     def start(self, log_path: Path, memory_limit: int | None, *, alone: bool) -> WorkerProcess:
         """Start a process; ``alone``: without the server, which failed.
 
-        Raises BuildError after `stop`, and NotStartedError if the system refuses it.
+        Raises BuildError after the build was stopped, and NotStartedError if the system refuses it.
         """
-        with self._lock:
+        with self.lock:
             if self.stopped:
                 raise interrupted()
             try:
                 if alone or not self.use_server:
                     process: WorkerProcess = Interpreter(log_path, memory_limit)
                 else:
-                    self._server = self._server or ForkServer(self.simulated)
-                    process = self._server.start()
+                    self.server = self.server or ForkServer(self.simulated)
+                    process = Fork(self.server)
             except (OSError, RuntimeError) as error:
                 # Python raises RuntimeError if it cannot start a thread.
                 raise NotStartedError from error
-            self._running.add(process)
+            self.running.add(process)
             return process
-
-    def end(self, process: WorkerProcess) -> None:
-        """Kill ``process`` if it still runs, and return when it has ended."""
-        process.close()
-        with self._lock:
-            self._running.discard(process)
-
-    def end_server(self) -> None:
-        with self._lock:
-            self.use_server = False
-            server, self._server = self._server, None
-        if server is not None:
-            server.close()
-
-    def stop(self) -> None:
-        with self._lock:
-            self.stopped = True
-            for process in self._running:
-                process.kill()
 
 
 @dataclass(frozen=True)
@@ -153,7 +133,11 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._processes.end_server()
+        with self._processes.lock:
+            self._processes.use_server = False
+            server, self._processes.server = self._processes.server, None
+        if server is not None:
+            server.close()
 
     def expect(self, providers: Iterable[Provider]) -> None:
         """Name the ``providers`` that workers will compile for, before the first worker starts."""
@@ -189,7 +173,10 @@ class Workers:
 
     def stop(self) -> None:
         """Kill all running workers, and start no more: each call then raises BuildError."""
-        self._processes.stop()
+        with self._processes.lock:
+            self._processes.stopped = True
+            for process in self._processes.running:
+                process.kill()
 
 
 class Worker:
@@ -203,7 +190,9 @@ class Worker:
     def close(self) -> None:
         """Return when it has ended, with all its children."""
         if self._process is not None:
-            self._processes.end(self._process)
+            self._process.close()
+            with self._processes.lock:
+                self._processes.running.discard(self._process)
             self._process = None
 
     def call(
@@ -222,95 +211,72 @@ class Worker:
         when it crashes, LimitError when it takes too long or too much memory, and AccidentError when it is
         killed or the system refuses something.
         """
-        try:
-            return self._call(request, folder, f"{location}: {step}" if step else location)
-        except BuildError as error:
-            own = location if step is None else ""
-            raise error.located(own, step=step or "") from error
-
-    def _call(self, request: WorkerRequest[ReplyT], folder: Path, location: str) -> ReplyT:
-        # Imported here: a build that finds everything in the cache makes no requests.
-        from hatch_epcontext.worker.requests import Failure
-
         workers, limit = self._workers, self._workers.memory_limit
+        label = f"{location}: {step}" if step else location
         order = Order(request.action, to_plain(request), folder, memory_limit=limit)
         line = to_json(order, indent=None)
         secrets = tuple(value for name in variables_in(line) if (value := os.environ.get(name)))
         if workers.verbose and not secrets:
             # ONNX Runtime's verbose log has the values of all options.
             line = to_json(replace(order, verbose=True), indent=None)
-        print_line = workers.log or (lambda _: None)
-        log = WorkerLog(
-            folder, secrets, workers.log and (lambda text: print_line(f"{location} | {text}"))
-        )
-        with writing("a folder for a worker", folder):
-            (folder / TEMPORARY).mkdir(parents=True)
-            log.path.touch()
-        label = f"{location}: {order.action}"
-        print_line(f"{label} ...")
-        message, start = None, time.monotonic()
+        log = WorkerLog(folder, secrets, label, workers.log)
         try:
-            message = self._run(line.encode(), log, label)
+            with writing("a folder for a worker", folder):
+                (folder / TEMPORARY).mkdir(parents=True)
+                log.path.touch()
+            message = self._exchange(line.encode(), log, f"{label}: {order.action}")
+            if self._processes.stopped:
+                raise interrupted()
+            if not log.path.is_file():
+                raise AccidentError(removed_problem(folder, ""))
+            if message is None:
+                raise too_slow(log, workers.timeout)
+            word, text = message
+            try:
+                if word == REPLY:
+                    reply_type: type[ReplyT] = request.reply_type
+                    return from_json(text, reply_type)
+                error = failed(word, text, log)
+            except ValueError as invalid:
+                reason = f"the worker's reply cannot be read: {invalid}."
+                error = CrashError(Problem(Kind.WORKER_CRASHED, "", reason))
+            raise explained(error, log, limit)
+        except BuildError as error:
+            raise error.located(location if step is None else "", step=step or "") from error
+
+    def _exchange(self, line: bytes, log: WorkerLog, label: str) -> tuple[bytes, bytes] | None:
+        """The answer to the request ``line``, or the end of the worker; None after the timeout."""
+        workers, message, alone = self._workers, None, False
+        start = time.monotonic()
+        if workers.log is not None:
+            workers.log(f"{label} ...")
+        try:
+            while (left := start + workers.timeout - time.monotonic()) > 0 and message is None:
+                if workers.progress is not None and workers.pulse.due():
+                    seconds = time.monotonic() - start
+                    # Among many short steps, the current one has often just begun.
+                    state = f"has run for {seconds:.0f} s{log.last_step}"
+                    workers.progress(f"{label} {state if seconds >= 1 else 'begins'}")
+                try:
+                    if self._process is None:
+                        limit = workers.memory_limit
+                        self._process = self._processes.start(log.path, limit, alone=alone)
+                    message = self._process.answer(line, min(left, _POLL_SECONDS))
+                except NotStartedError as error:
+                    if alone:
+                        raise not_started(error.__cause__) from error
+                    # For example, an import in the server crashes: the log of a fresh interpreter shows more.
+                    # Others stay with the server.
+                    self.close()
+                    alone = True
+                if message is None:
+                    if log.size > LOG_LIMIT:
+                        raise flooded(log)
+                    log.forward()
         finally:
             if message is None or message[0] != REPLY:
                 self.close()
-            log.forward(is_last=True)
-            # The file stays until the end of the build.
-            log.hide_secrets()
-            print_line(f"{label} took {time.monotonic() - start:.1f} s")
-        if self._processes.stopped:
-            raise interrupted()
-        if not log.path.is_file():
-            raise AccidentError(removed_problem(folder, ""))
-        if message is None:
-            raise too_slow(log, workers.timeout)
-        word, text = message
-        try:
-            if word == REPLY:
-                reply_type: type[ReplyT] = request.reply_type
-                return from_json(text, reply_type)
-            if word == FAILURE:
-                failure = from_json(text, Failure)
-                error = error_of_worker(failure.error, failure.problems)
-            else:
-                error = ended(int(text), log.last_step)
-        except ValueError as invalid:
-            reason = f"the worker's reply cannot be read: {invalid}."
-            error = CrashError(Problem(Kind.WORKER_CRASHED, "", reason))
-        raise explained(error, log, limit)
-
-    def _run(self, line: bytes, log: WorkerLog, label: str) -> tuple[bytes, bytes] | None:
-        """The last message of a worker for the request ``line``; None after the timeout."""
-        try:
-            return self._run_once(line, log, label)
-        except NotStartedError:
-            # For example, an import in the server crashes: the log of a fresh interpreter shows more. Others
-            # stay with the server.
-            self.close()
-        try:
-            return self._run_once(line, log, label, alone=True)
-        except NotStartedError as error:
-            raise not_started(error.__cause__) from error
-
-    def _run_once(
-        self, line: bytes, log: WorkerLog, label: str, *, alone: bool = False
-    ) -> tuple[bytes, bytes] | None:
-        start, workers = time.monotonic(), self._workers
-        if self._process is None:
-            self._process = self._processes.start(log.path, workers.memory_limit, alone=alone)
-        while (left := start + workers.timeout - time.monotonic()) > 0:
-            if workers.progress is not None and workers.pulse.due():
-                seconds = time.monotonic() - start
-                # Among many short steps, the current one has often just begun.
-                state = f"has run for {seconds:.0f} s{log.last_step}" if seconds >= 1 else "begins"
-                workers.progress(f"{label} {state}")
-            message = self._process.receive(min(left, _POLL_SECONDS))
-            if message is None:
-                if log.size > LOG_LIMIT:
-                    raise flooded(log)
-                log.forward()
-            elif message[0] == READY:
-                self._process.send(line)
-            elif message[0] in (REPLY, FAILURE, ENDED):
-                return message
-        return None
+            log.finish()
+            if workers.log is not None:
+                workers.log(f"{label} took {time.monotonic() - start:.1f} s")
+        return message

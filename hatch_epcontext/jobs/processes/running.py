@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from hatch_epcontext.config.settings import CREDENTIALS
-from hatch_epcontext.worker.protocol import ENDED, NO_TELEMETRY, READY
+from hatch_epcontext.worker.protocol import ENDED, FAILURE, NO_TELEMETRY, READY, REPLY
 
 _ADDED = {
     "PYTHONFAULTHANDLER": "1",
@@ -39,7 +39,7 @@ class NotStartedError(Exception):
 class WorkerProcess:
     """A process that reads requests from ``orders`` and writes ``messages``: see `worker.protocol`.
 
-    One thread sends and receives; others may kill it.
+    One thread gets its answers; others may kill it.
     """
 
     def __init__(self, orders: IO[bytes], messages: IO[bytes]) -> None:
@@ -48,28 +48,27 @@ class WorkerProcess:
         self._was_ready = self._has_ended = False
         threading.Thread(target=self._read, args=(messages,), daemon=True).start()
 
-    def send(self, order: bytes) -> None:
-        """Send a request to a process that is ready for it."""
-        # `receive` notices that it has ended.
-        with contextlib.suppress(OSError):
-            self._orders.write(order)
-            self._orders.flush()
+    def answer(self, order: bytes, seconds: float) -> tuple[bytes, bytes] | None:
+        """Its answer to ``order``, which it gets as soon as it is ready, as a word and a text.
 
-    def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
-        """Its next message, a word and a text; None after ``seconds``.
-
-        The last one is `ENDED` with the exit code, negative for a signal. Raises NotStartedError.
+        It is `ENDED` with the exit code, negative for a signal, if it ends; None after ``seconds``, which
+        are for its next message. Raises NotStartedError.
         """
         try:
             line = self._lines.get(timeout=max(seconds, 0))
         except queue.Empty:
             return None
         word, _, text = line.rstrip(b"\n").partition(b" ")
+        if word == READY:
+            self._was_ready = True
+            # The end of its messages shows that it has ended.
+            with contextlib.suppress(OSError):
+                self._orders.write(order)
+                self._orders.flush()
         if not line:
             word, text = ENDED, b"%d" % self._exit_code()
-        self._was_ready |= word == READY
         self._has_ended |= word == ENDED
-        return word, text
+        return (word, text) if word in (REPLY, FAILURE, ENDED) else None
 
     def kill(self) -> None:
         """Begin to end it, with all its children. It may have ended already."""
@@ -124,13 +123,13 @@ class Interpreter(WorkerProcess):
         assert self._process.stdout is not None, "it is a pipe"
         super().__init__(self._process.stdin, self._process.stdout)
 
-    def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
+    def answer(self, order: bytes, seconds: float) -> tuple[bytes, bytes] | None:
         has_ended = self._process.poll() is not None
-        message = super().receive(seconds)
-        if message is None and has_ended:
+        answer = super().answer(order, seconds)
+        if answer is None and has_ended and self._lines.empty():
             # What it started keeps its output open.
             return ENDED, b"%d" % self._exit_code()
-        return message
+        return answer
 
     def kill(self) -> None:
         if self._process.poll() is None:

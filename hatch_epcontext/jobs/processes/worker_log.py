@@ -32,18 +32,19 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 class WorkerLog:
     """The log of a worker in ``folder``; nothing that it returns has ``secrets``.
 
-    ``listener``, if given, gets each line that `forward` finds. It is a file and not a pipe, because a
-    vendor's compiler may leave processes running that would keep a pipe open.
+    ``listener``, if given, gets the lines that `forward` finds, each with the ``label``. It is a file and not
+    a pipe, because a vendor's compiler may leave processes running that would keep a pipe open.
     """
 
     def __init__(
         self,
         folder: Path,
         secrets: Collection[str] = (),
+        label: str = "",
         listener: Callable[[str], None] | None = None,
     ) -> None:
         self.folder, self.path = folder, folder / LOG
-        self._secrets, self._listener = secrets, listener
+        self._secrets, self._label, self._listener = secrets, label, listener
         self._offset, self._rest = 0, b""
 
     @property
@@ -68,27 +69,30 @@ class WorkerLog:
         """``text`` without secrets."""
         return hide_values(text, self._secrets)
 
-    def forward(self, *, is_last: bool = False) -> None:
-        """Pass the new lines to the listener; with ``is_last`` also an incomplete line at the end."""
-        if (log := self._listener) is None:
-            return
-        end = self.size
+    def forward(self) -> None:
+        """Pass the new lines to the listener."""
+        end = self.size if self._listener else 0
         while self._offset < end and (piece := self._read(self._offset, _PIECE)):
             self._offset += len(piece)
             *lines, rest = (self._rest + narrow(piece)).split(b"\n")
             if len(rest) > _PIECE:
                 lines, rest = [*lines, rest], b""
             self._rest = rest
-            for line in lines:
-                log(self._shown(line))
-        if is_last and self._rest:
-            log(self._shown(self._rest))
+            self._pass(lines)
 
-    def hide_secrets(self) -> None:
-        """Replace secrets in the file, which is complete."""
+    def finish(self) -> None:
+        """Pass the last lines to the listener, and replace secrets in the file, which stays for a while."""
+        if self._listener:
+            self.forward()
+            self._pass([self._rest] if self._rest else [])
         if self._secrets and 0 < self.size <= LOG_LIMIT:
             text = narrow(self.path.read_bytes()).decode("utf-8", "replace")
             self.path.write_bytes(self.hide(text).encode())
+
+    def _pass(self, lines: Iterable[bytes]) -> None:
+        assert self._listener is not None, "it gets them"
+        for line in lines:
+            self._listener(f"{self._label} | {self._shown(line)}")
 
     def tail(self, *, only_errors: bool = False) -> str:
         """The last lines, as an error shows them.

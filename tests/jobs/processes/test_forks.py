@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.errors import Kind
-from hatch_epcontext.jobs.processes.forks import ForkServer
+from hatch_epcontext.jobs.processes.forks import Fork, ForkServer
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json, to_plain
-from hatch_epcontext.worker.protocol import READY, Order
+from hatch_epcontext.worker.protocol import Order
 from tests.conftest import REPOSITORY, wait_for
 from tests.jobs.processes.conftest import problem, process_in, request_for
 from tests.jobs.processes.test_process import SLEEPING, is_running, wait_until_gone
@@ -41,7 +41,7 @@ def workers() -> Iterator[Workers]:
 
 
 def server_of(workers: Workers) -> int:
-    server = workers._processes._server
+    server = workers._processes.server
     assert server is not None
     return server._process.pid
 
@@ -261,10 +261,9 @@ def test_workers_that_end_when_they_are_killed_do_not_end_the_server(
     server = ForkServer()
     try:
         for _ in range(10):
-            forks = [server.start() for _ in range(12)]
+            forks = [Fork(server) for _ in range(12)]
             for fork in forks:
-                if fork.receive(0.01) == (READY, b""):
-                    fork.send(to_json(order, indent=None).encode())
+                fork.answer(to_json(order, indent=None).encode(), 0.01)
                 fork.kill()
             for fork in forks:
                 fork.close()
