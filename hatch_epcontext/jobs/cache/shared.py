@@ -277,7 +277,8 @@ class SharedCache:
         self._can_write = settings.cache_write
         self._warn, self._trust, self._key = warn, settings.trust, settings.cache_key
         self._reported: dict[str, str] = {}
-        self._fetched: set[tuple[str, str]] = set()
+        # The records of entries that are there, as far as the build has asked; None for the others.
+        self._known: dict[tuple[str, str], object] = {}
 
     def stop(self) -> None:
         """End all requests of an interrupted build, and start no more."""
@@ -295,17 +296,15 @@ class SharedCache:
                 if folder is not None:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     self.transport.fetch_file(file.sha256, file.size, folder / name)
-            self._fetched.add((kind, key))
+            self._known[kind, key] = record
             return record
+        self._known.setdefault((kind, key), None)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         return None
 
     def put(self, kind: str, key: str, record: object, folder: Path | None = None) -> None:
-        """Send an entry, with the files in ``folder`` that its record names, if the build may write.
-
-        An artifact that is there with all its files stays as it is.
-        """
+        """Send an entry with its files in ``folder``, if the build may write; a whole artifact stays."""
         files, text = files_of(record), to_json(record, indent=None)
         if not self._can_write or (files and folder is None):
             return
@@ -316,12 +315,13 @@ class SharedCache:
         with self._reported_faults(writes=True):
             if self._trust and (self._key is None or public_key(self._key) not in self._trust):
                 raise TransportError(f"{PREFIX}CACHE_KEY has no key of build.cache-keys")
-            if (kind, key) not in self._fetched and not self._is_there(kind, key, record):
+            if not self._is_there(kind, key, record):
                 for file in [folder / name for name in files] if folder else ():
                     self.transport.send_file(file)
                 with temp_dir() as scratch:
                     (scratch / "statement").write_bytes(sign(kind, key, text, self._key))
                     self.transport.send(scratch / "statement", f"{LAYOUT}/{kind}/{key}")
+                self._known[kind, key] = record
             if mark:
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 mark.touch()
@@ -333,13 +333,14 @@ class SharedCache:
             return read_record(verify(file.read_bytes(), kind, key, self._trust), type_)
 
     def _is_there(self, kind: str, key: str, record: object) -> bool:
-        try:
-            other = self._record(kind, key, type(record))
-        except (MissingError, DamagedError):
-            return False
-        # A store that removes old files may remove some before the statement.
-        is_whole = all(map(self.transport.has_file, files_of(other).values()))
-        return is_whole and (kind == "artifacts" or other == record)
+        other = self._known.get((kind, key))
+        if (kind, key) not in self._known:
+            with contextlib.suppress(MissingError, DamagedError):
+                other = self._record(kind, key, type(record))
+                # A store that removes old files may remove some before the statement.
+                if not all(map(self.transport.has_file, files_of(other).values())):
+                    other = None
+        return other == record or (kind == "artifacts" and other is not None)
 
     @contextlib.contextmanager
     def _reported_faults(self, *, writes: bool = False) -> Iterator[None]:

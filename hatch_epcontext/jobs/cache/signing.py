@@ -39,8 +39,7 @@ def verify(statement: bytes, kind: str, key: str, trust: tuple[str, ...] | None)
     """
     signature, _, content = statement.partition(b"\n")
     if trust is not None and not any(_is_signed(content, signature, public) for public in trust):
-        by = " by any of build.cache-keys" if signature else ""
-        raise DamagedError(f"a statement is not signed{by}")
+        raise DamagedError("a statement is not signed by any of build.cache-keys")
     name, _, record = content.partition(b"\n")
     if name != f"{kind}/{key}".encode():
         raise DamagedError("a statement is about another entry")

@@ -105,9 +105,11 @@ def test_an_artifact_that_one_build_sends_is_fetched_by_another(
 
 
 def test_what_has_no_files_is_replaced(url: str, team: Team) -> None:
-    for text in ("old\n", "new: ü\n"):
-        team.open(url).put("refs", KEY, text)
+    cache = team.open(url)
+    for text in ("first", "old\n", "new: ü\n"):
+        cache.put("refs", KEY, text)
         assert team.open(url).get("refs", KEY, str) == text
+        assert cache.get("refs", KEY, str) == text
     assert not team.warnings
 
 
