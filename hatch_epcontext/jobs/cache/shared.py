@@ -93,13 +93,11 @@ class Transport:
     def has_file(self, file: FileRecord) -> bool:
         """Whether a file of that size has the name of this hash, and is not known to be damaged."""
         if file.sha256 not in self._intact:
-            self._intact[file.sha256] = False
+            name, size = f"{_FILES}/{file.sha256}", -1
             with contextlib.suppress(MissingError):
-                size = self._ask(
-                    f"{_FILES}/{file.sha256}", lambda fs, path, _: fs.info(path).get("size")
-                )
-                # Servers need not report it.
-                self._intact[file.sha256] = size in (None, file.size)
+                size = self._ask(name, lambda fs, path, _: fs.info(path).get("size"))
+            # Servers need not report it.
+            self._intact[file.sha256] = size in (None, file.size)
         return self._intact[file.sha256]
 
     def send_file(self, path: Path) -> FileRecord:
@@ -118,11 +116,12 @@ class Transport:
 
         Raises OSError, and DamagedError if it is missing or has other content: then it is sent again.
         """
-        self._intact[sha256] = False
+        is_intact = False
         with contextlib.suppress(MissingError):
             self.fetch(f"{_FILES}/{sha256}", path, size)
-            self._intact[sha256] = record_file(path) == FileRecord(size, sha256)
-        if not self._intact[sha256]:
+            is_intact = record_file(path) == FileRecord(size, sha256)
+        self._intact[sha256] = is_intact
+        if not is_intact:
             raise DamagedError(f"{self.url}/{_FILES}/{sha256} is missing or has other content")
 
     def send(self, source: Path, name: str) -> None:

@@ -76,12 +76,7 @@ _POLL_SECONDS = 0.5
 
 
 class DamagedError(ValueError):
-    """Something in a cache is not what was written; the text is the reason.
-
-    ``blob``: the file of a shared cache that is damaged or missing, if it is one.
-    """
-
-    blob: FileRecord | None = None
+    """Something in a cache is not what was written; the text is the reason."""
 
 
 @dataclass(frozen=True)
