@@ -44,6 +44,7 @@ from hatch_epcontext.jobs.validation import (
     input_files,
     inputs_digest,
     not_run_error,
+    reason_not_to_run,
     validation_key,
     validation_of_alone,
     validation_settings,
@@ -60,7 +61,7 @@ class JobRunner:
     sources: Mapping[str, Source]
     cache: Cache
     index: Index
-    executor: Steps
+    steps: Steps
     staging: Path
     log: Callable[[str], None]
     _built_alone: dict[str, Sequence[Built] | BuildError] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class JobRunner:
             with job.locating():
                 return self._from_cache(job) if job.target.from_cache else self._searched(job)
         finally:
-            self.executor.finished(job)
+            self.steps.finished(job)
 
     def dry_run(self, job: Job) -> tuple[str, bool]:
         """The job's fingerprint, and whether the cache has its artifact; nothing is compiled.
@@ -86,7 +87,7 @@ class JobRunner:
             key = self.cache.ref(fingerprint)
         else:
             with job.locating():
-                fingerprint = self._fingerprint(job, self.executor.versions(job))
+                fingerprint = self._fingerprint(job, self.steps.versions(job))
             search = self._stored(job, fingerprint)
             win = search.winners.get(search.terms)
             key = None if win is None else win.key
@@ -115,7 +116,7 @@ class JobRunner:
     def _searched(self, job: Job) -> Built:
         """The winner of the job's search, which goes on from what earlier builds tried."""
         cache, place = self._cache(job), self.staging / PACKAGE / job.folder
-        fingerprint = self._fingerprint(job, self.executor.versions(job))
+        fingerprint = self._fingerprint(job, self.steps.versions(job))
         search = self._stored(job, fingerprint)
         artifact = self._artifact(job, search.winner, place)
         if artifact is None and (search.winner or next_recipe(search)):
@@ -182,7 +183,7 @@ class JobRunner:
         if record := self._take(job, key, folder):
             return self._validated(job, search, Attempt(recipe, key, record, day=_today()))
         with self._unchanged(job):
-            result = self.executor.compile(recipe.form_of(job), recipe, folder)
+            result = self.steps.compile(recipe.form_of(job), recipe, folder)
         if isinstance(result, Record):
             return search.adding(Attempt(recipe, key, replace(result, search=fingerprint)))
         shutil.rmtree(folder, ignore_errors=True)
@@ -288,7 +289,7 @@ class JobRunner:
         from_cache = job.target.from_cache
         # What cannot be opened is run alone: the cache may have that.
         is_elsewhere = from_cache and job.needs_device
-        reason = None if is_elsewhere else self.executor.reason_not_to_run(job)
+        reason = None if is_elsewhere else reason_not_to_run(job)
         not_run = validation_without_run(job, model, reason)
         # If it was not run, the EP's device may be here now.
         if job.needs_device or stored is None or (not_run and not from_cache):
@@ -304,7 +305,7 @@ class JobRunner:
             )
             raise self._not_cached(job, reason, step="validation")
         with self._unchanged(job):
-            validation = self.executor.validate(job, model, artifact, context)
+            validation = self.steps.validate(job, model, artifact, context)
         is_run = validation.differs or validation.status is ValidationStatus.RAN
         if not is_run and model.validate.mode == "require":
             raise not_run_error(job, model, validation.reason or "it was not run")
@@ -361,7 +362,7 @@ class JobRunner:
         printed: list[str] = []
 
         def wait() -> None:
-            if self.executor.stopped:
+            if self.steps.stopped:
                 message = "the build was interrupted."
                 raise InterruptedBuildError(Problem(Kind.INTERRUPTED, "", message))
             if not printed:

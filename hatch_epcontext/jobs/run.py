@@ -156,7 +156,7 @@ def build(
         runner = job_runner(plan, staging, cache, started)
         # A build entirely from the cache contacts no scheduler.
         if settings.scheduler is None or all(job.target.from_cache for job in plan.jobs):
-            built, failures = _run(runner, runner.run, runner.executor, plan, log, warn or log)
+            built, failures = _run(runner, runner.run, runner.steps, plan, log, warn or log)
         else:
             from hatch_epcontext.jobs.cluster import Cluster
 

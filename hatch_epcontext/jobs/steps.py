@@ -33,7 +33,6 @@ from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.requirements import versions_of
-from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import Context, Precision, Validation
@@ -114,9 +113,6 @@ class Steps:
         """Kill all workers, and start no more: each step then raises BuildError."""
         self.workers.stop()
 
-    def close(self) -> None:
-        """Do nothing: the workers belong to the caller."""
-
     def versions(self, job: Job) -> Mapping[str, str]:
         """The versions of everything installed that can change what is compiled for ``job``."""
         # Once for all models of the target: looking them up is slow in a large environment.
@@ -125,10 +121,6 @@ class Steps:
         if key not in self._versions:
             self._versions[key] = versions_of(target, self.installed)
         return self._versions[key]
-
-    def reason_not_to_run(self, job: Job) -> str | None:
-        """Why the job's result cannot be run on this machine, if that is known without the EP."""
-        return reason_not_to_run(job)
 
     def finished(self, job: Job) -> None:
         """Remove the models that were prepared for ``job``, which has ended, and that no other job needs."""

@@ -265,7 +265,7 @@ def cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
             own.setitem(PROVIDERS, name, nowhere)
             return find(job)
 
-    monkeypatch.setattr(steps_module, "reason_not_to_run", reason)
+    monkeypatch.setattr(job_module, "reason_not_to_run", reason)
 
 
 @pytest.mark.skipif(
