@@ -91,7 +91,8 @@ class JobRunner:
             search = self._stored(job, fingerprint)
             win = search.winners.get(search.terms)
             key = None if win is None else win.key
-        return fingerprint, key is not None and self._cache(job).has("artifacts", key, Record)
+        record = None if key is None else self._cache(job).get("artifacts", key, Record)
+        return fingerprint, record is not None
 
     def keep(
         self, job: Job, record: Record, folder: Path, validations: Mapping[str, Validation]
