@@ -27,14 +27,7 @@ import hatch_epcontext
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.settings import SYNTHETIC, BuildSettings
-from hatch_epcontext.errors import (
-    BuildError,
-    EpcontextError,
-    InterruptedBuildError,
-    Key,
-    Kind,
-    Problem,
-)
+from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem
 from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Record, Source
@@ -44,6 +37,7 @@ from hatch_epcontext.jobs.cache.shared import Transport, TransportError
 from hatch_epcontext.jobs.cache.store import DamagedError, read_record
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job
+from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements, versions_of
 from hatch_epcontext.jobs.steps import Steps
@@ -114,10 +108,10 @@ class Cluster:
     """
 
     def __init__(self, settings: BuildSettings, workers: Workers, runner: JobRunner) -> None:
-        assert settings.cache is not None, "a cluster needs one"
         assert settings.scheduler is not None, "there is one"
+        assert runner.cache.shared is not None, "a cluster needs one"
         self._build, self._workers, self._runner = uuid.uuid4().hex, workers, runner
-        self._transport, self._sending = Transport(settings.cache), threading.Lock()
+        self._transport, self._sending = runner.cache.shared.transport, threading.Lock()
         self._client = _connect(settings.scheduler)
         self._client.subscribe_topic(_NAME, self._report)
         threads = sum(self._client.nthreads().values())
@@ -139,7 +133,6 @@ class Cluster:
     def stop(self) -> None:
         """End all tasks, and start no more: each job then raises BuildError."""
         self._workers.stop()
-        self._transport.stop()
 
     def close(self) -> None:
         """End the connection; dask then cancels the tasks of the build."""
@@ -232,8 +225,7 @@ class Cluster:
             yield
         except Exception as error:
             if self._workers.stopped:
-                message = "the build was interrupted."
-                raise InterruptedBuildError(Problem(Kind.INTERRUPTED, "", message)) from None
+                raise interrupted() from None
             if isinstance(error, EpcontextError):
                 raise
             if isinstance(error, (TransportError, DamagedError)):
@@ -374,8 +366,10 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
         own_cache = os.environ.get(f"{PREFIX}CACHE_DIR")
         cache = Cache(Path(own_cache) if own_cache else default_root(), progress)
         sources = {source.model.name: source for source in task.sources}
+        workers.expect([task.job.target.provider])
         with workers:
             steps = Steps(workers, folder, 1, versions, _devices)
+            steps.expect([task.job])
             built = JobRunner(sources, cache, cache.index, steps, folder, progress).run(task.job)
         for name in built.artifact.record.files:
             transport.send_file(built.artifact.folder / name)

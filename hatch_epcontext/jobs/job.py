@@ -91,8 +91,7 @@ class JobRunner:
             search = self._stored(job, fingerprint)
             win = search.winners.get(search.terms)
             key = None if win is None else win.key
-        record = None if key is None else self._cache(job).get("artifacts", key, Record)
-        return fingerprint, record is not None
+        return fingerprint, key is not None and self._cache(job).has("artifacts", key, Record)
 
     def keep(
         self, job: Job, record: Record, folder: Path, validations: Mapping[str, Validation]
@@ -107,7 +106,7 @@ class JobRunner:
         known = {
             validation_key(form, model, record, self.index): validations[model.name]
             for model in form.models
-            if validations[model.name].day
+            if (v := validations[model.name]).day or v.status is ValidationStatus.RAN_ALONE
         }
         search = replace(search, validations={**search.validations, **known}).adding(attempt)
         self.cache.put("artifacts", attempt.key, record, folder)
@@ -293,9 +292,8 @@ class JobRunner:
         reason = None if is_elsewhere else reason_not_to_run(job)
         not_run = validation_without_run(job, model, reason)
         # If it was not run, the EP's device may be here now.
-        if job.needs_device or stored is None or (not_run and not from_cache):
-            return not_run
-        return stored if from_cache or stored.status is ValidationStatus.RAN else not_run
+        is_run = stored and not not_run and stored.status is ValidationStatus.RAN
+        return stored if stored and (from_cache or is_run) else not_run
 
     def _run(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
         """Validate a model of ``artifact``; raises BuildError if it must be run and was not."""

@@ -36,6 +36,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import FARM
 from hatch_epcontext.jobs.run import build, dry_run, open_cache
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.worker.results import ValidationStatus
 from tests.conftest import REPOSITORY, make_record, needs_qnn
 from tests.models import network, save, save_with_data, unknown_operator
 
@@ -453,3 +454,19 @@ def test_a_crash_of_a_compiler_does_not_end_the_dask_worker(
     hold.unlink()
     assert run(SLOW).built[0].validations["a"].agreements
     assert run.cluster.workers[name].poll() is None
+
+
+@needs_qnn
+def test_a_group_that_was_validated_alone_on_a_worker_is_known_to_later_builds(
+    run: Builder,
+) -> None:
+    save(network(2), run.root / "models" / "b.onnx")
+    models = ", ".join(f'{{ path = "models/{n}.onnx", share-weights = "g" }}' for n in "ab")
+    keys = '"qnn"\nprovider-options = { soc_model = 60, htp_arch = 73 }'
+    toml = CPU.replace('"models/a.onnx"', models).replace('"cpu"', keys)
+    (built,) = run(toml).built
+    assert {v.status for v in built.validations.values()} == {ValidationStatus.RAN_ALONE}
+    for environ in ({}, {"FROM_CACHE": "all"}):
+        (known,) = run(toml, environ).built
+        assert known.cached
+        assert known.validations.keys() == built.validations.keys()
