@@ -50,6 +50,8 @@ def test_it_has_no_times(project: Path, artifact: Artifact) -> None:
     text = write(package_of(resulting(configured(project), artifact)))
     assert "seconds" not in text
     assert "times" not in text
+    assert '"load": null' in text
+    assert "2026-11-23" not in text
 
 
 def test_it_has_what_was_rewritten_and_not_what_was_tried(
