@@ -1,7 +1,7 @@
 """Models that are made to harm: each is written below a folder, and none of them may be compiled.
 
-`HOSTILE` has those that reading alone refuses, and `HOSTILE_TO_RUN` those that only a session finds
-invalid; each has the words that the message must contain. `CONTEXTS` are hostile context models.
+`HOSTILE` has those that reading alone refuses, each with the words that the message must contain, and
+`HOSTILE_TO_RUN` those that only a session finds invalid. `CONTEXTS` are hostile context models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from tests.models import value, weights
+from tests.models import parsed, value, weights
 
 Make = Callable[[Path], None]
 """Writes ``a.onnx`` and what belongs to it into a folder."""
@@ -111,6 +111,10 @@ def _node(op: str, inputs: list[str], **attributes: Any) -> Callable[[], onnx.Mo
     )
 
 
+def _nodes(nodes: str) -> Make:
+    return _saved(lambda: parsed(f"(float[2, 2] x) => (float[2, 2] y) {{ {nodes} }}", check=False))
+
+
 def _replaced(old: bytes, new: bytes) -> Make:
     """A model with ``new`` in the place of a name of the same length."""
 
@@ -134,21 +138,16 @@ def _changed(change: Callable[[onnx.ModelProto], object]) -> Make:
 
 def _functions(*calls: tuple[str, list[str]]) -> Make:
     """Functions by name, each with the functions that it calls; the model calls the first."""
-
-    def make(folder: Path) -> None:
-        functions = []
-        for name, called in calls:
-            nodes, current = [], "a"
-            for index, op in enumerate(called):
-                domain = "" if op == "Relu" else "our.own"
-                nodes.append(helper.make_node(op, [current], [f"v{index}"], domain=domain))
-                current = f"v{index}"
-            opsets = [helper.make_opsetid("", 17), helper.make_opsetid("our.own", 1)]
-            functions.append(helper.make_function("our.own", name, ["a"], [current], nodes, opsets))
-        first = helper.make_node(calls[0][0], ["x"], ["y"], "call", domain="our.own")
-        _write(folder, _graph(first, functions=functions))
-
-    return make
+    text = f"(float[2, 2] x) => (float[2, 2] y) {{ [call] y = our.own.{calls[0][0]} (x) }}"
+    for name, called in calls:
+        values = ["a", *(f"v{index}" for index in range(len(called)))]
+        nodes = "".join(
+            f"{after} = {op if op == 'Relu' else f'our.own.{op}'} ({before}) "
+            for op, before, after in zip(called, values, values[1:], strict=False)
+        )
+        opsets = '<domain: "our.own", opset_import: ["" : 17, "our.own" : 1]>'
+        text += f"{opsets} {name} (a) => ({values[-1]}) {{ {nodes} }}\n"
+    return _saved(lambda: parsed(text, check=False))
 
 
 def _with_reference(name: str) -> onnx.ModelProto:
@@ -178,25 +177,12 @@ def _nested(depth: int) -> bytes:
 
 def endless() -> onnx.ModelProto:
     """A ``Loop`` that runs 2^62 times."""
-    body = helper.make_graph(
-        [
-            helper.make_node("Identity", ["go"], ["on"]),
-            helper.make_node("Relu", ["before"], ["after"]),
-        ],
-        "body",
-        [
-            value("i", [], TensorProto.INT64),
-            value("go", [], TensorProto.BOOL),
-            value("before", [2, 2]),
-        ],
-        [value("on", [], TensorProto.BOOL), value("after", [2, 2])],
-    )
-    return _graph(
-        helper.make_node("Loop", ["times", "go_on", "x"], ["y"], "loop", body=body),
-        initializers=[
-            numpy_helper.from_array(np.array(_FAR, np.int64), "times"),
-            numpy_helper.from_array(np.array(True), "go_on"),
-        ],
+    return parsed(
+        f"""(float[2, 2] x) => (float[2, 2] y) <int64 times = {{{_FAR}}}, bool go_on = {{1}}> {{
+            [loop] y = Loop (times, go_on, x) <
+                body = body (int64 i, bool go, float[2, 2] before) => (bool on, float[2, 2] after)
+                    {{ on = Identity (go) after = Relu (before) }}> }}""",
+        check=False,
     )
 
 
@@ -332,37 +318,20 @@ if sys.platform != "win32":
         ),
     }
 
-HOSTILE_TO_RUN: dict[str, tuple[Make, str]] = {
-    "operator without inputs": (_saved(_node("Gather", [])), "the source model itself"),
-    "one input of two": (_saved(_node("Equal", ["x"])), "the source model itself"),
-    "three inputs of two": (_saved(_node("Equal", ["x", "w", "w"])), "the source model itself"),
-    "axis as text": (_saved(_node("Gather", ["w", "x"], axis="one")), "the source model itself"),
-    "axis of a function that is not there": (
-        _saved(lambda: _with_reference("axis")),
-        "the source model itself",
-    ),
-    "axis as a list": (_saved(_node("Gather", ["w", "x"], axis=[1])), "the source model itself"),
-    "table of NaN": (_range(np.full(2, np.nan, np.float32), "OneHot"), "the source model itself"),
-    "table of words": (_range(np.array(["a", "b"], object)), "the source model itself"),
-    "opset 0": (_saved(lambda: _graph(opset=0)), "the source model itself"),
-    "opset 10^9": (_saved(lambda: _graph(opset=10**9)), "the source model itself"),
-    "cycle": (
-        _saved(
-            lambda: _graph(
-                helper.make_node("Relu", ["b"], ["a"]), helper.make_node("Add", ["a", "x"], ["b"])
-            )
-        ),
-        "the source model itself",
-    ),
-    "two nodes of one output": (
-        _saved(
-            lambda: _graph(
-                helper.make_node("Relu", ["x"], ["y"]), helper.make_node("Abs", ["x"], ["y"])
-            )
-        ),
-        "the source model itself",
-    ),
-    "unknown operator": (_saved(_node("Strange", ["x"])), "the source model itself"),
+HOSTILE_TO_RUN: dict[str, Make] = {
+    "operator without inputs": _saved(_node("Gather", [])),
+    "one input of two": _saved(_node("Equal", ["x"])),
+    "three inputs of two": _saved(_node("Equal", ["x", "w", "w"])),
+    "axis as text": _saved(_node("Gather", ["w", "x"], axis="one")),
+    "axis of a function that is not there": _saved(lambda: _with_reference("axis")),
+    "axis as a list": _saved(_node("Gather", ["w", "x"], axis=[1])),
+    "table of NaN": _range(np.full(2, np.nan, np.float32), "OneHot"),
+    "table of words": _range(np.array(["a", "b"], object)),
+    "opset 0": _saved(lambda: _graph(opset=0)),
+    "opset 10^9": _saved(lambda: _graph(opset=10**9)),
+    "cycle": _nodes("a = Relu (b) b = Add (a, x)"),
+    "two nodes of one output": _nodes("y = Relu (x) y = Abs (x)"),
+    "unknown operator": _saved(_node("Strange", ["x"])),
 }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx
 from google.protobuf.message import Message
-from onnx import helper
 
 from tests import models
 from tests.hostile import context
@@ -156,31 +155,14 @@ def _ranges() -> onnx.ModelProto:
 
 
 def _branching() -> onnx.ModelProto:
-    then = helper.make_graph(
-        [helper.make_node("Add", ["x", "one"], ["t"], "add")],
-        "then",
-        [],
-        [models.value("t", [2])],
-        [models.weights("one", 2)],
-    )
-    node = helper.make_node("Relu", ["x"], ["e"], "relu")
-    other = helper.make_graph([node], "else", [], [models.value("e", [2])])
-    return models.model(
-        [helper.make_node("If", ["c"], ["y"], "if", then_branch=then, else_branch=other)],
-        [models.value("x", [2]), models.value("c", [], onnx.TensorProto.BOOL)],
-        [models.value("y", [2])],
-    )
+    return parsed("""(float[2] x, bool c) => (float[2] y) { [if] y = If (c) <
+        then_branch = then () => (float[2] t) <float[2] one = {1, -1}> { [add] t = Add (x, one) },
+        else_branch = other () => (float[2] e) { [relu] e = Relu (x) }> }""")
 
 
 def _function() -> onnx.ModelProto:
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("our.own", 1)]
-    double = helper.make_node("Add", ["a", "a"], ["b"])
-    twice = helper.make_function("our.own", "twice", ["a"], ["b"], [double], opsets)
-    made = parsed("(float[2] x) => (float[2] y) { y = Relu (x) }")
-    made.opset_import.append(opsets[1])
-    made.functions.append(twice)
-    made.graph.node[0].op_type, made.graph.node[0].domain = "twice", "our.own"
-    return made
+    return parsed("""(float[2] x) => (float[2] y) { y = our.own.twice (x) }
+        <domain: "our.own", opset_import: ["" : 17]> twice (a) => (b) { b = Add (a, a) }""")
 
 
 def _external() -> onnx.ModelProto:

@@ -11,7 +11,7 @@ from onnx import helper
 
 from tests.cli.conftest import Cli, problems
 from tests.conftest import needs, needs_qnn
-from tests.models import model, network, save, transformer, value
+from tests.models import network, parsed, save, transformer
 
 
 @pytest.fixture
@@ -185,30 +185,10 @@ def test_constants_must_be_given_again(cli: Cli, context: Path, source: Path) ->
 
 @needs("onnxruntime_ep_openvino")
 def test_a_missing_device_is_an_error(cli: Cli, tmp_path: Path) -> None:
-    path = save(
-        onnx.helper.make_model(
-            helper.make_graph(
-                [
-                    helper.make_node(
-                        "EPContext",
-                        ["x"],
-                        ["y"],
-                        "node",
-                        domain="com.microsoft",
-                        embed_mode=1,
-                        ep_cache_context=b"blob",
-                        source="OpenVINOExecutionProvider",
-                    )
-                ],
-                "graph",
-                [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 4])],
-                [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 4])],
-            ),
-            ir_version=8,
-            opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)],
-        ),
-        tmp_path / "ov_ctx.onnx",
-    )
+    attributes = 'embed_mode = 1, ep_cache_context = "blob", source = "OpenVINOExecutionProvider"'
+    nodes = f"[node] y = com.microsoft.EPContext <{attributes}> (x)"
+    made = parsed(f"(float[1, 4] x) => (float[1, 4] y) {{ {nodes} }}", check=False)
+    path = save(made, tmp_path / "ov_ctx.onnx")
     (problem,) = problems(cli("validate", path, "-d", "gpu", code=1))
     assert problem.endswith("EPC106")
 
@@ -238,15 +218,7 @@ def test_the_mode_cannot_be_set(cli: Cli, source: Path, setting: str, flag: str)
 
 
 def test_what_a_comparison_leaves_open_is_a_warning(cli: Cli, tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("Abs", ["x"], ["a"]),
-            helper.make_node("Neg", ["a"], ["n"]),
-            helper.make_node("Sqrt", ["n"], ["y"]),
-        ],
-        [value("x", [1, 8])],
-        [value("y", [1, 8])],
-    )
+    made = parsed("(float[1, 8] x) => (float[1, 8] y) { a = Abs (x) n = Neg (a) y = Sqrt (n) }")
     path = save(made, tmp_path / "a.onnx")
     run = cli("validate", path, "--source", path, "--provider", "cpu")
     assert "NOT compared; 'y' is inconclusive" in run.stdout

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from onnx import helper
 
 from hatch_epcontext.errors import ConfigError, Kind
 from hatch_epcontext.files import record_file
@@ -11,7 +10,7 @@ from hatch_epcontext.package.bundle import Bundle
 from hatch_epcontext.package.dependencies import check_app, too_new_files
 from hatch_epcontext.package.manifest import ModelPackage, PackageMetadata
 from tests.jobs.test_plan import config
-from tests.models import save, value
+from tests.models import parsed, save
 
 
 @pytest.mark.parametrize(
@@ -32,10 +31,9 @@ from tests.models import save, value
 def test_the_bound_that_opens_the_files_is_named(
     tmp_path: Path, ir_version: int, opset: int, dependency: str, bound: str | None
 ) -> None:
-    nodes = [helper.make_node("Relu", ["x"], ["y"])]
-    graph = helper.make_graph(nodes, "g", [value("x", [1])], [value("y", [1])])
-    opsets = [helper.make_opsetid("ai.onnx.ml", 5), helper.make_opsetid("", opset)]
-    made = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
+    text = "(float[1] x) => (float[1] y) { y = Relu (x) }"
+    made = parsed(text, opset, ir_version, check=False)
+    made.opset_import.add(domain="ai.onnx.ml", version=5)
     path = save(made, tmp_path / "a.onnx")
     package = Bundle(
         tmp_path, {path.name: record_file(path)}, {}, ModelPackage({}, PackageMetadata("", {}))

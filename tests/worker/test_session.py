@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem, UnavailableError
@@ -23,7 +23,7 @@ from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.session import _matches, cpu_options, open_session, options
 from tests.conftest import needs, needs_qnn, newer_runtime
-from tests.models import network, parsed, save, value
+from tests.models import network, parsed, save
 from tests.worker.actions.test_compile import MODEL, X_ELITE, target
 
 needs_rtx = needs("onnxruntime_ep_nv_tensorrt_rtx")
@@ -254,15 +254,13 @@ def test_int4_weights_are_computed_with_floats(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     numbers = rng.integers(-8, 8, size=(128, 128))
     scale = rng.uniform(0.01, 0.02, size=(4, 128)).astype(np.float32)
-    weights = helper.make_tensor("w", TensorProto.INT4, [128, 128], numbers.ravel().tolist())
-    nodes = [
-        helper.make_node("DequantizeLinear", ["w", "scale"], ["floats"], axis=0, block_size=32),
-        helper.make_node("MatMul", ["x", "floats"], ["y"]),
-    ]
-    stored = [weights, numpy_helper.from_array(scale, "scale")]
-    graph = helper.make_graph(nodes, "int4", [value("x", [4, 128])], [value("y", [4, 128])], stored)
-    opsets = [helper.make_opsetid("", 21)]
-    path = save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "a.onnx")
+    made = parsed(
+        """(float[4, 128] x) => (float[4, 128] y) {
+            floats = DequantizeLinear <axis = 0, block_size = 32> (w, scale)
+            y = MatMul (x, floats) }""",
+        opset=21, ir_version=10, w=numbers.astype(ml_dtypes.int4), scale=scale,
+    )  # fmt: skip
+    path = save(made, tmp_path / "a.onnx")
     x = rng.normal(size=(4, 128)).astype(np.float32)
     found = open_session(path, cpu_options()).run(None, {"x": x})[0]
     # With activations of int8, the default, errors reach 0.02.

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import onnx
 import pytest
-from onnx import helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind
@@ -15,7 +14,7 @@ from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.requests import CompileRequest
 from hatch_epcontext.worker.sharing import _equalize_spill_fill, compile_group
 from tests.conftest import needs_qnn
-from tests.models import save, transformer, value
+from tests.models import parsed, save, transformer
 from tests.worker.actions.test_compile import X_ELITE, run_compile, target
 
 
@@ -74,15 +73,10 @@ def test_contexts_with_a_sidecar_each_are_an_error(
 
 
 def context_of(size: int | None, data: str = "shared.bin") -> onnx.ModelProto:
-    node = helper.make_node("EPContext", ["x"], ["y"], domain="com.microsoft")
-    attributes = {"ep_cache_context": data, "embed_mode": 0, "max_size": size}
-    node.attribute.extend(
-        helper.make_attribute(name, given)
-        for name, given in attributes.items()
-        if given is not None
-    )
-    made = helper.make_graph([node], "g", [value("x", [1])], [value("y", [1])])
-    return helper.make_model(made)
+    attributes = f'ep_cache_context = "{data}", embed_mode = 0'
+    attributes += "" if size is None else f", max_size = {size}"
+    nodes = f"y = com.microsoft.EPContext <{attributes}> (x)"
+    return parsed(f"(float[1] x) => (float[1] y) {{ {nodes} }}", check=False)
 
 
 def test_every_member_gets_the_largest_spill_fill_buffer(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
@@ -19,7 +19,7 @@ from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.results import FEW_SAMPLES, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
-from tests.models import model, parsed, save, value, weights
+from tests.models import parsed, save
 from tests.worker.actions.test_compile import MODEL
 from tests.worker.comparison.test_states import lstm
 
@@ -289,16 +289,16 @@ def test_a_cut_behind_the_first_diverging_node_is_proposed(
     tmp_path: Path, layers: int, is_worth_it: bool
 ) -> None:
     names = ["level", *(f"h{index}" for index in range(1, layers)), "y"]
-    made = model(
-        [
-            helper.make_node("Mul", ["x", "x"], ["power"], name="square"),
-            helper.make_node("Add", ["power", "floor"], ["positive"], name="floor"),
-            helper.make_node("Log", ["positive"], ["level"], name="log"),
-            *(helper.make_node("MatMul", [a, "w"], [b], name=b) for a, b in pairwise(names)),
-        ],
-        [value("x", [1, 64])],
-        [value("y", [1, 64])],
-        [numpy_helper.from_array(np.float32(1e-10), "floor"), weights("w", 64, 64)],
+    products = " ".join(
+        f"[{after}] {after} = MatMul ({before}, w)" for before, after in pairwise(names)
+    )
+    made = parsed(
+        f"""(float[1, 64] x) => (float[1, 64] y) <float floor = {{1e-10}}> {{
+            [square] power = Mul (x, x)
+            [floor] positive = Add (power, floor)
+            [log] level = Log (positive)
+            {products} }}""",
+        w=(64, 64),
     )
     found = emulator(made, tmp_path)
     run = min((each for each in found.levels if each.run.usual), key=lambda each: each.margin).run
@@ -349,17 +349,7 @@ def test_what_the_target_has_shown_counts_more_than_its_emulation(
 
 @pytest.mark.parametrize("opset", [7, 8])
 def test_faults_are_emulated_in_older_opsets(tmp_path: Path, opset: int) -> None:
-    made = helper.make_model(
-        helper.make_graph(
-            [helper.make_node("Pow", ["x", "two"], ["y"])],
-            "a",
-            [value("x", [1, 16])],
-            [value("y", [1, 16])],
-            [numpy_helper.from_array(np.float32(2.0), "two")],
-        ),
-        opset_imports=[helper.make_opsetid("", opset)],
-        ir_version=3,
-    )
-    made.graph.input.append(value("two", []))
+    text = "(float[1, 16] x, float two) => (float[1, 16] y) <float two = {2}> { y = Pow (x, two) }"
+    made = parsed(text, opset, ir_version=3)
     found = emulator(made, tmp_path, replace(FLOAT16, faults=(POWER,)))
     assert found.worst.snr < 20

@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
 
 from hatch_epcontext.worker.comparison.measures import Nature
 from hatch_epcontext.worker.comparison.outputs import (
@@ -12,7 +11,7 @@ from hatch_epcontext.worker.comparison.outputs import (
     natures,
     quantization_steps,
 )
-from tests.models import model, parsed, value
+from tests.models import parsed
 
 
 def chain(*operators: str) -> onnx.ModelProto:
@@ -61,17 +60,14 @@ def test_both_branches_say_the_nature_of_an_if(other: str, nature: Nature) -> No
 
 
 def test_a_quantized_output_has_steps_and_the_nature_of_what_was_quantized() -> None:
-    nodes = [
-        helper.make_node("Sigmoid", ["x"], ["a"]),
-        helper.make_node("QuantizeLinear", ["a", "scale"], ["integers"]),
-        helper.make_node("DequantizeLinear", ["integers", "scale"], ["b"]),
-        helper.make_node("Flatten", ["b"], ["quantized"]),
-        helper.make_node("Exp", ["b"], ["others"]),
-    ]
-    outputs = [value("quantized", [1, 4]), value("others", [1, 4])]
-    outputs.append(value("integers", [1, 4], onnx.TensorProto.UINT8))
-    scale = numpy_helper.from_array(np.float32(0.25), "scale")
-    made = model(nodes, [value("x", [1, 4])], outputs, [scale]).graph
+    text = """(float[1, 4] x) => (float[1, 4] quantized, float[1, 4] others, uint8[1, 4] integers)
+        <float scale = {0.25}> {
+            a = Sigmoid (x)
+            integers = QuantizeLinear (a, scale)
+            b = DequantizeLinear (integers, scale)
+            quantized = Flatten (b)
+            others = Exp (b) }"""
+    made = parsed(text).graph
     assert quantization_steps(made) == {"quantized": 0.25, "integers": 1}
     assert natures(made) == {"quantized": "unit", "others": "any", "integers": "unit"}
 

@@ -6,15 +6,12 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.worker.comparison.run_errors import source_failed
 from tests.conftest import newer_runtime
-from tests.models import parsed, value
-
-I64 = TensorProto.INT64
+from tests.models import parsed
 
 
 def problem(made: onnx.ModelProto, **feeds: object) -> Problem:
@@ -48,14 +45,8 @@ def test_the_node_its_input_and_what_to_set_are_named() -> None:
 
 
 def test_a_type_that_no_node_of_the_cpu_takes_is_named() -> None:
-    four_bits = TensorProto.FLOAT4E2M1
-    graph = helper.make_graph(
-        [helper.make_node("Cast", ["x"], ["y"], "widen", to=TensorProto.FLOAT)],
-        "g",
-        [value("x", [2], four_bits)],
-        [value("y", [2])],
-    )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    text = "(float4e2m1[2] x) => (float[2] y) { [widen] y = Cast <to = 1> (x) }"
+    made = parsed(text, opset=23, ir_version=11, check=False)
     with pytest.raises(Exception, match="NOT_IMPLEMENTED") as raised:
         ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
     found = source_failed(Model("a", Path("a.onnx"), Key()), made, raised.value)
