@@ -10,7 +10,6 @@ from typing import Any
 
 import matplotlib as mpl
 import pytest
-from onnx import helper
 
 from hatch_epcontext.cli import bench as module
 from hatch_epcontext.cli.bench import Bench, Opening, _faster, draw, measure
@@ -21,7 +20,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
-from tests.models import model, network, save, unknown_operator, value
+from tests.models import network, parsed, save, unknown_operator
 
 
 @pytest.mark.parametrize("origin", [(), ("--from-memory",)])
@@ -86,12 +85,8 @@ def test_a_runtime_cache_is_filled_before_it_is_measured(
 
 
 def test_the_source_on_the_cpu_gets_the_inputs_that_are_frozen(cli: Cli, tmp_path: Path) -> None:
-    multiplied = model(
-        [helper.make_node("Mul", ["x", "factor"], ["y"])],
-        [value("x", [2]), value("factor", [1])],
-        [value("y", [2])],
-    )
-    source = save(multiplied, tmp_path / "a.onnx")
+    text = "(float[2] x, float[1] factor) => (float[2] y) { y = Mul (x, factor) }"
+    source = save(parsed(text), tmp_path / "a.onnx")
     cli("bench", source, "-p", "cpu", "--constant", "factor=2.0", "-n", "1", "-q")
 
 

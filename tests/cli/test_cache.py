@@ -33,11 +33,17 @@ def age(entry: Path, days: float) -> None:
     os.utime(entry, (then, then))
 
 
-def test_info_lists_all_artifacts(cli: Cli, filled: Path) -> None:
+def test_info_lists_all_artifacts_also_damaged_ones_and_none(cli: Cli, filled: Path) -> None:
     printed = cli("cache", "info").stdout
     assert printed.startswith(f"{filled}: 2 artifacts, ")
     for entry in entries(filled):
         assert entry.name[:12] in printed
+    (entries(filled)[0] / "record.json").write_text("{", encoding="utf-8")
+    assert "damaged" in cli("cache", "info").stdout
+    missing = filled.with_name("none")
+    printed = cli("cache", "--cache-dir", missing, "info").stdout
+    assert printed == f"{missing}: 0 artifacts, 0 bytes\n"
+    assert not missing.exists()
 
 
 def test_new_keys_are_printed_and_not_stored(cli: Cli, tmp_path: Path, project: Path) -> None:
@@ -49,12 +55,6 @@ def test_new_keys_are_printed_and_not_stored(cli: Cli, tmp_path: Path, project: 
     assert table == {"cache-keys": [public[1]]}
     assert cli("cache", "new-key").stdout != printed
     assert not (tmp_path / "user-cache").exists()
-
-
-def test_a_missing_cache_is_empty(cli: Cli, tmp_path: Path) -> None:
-    printed = cli("cache", "--cache-dir", tmp_path / "none", "info").stdout
-    assert printed == f"{tmp_path / 'none'}: 0 artifacts, 0 bytes\n"
-    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.usefixtures("no_home")
@@ -90,20 +90,6 @@ def test_artifacts_that_were_not_used_for_long_are_removed(
     assert cli("cache", "prune", "--older-than", "4w").stdout.startswith("removed 0 artifacts, ")
 
 
-def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> None:
-    (filled / "reports").mkdir()
-    mine = [
-        filled / "notes.txt",
-        filled / "reports" / "mine.json",
-        filled / LAYOUT / "facts" / "mine",
-    ]
-    for file in mine:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("{}", encoding="utf-8")
-    assert cli("cache", "prune", "--all").stdout.startswith("removed 2 artifacts, ")
-    assert sorted(path for path in filled.rglob("*") if path.is_file()) == sorted(mine)
-
-
 def leave(cache: Path) -> list[Path]:
     """What killed builds can leave in ``cache``."""
     folder = cache / LAYOUT / "staging" / ".epcontext-abcd1234"
@@ -121,9 +107,13 @@ def leave(cache: Path) -> list[Path]:
     return files
 
 
-def test_clearing_removes_what_killed_builds_left(cli: Cli, filled: Path) -> None:
+def test_clearing_removes_only_files_of_the_cache_and_what_killed_builds_left(
+    cli: Cli, filled: Path
+) -> None:
     leave(filled)
     mine = [
+        filled / "notes.txt",
+        filled / "reports" / "mine.json",
         filled / ".mine.17-4711.tmp",
         filled / "staging" / "x1" / "mine",
         filled / "reports" / ".mine.tmp",
@@ -133,7 +123,7 @@ def test_clearing_removes_what_killed_builds_left(cli: Cli, filled: Path) -> Non
     for file in mine:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    cli("cache", "prune", "--all")
+    assert cli("cache", "prune", "--all").stdout.startswith("removed 2 artifacts, ")
     assert sorted(path for path in filled.rglob("*") if path.is_file()) == sorted(mine)
     assert not list((filled / LAYOUT / "staging").iterdir())
 
@@ -158,11 +148,6 @@ def test_pruning_removes_what_killed_builds_left_long_ago(cli: Cli, filled: Path
     cli("cache", "prune", "--older-than", "30d")
     assert not any(path.exists() for path in left)
     assert len(entries(filled)) == 2
-
-
-def test_a_damaged_artifact_is_listed(cli: Cli, filled: Path) -> None:
-    (entries(filled)[0] / "record.json").write_text("{", encoding="utf-8")
-    assert "damaged" in cli("cache", "info").stdout
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
 
 from tests.cli.conftest import Cli, problems
 from tests.conftest import needs, needs_qnn
-from tests.models import model, network, save, save_with_data, transformer, value, weights
+from tests.models import network, parsed, save, save_with_data, transformer
 
 QNN = ("-p", "qnn", "-O", "soc_model=60", "-O", "htp_arch=73")
 
@@ -85,12 +84,10 @@ def test_the_cpu_provider_writes_an_optimized_graph(cli: Cli, source: Path, out:
 
 
 def test_without_validation_no_model_is_run_on_the_cpu(cli: Cli, tmp_path: Path, out: Path) -> None:
-    nodes = [
-        helper.make_node("Gather", ["table", "at"], ["row"]),
-        helper.make_node("Mul", ["row", "x"], ["y"]),
-    ]
-    inputs = [value("x", [1, 3]), value("at", [1], TensorProto.INT64)]
-    made = model(nodes, inputs, [value("y", [1, 3])], [weights("table", 2, 3)])
+    made = parsed(
+        "(float[1, 3] x, int64[1] at) => (float[1, 3] y) { row = Gather (table, at) y = Mul (row, x) }",
+        table=(2, 3),
+    )
     save(made, tmp_path / "a.onnx")
     np.savez(tmp_path / "beyond.npz", x=np.ones((1, 3), np.float32), at=[9])
     arguments = (tmp_path / "a.onnx", "-o", out, "-p", "cpu", "-i", tmp_path / "beyond.npz")
@@ -161,6 +158,10 @@ def test_an_open_dimension_is_an_error_with_the_flag_that_fixes_it(
     assert "\n    Add --dim batch=1\n" in result.stderr
     printed = cli("compile", save(network(None), source), "-o", out, "-p", "qnn", code=1).stderr
     assert "\n    Add --shape x=1,1,8,8\n" in printed
+    other = save(network("n"), source.parent / "other.onnx")
+    printed = cli("compile", save(network(), source), other, "-o", out, "-p", "qnn", code=1).stderr
+    assert "\n    Add --dim net:batch=1\n" in printed
+    assert printed.endswith("\n    Add --dim other:n=1\n")
     assert not out.exists()
 
 
@@ -173,6 +174,10 @@ def test_an_open_dimension_is_an_error_with_the_flag_that_fixes_it(
         (("-p", "cpu", "--share-weights"), "--share-weights is for two models or more"),
         (("-p", "cpu", "--embed"), "--embed: EPC007"),
         ((), "Missing option '-p'"),
+        (("-p", "qnn", "-O", "soc_model=60,88"), "--option soc_model: EPC018"),
+        (("-p", "cpu", "--package", "p"), "Give either --output or --package."),
+        (("-p", "cpu", "--fallback", "none"), "--fallback is for a model package"),
+        (("-p", "cpu", "--fallback", "some"), "'some' is not one of"),
     ],
 )
 def test_wrong_usage(
@@ -180,31 +185,27 @@ def test_wrong_usage(
 ) -> None:
     assert message in cli("compile", source, "-o", out, *arguments, code=2).stderr
     assert not out.exists()
+    message = "Give either --output or --package."
+    assert message in cli("compile", source, "-p", "cpu", code=2).stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the provider has packages for this system")
-def test_a_provider_without_packages_for_this_system_is_an_error(
-    cli: Cli, source: Path, out: Path
-) -> None:
-    result = cli("compile", source, "-o", out, "-p", "directml", "-l", "all", code=1)
-    assert problems(result) == ["target directml: EPC103"]
+not_linux = pytest.mark.skipif(sys.platform != "linux", reason="the provider has packages for it")
 
 
 @pytest.mark.parametrize(
-    ("provider", "device"),
+    ("arguments", "id_"),
     [
-        pytest.param("openvino", "npu", marks=needs("onnxruntime_ep_openvino")),
+        pytest.param(("openvino", "-d", "npu"), "EPC106", marks=needs("onnxruntime_ep_openvino")),
         # Its simulator is one of an NPU only.
-        pytest.param("qnn", "gpu", marks=needs_qnn),
+        pytest.param(("qnn", "-d", "gpu"), "EPC106", marks=needs_qnn),
+        pytest.param(("directml", "-l", "all"), "EPC103", marks=not_linux),
     ],
 )
-def test_a_missing_device_is_an_error(
-    cli: Cli, source: Path, out: Path, provider: str, device: str
+def test_a_missing_device_or_package_is_an_error(
+    cli: Cli, source: Path, out: Path, arguments: tuple[str, ...], id_: str
 ) -> None:
-    result = cli(
-        "compile", source, "-o", out, "-p", provider, "-d", device, "--dim", "batch=1", code=1
-    )
-    assert [each.rpartition(" ")[2] for each in problems(result)] == ["EPC106"]
+    result = cli("compile", source, "-o", out, "--dim", "batch=1", "-p", *arguments, code=1)
+    assert [problem.rpartition(" ")[2] for problem in problems(result)] == [id_]
     assert "HATCH_EPCONTEXT" not in result.stderr
     assert not out.exists()
 
@@ -223,9 +224,10 @@ def test_existing_files_are_only_replaced_with_overwrite(cli: Cli, source: Path,
 def test_the_source_is_never_replaced(cli: Cli, tmp_path: Path) -> None:
     source = save_with_data(network(), tmp_path / "net.onnx", "net_ctx_qnn.bin")
     before = source.read_bytes()
-    result = cli("compile", source, "-p", "cpu", "-o", source, "--overwrite", code=1)
-    assert problems(result) == [f"{source}: EPC501"]
-    assert source.read_bytes() == before
+    for flags in (("-o", source), ("--package", source.parent)):
+        result = cli("compile", source, "-p", "cpu", *flags, "--overwrite", code=1)
+        assert problems(result) == [f"{source}: EPC501"]
+        assert source.read_bytes() == before
 
 
 def test_models_with_the_same_name_are_an_error(cli: Cli, source: Path, out: Path) -> None:
@@ -276,16 +278,6 @@ def test_what_excludes_compiling_from_memory(
     assert message in printed
 
 
-@needs_qnn
-def test_a_model_among_several_is_named_with_the_flag_that_fixes_it(
-    cli: Cli, source: Path, out: Path
-) -> None:
-    other = save(network("n"), source.parent / "other.onnx")
-    printed = cli("compile", source, other, "-o", out, "-p", "qnn", code=1).stderr
-    assert "\n    Add --dim net:batch=1\n" in printed
-    assert printed.endswith("\n    Add --dim other:n=1\n")
-
-
 def test_a_timeout_names_the_flag_that_raises_it(cli: Cli, source: Path, out: Path) -> None:
     arguments = ("-o", out, "-p", "cpu", "--set", "build.timeout=0.01")
     result = cli("compile", source, *arguments, code=1)
@@ -313,11 +305,6 @@ def test_one_context_for_several_chips(cli: Cli, source: Path, out: Path) -> Non
     assert problems(printed) == [f"{context}: EPC507"]
 
 
-def test_a_contradictory_list_of_chips_names_its_flag(cli: Cli, source: Path, out: Path) -> None:
-    result = cli("compile", source, "-p", "qnn", "-o", out, "-O", "soc_model=60,88", code=2)
-    assert problems(result) == ["--option soc_model: EPC018"]
-
-
 @needs_qnn
 def test_a_model_package_has_the_manifest_and_the_source(cli: Cli, source: Path, out: Path) -> None:
     arguments = ("compile", source, "--package", out, *QNN, "--dim", "batch=1")
@@ -335,29 +322,6 @@ def test_the_fallback_of_a_package_can_be_chosen(cli: Cli, source: Path, out: Pa
     for fallback, folders in (("none", ["cpu"]), ("source", ["cpu", "source"]), ("auto", ["cpu"])):
         cli(*arguments, "--fallback", fallback)
         assert names(out / "net") == folders
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "Give either --output or --package."),
-        (("-o", "out", "--package", "p"), "Give either --output or --package."),
-        (("-o", "out", "--fallback", "none"), "--fallback is for a model package"),
-        (("--package", "p", "--fallback", "some"), "'some' is not one of"),
-    ],
-)
-def test_either_files_or_a_package_are_written(
-    cli: Cli, source: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    assert message in cli("compile", source, "-p", "cpu", *arguments, code=2).stderr
-
-
-def test_a_package_never_replaces_the_source(cli: Cli, source: Path) -> None:
-    before = source.read_bytes()
-    arguments = ("-p", "cpu", "--overwrite", "--package", source.parent)
-    result = cli("compile", source, *arguments, code=1)
-    assert problems(result) == [f"{source}: EPC501"]
-    assert source.read_bytes() == before
 
 
 @needs_qnn

@@ -322,7 +322,7 @@ def test_nothing_is_added_that_is_no_model(cli: Cli, app: Path, hub: Hub) -> Non
     assert (app / "pyproject.toml").read_bytes() == before
 
 
-def test_builds_without_a_network_find_what_was_fetched(
+def test_without_a_network_builds_find_what_was_fetched_and_nothing_is_pinned(
     cli: Cli, app: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli("fetch", "--pin", app)
@@ -336,12 +336,8 @@ def test_builds_without_a_network_find_what_was_fetched(
     monkeypatch.setenv("HATCH_EPCONTEXT_OFFLINE", "1")
     cli("build", app, "--dry-run")
     cli("fetch", app)
-
-
-def test_nothing_is_pinned_offline(
-    cli: Cli, app: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HATCH_EPCONTEXT_OFFLINE", "1")
+    hub.requests.clear()
+    (app / "pyproject.toml").write_text(TOML.replace("WEB", hub.web("b.onnx")), encoding="utf-8")
     assert len(problems(cli("fetch", "--pin", app, code=1))) == 2
     (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
     cli("add", "hf://org/repo/onnx/a.onnx", "--project", app, code=1)

@@ -89,17 +89,6 @@ def test_each_variant_is_run_and_compared_with_the_source(cli: Cli, package: Pat
 
 
 @needs_qnn
-def test_the_result_is_printed_as_json_also_if_something_failed(cli: Cli, package: Path) -> None:
-    (package / "net" / "qnn" / "net_ctx_qnn.bin").write_bytes(b"changed")
-    result = cli("validate", package, "--json", code=1)
-    qnn, source = json.loads(result.stdout)["variants"]
-    assert (qnn["component"], qnn["variant"], qnn["ep"]) == ("net", "qnn", "QNNExecutionProvider")
-    assert (qnn["validation"], qnn["problems"][0]["kind"]) == (None, "EPC506")
-    assert source["validation"]["status"] == "ran"
-    assert problems(result)[0].endswith("net_ctx_qnn.bin: EPC506")
-
-
-@needs_qnn
 def test_nothing_is_compared_with_a_damaged_source(cli: Cli, package: Path) -> None:
     other = network()
     other.graph.initializer[0].raw_data = bytes(len(other.graph.initializer[0].raw_data))
@@ -111,16 +100,39 @@ def test_nothing_is_compared_with_a_damaged_source(cli: Cli, package: Path) -> N
 
 
 @needs_qnn
-def test_a_damaged_file_fails_its_variant_alone(cli: Cli, package: Path) -> None:
+def test_a_damaged_file_fails_its_variant_alone_also_in_json(cli: Cli, package: Path) -> None:
     (package / "net" / "qnn" / "net_ctx_qnn.bin").write_bytes(b"no blob")
     result = cli("validate", package, code=1)
     first, second = result.stdout.splitlines()
     assert first == "net -> qnn: FAILED"
     assert "outputs finite" in second
     assert "validation failed:" in result.stderr
-    cli("validate", package, "--structure", code=1)
-    cli("validate", package, "--allow-not-run", code=1)
+    for flag in ("--structure", "--allow-not-run"):
+        cli("validate", package, flag, code=1)
     cli("validate", package, "--variant", "source")
+    result = cli("validate", package, "--json", code=1)
+    qnn, source = json.loads(result.stdout)["variants"]
+    assert (qnn["component"], qnn["variant"], qnn["ep"]) == ("net", "qnn", "QNNExecutionProvider")
+    assert (qnn["validation"], qnn["problems"][0]["kind"]) == (None, "EPC506")
+    assert source["validation"]["status"] == "ran"
+    assert problems(result)[0].endswith("net_ctx_qnn.bin: EPC506")
+
+
+@needs_qnn
+@pytest.mark.parametrize(
+    ("key", "wrong", "named"),
+    [
+        ("compatibility_string", "v2:6:2.51.0:5.51.0:73:43:0:0", "v2:6:2.51.0:5.51.0:73:43:0:0"),
+        ("ep", "OpenVINOExecutionProvider", "'QNNExecutionProvider'"),
+    ],
+)
+def test_the_manifest_and_the_context_must_agree(
+    cli: Cli, package: Path, key: str, wrong: str, named: str
+) -> None:
+    alter(package, lambda content: variants(content)["qnn"].update({key: wrong}))
+    result = cli("validate", package, "--structure", code=1)
+    assert problems(result) == [f"{package / 'net' / 'qnn' / 'net_ctx.onnx'}: EPC507"]
+    assert named in result.stderr
 
 
 @needs_qnn
@@ -133,30 +145,6 @@ def test_outputs_that_differ_from_the_source_fail(cli: Cli, package: Path, tmp_p
     assert "tool.epcontext" not in printed
     loose = ("--set", "validate.tolerance=false")
     assert "not compared" in cli("validate", package, *loose, "-t", "qnn").stdout
-
-
-@needs_qnn
-def test_structure_runs_nothing(cli: Cli, package: Path) -> None:
-    printed = cli("validate", package, "--structure").stdout
-    assert printed.count("structure checked, NOT run\n") == 2
-
-
-@needs_qnn
-def test_the_manifest_and_the_context_must_agree(cli: Cli, package: Path) -> None:
-    file = package / "manifest.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    qnn = content["components"]["net"]["variants"]["qnn"]
-    qnn["compatibility_string"] = "v2:6:2.51.0:5.51.0:73:43:0:0"
-    file.write_text(json.dumps(content), encoding="utf-8")
-    result = cli("validate", package, "--structure", code=1)
-    context = package / "net" / "qnn" / "net_ctx.onnx"
-    assert problems(result) == [f"{context}: EPC507"]
-    assert qnn["compatibility_string"] in result.stderr
-    qnn["ep"] = "OpenVINOExecutionProvider"
-    file.write_text(json.dumps(content), encoding="utf-8")
-    result = cli("validate", package, "--structure", code=1)
-    assert problems(result) == [f"{context}: EPC507"]
-    assert "'QNNExecutionProvider'" in result.stderr
 
 
 @needs_qnn
@@ -290,16 +278,15 @@ def test_our_own_package_reads_no_environment_variable_either(
     cli: Cli, package: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_TOKEN", "htp")
-    file = package / "manifest.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    about = content["components"]["net"]["variants"]["qnn"]["additional_metadata"][METADATA]
-    about["settings"]["provider_options"]["backend_type"] = "{env:SOME_TOKEN}"
-    about[place] = ["backend_type"] if place == "secrets" else {"backend_type": "{env:SOME_TOKEN}"}
-    file.write_text(json.dumps(content), encoding="utf-8")
-    assert (
-        "NOT run (its option backend_type is a secret"
-        in cli("validate", package, "-t", "qnn", "--structure").stdout
-    )
+    secret = {"backend_type": "{env:SOME_TOKEN}"}
+
+    def edit(content: dict[str, Any]) -> None:
+        about = variants(content)["qnn"]["additional_metadata"][METADATA]
+        about["settings"]["provider_options"].update(secret)
+        about[place] = ["backend_type"] if place == "secrets" else secret
+
+    printed = cli("validate", alter(package, edit), "-t", "qnn", "--structure").stdout
+    assert "NOT run (its option backend_type is a secret" in printed
 
 
 @pytest.mark.parametrize(
@@ -328,27 +315,32 @@ def test_what_names_a_file_elsewhere_is_not_run(
     assert name in result.stdout
 
 
-def test_our_own_metadata_names_no_files_elsewhere(cli: Cli, tmp_path: Path) -> None:
-    source = save(network(1), tmp_path / "net.onnx")
-    out = tmp_path / "out"
-    cli("compile", source, "-p", "cpu", "--package", out, "-q")
-    file = out / "manifest.json"
-    text = file.read_text(encoding="utf-8")
-    output = "session.optimized_model_filepath"
-    library = {"package": "", "module": "", "registration_name": "x", "path": "/x.so"}
-    changes: list[tuple[tuple[str, ...], Any, str]] = [
-        (("settings", "session_options", output), "x", f"its option {output} names a file else"),
+OUTPUT = "session.optimized_model_filepath"
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "reason"),
+    [
+        (("settings", "session_options", OUTPUT), "x", f"its option {OUTPUT} names a file else"),
         (("load_options", "x"), "{user-cache}/../x", "its option x names a file elsewhere"),
-        (("plugin",), library, "it names a library elsewhere: /x.so"),
-    ]
-    for (*where, last), value, reason in changes:
-        content = json.loads(text)
-        table = content["components"]["net"]["variants"]["cpu"]["additional_metadata"][METADATA]
-        for key in where:
+        (
+            ("plugin",),
+            {"package": "", "module": "", "registration_name": "x", "path": "/x.so"},
+            "it names a library elsewhere: /x.so",
+        ),
+    ],
+)
+def test_our_own_metadata_names_no_files_elsewhere(
+    cli: Cli, for_cpu: Path, where: tuple[str, ...], value: object, reason: str
+) -> None:
+    def edit(content: dict[str, Any]) -> None:
+        table = variants(content)["cpu"]["additional_metadata"][METADATA]
+        *keys, last = where
+        for key in keys:
             table = table[key]
         table[last] = value
-        file.write_text(json.dumps(content), encoding="utf-8")
-        assert f"NOT run ({reason}" in cli("validate", out, "--structure").stdout
+
+    assert f"NOT run ({reason}" in cli("validate", alter(for_cpu, edit), "--structure").stdout
 
 
 def test_components_and_variants_can_be_chosen(cli: Cli, for_cpu: Path) -> None:
@@ -426,45 +418,34 @@ def test_wrong_usage(cli: Cli, for_cpu: Path, arguments: tuple[str, ...], messag
     assert message in cli("validate", for_cpu, *arguments, code=2).stderr
 
 
-def test_flags_for_packages_are_refused_for_a_single_file(cli: Cli, tmp_path: Path) -> None:
+def test_what_only_looks_like_a_package_is_refused(cli: Cli, for_cpu: Path, tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "net.onnx")
     for flag in ("--component", "--variant"):
         printed = cli("validate", path, "-p", "cpu", flag, "a", code=2).stderr
         assert "are for a model package" in printed
-
-
-def test_a_wheel_is_to_be_unpacked_first(cli: Cli, for_cpu: Path, tmp_path: Path) -> None:
     wheel = shutil.make_archive(str(tmp_path / "my_app-1.0-py3-none-any"), "zip", for_cpu)
-    printed = cli("validate", wheel, code=1).stderr
-    assert "is an archive" in printed
-
-
-def test_a_package_without_variants_is_refused(cli: Cli, for_cpu: Path) -> None:
-    package = alter(for_cpu, lambda content: variants(content).clear())
-    (problem,) = problems(cli("validate", package, code=1))
-    assert problem.endswith("EPC508")
-
-
-def test_the_manifest_alone_is_not_the_package(cli: Cli, for_cpu: Path) -> None:
+    assert "is an archive" in cli("validate", wheel, code=1).stderr
     for command in ("validate", "inspect"):
         result = cli(command, for_cpu / "manifest.json", code=1)
         assert problems(result) == [f"{for_cpu / 'manifest.json'}: EPC505"]
 
 
-def test_a_link_to_a_file_outside_is_damage(cli: Cli, for_cpu: Path, tmp_path: Path) -> None:
-    (for_cpu / "net" / "cpu" / "net_optimized.onnx").rename(tmp_path / "outside.onnx")
-    (for_cpu / "net" / "cpu" / "net_optimized.onnx").symlink_to(tmp_path / "outside.onnx")
-    for command in (("validate",), ("inspect", "--verify")):
-        (problem,) = problems(cli(*command, for_cpu, code=1))
-        assert problem.endswith("EPC508")
-
-
-def test_a_link_that_the_manifest_does_not_name_is_damage_too(
-    cli: Cli, for_cpu: Path, tmp_path: Path
+@pytest.mark.parametrize("damage", ["no variants", "a model outside", "a link beside a model"])
+def test_a_package_with_links_or_without_variants_is_damaged(
+    cli: Cli, for_cpu: Path, tmp_path: Path, damage: str
 ) -> None:
-    (tmp_path / "outside").write_text("of somebody else")
-    (for_cpu / "net" / "cpu" / "weights.bin").symlink_to(tmp_path / "outside")
+    outside, model = tmp_path / "outside", for_cpu / "net" / "cpu" / "net_optimized.onnx"
+    if damage == "no variants":
+        alter(for_cpu, lambda content: variants(content).clear())
+    elif damage == "a model outside":
+        model.rename(outside)
+        model.symlink_to(outside)
+        (problem,) = problems(cli("inspect", "--verify", for_cpu, code=1))
+        assert problem.endswith("EPC508")
+    else:
+        outside.write_text("of somebody else")
+        model.with_name("weights.bin").symlink_to(outside)
     result = cli("validate", for_cpu, "--structure", code=1)
     (problem,) = problems(result)
     assert problem.endswith("EPC508")
-    assert "weights.bin" in result.stderr
+    assert ("weights.bin" in result.stderr) == (damage == "a link beside a model")

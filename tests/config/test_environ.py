@@ -30,6 +30,9 @@ def read(**variables: str) -> Environment:
 def test_nothing_is_set_by_default_and_other_variables_do_not_count() -> None:
     environ = {"HATCH_VERBOSE": "1", "PATH": "/bin"}
     assert collect(read_environment(environ)) == (Environment(), [])
+    # An empty variable counts as unset.
+    assert read(JOBS="", TARGETS="  ") == Environment()
+    assert read(VALIDATE="false").validate is False
 
 
 @pytest.mark.usefixtures("no_home")
@@ -93,30 +96,18 @@ def test_all_variables(tmp_path: Path) -> None:
     assert len(settings.overrides) == len(VARIABLES) - 1
 
 
-def test_an_empty_variable_counts_as_unset() -> None:
-    assert read(JOBS="", TARGETS="  ") == Environment()
-
-
-def test_an_empty_variable_switches_the_shared_cache_off(project: Path) -> None:
+def test_variables_switch_the_shared_cache_off_and_writing_on(project: Path) -> None:
     toml = f'{CPU}build = {{ {KEYS}, cache = "s3://bucket/team", timeout = 7 }}'
     assert load(project, toml).build.cache == "s3://bucket/team"
+    assert load(project, toml, None, NO_CACHE="1").build.cache is None
+    assert not load(project, toml).build.cache_write
+    assert load(project, toml, None, CACHE_WRITE="1").build.cache_write
+    assert problems(project, f"{CPU}build = {{ cache-write = true }}")
     config = load(project, toml, None, CACHE=" ")
     assert config.build.cache is None
     assert config.build.timeout == 7
     assert config.overrides == (f"{PREFIX}CACHE=",)
     assert "switches it off when empty" in VARIABLES["CACHE"].doc
-
-
-def test_a_build_without_a_cache_uses_no_shared_one(project: Path) -> None:
-    toml = f'{CPU}build = {{ {KEYS}, cache = "s3://bucket/team" }}'
-    assert load(project, toml, None, NO_CACHE="1").build.cache is None
-
-
-def test_only_the_environment_allows_writing(project: Path) -> None:
-    toml = f'{CPU}build = {{ {KEYS}, cache = "s3://bucket/team" }}'
-    assert not load(project, toml).build.cache_write
-    assert load(project, toml, None, CACHE_WRITE="1").build.cache_write
-    assert problems(project, f"{CPU}build = {{ cache-write = true }}")
 
 
 @pytest.mark.parametrize(
@@ -138,10 +129,6 @@ def test_credentials_in_a_url_are_refused_and_not_printed(project: Path, url: st
         (problem,) = found.values()
         assert "without a user, a password, a query" in problem.message
         assert "sec-ret" not in f"{problem} {problem.message}"
-
-
-def test_validation_can_be_switched_off() -> None:
-    assert read(VALIDATE="false").validate is False
 
 
 def test_the_cache_folder_is_absolute_wherever_the_build_runs() -> None:
@@ -228,11 +215,6 @@ def test_variables_win_over_the_keys_of_the_shared_cache(project: Path) -> None:
     assert "switches it off when empty" in VARIABLES["CACHE"].doc
 
 
-def test_a_variable_of_a_table_leaves_its_other_keys(project: Path) -> None:
-    config = load(project, f"{CPU}build = {{ timeout = 7 }}", None, JOBS="3")
-    assert (config.build.jobs, config.build.timeout) == (3, 7)
-
-
 SHARED = {"CACHE": "file:///mnt/shared"}
 """The cache through which the files of a cluster go."""
 
@@ -293,13 +275,10 @@ def test_a_variable_may_decide_about_a_scheduler_in_pyproject(project: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["CACHE_KEY", "CACHEKEY"])
-def test_the_key_of_the_cache_is_never_shown(name: str) -> None:
+def test_keys_and_credentials_are_never_shown(name: str) -> None:
     found, problems = collect(read_environment({f"{PREFIX}{name}": "hunter2"}))
     assert "hunter2" not in str([problem.message for problem in problems])
     assert name != "CACHE_KEY" or "hunter2" not in repr(found.overrides)
-
-
-def test_credentials_in_a_url_are_not_shown() -> None:
     environ = {f"{PREFIX}CACHE": "s3://key:hunter2@bucket", f"{PREFIX}SCHEDULER": "tcp://a:hunter2"}
     found, problems = collect(read_environment(environ))
     assert "hunter2" not in repr((found.overrides, problems))

@@ -193,16 +193,17 @@ def test_the_table_of_the_hook_has_only_the_keys_of_hatch(project: Path) -> None
         read(project, SHORT, {"models": []})
 
 
-def test_a_hook_that_is_switched_on_needs_its_table(project: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"\[tool\.epcontext\]: EPC025\n.*is missing in pyproject\.toml"
-    ):
-        load(project, None, {}, {})
-
-
-@pytest.mark.parametrize("table", [3, [], "x"])
-def test_a_table_that_is_none_is_an_error(project: Path, table: Any) -> None:
-    with pytest.raises(ConfigError, match=r"tool\.epcontext: EPC003\n.*must be a table") as raised:
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (None, r"\[tool\.epcontext\]: EPC025\n.*is missing in pyproject\.toml"),
+        *((wrong, r"tool\.epcontext: EPC003\n.*must be a table") for wrong in (3, [], "x")),
+    ],
+)
+def test_a_hook_that_is_switched_on_needs_its_table(
+    project: Path, table: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
         load(project, table, {}, {})
     assert len(raised.value.problems) == 1
 

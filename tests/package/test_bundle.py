@@ -118,20 +118,6 @@ def test_a_group_is_one_folder(project: Path, tmp_path: Path) -> None:
     }
 
 
-def test_external_data_is_shipped_in_the_sources_folder(project: Path, tmp_path: Path) -> None:
-    (project / "models" / "weights").mkdir()
-    (project / "models" / "weights" / "w.bin").write_bytes(b"weights")
-    result = compiled(configured(project, TOML + 'fallback = "source"'), tmp_path / "artifacts")
-    (source,) = result.sources
-    weights = record_file(project / "models" / "weights" / "w.bin")
-    source = dataclasses.replace(source, records={**source.records, "weights/w.bin": weights})
-    made = bundle(Result((source,), result.built), tmp_path, MODULES)
-    assert {name for name in recorded(made) if "source" in name} == {
-        "a/source/a.onnx",
-        "a/source/weights/w.bin",
-    }
-
-
 def test_models_that_name_one_file_ship_it_once(project: Path, tmp_path: Path) -> None:
     toml = """
 targets.cpu.provider = "cpu"
@@ -185,15 +171,3 @@ def test_the_source_is_shipped_unless_any_machine_runs_a_target(
         "components"
     ].values()
     assert ("source" in component["variants"]) == shipped
-
-
-def test_the_fallback_of_a_model_is_its_own(project: Path, tmp_path: Path) -> None:
-    toml = """
-targets.cpu.provider = "cpu"
-models = [
-    { path = "models/a.onnx", fallback = "source" },
-    { path = "models/b.onnx" },
-]
-"""
-    result = compiled(configured(project, toml), tmp_path / "artifacts")
-    assert shipped_sources(result) == {"a": "a/source/a.onnx"}

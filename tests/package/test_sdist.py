@@ -171,21 +171,18 @@ provider-options = { config_file = "vendor/npu.json", level = "3" }
     [
         (b"version https://git-lfs.github.com/spec/v1\n", "a.onnx is a Git LFS pointer"),
         (b"text", "a.onnx is not an ONNX model"),
+        (None, "there is no file models/a.bin."),
     ],
 )
-def test_what_is_no_model_fails_the_sdist(
-    root: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
+def test_what_is_no_whole_model_fails_the_sdist(
+    root: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
 ) -> None:
-    (root / "models" / "a.onnx").write_bytes(content)
+    if content is None:
+        save_with_data(network(), root / "models" / "a.onnx", "a.bin")
+        (root / "models" / "a.bin").unlink()
+    else:
+        (root / "models" / "a.onnx").write_bytes(content)
     assert message in failure(root, capsys)
-
-
-def test_missing_external_data_fails_the_sdist(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_with_data(network(), root / "models" / "a.onnx", "a.bin")
-    (root / "models" / "a.bin").unlink()
-    assert "there is no file models/a.bin." in failure(root, capsys)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege")
