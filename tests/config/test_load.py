@@ -197,7 +197,8 @@ def test_the_table_of_the_hook_has_only_the_keys_of_hatch(project: Path) -> None
     ("table", "message"),
     [
         (None, r"\[tool\.epcontext\]: EPC025\n.*is missing in pyproject\.toml"),
-        *((wrong, r"tool\.epcontext: EPC003\n.*must be a table") for wrong in (3, [], "x")),
+        (3, r"tool\.epcontext: EPC003\n.*must be a table"),
+        ([], r"tool\.epcontext: EPC003\n.*must be a table"),
     ],
 )
 def test_a_hook_that_is_switched_on_needs_its_table(
