@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -216,7 +216,7 @@ class Cluster:
                 hint = f'Start one: dask worker <scheduler> --resources "{needs}"'
                 raise BuildError(Problem(Kind.NO_WORKER, "", message, hint))
             time.sleep(_POLL_SECONDS)
-        raise CancelledError
+        raise interrupted()
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -226,17 +226,7 @@ class Cluster:
         except Exception as error:
             if self._workers.stopped:
                 raise interrupted() from None
-            if isinstance(error, EpcontextError):
-                raise
-            if isinstance(error, (TransportError, DamagedError)):
-                raise _unusable("this machine", self._transport.url, error) from None
-            is_lost = isinstance(error, (OSError, CancelledError))
-            kind = Kind.UNREACHABLE_SCHEDULER if is_lost else Kind.WORKER_LOST
-            # Dask names the last of the workers that were lost.
-            name = getattr(getattr(error, "last_worker", None), "name", "of the cluster")
-            message = f"the worker {name} failed: {error or type(error).__name__}"
-            hint = "Read the logs of dask. Often a machine has too little memory."
-            raise BuildError(Problem(kind, "", hide_credentials(message), hint)) from error
+            raise BuildError(*_problems(error, "the build", self._transport.url)) from error
 
     def _report(self, event: tuple[float, tuple[str, str, str]]) -> None:
         """Pass on a line of a worker, if it works for this build."""
@@ -271,10 +261,22 @@ def _text(resources: Mapping[str, float]) -> str:
     return ",".join(f"{name}={number:g}" for name, number in resources.items()) or "no resources"
 
 
-def _unusable(who: str, url: str, error: Exception) -> BuildError:
-    hint = f"Let this machine and the workers read and write {url}. Remove there what is damaged."
-    message = f"{who} cannot use the shared cache: {error}."
-    return BuildError(Problem(Kind.UNUSABLE_CACHE, "", message, hint))
+def _problems(error: Exception, who: str, url: str) -> tuple[Problem, ...]:
+    """What ``error`` says of ``who``, which uses dask and the shared cache at ``url``."""
+    if isinstance(error, EpcontextError):
+        return error.problems
+    if isinstance(error, (TransportError, DamagedError)):
+        message = f"{who} cannot use the shared cache: {error}."
+        hint = (
+            f"Let this machine and the workers read and write {url}. Remove there what is damaged."
+        )
+        return (Problem(Kind.UNUSABLE_CACHE, "", message, hint),)
+    if worker := getattr(error, "last_worker", None):
+        # Those before it were lost too.
+        who = f"the worker {worker.name}"
+    message = hide_credentials(f"{who} failed: {error or type(error).__name__}")
+    hint = "Read the logs of dask. Often a machine has too little memory."
+    return (Problem(Kind.WORKER_LOST, "", message, hint),)
 
 
 def _read(answer: str) -> Outcome:
@@ -293,14 +295,15 @@ def _fetch(transport: Transport, files: Mapping[Path, FileRecord]) -> None:
 
 def look(job: str, version: str, dask_worker: Any) -> str:
     """The `Outcome` with the versions on this worker for a `Job` of a build with this ``version``."""
-    return _answer(lambda: Outcome(_check(from_json(job, Job), dask_worker, {_NAME: version})))
+    build = {_NAME: version}
+    return _answer(lambda: Outcome(_check(from_json(job, Job), dask_worker, build)), dask_worker)
 
 
-def _answer(work: Callable[[], Outcome]) -> str:
+def _answer(work: Callable[[], Outcome], worker: Any, url: str = "") -> str:
     try:
         return to_json(work())
-    except EpcontextError as error:
-        return to_json(Outcome(problems=error.problems))
+    except Exception as error:
+        return to_json(Outcome(problems=_problems(error, f"the worker {worker.name}", url)))
 
 
 def _check(job: Job, worker: Any, build: Mapping[str, str]) -> Mapping[str, str]:
@@ -339,7 +342,8 @@ def run_task(text: str, paths: Sequence[str]) -> str:
             place = f"{root}/{path.lstrip('/')}".replace("\\", "/")
             text = text.replace(json.dumps(path), json.dumps(place))
         task = from_json(text, Task)
-        return _answer(lambda: _run_job(task, worker, folder)).replace(root, "")
+        answer = _answer(lambda: _run_job(task, worker, folder), worker, task.cache)
+        return answer.replace(root, "")
 
 
 def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
@@ -374,7 +378,5 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
         for name in built.artifact.record.files:
             transport.send_file(built.artifact.folder / name)
         return Outcome(versions, built.artifact.record, built.validations)
-    except (TransportError, DamagedError) as error:
-        raise _unusable(f"the worker {worker.name}", task.cache, error) from None
     finally:
         ended.set()
