@@ -40,6 +40,7 @@ from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements, versions_of
+from hatch_epcontext.jobs.search import Search
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import input_files
 from hatch_epcontext.serialize import from_json, to_json
@@ -85,12 +86,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a job: the ``record`` of its artifact, with files in the shared cache, and validations of
-    its models; or its problems. ``versions``: of this package, and of those that compile the job.
+    """The result of a job: the ``record`` of its artifact, with files in the shared cache, validations of its
+    models, and its ``search``, if the worker has a cache; or its problems. ``versions``: of this package, and
+    of those that compile the job.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
     record: Record | None = None
+    search: Search | None = None
     validations: Mapping[str, Validation] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
@@ -179,9 +182,11 @@ class Cluster:
         record, folder = outcome.record, self._runner.staging / PACKAGE / job.folder
         assert record is not None, "there are no problems"
         _fetch(self._transport, {folder / name: file for name, file in record.files.items()})
-        self._runner.keep(job, record, folder, outcome.validations)
-        form = record.recipe.form_of(job)
-        return Built(form, Artifact(folder, record), outcome.validations, cached=False)
+        artifact, form = Artifact(folder, record), record.recipe.form_of(job)
+        built = Built(form, artifact, outcome.validations, cached=False)
+        if outcome.search is not None:
+            self._runner.keep(job, built, outcome.search)
+        return built
 
     def _send(self, file: Path) -> FileRecord:
         """Send ``file`` to the shared cache, unless it is there."""
@@ -375,8 +380,10 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
             steps = Steps(workers, folder, 1, versions, _devices)
             steps.expect([task.job])
             built = JobRunner(sources, cache, cache.index, steps, folder, progress).run(task.job)
-        for name in built.artifact.record.files:
+        record = built.artifact.record
+        for name in record.files:
             transport.send_file(built.artifact.folder / name)
-        return Outcome(versions, built.artifact.record, built.validations)
+        search = cache.get("searches", record.search, Search)
+        return Outcome(versions, record, search, built.validations)
     finally:
         ended.set()

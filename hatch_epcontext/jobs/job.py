@@ -93,24 +93,24 @@ class JobRunner:
             key = None if win is None else win.key
         return fingerprint, key is not None and self._cache(job).has("artifacts", key, Record)
 
-    def keep(
-        self, job: Job, record: Record, folder: Path, validations: Mapping[str, Validation]
-    ) -> None:
-        """Store what another machine compiled for ``job``: ``record``, with the files in ``folder``."""
-        fingerprint, form = self._fingerprint(job, record.versions), record.recipe.form_of(job)
-        record = replace(record, search=fingerprint)
-        attempt = Attempt(
-            record.recipe, _key(fingerprint, record.recipe), record, None, validations
-        )
-        search = self._stored(job, fingerprint)
-        known = {
-            validation_key(form, model, record, self.index): validations[model.name]
+    def keep(self, job: Job, built: Built, search: Search) -> None:
+        """Store what another machine ``built`` for ``job``, and its ``search``.
+
+        Raises ValueError if that is the search for another job.
+        """
+        record, form = built.artifact.record, built.job
+        fingerprint = self._fingerprint(job, record.versions)
+        attempt = search.known(_key(fingerprint, record.recipe))
+        if attempt is None or attempt.record is None or attempt.record.files != record.files:
+            raise ValueError("it has searched for another job")
+        alone = {
+            validation_key(form, model, record, self.index): built.validations[model.name]
             for model in form.models
-            if (v := validations[model.name]).day or v.status is ValidationStatus.RAN_ALONE
+            if built.validations[model.name].status is ValidationStatus.RAN_ALONE
         }
-        search = replace(search, validations={**search.validations, **known}).adding(attempt)
-        self.cache.put("artifacts", attempt.key, record, folder)
-        self.cache.put("searches", fingerprint, search.won_by(attempt).to_store(_today()))
+        search = replace(search, validations={**search.validations, **alone})
+        self.cache.put("artifacts", attempt.key, attempt.record, built.artifact.folder)
+        self.cache.put("searches", fingerprint, search)
         self.cache.set_ref(self._fingerprint(job, {}), attempt.key)
 
     def _searched(self, job: Job) -> Built:

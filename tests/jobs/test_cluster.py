@@ -223,6 +223,11 @@ def aside() -> Iterator[Callable[..., Future[Any]]]:
         yield pool.submit
 
 
+def entries(cache: Path) -> set[tuple[str, ...]]:
+    """The kinds and keys in a cache."""
+    return {path.parts[-3:-1] for path in cache.glob("*/*/*/record.json")}
+
+
 def test_the_result_is_that_of_a_local_build(run: Builder) -> None:
     (built,) = run(CPU).built
     assert not built.cached
@@ -234,8 +239,10 @@ def test_the_result_is_that_of_a_local_build(run: Builder) -> None:
     assert len([line for line in run.progress if "runs on" in line]) == 1
     record = built.artifact.record
     files = {name: (built.artifact.folder / name).read_bytes() for name in record.files}
+    stored = entries(run.folder / "cache")
     shutil.rmtree(run.folder / "cache")
     (local,) = run(CPU, LOCAL).built
+    assert stored == entries(run.folder / "cache")
     times = record.times
     assert dataclasses.replace(local.artifact.record, times=times) == record
     assert local.validations["a"].agreements == built.validations["a"].agreements
