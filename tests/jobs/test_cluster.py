@@ -37,7 +37,7 @@ from hatch_epcontext.jobs.requirements import FARM
 from hatch_epcontext.jobs.run import build, dry_run, open_cache
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.worker.results import ValidationStatus
-from tests.conftest import REPOSITORY, make_record, needs_qnn
+from tests.conftest import REPOSITORY, make_record, needs_qnn, wait_for
 from tests.models import network, save, save_with_data, unknown_operator
 
 pytestmark = pytest.mark.slow
@@ -429,13 +429,17 @@ def test_the_steps_of_a_build_that_is_gone_end(run: Builder, *, is_killed: bool)
     before = run.cluster.left()
     table = SLOW.replace("[targets", "[tool.epcontext.targets")
     (run.root / "pyproject.toml").write_text(f"[tool.epcontext]{table}", encoding="utf-8")
-    command = [sys.executable, "-c", "from hatch_epcontext.cli import main; main()", "build"]
+    # A shell lets what it runs in the background ignore the signal.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from hatch_epcontext.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "build"]
     building = subprocess.Popen(command, cwd=run.root, env={**os.environ, **run.variables()})
     ((name, pid),) = run.cluster.held().items()
     building.send_signal(signal.SIGKILL if is_killed else signal.SIGINT)
-    assert building.wait() != 0
-    while Path(f"/proc/{pid}").exists() or run.cluster.left() - before:
-        time.sleep(0.05)
+    assert building.wait(timeout=60) != 0
+    wait_for(lambda: not (Path(f"/proc/{pid}").exists() or run.cluster.left() - before))
     # The worker goes on.
     hold.unlink()
     assert len(run(SLOW).built) == 1

@@ -213,7 +213,11 @@ class Shipper:
         )
 
     def finish(self, process: subprocess.Popen[str]) -> Any:
-        output, errors = process.communicate()
+        try:
+            output, errors = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
         assert process.returncode == 0, errors
         return printed_json(output)
 

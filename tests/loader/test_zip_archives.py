@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +115,11 @@ def test_processes_that_copy_at_the_same_moment_get_one_whole_copy(
     pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     command = [sys.executable, "-c", UNPACK, str(archive)]
     processes: list[Any] = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
-    for each in processes:
-        assert each.stdout.readline() == "ready\n"
-    for each in processes:
-        each.stdin.close()
-    found = set()
-    for each in processes:
-        found.add(each.stdout.read())
-        assert each.wait() == 0
-        each.stdout.close()
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    with ThreadPoolExecutor(2) as pool:
+        found = set(pool.map(lambda process: process.communicate("", timeout=60)[0], processes))
+    assert [process.returncode for process in processes] == [0, 0]
     (folder,) = unpacked(app)
     assert found == {f"{folder / 'a/cpu/a_optimized.onnx'}\n"}
     assert [each.name for each in folder.parent.iterdir()] == [folder.name]
