@@ -241,22 +241,23 @@ class Cluster:
 
 
 def _connect(address: str) -> Any:
-    # It has no types.
-    distributed: Any = importlib.import_module("distributed")
+    # They have no types.
+    dask, distributed = map(importlib.import_module, ("dask", "distributed"))
 
     async def probe() -> None:
         arguments = distributed.Security().get_connection_args("client")
-        connection = distributed.comm.connect(address, **arguments)
-        await (await asyncio.wait_for(connection, CONNECT_SECONDS)).close()
+        connection = distributed.comm.connect(address, timeout=CONNECT_SECONDS, **arguments)
+        await (await asyncio.wait_for(connection, CONNECT_SECONDS + 1)).close()
 
     try:
         # A client waits for ever for a server that never answers. The caller may have an event loop.
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(asyncio.run, probe()).result()
+        if not dask.config.get("distributed.client.security-loader", None):
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(asyncio.run, probe()).result()
         return distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
     # Any exception: another kind of server may answer at that address.
     except Exception as error:
-        text = f"the scheduler {address} cannot be reached: {error or type(error).__name__}"
+        text = f"the scheduler {address} cannot be reached: {str(error) or type(error).__name__}"
         hint = "Start it, or correct the address. An empty HATCH_EPCONTEXT_SCHEDULER builds here."
         key, kind = Key() / "build" / "scheduler", Kind.UNREACHABLE_SCHEDULER
         raise BuildError(Problem.at(key, kind, hide_credentials(text), hint)) from None
@@ -279,7 +280,7 @@ def _problems(error: Exception, who: str, url: str) -> tuple[Problem, ...]:
     if worker := getattr(error, "last_worker", None):
         # Those before it were lost too.
         who = f"the worker {worker.name}"
-    message = hide_credentials(f"{who} failed: {error or type(error).__name__}")
+    message = hide_credentials(f"{who} failed: {str(error) or type(error).__name__}")
     hint = "Read the logs of dask. Often a machine has too little memory."
     return (Problem(Kind.WORKER_LOST, "", message, hint),)
 
