@@ -9,7 +9,7 @@ from typing import Literal
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, Problem
-from hatch_epcontext.files import FileRecord
+from hatch_epcontext.files import FileRecord, is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
 from hatch_epcontext.jobs.plan import Job
@@ -164,6 +164,8 @@ class Record:
         names = [context.model_file for context in self.contexts]
         if len(self.preparations) != len(names) or not self.files.keys() >= {*names}:
             raise ValueError("it has models without a preparation or a file")
+        if self.search and not is_sha256(self.search):
+            raise ValueError("it has a search that is no key")
 
 
 @dataclass(frozen=True)

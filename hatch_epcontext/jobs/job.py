@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,7 +26,6 @@ from hatch_epcontext.jobs.artifact import (
     PACKAGE,
     Artifact,
     Built,
-    Preparation,
     Recipe,
     Record,
     Source,
@@ -64,7 +63,7 @@ class JobRunner:
     steps: Steps
     staging: Path
     log: Callable[[str], None]
-    _built_alone: dict[str, Sequence[Built] | BuildError] = field(default_factory=dict)
+    _built_alone: dict[str, Built] = field(default_factory=dict)
 
     def run(self, job: Job) -> Built:
         """Get the job's artifact from the cache or compile it, and validate it.
@@ -88,9 +87,8 @@ class JobRunner:
         else:
             with job.locating():
                 fingerprint = self._fingerprint(job, self.steps.versions(job))
-            search = self._stored(job, fingerprint)
-            win = search.winners.get(search.terms)
-            key = None if win is None else win.key
+            won = self._stored(job, fingerprint).won
+            key = None if won is None else won.key
         return fingerprint, key is not None and self._cache(job).has("artifacts", key, Record)
 
     def keep(self, job: Job, built: Built, search: Search) -> None:
@@ -118,17 +116,19 @@ class JobRunner:
         cache, place = self._cache(job), self.staging / PACKAGE / job.folder
         fingerprint = self._fingerprint(job, self.steps.versions(job))
         search = self._stored(job, fingerprint)
-        artifact = self._artifact(job, search.winner, place)
-        if artifact is None and (search.winner or next_recipe(search)):
+        winner = search.winner
+        artifact = self._artifact(job, winner, place) if winner else None
+        if artifact is None and (winner or next_recipe(search)):
             self._check_embeddable(job)
             with cache.lock(fingerprint, self._waiting(job)):
                 # Another build may have tried more in the meantime.
                 search = self._tried(job, fingerprint, self._stored(job, fingerprint))
-            artifact = self._artifact(job, search.winner, place)
-        if search.winner is None or artifact is None:
+            winner = search.winner
+            artifact = self._artifact(job, winner, place) if winner else None
+        if winner is None or artifact is None:
             raise failure(job, search)
-        cache.set_ref(self._fingerprint(job, {}), search.winner.key)
-        return self._built(job, search, search.winner, artifact)
+        cache.set_ref(self._fingerprint(job, {}), winner.key)
+        return self._built(job, search, winner, artifact)
 
     def _stored(self, job: Job, fingerprint: str) -> Search:
         """What earlier builds tried, with the validations that the job requires, as far as they are known."""
@@ -150,7 +150,9 @@ class JobRunner:
             return search
         search = replace(search, validations=stored.validations, winners=stored.winners)
         for attempt in stored.attempts:
-            if attempt.required in ("", search.required):
+            # A shared cache may contain what no build has written.
+            is_own = attempt.key == _key(fingerprint, attempt.recipe)
+            if is_own and _fits(job, attempt.record) and attempt.required in ("", search.required):
                 search = self._validated(job, search, attempt)
         return search
 
@@ -197,9 +199,9 @@ class JobRunner:
             folder = self._folder(job, attempt.key)
             self._cache(job).put("artifacts", attempt.key, attempt.record, folder)
 
-    def _artifact(self, job: Job, attempt: Attempt | None, folder: Path) -> Artifact | None:
+    def _artifact(self, job: Job, attempt: Attempt, folder: Path) -> Artifact | None:
         """The artifact of ``attempt``: of this build, or of the cache with its files in ``folder``."""
-        if attempt is None or attempt.record is None:
+        if attempt.record is None:
             return None
         own = self._folder(job, attempt.key)
         if own.is_dir():
@@ -212,13 +214,8 @@ class JobRunner:
 
     def _take(self, job: Job, key: str, folder: Path) -> Record | None:
         """The record of the artifact with ``key`` if the cache has it, with its files in ``folder``."""
-        names = [model.name for model in job.models]
-
-        def fits(record: Record) -> bool:
-            same_models = [context.model for context in record.contexts] == names
-            return same_models and record.product == job.target.provider.product
-
-        return self._cache(job).get("artifacts", key, Record, folder, fits)
+        cache = self._cache(job)
+        return cache.get("artifacts", key, Record, folder, lambda record: _fits(job, record))
 
     def _folder(self, job: Job, key: str) -> Path:
         return self.staging / "attempts" / job.folder / key[:16]
@@ -238,27 +235,21 @@ class JobRunner:
             raise BuildError(*problems)
         artifact = Artifact(folder, record)
         search = self._validated(job, self._stored(job, record.search), attempt, artifact)
-        winner = search.known(key) or attempt
-        if problems := _differences(winner):
-            raise BuildError(*problems)
+        winner = search.attempts[-1]
+        if winner.differences:
+            raise BuildError(*winner.differences)
         return self._built(job, search, winner, artifact)
 
     def _built(self, job: Job, search: Search, winner: Attempt, artifact: Artifact) -> Built:
         """The result, with what else was tried."""
         win = search.won_by(winner).winners[search.terms]
-
-        def with_notes(done: Preparation) -> Preparation:
-            tried = dict.fromkeys((*done.tried, *win.tried))
-            return replace(done, failed=win.failed, tried=tuple(tried))
-
-        preparations = tuple(map(with_notes, artifact.record.preparations))
-        record = replace(artifact.record, preparations=preparations)
-        return Built(
-            winner.recipe.form_of(job),
-            replace(artifact, record=record),
-            winner.validations,
-            cached=bool(winner.day),
+        preparations = (
+            replace(done, failed=win.failed, tried=tuple(dict.fromkeys((*done.tried, *win.tried))))
+            for done in artifact.record.preparations
         )
+        record = replace(artifact.record, preparations=tuple(preparations))
+        artifact, form = replace(artifact, record=record), winner.recipe.form_of(job)
+        return Built(form, artifact, winner.validations, cached=bool(winner.day))
 
     def _validated(
         self, job: Job, search: Search, attempt: Attempt, artifact: Artifact | None = None
@@ -311,40 +302,30 @@ class JobRunner:
         return validation
 
     def _validation_alone(self, job: Job, model: Model) -> Validation:
-        built = (result.validations for result in self._alone(job))
-        validations = [found[model.name] for found in built if model.name in found]
+        """The validation of a model that was compiled alone, and once, for each chip."""
+        validations = []
+        for alone in job.alone:
+            if alone.models == (model,):
+                if alone.folder not in self._built_alone:
+                    self._built_alone[alone.folder] = self.run(alone)
+                validations.append(self._built_alone[alone.folder].validations[model.name])
         return validation_of_alone(job, model, validations)
-
-    def _alone(self, job: Job) -> Sequence[Built]:
-        """The results of `Job.alone`, built once."""
-        key = job.folder
-        if key not in self._built_alone:
-            try:
-                self._built_alone[key] = [self.run(each) for each in job.alone]
-            except BuildError as error:
-                self._built_alone[key] = error
-        built = self._built_alone[key]
-        if isinstance(built, BuildError):
-            raise built
-        return built
 
     @contextlib.contextmanager
     def _unchanged(self, job: Job) -> Iterator[None]:
         """Raise ModelError at the end if a file that the job reads has changed since the build hashed it."""
-        files = self._files(job)
+        files, error = self._files(job), None
         try:
             yield
-        except BuildError:
+        except BuildError as raised:
             # A file that has changed in the meantime may be the cause.
-            self._check(files)
-            raise
-        self._check(files)
-        if added := set(self._files(job)).difference(files):
-            raise changed_error(min(added))
-
-    def _check(self, files: Iterable[Path]) -> None:
+            error = raised
         for file in files:
             self.index.check(file)
+        if error is not None:
+            raise error
+        if added := set(self._files(job)).difference(files):
+            raise changed_error(min(added))
 
     def _files(self, job: Job) -> list[Path]:
         """All files that compiling and validating the job read."""
@@ -392,8 +373,8 @@ class JobRunner:
 
     def _fingerprint(self, job: Job, versions: Mapping[str, str]) -> str:
         sha256 = {name: source.sha256 for name, source in self.sources.items()}
-        given = job.target.calibration
-        calibration = inputs_digest(given, self.index) if given else ""
+        inputs = job.target.calibration
+        calibration = inputs_digest(inputs, self.index) if inputs else ""
         return fingerprint(job, sha256, versions, calibration)
 
     def _check_embeddable(self, job: Job) -> None:
@@ -414,7 +395,7 @@ def failure(job: Job, search: Search) -> BuildError:
     compiled = [attempt for attempt in search.tried if attempt.record is not None]
     if differing := [attempt for attempt in compiled if attempt.differences]:
         cause = max(differing, key=lambda a: a.verdict.margin if a.verdict else 0.0)
-        problems = _differences(cause)
+        problems = cause.differences
     elif covering := [attempt for attempt in compiled if attempt.may_ship]:
         # The best of all forms: it leaves the user least to solve.
         cause = max(covering, key=lambda a: a.share)
@@ -430,10 +411,6 @@ def failure(job: Job, search: Search) -> BuildError:
         again = f"An earlier build tried this ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, causes=(*first.causes, again))
     return BuildError(replace(first, tried=search.notes(cause)), *others)
-
-
-def _differences(attempt: Attempt) -> tuple[Problem, ...]:
-    return BuildError(*attempt.differences).located("", step="validation").problems
 
 
 def _low_coverage(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
@@ -460,6 +437,14 @@ def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
         settings = (*first.settings, fixed)
         first = replace(first, causes=(*first.causes, cause), settings=settings)
     return first, *others
+
+
+def _fits(job: Job, record: Record | None) -> bool:
+    """Whether ``record`` may be that of an artifact of ``job``."""
+    if record is None:
+        return True
+    is_same = [context.model for context in record.contexts] == [model.name for model in job.models]
+    return is_same and record.product == job.target.provider.product
 
 
 def _key(fingerprint: str, recipe: Recipe) -> str:

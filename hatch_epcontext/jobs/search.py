@@ -124,6 +124,11 @@ class Attempt:
     day: str = ""
     required: str = ""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no build writes, but a cache may contain."""
+        if (self.record is None) == (self.refused is None):
+            raise ValueError("it has neither an artifact nor a refusal")
+
     @property
     def verdict(self) -> Verdict | None:
         """What validation says of it; None before that."""
@@ -195,18 +200,15 @@ class Attempt:
     @property
     def differences(self) -> tuple[Problem, ...]:
         """The problems of outputs that differ from the CPU's."""
-        return tuple(
-            problem for validation in self.validations.values() for problem in validation.problems
-        )
+        validations = self.validations.values()
+        return tuple(replace(p, step="validation") for v in validations for p in v.problems)
 
     @property
     def notes(self) -> Iterator[str]:
         """Its result, for a report."""
         names = ["dequantized"] if self.recipe.dequantize else []
-        problems = self.refused.problems if self.refused else ()
-        has_crashed = self.refused is not None and self.refused.has_crashed
-        if self.record is not None:
-            done = self.record.preparations
+        if self.refused is None:
+            done = self.record.preparations if self.record else ()
             names += dict.fromkeys(name for p in done for name in (*p.options, *p.rewrites))
             result = f"{count(self.uncovered, 'node')} on the CPU"
             if self.differences:
@@ -214,19 +216,23 @@ class Attempt:
             elif self.verdict is not None and math.isfinite(self.verdict.margin):
                 result = f"{result}, {self.verdict.margin:.0f} dB above the limits"
             yield f"{'; '.join(names) or 'unmodified'}: {result}"
-        elif self.stopped_in == "prepare":
-            simplifier = self.recipe.simplifier
-            for problem in problems:
-                message = " ".join(problem.message.splitlines())
-                # Do not show the signal: another recipe may succeed.
-                crash = f"{simplifier} crashes on this model, in a process of its own"
-                yield crash if has_crashed else f"{simplifier} failed: {message}"
-        elif self.stopped_in == "change":
-            yield from (problem.message for problem in problems)
-        elif self.refused is not None:
-            crash = "the EP crashes on this model, in a process of its own"
-            result = crash if has_crashed else _first_line(problems[0].message)
-            yield f"{'; '.join((*names, *self.refused.rewrites)) or 'unmodified'}: {result}"
+            return
+        # Do not show the signal: another recipe may succeed.
+        has_crashed, crashes = (
+            self.refused.has_crashed,
+            "crashes on this model, in a process of its own",
+        )
+        if self.refused.step == "change":
+            yield from (problem.message for problem in self.refused.problems)
+        elif self.refused.step == "prepare":
+            for problem in self.refused.problems:
+                message = f"failed: {' '.join(problem.message.splitlines())}"
+                yield f"{self.recipe.simplifier} {crashes if has_crashed else message}"
+        else:
+            message = _first_line(self.refused.problems[0].message)
+            names = [*names, *self.refused.rewrites]
+            result = f"the EP {crashes}" if has_crashed else message
+            yield f"{'; '.join(names) or 'unmodified'}: {result}"
 
 
 def _first_line(message: str) -> str:
@@ -513,9 +519,12 @@ class Search:
         shares = [coverage.share for coverage in attempt.coverages]
         return attempt.may_ship and all(share >= self.min_coverage for share in shares)
 
-    def known(self, key: str) -> Attempt | None:
-        """The attempt with this key."""
-        return next((attempt for attempt in self.attempts if attempt.key == key), None)
+    @property
+    def won(self) -> Attempt | None:
+        """The attempt that won an earlier search with these `terms`."""
+        win = self.winners.get(self.terms)
+        won = (attempt for attempt in self.attempts if win and attempt.key == win.key)
+        return next(won, None)
 
     def notes(self, other_than: Attempt) -> tuple[str, ...]:
         """What else was tried, and its results."""
@@ -524,7 +533,7 @@ class Search:
 
     def won_by(self, winner: Attempt) -> Search:
         """The search with the ``winner`` that it has, and the notes on what else was tried."""
-        if (win := self.winners.get(self.terms)) and win.key == winner.key:
+        if self.won == winner:
             return self
         unprepared = (
             attempt
@@ -576,8 +585,7 @@ class _Progress(NamedTuple):
 
 
 def _progress(search: Search) -> _Progress:
-    win = search.winners.get(search.terms)
-    won = None if win is None else search.known(win.key)
+    won = search.won
     if won is not None and (won.verdict is None or not won.verdict.differs):
         return _Progress((), *((won, None) if won.verdict is None else (None, won)))
     tried: list[Attempt] = []
