@@ -523,8 +523,11 @@ class Search:
     def won(self) -> Attempt | None:
         """The attempt that won an earlier search with these `terms`."""
         win = self.winners.get(self.terms)
-        won = (attempt for attempt in self.attempts if win and attempt.key == win.key)
-        return next(won, None)
+        return None if win is None else self.known(win.key)
+
+    def known(self, key: str) -> Attempt | None:
+        """The attempt with this key."""
+        return next((attempt for attempt in self.attempts if attempt.key == key), None)
 
     def notes(self, other_than: Attempt) -> tuple[str, ...]:
         """What else was tried, and its results."""
