@@ -2,69 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import reasons
 from hatch_epcontext.worker.reasons import ask, explained, refused_nodes
 from hatch_epcontext.worker.results import NodeFacts
 from tests.conftest import needs_qnn
-from tests.models import interrupted, network, save, value
+from tests.models import interrupted, network, parsed, save
 from tests.worker.actions.test_compile import X_ELITE, target
 
 
-def explain(
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Sequence[onnx.ValueInfoProto],
-    outputs: Sequence[onnx.ValueInfoProto],
-    logged: Mapping[str, str],
-) -> tuple[NodeFacts, ...]:
-    graph = helper.make_graph(nodes, "graph", inputs, outputs)
-    uncovered = [NodeFacts(node.name, node.op_type) for node in nodes]
-    return explained(uncovered, logged, graph, graph, PROVIDERS["qnn"])
+def explain(text: str, logged: Mapping[str, str]) -> list[NodeFacts]:
+    graph = parsed(text, check=False).graph
+    uncovered = [NodeFacts(node.name, node.op_type) for node in graph.node]
+    return list(explained(uncovered, logged, graph, graph, PROVIDERS["qnn"]))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape", "reason"),
+    ("type_", "reason"),
     [
-        (TensorProto.INT16, [2, 4], "the EP does not support int16"),
-        (TensorProto.FLOAT, [1] * 6, "it has a tensor of rank 6, and the EP takes at most 5"),
-        (TensorProto.INT32, [2, 4], "the EP refuses it with int32 [2 x 4] -> int32 [2 x 4]"),
+        ("int16[2, 4]", "the EP does not support int16"),
+        ("float[1, 1, 1, 1, 1, 1]", "it has a tensor of rank 6, and the EP takes at most 5"),
+        ("int32[2, 4]", "the EP refuses it with int32 [2 x 4] -> int32 [2 x 4]"),
     ],
 )
-def test_where_the_ep_gives_no_reason_types_and_shapes_do(
-    dtype: int, shape: list[int], reason: str
-) -> None:
-    nodes = [helper.make_node("Neg", ["x"], ["y"], "neg")]
-    inputs, outputs = [value("x", shape, dtype)], [value("y", shape, dtype)]
-    assert [each.reason for each in explain(nodes, inputs, outputs, {"neg": ""})] == [reason]
-    assert [each.reason for each in explain(nodes, inputs, outputs, {"neg": "its own"})] == [
-        "its own"
-    ]
-    assert [each.reason for each in explain(nodes, inputs, outputs, {})] == [None]
+def test_where_the_ep_gives_no_reason_types_and_shapes_do(type_: str, reason: str) -> None:
+    text = f"({type_} x) => ({type_} y) {{ [neg] y = Neg (x) }}"
+    cases: dict[str | None, dict[str, str]] = {
+        reason: {"neg": ""},
+        "its own": {"neg": "its own"},
+        None: {},
+    }
+    for expected, logged in cases.items():
+        assert [facts.reason for facts in explain(text, logged)] == [expected]
 
 
 @pytest.mark.parametrize("token", [False, True])
 def test_an_input_that_decides_is_named_unless_it_is_an_index(token: bool) -> None:
-    nodes = [
-        helper.make_node("Cast", ["length"], ["n"], "cast", to=TensorProto.INT32),
-        helper.make_node("GRU", ["x", "w", "r", "", "n"], ["y"], "gru"),
-    ]
-    if token:
-        nodes.append(helper.make_node("Gather", ["table", "length"], ["z"], "gather"))
-    inputs = [
-        value("x", [4, 1, 3]),
-        value("length", [1], TensorProto.INT64),
-        value("table", [9, 2]),
-        value("w", [1, 6, 3]),
-        value("r", [1, 6, 2]),
-    ]
-    found = explain(nodes, inputs, [value("y", None)], {"gru": "a reason"})[1]
+    text = f"""(float[4, 1, 3] x, int64[1] length, float[9, 2] table, float[1, 6, 3] w, float[1, 6, 2] r)
+    => (float[] y) {{
+        [cast] n = Cast <to = 6> (length)
+        [gru] y = GRU (x, w, r, , n)
+        {"[gather] z = Gather (table, length)" if token else ""} }}"""
+    found = explain(text, {"gru": "a reason"})[1]
     if token:
         assert (found.reason, found.freeze) == ("a reason", {})
     else:
@@ -73,13 +57,9 @@ def test_an_input_that_decides_is_named_unless_it_is_an_index(token: bool) -> No
 
 
 def test_an_input_that_the_node_reads_itself_decides_nothing_else() -> None:
-    nodes = [helper.make_node("TensorScatter", ["cache", "rows", "at"], ["y"], "scatter")]
-    inputs = [
-        value("cache", [1, 9, 2]),
-        value("rows", [1, 1, 2]),
-        value("at", [1], TensorProto.INT64),
-    ]
-    (found,) = explain(nodes, inputs, [value("y", None)], {"scatter": "a reason"})
+    text = """(float[1, 9, 2] cache, float[1, 1, 2] rows, int64[1] at) => (float[] y)
+    { [scatter] y = TensorScatter (cache, rows, at) }"""
+    (found,) = explain(text, {"scatter": "a reason"})
     assert found.reason == "a reason; it reads the input 'at'"
 
 
