@@ -89,7 +89,8 @@ class JobRunner:
                 fingerprint = self._fingerprint(job, self.steps.versions(job))
             won = self._stored(job, fingerprint).won
             key = None if won is None else won.key
-        return fingerprint, key is not None and self._cache(job).has("artifacts", key, Record)
+        record = None if key is None else self._cache(job).get("artifacts", key, Record)
+        return fingerprint, record is not None
 
     def keep(self, job: Job, built: Built, search: Search) -> None:
         """Store what another machine ``built`` for ``job``, and its ``search``.

@@ -57,5 +57,5 @@ def test_any_document_that_is_no_record_is_damaged(root: Path, document: Any) ->
     warnings: list[str] = []
     file = Store(root).entry("artifacts", KEY) / "record.json"
     file.write_text(json.dumps(document), encoding="utf-8")
-    assert not Cache(root, warnings.append).has("artifacts", KEY, Record)
+    assert Cache(root, warnings.append).get("artifacts", KEY, Record) is None
     assert len(warnings) == 1

@@ -68,11 +68,12 @@ class Project:
         )
         assert "Traceback (most recent call last)" not in text.split("the worker's log:")[0]
         assert self.files() == before
-        # The report and what was read of the models stay in the cache, and no artifact.
+        # The report, what was read of the models and what was refused stay in the cache, and no artifact.
         kept = {
             path.relative_to(self.cache).parts for path in self.cache.rglob("*") if path.is_file()
         }
-        assert {parts[1] for parts in kept if parts[0] != "reports"} <= {"facts", "index", "locks"}
+        kinds = {parts[1] for parts in kept if parts[0] != "reports"}
+        assert kinds <= {"facts", "searches", "index", "locks"}
         assert not list(self.temporary.glob("hatch-epcontext-*"))
         return text
 

@@ -12,8 +12,7 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import is_generated, is_sha256, write_atomically
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.cache.store import DamagedError, Kind, Store, untrusted
-from hatch_epcontext.jobs.search import Search
+from hatch_epcontext.jobs.cache.store import DamagedError, Kind, Store, files_of, untrusted
 from hatch_epcontext.system import refusal
 
 if TYPE_CHECKING:
@@ -59,11 +58,6 @@ class Cache:
         if self.shared is not None:
             self.shared.stop()
 
-    def has(self, kind: Kind, key: str, type_: type[object]) -> bool:
-        """Whether the cache has the entry; of a shared cache only its statement is read."""
-        own = self._own(kind, key, type_, None) is not None
-        return own or (self.shared is not None and self.shared.get(kind, key, type_) is not None)
-
     def get(
         self,
         kind: Kind,
@@ -75,21 +69,19 @@ class Cache:
         """The record of an entry, whose files are then in ``folder``, which is created; None for a miss.
 
         The files are hard links where possible: later changes of the cache do not matter. An entry of the
-        shared cache is used only if its record ``fits``.
+        shared cache is used only if its record ``fits``. Without a folder only its record is read.
         """
         own = self._own(kind, key, type_, folder)
         if self.shared is None:
             return own
-        if own is not None:
-            # Another build may have made it that could not write to the shared cache.
-            self.shared.put(kind, key, _shareable(own), folder)
-            return own
-        record = self.shared.get(kind, key, type_, folder)
-        if record is not None and not fits(record):
-            shutil.rmtree(folder) if folder else None
+        record = self.shared.get(kind, key, type_, folder) if own is None else own
+        if record is None or (record is not own and not fits(record)):
+            shutil.rmtree(folder, ignore_errors=True) if folder else None
             return None
-        if record is not None:
-            self.put(kind, key, record, folder)
+        if record is not own and (folder is not None or not files_of(record)):
+            self._keep(lambda store: store.put(kind, key, record, folder))
+        # Another build may have made it that could not write to the shared cache.
+        self.shared.put(kind, key, _shareable(record), folder)
         return record
 
     def put(self, kind: Kind, key: str, record: object, folder: Path | None = None) -> None:
@@ -98,19 +90,14 @@ class Cache:
         if self.shared is not None:
             self.shared.put(kind, key, _shareable(record), folder)
 
-    def ref(self, name: str, *, own_first: bool = False) -> str | None:
+    def ref(self, name: str) -> str | None:
         """The key that ``name``, a hex sha256, stands for.
 
-        The shared cache wins, if there is one: others may have made something newer. With ``own_first`` it is
-        read only for what the user's folder lacks, and its answer is stored there.
+        The shared cache wins, if there is one: others may have made something newer.
         """
-        own = self._own("refs", name, str, None)
-        if self.shared is not None and (own is None or not own_first):
-            shared = self.shared.get("refs", name, str)
-            if shared is not None and own_first:
-                self._keep(lambda store: store.put("refs", name, shared))
-            own = shared or own
-        return own if own is not None and is_sha256(own) else None
+        shared = None if self.shared is None else self.shared.get("refs", name, str)
+        key = shared or self._own("refs", name, str)
+        return key if key is not None and is_sha256(key) else None
 
     def set_ref(self, name: str, key: str) -> None:
         """Let ``name``, a hex sha256, stand for ``key``."""
@@ -136,19 +123,19 @@ class Cache:
             return write_atomically(file, text, durable=False)
         return None
 
-    def _own(self, kind: Kind, key: str, type_: type[T], folder: Path | None) -> T | None:
+    def _own(self, kind: Kind, key: str, type_: type[T], folder: Path | None = None) -> T | None:
         if self._store is None:
             return None
         try:
             return self._store.get(kind, key, type_, folder)
-        except (DamagedError, OSError) as error:
+        except DamagedError as error:
             reason = f"is damaged ({error})"
-            if isinstance(error, OSError):
-                reason = f"cannot be read ({error.strerror or error})"
-            entry = self._store.entry(kind, key)
-            if entry not in self._damaged:
-                self._damaged.add(entry)
-                self._warn(f"the entry {entry} of the cache {reason}, and is made again")
+        except OSError as error:
+            reason = f"cannot be read ({error.strerror or error})"
+        entry = self._store.entry(kind, key)
+        if entry not in self._damaged:
+            self._damaged.add(entry)
+            self._warn(f"the entry {entry} of the cache {reason}, and is made again")
         return None
 
     def _keep(self, action: Callable[[Store], None]) -> None:
@@ -165,4 +152,6 @@ class Cache:
 
 
 def _shareable(record: object) -> object:
-    return record.to_share() if isinstance(record, Search) else record
+    """What other machines may use of ``record``."""
+    to_share: Callable[[], object] = getattr(record, "to_share", lambda: record)
+    return to_share()

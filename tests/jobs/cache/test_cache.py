@@ -48,7 +48,7 @@ def put(cache: Cache, artifact: Artifact, key: str = KEY) -> None:
 
 
 def has(cache: Cache, key: str = KEY) -> bool:
-    return cache.has("artifacts", key, Record)
+    return cache.get("artifacts", key, Record) is not None
 
 
 def get(cache: Cache, folder: Path) -> Record | None:

@@ -313,11 +313,6 @@ def test_the_latest_artifact_is_that_of_the_shared_cache(
     old = cache("old", "0")
     old.set_ref("ee" * 32, "cd" * 32)
     assert old.ref("ee" * 32) == KEY
-    # Unless the own folder may answer, which then asks nobody.
-    server.requests.clear()
-    assert old.ref("ee" * 32, own_first=True) == "cd" * 32
-    assert server.requests == []
-    assert cache("empty", "0").ref("ee" * 32, own_first=True) == KEY
 
 
 def test_shared_facts_name_no_files_outside_of_the_models_folder(
