@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, InterruptedBuildError, Kind, Problem, Setting
+from hatch_epcontext.errors import BuildError, InterruptedBuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import (
@@ -64,6 +64,7 @@ class JobRunner:
     staging: Path
     log: Callable[[str], None]
     _built_alone: dict[str, Built] = field(default_factory=dict)
+    _tried_now: set[str] = field(default_factory=set)
 
     def run(self, job: Job) -> Built:
         """Get the job's artifact from the cache or compile it, and validate it.
@@ -127,9 +128,10 @@ class JobRunner:
             winner = search.winner
             artifact = self._artifact(job, winner, place) if winner else None
         if winner is None or artifact is None:
-            raise failure(job, search)
+            raise failure(job, search, self._tried_now)
+        built = self._built(job, search, winner, artifact)
         cache.set_ref(self._fingerprint(job, {}), winner.key)
-        return self._built(job, search, winner, artifact)
+        return built
 
     def _stored(self, job: Job, fingerprint: str) -> Search:
         """What earlier builds tried, with the validations that the job requires, as far as they are known."""
@@ -182,6 +184,7 @@ class JobRunner:
     def _attempted(self, job: Job, fingerprint: str, search: Search, recipe: Recipe) -> Search:
         """The search with an attempt to compile the job with ``recipe``, unless the cache has the result."""
         key = _key(fingerprint, recipe)
+        self._tried_now.add(key)
         folder = self._folder(job, key)
         if record := self._take(job, key, folder):
             return self._validated(job, search, Attempt(recipe, key, record, day=_today()))
@@ -242,15 +245,19 @@ class JobRunner:
         return self._built(job, search, winner, artifact)
 
     def _built(self, job: Job, search: Search, winner: Attempt, artifact: Artifact) -> Built:
-        """The result, with what else was tried."""
+        """The result, with what else was tried; raises BuildError if more must be known of it."""
+        form = winner.recipe.form_of(job)
+        for model in form.models:
+            check_conclusive(form, model, winner.validations[model.name])
         win = search.won_by(winner).winners[search.terms]
         preparations = (
             replace(done, failed=win.failed, tried=tuple(dict.fromkeys((*done.tried, *win.tried))))
             for done in artifact.record.preparations
         )
         record = replace(artifact.record, preparations=tuple(preparations))
-        artifact, form = replace(artifact, record=record), winner.recipe.form_of(job)
-        return Built(form, artifact, winner.validations, cached=bool(winner.day))
+        return Built(
+            form, replace(artifact, record=record), winner.validations, cached=bool(winner.day)
+        )
 
     def _validated(
         self, job: Job, search: Search, attempt: Attempt, artifact: Artifact | None = None
@@ -270,7 +277,6 @@ class JobRunner:
             elif validation is None and artifact is not None:
                 validation = stored[key] = self._run(form, model, artifact, context)
             assert validation is not None
-            check_conclusive(form, model, validation)
             validations[model.name] = validation
             if validation.differs:
                 break
@@ -389,9 +395,9 @@ class JobRunner:
                 raise BuildError(Problem(Kind.TOO_LARGE, "", message, hint))
 
 
-def failure(job: Job, search: Search) -> BuildError:
+def failure(job: Job, search: Search, tried_now: Container[str] = ()) -> BuildError:
     """Why a search has no winner: the disagreement nearest to the limits, the nodes that are left to the CPU,
-    or the EP's refusal, in that order.
+    or the EP's refusal, in that order. ``tried_now``: the keys of the attempts of this build.
     """
     compiled = [attempt for attempt in search.tried if attempt.record is not None]
     if differing := [attempt for attempt in compiled if attempt.differences]:
@@ -407,11 +413,29 @@ def failure(job: Job, search: Search) -> BuildError:
         refused.sort(key=lambda attempt: not attempt.recipe.dequantize)
         cause = (refused or search.tried[-1:])[0]
         problems = _refusal(job, cause)
-    first, *others = problems
-    if cause.day:
+    first, *others = (_with_own_keys(job, problem) for problem in problems)
+    if cause.day and cause.key not in tried_now:
         again = f"An earlier build tried this ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
-        first = replace(first, causes=(*first.causes, again))
+        first = replace(first, message=f"{first.message}\n{again}")
     return BuildError(replace(first, tried=search.notes(cause)), *others)
+
+
+def _with_own_keys(job: Job, problem: Problem) -> Problem:
+    """``problem``, which may come from a build of another project, with the keys of this one."""
+
+    def own(key: Key) -> Key:
+        kind, *rest = key.parts or ("",)
+        if kind == "targets":
+            return Key(("targets", job.target.name, *rest[1:]))
+        if kind != "models" or any(
+            model.key.contains(key) and model.key.model == key.model for model in job.models
+        ):
+            return key
+        model = job.models[0].key
+        return replace(model, parts=(*model.parts, *rest[1:]))
+
+    settings = (replace(setting, key=own(setting.key)) for setting in problem.settings)
+    return replace(problem, settings=tuple(settings))
 
 
 def _low_coverage(job: Job, attempt: Attempt) -> tuple[Problem, ...]:

@@ -32,7 +32,15 @@ from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ValidationStatus
 from tests.altered_workers import workers_with
 from tests.conftest import needs_qnn
-from tests.models import half_for_the_cpu, interrupted, network, save, transformer, unknown_operator
+from tests.models import (
+    half_for_the_cpu,
+    interrupted,
+    network,
+    parsed,
+    save,
+    transformer,
+    unknown_operator,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -208,6 +216,21 @@ def test_a_crash_of_the_ep_is_tried_again(run: Run, tmp_path: Path) -> None:
         crash.unlink()
         (built,) = run(QNN, workers=workers).built
     assert not built.cached
+
+
+def test_a_comparison_that_must_be_conclusive_is_not_repeated(
+    project: Path, run: Run, log: list[str]
+) -> None:
+    save(parsed("(float[1] x) => (float[1] y) { y = Sub(x, x) }"), project / "models" / "a.onnx")
+    toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
+    for _ in range(2):
+        log.clear()
+        with pytest.raises(BuildError, match="EPC406"):
+            run(toml, workers=Workers(120, log.append))
+    assert requests(log) == {}
+    (built,) = run(CPU, workers=Workers(120, log.append)).built
+    assert built.cached
+    assert requests(log) == {}
 
 
 def test_other_inputs_in_the_same_file_are_validated_again(project: Path, run: Run) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.config.settings import CompileSettings
-from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.graph.number_format import FOR_KERNELS, FOR_RANGES
 from hatch_epcontext.jobs.artifact import Preparation, Recipe, Record, Refused, Times
@@ -545,8 +545,22 @@ def test_what_an_ep_refuses_may_compile_with_the_sizes_that_are_known(
     assert bool(problem.causes) is advised
 
 
-def test_what_an_earlier_build_tried_has_its_day(project: Path) -> None:
-    job, ep = job_of(project), Ep({"plain": NO})
-    (problem,) = failure(job, stored(ep.finish(search_for()))).problems
+def test_what_an_earlier_build_tried_has_its_day_and_the_keys_of_this_project(
+    project: Path,
+) -> None:
+    job = job_of(project)
+    theirs = Key(("models", 7), "other/a.onnx"), Key(("targets", "other"))
+    settings = (Setting(theirs[0] / "cut"), Setting(theirs[1] / "profiles"))
+    problem = Problem(Kind.COMPILE_FAILED, "", "it fails.", "Set:", settings=settings)
+    search = stored(Ep({"plain": Refused("compile", (problem,))}).finish(search_for()))
+    (problem,) = failure(job, search).problems
     again = "An earlier build tried this (2026-11-23); HATCH_EPCONTEXT_NO_CACHE=1 tries it again."
-    assert again in problem.advice()
+    assert problem.message == f"it fails.\n{again}"
+    assert [str(setting) for setting in problem.settings] == [
+        "tool.epcontext.models[0].cut",
+        "tool.epcontext.targets.t.profiles",
+    ]
+    assert problem.settings[0].key.model == "models/a.onnx"
+    # Another job of the same build may have tried it.
+    (problem,) = failure(job, search, [attempt.key for attempt in search.attempts]).problems
+    assert problem.message == "it fails."
