@@ -38,7 +38,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     _wheel: WheelSettings | None = None
     _bundle: Bundle | None = None
     _sources: tuple[Source, ...] = ()
-    _editable: tuple[Result, Path, Mapping[str, Path]] | None = None
+    _editable: Path | None = None
 
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
@@ -87,16 +87,16 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _fill_sdist(self, build_data: dict[str, Any]) -> None:
         from hatch_epcontext.jobs.downloads import download_models
+        from hatch_epcontext.text import show_size
 
         sdist = self._sdist()
         if models := sdist.downloaded:
             download_models(models, sdist.config, self._info)
-        added = list(sdist.additions(self.build_config, build_data))
-        for each in added:
-            self._info(f"added to the sdist: {each}")
+        for path, file in sdist.additions(self.build_config, build_data).items():
+            self._info(f"added to the sdist: {path} ({show_size(file.stat().st_size)})")
+            build_data["force_include"][str(file)] = path
         if line := sdist.not_contained():
             self._info(line)
-        build_data["force_include"].update({str(each.file): each.path for each in added})
 
     def _sdist(self) -> Sdist:
         from hatch_epcontext.config.build_hooks import hooks_of_project
@@ -110,25 +110,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         config = self._config(hooks, pending=True, environ=environ)
         return Sdist(config, hooks, hooks_of_project(Path(self.root)))
 
-    def _check_sdist(self, archive: Path) -> None:
-        from hatch_epcontext.errors import SdistError
-        from hatch_epcontext.files import remove
-
-        sdist = self._sdist()
-        try:
-            left_out = sdist.check(archive)
-        except SdistError:
-            remove(archive)
-            raise
-        if left_out:
-            self._warning(sdist.warning(left_out))
-
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
-        from hatch_epcontext.package.bundle import bundle, shipped_sources
+        from hatch_epcontext.package.bundle import bundle, modules
         from hatch_epcontext.package.dependencies import check_app, too_new_files
-        from hatch_epcontext.package.modules import modules
-        from hatch_epcontext.package.selection import packed_files, selected_files
-        from hatch_epcontext.package.wheel import repeated_models
+        from hatch_epcontext.package.wheel import packed_files, repeated_models, selected_files
 
         core = self.metadata.core
         extras = core.optional_dependencies.values()
@@ -149,9 +134,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         staging = self._make_staging()
         result = self._build(config, staging)
         made = bundle(result, staging, modules(self._hooked_name(output), config.models))
-        sources = shipped_sources(result)
         for message in (
-            *repeated_models(result, sources, files, selected, config.root),
+            *repeated_models(result, made.sources.values(), files, selected, config.root),
             *too_new_files(made, needed),
         ):
             self._warning(message)
@@ -182,9 +166,9 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
         from hatch_epcontext.jobs.run import download_sources, open_cache
         from hatch_epcontext.jobs.sources import read_sources
-        from hatch_epcontext.package import editable
-        from hatch_epcontext.package.modules import modules
-        from hatch_epcontext.package.selection import selected_files
+        from hatch_epcontext.package.bundle import bundle, modules
+        from hatch_epcontext.package.folder import project_folder, refuse_others
+        from hatch_epcontext.package.wheel import selected_files
 
         if config.editable == "skip":
             self._info('nothing to do: editable = "skip"')
@@ -194,8 +178,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         check_environment((), needed)
         files = selected_files(self.build_config)
         output = self._output_folder(config, files, files)
-        folder = editable.project_folder(output, files)
-        editable.check(folder)
+        folder = project_folder(output, files)
+        refuse_others(folder, edited=True)
         staging = self._make_staging()
         compiled = config.editable == "compile"
         if not compiled:
@@ -208,19 +192,21 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             cache = open_cache(config, self._warning)
             config = cut_models(config, cache, workers, staging)
             result = Result(read_sources(config, cache, workers, staging / "check"), ())
-        self._editable = result, folder, modules(self._hooked_name(output), config.models)
+        shipped = modules(self._hooked_name(output), config.models)
+        self._bundle, self._editable = bundle(result, staging, shipped, folder), folder
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Here Hatch does not call `finalize`.
             self._write_editable()
 
     def _write_editable(self) -> None:
-        from hatch_epcontext.package import editable
+        from hatch_epcontext.package.folder import publish
         from hatch_epcontext.system import writing
 
-        assert self._editable is not None, "it was made"
-        result, folder, shipped = self._editable
+        folder = self._editable
+        assert self._bundle is not None, "it was made"
+        assert folder is not None, "it was made"
         with writing("the package of the editable install", folder, str(folder)):
-            editable.write(result, folder, shipped)
+            publish(self._bundle, folder, edited=True)
         self._info(f"wrote {folder}")
         self._clean_up()
 
@@ -303,13 +289,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _hooked_name(self, output: PurePosixPath) -> str | None:
         """The name of the models' package, if the project names hooks for PyInstaller."""
-        from hatch_epcontext.package.modules import import_name
+        from hatch_epcontext.package.bundle import import_name
 
         is_frozen = "pyinstaller40" in self.metadata.core.entry_points
         return import_name(self._place_in_wheel(output)) if is_frozen else None
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Verify the finished wheel or sdist; an invalid one is removed. An editable install gets its files.
+        """Verify the finished wheel; an invalid one is removed. An editable install gets its files.
 
         These are written only now, so that a failed install leaves nothing in the project.
         """
@@ -317,9 +303,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.files import remove
         from hatch_epcontext.package import finished
 
-        if self.target_name == "sdist" and not self._reason_to_skip():
-            with self._errors_as_message():
-                self._check_sdist(Path(artifact_path))
         if self._editable is not None:
             with self._errors_as_message():
                 self._write_editable()
@@ -362,8 +345,9 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """Remove what an editable install wrote into the project, and nothing else."""
         from hatch_epcontext.config.pyproject import tool_table
         from hatch_epcontext.errors import ConfigError
-        from hatch_epcontext.package import editable, wheel
-        from hatch_epcontext.package.selection import selected_files
+        from hatch_epcontext.package import wheel
+        from hatch_epcontext.package.folder import project_folder, remove
+        from hatch_epcontext.text import listing
 
         if self.target_name != "wheel":
             return
@@ -372,13 +356,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             table = tool_table(Path(self.root))
             given = table.get("output") if isinstance(table, dict) else None
             configured = PurePosixPath(given) if isinstance(given, str) else None
-            files = selected_files(self.build_config)
+            files = wheel.selected_files(self.build_config)
             try:
-                folder = editable.project_folder(wheel.output_folder(configured, files), files)
+                folder = project_folder(wheel.output_folder(configured, files), files)
             except ConfigError:
                 return
-            for kept in editable.remove(folder):
-                self._warning(f"kept {kept}, which was changed after it was written")
+            if others := remove(folder):
+                self._warning(f"kept {folder}: {listing(others)} were added or changed there")
 
     def _reason_to_skip(self) -> str | None:
         """The reason why the hook does nothing in this build, if there is one."""
@@ -407,12 +391,12 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _editable_files(self, output: PurePosixPath, files: dict[str, Path]) -> frozenset[str]:
         """The files of an earlier editable install in the project, which the wheel must not contain."""
-        from hatch_epcontext.package import editable
+        from hatch_epcontext.package.folder import owned_paths
 
         loader = files.get(str(output / "__init__.py"))
         if loader is None:
             return frozenset()
-        ours = editable.owned_paths(output, loader.parent)
+        ours = owned_paths(output, loader.parent)
         # Hatch leaves out reserved paths; it reserves the paths of this build's files itself.
         self.build_config.build_reserved_paths.update(str(Path(path)) for path in ours)
         return ours

@@ -7,7 +7,7 @@ from pathlib import Path
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config, Model
-from hatch_epcontext.files import record_file, record_files
+from hatch_epcontext.files import record_file, record_files, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import (
     Artifact,
@@ -20,7 +20,8 @@ from hatch_epcontext.jobs.artifact import (
     Times,
 )
 from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.package.modules import modules
+from hatch_epcontext.package.bundle import bundle, modules
+from hatch_epcontext.package.folder import publish
 from hatch_epcontext.worker.results import (
     Context,
     Coverage,
@@ -48,6 +49,12 @@ def resulting(config: Config, artifact: Artifact) -> Result:
     validations = {"a": Validation(ValidationStatus.STRUCTURE, load=0.2, day="2026-11-23")}
     built = tuple(Built(job, artifact, validations, False) for job in jobs)
     return Result(sources, built)
+
+
+def install(result: Result, folder: Path) -> None:
+    """Write the package of an editable install into ``folder``."""
+    with temp_dir() as staging:
+        publish(bundle(result, staging, MODULES, folder), folder, edited=True)
 
 
 def compiled(config: Config, folder: Path) -> Result:

@@ -251,5 +251,5 @@ def test_a_build_without_a_shared_cache_loads_no_backend_for_one() -> None:
 
 
 def test_the_core_loads_neither_onnx_nor_onnxruntime() -> None:
-    core = "import hatch_epcontext.plugin, hatch_epcontext.package.editable"
+    core = "import hatch_epcontext.plugin, hatch_epcontext.package.folder"
     assert not loaded_after(core) & HEAVY

@@ -1,11 +1,14 @@
-"""Artifacts -> the folder of a model package."""
+"""Artifacts -> the folder of a model package, with the Python modules that are shipped beside the models."""
 
 from __future__ import annotations
 
+import keyword
+import os
 import shutil
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePath, PurePosixPath
 
+import hatch_epcontext
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.frozen import dataclass
@@ -15,6 +18,9 @@ from hatch_epcontext.jobs.plan import ships_source
 from hatch_epcontext.package import manifest
 from hatch_epcontext.shipped import OPTION_FILES
 from hatch_epcontext.system import writing
+
+_PYINSTALLER = "__pyinstaller"
+"""The folder of the hook for PyInstaller; no model has such a name."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +49,23 @@ class Bundle:
                 raise changed_error(path)
 
 
-def bundle(result: Result, staging: Path, modules: Mapping[str, Path]) -> Bundle:
+def bundle(
+    result: Result, staging: Path, modules: Mapping[str, Path], installed: Path | None = None
+) -> Bundle:
     """Put the artifacts, the sources if they are shipped, and the manifest into a folder in ``staging``.
 
     ``modules``: the Python modules that the folder gets too, by their path in it, each with its file.
+    ``installed``: the folder in the project for which it is made, for an editable install. Its manifest has
+    the sources' own paths, so that the app sees an edited model. Only those that the build has written are in
+    it, which are nowhere else, and those from elsewhere, which nobody edits.
     """
     with writing("the model package", staging):
-        return _bundle(result, staging / PACKAGE, modules)
+        return _bundle(result, staging / PACKAGE, modules, installed)
 
 
-def _bundle(result: Result, folder: Path, modules: Mapping[str, Path]) -> Bundle:
+def _bundle(
+    result: Result, folder: Path, modules: Mapping[str, Path], installed: Path | None
+) -> Bundle:
     folder.mkdir(exist_ok=True)
     for built in result.built:
         place = folder / built.job.folder
@@ -61,19 +74,27 @@ def _bundle(result: Result, folder: Path, modules: Mapping[str, Path]) -> Bundle
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(built.artifact.folder, place, copy_function=link_or_copy)
     files = manifest.artifact_files(result) | _copy_option_files(result, folder)
-    sources = shipped_sources(result)
     folders = manifest.source_folders(result.sources)
     own: dict[str, Path] = {}
+    places: dict[str, str] = {}
     for source in result.sources:
-        if source.model.name in sources:
-            shipped = folders[source.model.name]
+        model, shipped = source.model, folders[source.model.name]
+        if _ships_source(model, result) if installed is None else _is_only_here(model):
+            places[model.name] = f"{shipped}/{model.path.name}"
             files |= _copy_source(source, folder, shipped)
-            own |= {f"{shipped}/{name}": source.model.path.parent / name for name in source.records}
+            own |= {f"{shipped}/{name}": model.path.parent / name for name in source.records}
+        elif installed is not None:
+            places[model.name] = Path(os.path.relpath(model.path, installed)).as_posix()
     for name, path in modules.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
         files[name] = record_file(folder / name)
-    package = manifest.make(result, sources, files)
+    if installed is not None:
+        # Every editable install writes these files again: a repository does not need them.
+        ignore = folder / ".gitignore"
+        ignore.write_text("*\n", encoding="utf-8", newline="\n")
+        files[ignore.name] = record_file(ignore)
+    package = manifest.make(result, places, files, "portable" if installed is None else "installed")
     with_manifest = {**files, manifest.FILE: record_file(manifest.save(package, folder))}
     return Bundle(folder, with_manifest, own, package)
 
@@ -108,21 +129,56 @@ def _copy_source(source: Source, folder: Path, shipped: str) -> dict[str, FileRe
     return files
 
 
-def shipped_sources(result: Result) -> dict[str, str]:
-    """The models whose sources the package contains, each with the source's path in it."""
-    folders = manifest.source_folders(result.sources)
-    return {
-        source.model.name: f"{folders[source.model.name]}/{source.model.path.name}"
-        for source in result.sources
-        if _ships_source(source.model, result)
-    }
-
-
 def _ships_source(model: Model, result: Result) -> bool:
     targets = (
         built.job.target
         for built in result.built
-        for other in built.job.models
-        if other.configured_name == model.configured_name
+        for member in built.job.models
+        if member.configured_name == model.configured_name
     )
     return ships_source(model, targets)
+
+
+def _is_only_here(model: Model) -> bool:
+    """Whether the build, or a download, has written the source of ``model``."""
+    return model.origin is not None or model.download is not None
+
+
+def loader_file() -> Path:
+    """The module that is shipped next to the manifest, as ``__init__.py``."""
+    return Path(hatch_epcontext.__file__).with_name("loader.py")
+
+
+def modules(import_name: str | None, models: Collection[Model]) -> Mapping[str, Path]:
+    """The modules of a package, by their path in it: the loader, and what the models need beside it.
+
+    With ``import_name``, the package's name, also the hook for PyInstaller, which finds it by that name.
+    """
+    shipped = {"__init__.py": loader_file()}
+    if any(target.settings.recompile for model in models for target in model.targets):
+        shipped["_recompile.py"] = loader_file().with_name("_recompile.py")
+    if import_name is not None:
+        folder = Path(__file__).with_name("pyinstaller")
+        shipped[f"{_PYINSTALLER}/__init__.py"] = folder / "__init__.py"
+        shipped[f"{_PYINSTALLER}/hook-{import_name}.py"] = folder / "hook.py"
+    return shipped
+
+
+def import_name(path: PurePath) -> str | None:
+    """The name by which Python imports the folder at ``path`` in a wheel; None if it cannot."""
+    is_importable = all(part.isidentifier() and not keyword.iskeyword(part) for part in path.parts)
+    return ".".join(path.parts) if path.parts and is_importable else None
+
+
+def import_name_in_tree(folder: Path) -> str | None:
+    """The name by which Python imports ``folder`` of a source tree.
+
+    Its parents are packages as far as they have an ``__init__.py``. None if the nearest has none: such a
+    folder is on no path of Python's, but somewhere on a disk.
+    """
+    parts = [folder.name]
+    for parent in folder.parents:
+        if not (parent / "__init__.py").is_file():
+            break
+        parts.insert(0, parent.name)
+    return import_name(PurePosixPath(*parts)) if len(parts) > 1 else None

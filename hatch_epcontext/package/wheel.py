@@ -1,15 +1,16 @@
-"""The package in the wheel: its place, the wheel's tag, and models that are in it twice."""
+"""The wheel: what Hatch packs, the package's place in it, its tag, and models that are in it twice."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.package.selection import Tree
 from hatch_epcontext.text import listing, show_size
 
 FOLDER = "epcontext"
@@ -20,6 +21,33 @@ OUTPUT = Key() / "output"
 
 _MAX_NAMED = 5
 """Of more files than this, a message gives the number."""
+
+Tree = Mapping[str, Path]
+"""Files that Hatch packs, by their path in the archive, with forward slashes."""
+
+
+def selected_files(builder_config: Any) -> dict[str, Path]:
+    """The files of the project that the settings of a target select, without what build hooks add."""
+    selected = []
+    # Hatch raises ValueError for a project that ships nothing but models.
+    with contextlib.suppress(ValueError):
+        selected = list(builder_config.builder.recurse_selected_project_files())
+    return _tree(selected)
+
+
+def packed_files(builder_config: Any, build_data: dict[str, Any]) -> dict[str, Path]:
+    """The same with what settings force into the archive, and with what hooks have added until now."""
+    with builder_config.set_build_data(build_data):
+        files = selected_files(builder_config)
+        for source, path in builder_config.get_force_include().items():
+            # A later hook can make it.
+            with contextlib.suppress(FileNotFoundError):
+                files |= _tree(builder_config.builder.recurse_forced_files({source: path}))
+    return files
+
+
+def _tree(files: Any) -> dict[str, Path]:
+    return {Path(file.distribution_path).as_posix(): Path(file.path) for file in files}
 
 
 def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath:
@@ -32,10 +60,10 @@ def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath
         return configured
     outermost = sorted(map(str, import_packages(tree)))
     if len(outermost) != 1:
-        found = (
+        packages = (
             f"several import packages ({listing(outermost)})" if outermost else "no import package"
         )
-        message = f"the key is missing, and the wheel has {found}."
+        message = f"the key is missing, and the wheel has {packages}."
         hint = 'Name a folder for the models in the wheel, such as "my_app/epcontext".'
         raise ConfigError(
             Problem.at(OUTPUT, Kind.NO_OUTPUT_PACKAGE, message, hint, Setting(OUTPUT))
@@ -46,7 +74,7 @@ def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath
 def import_packages(tree: Tree) -> set[PurePosixPath]:
     """The outermost import packages in the wheel."""
     packages = {PurePosixPath(path).parent for path in tree if path.endswith("/__init__.py")}
-    return {each for each in packages if packages.isdisjoint(each.parents)}
+    return {package for package in packages if packages.isdisjoint(package.parents)}
 
 
 def check_collisions(output: PurePosixPath, tree: Tree, ours: frozenset[str]) -> None:
@@ -54,15 +82,17 @@ def check_collisions(output: PurePosixPath, tree: Tree, ours: frozenset[str]) ->
 
     ``ours``: files in the project that an earlier editable install wrote, as paths in the wheel.
     """
-    taken = sorted(
+    collisions = sorted(
         path
         for path in tree
         if path not in ours
         and (PurePosixPath(path).is_relative_to(output) or path == f"{output}.py")
     )
-    if taken:
+    if collisions:
         folder = f"{output}/epcontext" if len(output.parts) == 1 else None
-        message = f'the project has files of its own in "{output}": {listing(taken, _MAX_NAMED)}.'
+        message = (
+            f'the project has files of its own in "{output}": {listing(collisions, _MAX_NAMED)}.'
+        )
         hint = "Choose a folder for the models alone."
         raise ConfigError(
             Problem.at(OUTPUT, Kind.NO_OUTPUT_PACKAGE, message, hint, Setting(OUTPUT, folder))
@@ -80,17 +110,17 @@ def tag(config: Config) -> str | None:
     if config.wheel.tag != "auto":
         return config.wheel.tag
     platforms = [target.platforms for target in config.targets]
-    if not platforms or not all(platforms) or any("any" in each for each in platforms):
+    if not platforms or not all(platforms) or any("any" in names for names in platforms):
         return None
-    return f"py3-none-{'.'.join(sorted({p for each in platforms for p in each}))}"
+    return f"py3-none-{'.'.join(sorted(set().union(*platforms)))}"
 
 
 def repeated_models(
-    result: Result, shipped: Collection[str], tree: Tree, selected: Tree, root: Path
+    result: Result, shipped: Collection[Path], tree: Tree, selected: Tree, root: Path
 ) -> Iterator[str]:
     """A warning for each file of a source model that the wheel also holds as package data.
 
-    ``shipped``: the names of the models whose sources are in the package; ``root``: the project.
+    ``shipped``: the files of the source models that the package contains; ``root``: the project.
     ``selected``: those files of the wheel that Hatch selects, and no build hook adds.
     """
     sizes: dict[int, list[tuple[str, Path]]] = {}
@@ -107,7 +137,7 @@ def repeated_models(
                 if _is_same_file(path, file):
                     inside = path.is_relative_to(root)
                     pattern = path.relative_to(root).as_posix() if inside else name
-                    again = source.model.name in shipped
+                    again = source.model.path in shipped
                     exclude = (
                         f'Exclude it (exclude = ["{pattern}"] in [tool.hatch.build.targets.wheel])'
                         if name in selected

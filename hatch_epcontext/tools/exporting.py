@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import Kind, OutputError, Problem
-from hatch_epcontext.files import replace_files, sweep, temp_dir
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.report import make_report
-from hatch_epcontext.package.bundle import bundle
-from hatch_epcontext.package.manifest import FILE
-from hatch_epcontext.package.modules import bytecode, import_name_in_tree, modules
-from hatch_epcontext.package.reader import own_files
+from hatch_epcontext.package.bundle import bundle, import_name_in_tree, modules
+from hatch_epcontext.package.folder import publish, refuse_others
 from hatch_epcontext.system import check_apart, check_folder, writing
-from hatch_epcontext.text import listing
 from hatch_epcontext.tools.compiling import CompileResult
-
-_MAX_NAMED = 5
-"""The most files that a message names."""
 
 
 def export(
@@ -46,17 +40,14 @@ def export(
     _check_place(config, folder, place, overwrite=overwrite)
     with temp_dir() as staging:
         result = run(plan(config), staging)
-        made = bundle(
-            result, staging, modules(import_name_in_tree(place), config.models) if loader else {}
-        )
+        shipped = modules(import_name_in_tree(place), config.models) if loader else {}
+        package = bundle(result, staging, shipped)
         _refuse_sources(place, (file for source in result.sources for file in source.users_files))
         # Compiling is slow: another program may have written there.
-        _refuse_existing(folder, place, overwrite=overwrite)
+        _refuse_existing(folder, overwrite=overwrite)
         with writing("the model package", place.parent, str(place), OutputError):
-            # Real copies: the bundle only links files of the cache and of the project.
-            files = {name: made.folder / name for name in made.files}
-            replace_files(place, files, _all_files(place), made.check_sources)
-    return CompileResult(tuple(folder / name for name in made.files), make_report(result))
+            publish(package, folder, edited=False)
+    return CompileResult(tuple(folder / name for name in package.files), make_report(result))
 
 
 def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) -> None:
@@ -76,7 +67,7 @@ def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) 
             message = f"is {name}, or contains it, and would be replaced."
             hint = "Choose a folder of its own for the model package."
             raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), message, hint))
-    _refuse_existing(folder, place, overwrite=overwrite)
+    _refuse_existing(folder, overwrite=overwrite)
 
 
 def _refuse_sources(place: Path, files: Iterable[Path]) -> None:
@@ -88,34 +79,9 @@ def _refuse_sources(place: Path, files: Iterable[Path]) -> None:
         raise OutputError(*(Problem(Kind.FILE_EXISTS, str(file), message, hint) for file in inside))
 
 
-def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
-    """Raise OutputError unless ``place`` is new, empty, or a package that may be replaced.
-
-    ``folder`` is ``place`` as the user wrote it.
-    """
-    sweep(place)
-    if not place.exists() or not any(place.iterdir()):
-        return
-    recorded = own_files(place)
-    ours = frozenset() if recorded is None else {*recorded, FILE}
-    if foreign := [name for name in _files(place) if name not in ours]:
-        what = "this tool did not write" if ours else "are not a model package of this tool"
-        message = f"the folder has files that {what}: {listing(foreign, _MAX_NAMED)}."
-        hint = "Choose another folder, or move them away: they are never overwritten."
-        raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), message, hint))
-    if not overwrite:
+def _refuse_existing(folder: Path, *, overwrite: bool) -> None:
+    """Raise OutputError unless ``folder`` is new, empty, or a package that may be replaced."""
+    refuse_others(folder, edited=False)
+    if not overwrite and folder.exists() and any(folder.iterdir()):
         hint = "Choose another place, or allow overwriting (on the command line: --overwrite)."
         raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), "exists already.", hint))
-
-
-def _files(place: Path) -> Iterator[str]:
-    """The files below ``place``, without what Python writes when it imports the loader."""
-    compiled = bytecode(place)
-    for name in _all_files(place):
-        if place / name not in compiled:
-            yield name
-
-
-def _all_files(place: Path) -> list[str]:
-    paths = [path for path in sorted(place.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    return [path.relative_to(place).as_posix() for path in paths]

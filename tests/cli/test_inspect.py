@@ -11,11 +11,10 @@ import onnx
 import pytest
 
 from hatch_epcontext.jobs.artifact import Artifact
-from hatch_epcontext.package import editable
 from tests.cli.conftest import Cli, build_wheel, problems
 from tests.conftest import needs_qnn
 from tests.models import network, save, save_with_data
-from tests.results import MODULES, configured, resulting
+from tests.results import configured, install, resulting
 from tests.worker.actions.test_compile import X_ELITE, compile_context_of
 
 
@@ -231,7 +230,7 @@ def test_an_editable_install_is_verified_with_the_sources_in_their_places(
     cli: Cli, project: Path, artifact: Artifact
 ) -> None:
     folder = project / "my_app" / "epcontext"
-    editable.write(resulting(configured(project), artifact), folder, MODULES)
+    install(resulting(configured(project), artifact), folder)
     assert cli("inspect", folder, "--verify").stdout.endswith("of 1 model with 2 variants\n")
     (project / "models" / "a.onnx").unlink()
     (problem,) = problems(cli("inspect", folder, "--verify", code=1))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.package.modules import modules
+from hatch_epcontext.package.bundle import modules
 from tests.conftest import REPOSITORY, needs_qnn
 from tests.integration.conftest import Environment, copy_example, make_environment, run, tool
 

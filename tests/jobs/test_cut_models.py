@@ -27,10 +27,10 @@ from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build
 from hatch_epcontext.jobs.sources import check_unchanged, read_sources
-from hatch_epcontext.package import editable
 from hatch_epcontext.package.bundle import bundle
+from hatch_epcontext.package.folder import remove
 from tests.models import network, parsed, save, save_with_data, weights
-from tests.results import MODULES
+from tests.results import MODULES, install
 
 CUT = """
 targets.cpu.provider = "cpu"
@@ -140,13 +140,11 @@ def test_an_editable_install_has_the_cut_source(project: Path, tmp_path: Path) -
     cache, workers = Cache(None, print), Workers(60)
     config = cut_models(config, cache, workers, tmp_path)
     folder = project / "my_app" / "epcontext"
-    editable.write(
-        Result(read_sources(config, cache, workers, tmp_path / "check"), ()), folder, MODULES
-    )
+    install(Result(read_sources(config, cache, workers, tmp_path / "check"), ()), folder)
     session = loader.load("a", package=folder)
     assert [each.name for each in session.get_inputs()] == ["c"]
     assert "a/source/a.onnx" in json.dumps(json.loads((folder / "manifest.json").read_text()))
-    assert editable.remove(folder) == []
+    assert remove(folder) == []
     assert not folder.exists()
 
 

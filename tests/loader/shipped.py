@@ -18,8 +18,8 @@ import numpy as np
 
 from hatch_epcontext import _recompile
 from hatch_epcontext.files import record_files
+from hatch_epcontext.package.bundle import loader_file
 from hatch_epcontext.package.manifest import UNSEALED, seal
-from hatch_epcontext.package.modules import loader_file
 from hatch_epcontext.shipped import METADATA
 from tests.conftest import printed_json
 from tests.models import network, save

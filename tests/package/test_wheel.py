@@ -109,7 +109,7 @@ def test_the_tag_can_be_configured(project: Path, setting: str, tag: str) -> Non
 def repeated(project: Path, tree: dict[str, Path], toml: str, folder: Path) -> list[str]:
     """The warnings about models that are also package data."""
     result = compiled(configured(project, toml), folder)
-    shipped = [source.model.name for source in result.sources]
+    shipped = [source.model.path for source in result.sources]
     return list(wheel.repeated_models(result, shipped, tree, tree, project))
 
 

@@ -148,23 +148,6 @@ def test_a_folder_with_foreign_files_is_never_touched(config: Config, run: Run, 
     assert tree(out) == before
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        "{",
-        '{"name": "an extension of a browser"}',
-        '{"schema_version": "1.0", "components": {}}',
-        '{"additional_metadata": {"hatch-epcontext": {"generator": "other 1.0", "files": {}}}}',
-    ],
-)
-def test_packages_of_other_tools_are_foreign(config: Config, out: Path, manifest: str) -> None:
-    out.mkdir(parents=True)
-    (out / "manifest.json").write_text(manifest, encoding="utf-8")
-    with pytest.raises(OutputError, match=r"this tool: manifest\.json"):
-        export(config, out, never, loader=False, overwrite=True)
-    assert (out / "manifest.json").read_text(encoding="utf-8") == manifest
-
-
 def test_files_that_appear_while_it_is_compiled_are_kept(
     config: Config, run: Run, out: Path
 ) -> None:

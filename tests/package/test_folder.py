@@ -1,19 +1,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
 from hatch_epcontext import loader
-from hatch_epcontext.errors import ConfigError, Kind
-from hatch_epcontext.files import record_file
+from hatch_epcontext.errors import ConfigError, Kind, OutputError
+from hatch_epcontext.files import record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Result
-from hatch_epcontext.package import editable
+from hatch_epcontext.package.folder import owned_paths, project_folder, refuse_others, remove
 from tests.package.conftest import opened
 from tests.package.test_manifest import SEVERAL
-from tests.results import MODULES, compiled, configured, resulting
+from tests.results import compiled, configured, install, resulting
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -44,11 +45,11 @@ def folder(project: Path) -> Path:
 
 def test_the_folder_of_the_output_in_the_project() -> None:
     files = {"my_app/__init__.py": Path("/p/src/my_app/__init__.py"), "m.py": Path("/p/m.py")}
-    assert editable.project_folder(PurePosixPath("my_app/sub/models"), files) == Path(
+    assert project_folder(PurePosixPath("my_app/sub/models"), files) == Path(
         "/p/src/my_app/sub/models"
     )
     with pytest.raises(ConfigError, match="no package of the project contains it") as raised:
-        editable.project_folder(PurePosixPath("other/models"), files)
+        project_folder(PurePosixPath("other/models"), files)
     assert [problem.kind for problem in raised.value.problems] == [Kind.NO_OUTPUT_PACKAGE]
     assert 'Set tool.epcontext.editable = "skip"' in str(raised.value)
 
@@ -56,7 +57,7 @@ def test_the_folder_of_the_output_in_the_project() -> None:
 def test_it_has_the_loader_the_artifacts_and_the_path_of_the_source(
     result: Result, folder: Path
 ) -> None:
-    editable.write(result, folder, MODULES)
+    install(result, folder)
     assert (folder / "__init__.py").is_file()
     assert (folder / "a" / "cpu" / "a_ctx.onnx").read_bytes() == b"context"
     package = opened(folder)
@@ -78,7 +79,7 @@ def test_the_loader_opens_the_source_where_it_is(
     project: Path, folder: Path, tmp_path: Path
 ) -> None:
     result = compiled(configured(project, SEVERAL), tmp_path / "artifacts")
-    editable.write(Result(result.sources, ()), folder, MODULES)
+    install(Result(result.sources, ()), folder)
     assert loader.models(package=folder) == ["det"]
     with loader.path("det", package=folder) as path:
         assert path.resolve() == (project / "models" / "a.onnx").resolve()
@@ -86,31 +87,60 @@ def test_the_loader_opens_the_source_where_it_is(
     assert [list(each.variants) for each in package.components.values()] == [["source"], ["source"]]
 
 
+def test_files_that_the_app_needs_for_options_are_in_it(
+    project: Path, folder: Path, tmp_path: Path
+) -> None:
+    (project / "ep.json").write_text("{}", encoding="utf-8")
+    toml = """
+models = ["models/a.onnx"]
+[targets.npu]
+provider = "plugin"
+ep-name = "OtherEP"
+library = "other_ep"
+load-options = { config_file = "ep.json" }
+"""
+    install(compiled(configured(project, toml), tmp_path / "artifacts"), folder)
+    (name,) = (name for name in files_of(manifest_of(folder)) if name.endswith("ep.json"))
+    assert (folder / name).read_text(encoding="utf-8") == "{}"
+
+
 def test_artifacts_in_the_project_are_copies(result: Result, folder: Path) -> None:
-    editable.write(result, folder, MODULES)
+    install(result, folder)
     (folder / "a" / "cpu" / "a_ctx.onnx").write_bytes(b"edited")
     assert (result.built[0].artifact.folder / "a_ctx.onnx").read_bytes() == b"context"
 
 
 def test_removing_removes_our_files_and_the_folder(result: Result, folder: Path) -> None:
-    editable.write(result, folder, MODULES)
+    install(result, folder)
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "__init__.cpython-311.pyc").touch()
-    assert list(editable.remove(folder)) == []
+    assert remove(folder) == []
     assert not folder.exists()
     assert (folder.parents[1] / "models" / "a.onnx").is_file()
 
 
-def test_removing_keeps_other_files_and_changed_files(result: Result, folder: Path) -> None:
-    editable.write(result, folder, MODULES)
-    (folder / "notes.txt").write_text("mine", encoding="utf-8")
-    changed = folder / "a" / "cpu" / "a_ctx.onnx"
-    changed.write_bytes(b"edited")
-    assert list(editable.remove(folder)) == [str(changed)]
-    assert {path for path in folder.rglob("*") if path.is_file()} == {
-        changed,
-        folder / "notes.txt",
-    }
+def add(folder: Path) -> str:
+    (folder / "a" / "notes.txt").write_text("mine", encoding="utf-8")
+    return "a/notes.txt"
+
+
+def change(folder: Path) -> str:
+    (folder / "a" / "cpu" / "a_ctx.onnx").write_bytes(b"edited")
+    return "a/cpu/a_ctx.onnx"
+
+
+@pytest.mark.parametrize("edit", [add, change])
+def test_a_folder_with_added_or_changed_files_stays_as_it_is(
+    result: Result, folder: Path, edit: Callable[[Path], str]
+) -> None:
+    install(result, folder)
+    name = edit(folder)
+    before = record_files(folder)
+    assert remove(folder) == [name]
+    with pytest.raises(OutputError, match=f"files that this tool did not write: {name}") as raised:
+        install(result, folder)
+    assert [problem.kind for problem in raised.value.problems] == [Kind.FILE_EXISTS]
+    assert record_files(folder) == before
 
 
 def test_a_folder_without_our_manifest_is_not_changed(folder: Path) -> None:
@@ -122,21 +152,23 @@ def test_a_folder_without_our_manifest_is_not_changed(folder: Path) -> None:
         "{",
         "[" * 100_000,
         "null",
+        {"name": "an extension of a browser"},
+        {"schema_version": "1.0", "components": {}},
         {"files": files},
         {"additional_metadata": files},
         {"additional_metadata": {"hatch-epcontext": {"files": files}}},
         {"additional_metadata": {"hatch-epcontext": others}},
     ):
         overwrite(folder, content)
-        assert list(editable.remove(folder)) == []
+        assert remove(folder) == []
         assert (folder / "x").exists()
-        assert editable.owned_paths(PurePosixPath("my_app/epcontext"), folder) == frozenset()
-        with pytest.raises(ConfigError, match="has files of its own"):
-            editable.check(folder)
+        assert owned_paths(PurePosixPath("my_app/epcontext"), folder) == frozenset()
+        with pytest.raises(OutputError, match=r"did not write: manifest\.json and x\."):
+            refuse_others(folder, edited=True)
 
 
 def test_a_file_outside_the_folder_is_not_removed(result: Result, folder: Path) -> None:
-    editable.write(result, folder, MODULES)
+    install(result, folder)
     victim = folder.parent / "__init__.py"
     content = manifest_of(folder)
     files_of(content)["../__init__.py"] = {
@@ -144,32 +176,32 @@ def test_a_file_outside_the_folder_is_not_removed(result: Result, folder: Path) 
         "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
     }
     overwrite(folder, content)
-    list(editable.remove(folder))
+    assert remove(folder) == []
     assert victim.is_file()
 
 
 def test_writing_again_replaces_the_files(result: Result, folder: Path) -> None:
-    editable.write(result, folder, MODULES)
-    editable.write(Result(result.sources, ()), folder, MODULES)
+    install(result, folder)
+    install(Result(result.sources, ()), folder)
     assert not (folder / "a").exists()
 
 
 def test_the_files_of_an_older_version_are_replaced(result: Result, folder: Path) -> None:
-    editable.write(result, folder, MODULES)
+    install(result, folder)
     content = manifest_of(folder)
     (component,) = content["components"].values()
     about = component["variants"]["cpu"]["additional_metadata"]["hatch-epcontext"]
     about["settings"] = "as they were in another version"
     overwrite(folder, {**content, "schema_version": "9.9", "models": {}})
-    editable.check(folder)
-    assert editable.remove(folder) == []
+    refuse_others(folder, edited=True)
+    assert remove(folder) == []
     assert not folder.exists()
 
 
 def test_the_paths_of_our_files(result: Result, folder: Path) -> None:
     output = PurePosixPath("my_app/epcontext")
-    assert editable.owned_paths(output, folder) == frozenset()
-    editable.write(result, folder, MODULES)
-    assert editable.owned_paths(output, folder) == {
+    assert owned_paths(output, folder) == frozenset()
+    install(result, folder)
+    assert owned_paths(output, folder) == {
         f"my_app/epcontext/{name}" for name in (*files_of(manifest_of(folder)), "manifest.json")
     }
