@@ -7,16 +7,9 @@ from functools import cached_property
 
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
-
-_SHAPES = frozenset({"Shape", "Size"})
-"""Operators whose outputs depend on the shape of their input only."""
-
-_SAME_VALUES = graph.RESHAPING | {"Cast", "Expand"}
-
-_CHOOSING = frozenset({"Gather", "GatherElements", "GatherND"})
 
 _MAX_SETTINGS = 4
 """The most numbers in an input with settings."""
@@ -30,7 +23,7 @@ class Dependencies(Scope):
         self._origins = {value.name: frozenset([value.name]) for value in graph.inputs(main)}
         for node, used in zip(main.node, self.reads, strict=True):
             given = {self._origins[name] for name in used if name in self._origins}
-            if node.op_type not in _SHAPES and given:
+            if node.op_type not in operators.SHAPES and given:
                 origins = frozenset().union(*given)
                 self._origins.update((name, origins) for name in node.output if name)
 
@@ -68,16 +61,11 @@ class Dependencies(Scope):
         return frozenset(each.name for each in found if _is_few(each) and each.name not in indices)
 
     def _indices(self) -> frozenset[str]:
-        """The inputs that choose from tables."""
-        origin = {value.name: value.name for value in graph.inputs(self.part)}
-        found = set()
-        for node in self.part.node:
-            first, second = graph.operands(node, 2)
-            if node.op_type in _SAME_VALUES and first in origin:
-                origin.update(dict.fromkeys(node.output, origin[first]))
-            elif node.op_type in _CHOOSING and second in origin:
-                found.add(origin[second])
-        return frozenset(found)
+        """The values that choose from tables, as far up as they are moved only."""
+        gathers = (node for node in self.part.node if node.op_type in operators.GATHERS)
+        return frozenset(
+            self.origin(graph.operand(node, 1), operators.MOVES | {"Cast"}) for node in gathers
+        )
 
 
 def _is_few(facts: TensorFacts) -> bool:

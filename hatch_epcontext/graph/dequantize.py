@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.arrays import STRING, is_float
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION, QUANTIZED_WEIGHTS
@@ -26,10 +26,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 _QUANTIZATION = DYNAMIC_QUANTIZATION | QUANTIZED_WEIGHTS | {"QuantizeLinear"}
 
-_MOVING = graph.RESHAPING | {"Gather", "Slice", "Transpose"}
-"""Operators that only move the values of their first input."""
-
-_SAME_NUMBERS = _MOVING | {"MaxPool", "Split"}
+_SAME_NUMBERS = operators.MOVES | {"MaxPool"}
 """Operators that quantizers apply to integers, because the result is the same as with floats."""
 
 _NUMBERS = frozenset(
@@ -143,7 +140,7 @@ class _Undoing:
     def rules(self) -> Mapping[str, Rule]:
         static = {
             **dict.fromkeys(("Concat", "Resize"), self._move),
-            **dict.fromkeys(("QuantizeLinear", "com.microsoft.QuantizeLinear"), self._clip),
+            **dict.fromkeys(operators.QUANTIZES, self._clip),
             "com.microsoft.DequantizeLinear": self._dequantize,
         }
         return {
@@ -398,8 +395,7 @@ def _rows_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
 
 
 _WEIGHTS: Mapping[str, Rule] = {
-    "DequantizeLinear": _dequantized,
-    "com.microsoft.DequantizeLinear": _dequantized,
+    **dict.fromkeys(operators.DEQUANTIZES, _dequantized),
     "com.microsoft.GatherBlockQuantized": _rows_of_blocks,
     "com.microsoft.MatMulNBits": _product_of_blocks,
 }
@@ -431,14 +427,8 @@ _Path = tuple[list[onnx.NodeProto], str]
 
 def _to_stored(scope: Scope, name: str) -> _Path | None:
     """The nodes that move a stored tensor into the value ``name``."""
-    moves: list[onnx.NodeProto] = []
-    while scope.stored.get(name) is None:
-        node = scope.maker(name)
-        if node is None or node.op_type not in _MOVING or node.domain:
-            return None
-        moves.insert(0, node)
-        name = node.input[0]
-    return moves, name
+    origin, moves = scope.trace(name, operators.MOVES - {"Split"})
+    return None if scope.stored.get(origin) is None else (moves[::-1], origin)
 
 
 def _moved(path: _Path, values: Floats, builder: Builder) -> str:

@@ -37,9 +37,6 @@ _RANDOM = frozenset(
 )
 """Operators whose results depend on chance."""
 
-RESHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-"""Operators whose result has all values of their first input, in the same order."""
-
 TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 """The attributes of standard operators that name the type of a result."""
 

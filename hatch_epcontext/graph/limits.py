@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hatch_epcontext.graph.operators import SIZES_FROM
+
 TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
 """The operators of ``ai.onnx.ml`` that are ensembles of trees."""
 
@@ -64,15 +66,11 @@ NUMBERS_ONLY = Limits()
 
 FIXED_SHAPES = Limits(
     shapes_from={
-        "Compress": (1,),
-        "ConstantOfShape": (0,),
-        "Expand": (1,),
-        "NonZero": (0,),
-        "Range": (0, 1, 2),
-        "Reshape": (1,),
-        "Tile": (1,),
-        "TopK": (1,),
-        "Unique": (0,),
+        name: SIZES_FROM[name]
+        for name in (
+            *("Compress", "ConstantOfShape", "Expand", "NonZero", "Range", "Reshape", "Tile"),
+            *("TopK", "Unique"),
+        )
     },
     loops=False,
 )

@@ -12,22 +12,15 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, copy_of, rename
 from hatch_epcontext.graph.number_format import FUSING, Fault, NumberFormat
 from hatch_epcontext.graph.scope import Scope, Types
 
-_SAME_VALUES = graph.RESHAPING | {
-    *("Abs", "Concat", "DepthToSpace", "Dropout", "Expand", "Gather", "GatherElements", "GatherND"),
-    *("GlobalMaxPool", "Max", "MaxPool", "Min", "Neg", "Pad", "ReduceMax", "ReduceMin", "Relu"),
-    *("ReverseSequence", "Sign", "Slice", "SpaceToDepth", "Split", "Tile", "TopK", "Transpose"),
-    *("Trilu", "Where"),
-}
-"""Operators whose results are values of their operands, or signs: they need no rounding."""
-
-_QUANTIZES = frozenset({"QuantizeLinear", "com.microsoft.QuantizeLinear"})
-_DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
+_SAME_VALUES = operators.MOVES | operators.PADS | operators.EXTREMES | operators.DEQUANTIZES
+_SAME_VALUES |= {"Abs", "Concat", "Max", "Min", "Neg", "Relu", "Sign", "TopK", "Where"}
+"""Operators whose results are values of their operands, or signs, or quantized: they need no rounding."""
 
 _SCALING = frozenset({"Resize", "Upsample"})
 """Operators whose stored floats are sizes, not data."""
@@ -126,17 +119,18 @@ class _EmulatedGraph:
         copy = copy_of(node)
         if not rounds:
             self._outside.update(node.output)
-        elif graph.operator(node) not in _QUANTIZES:
+        elif graph.operator(node) not in operators.QUANTIZES:
             copy.input[:] = map(self._enter, node.input)
         is_float = self._scope.elem_type(node.output[0]) == TensorProto.FLOAT
         if rounds and node.op_type == "Div" and is_float and self._format.has_reciprocals:
             self._multiply(copy)
         self._builder.append(copy)
-        is_data = rounds and graph.operator(node) not in _QUANTIZES | _DEQUANTIZES
+        quantized = operators.QUANTIZES | operators.DEQUANTIZES
+        is_data = rounds and graph.operator(node) not in quantized
         data = node.input[:1] if node.op_type in _SCALING else node.input
         self._data.update(data if is_data else ())
         self._exact.update(each for each in node.input if not is_data or each not in data)
-        if not rounds or graph.operator(node) in _SAME_VALUES | _DEQUANTIZES:
+        if not rounds or graph.operator(node) in _SAME_VALUES:
             return
         for index, name in enumerate(node.output):
             if self._scope.elem_type(name) != TensorProto.FLOAT or self._is_inside(node, name):
@@ -176,7 +170,7 @@ class _EmulatedGraph:
         readers = [self._scope.nodes[index] for index in self._scope.readers.get(name, ())]
         if not readers or name in self._outputs:
             return False
-        if all(graph.operator(each) in _QUANTIZES for each in readers):
+        if all(graph.operator(each) in operators.QUANTIZES for each in readers):
             return True
         if len(readers) > 1 or node.op_type not in FUSING:
             return False
@@ -257,7 +251,7 @@ def _before(node: onnx.NodeProto, scope: Scope) -> Iterator[onnx.NodeProto]:
         if maker is None:
             continue
         yield maker
-        if maker.op_type == "Add" or maker.op_type in graph.RESHAPING:
+        if maker.op_type == "Add" or maker.op_type in operators.RESHAPING:
             yield from _before(maker, scope)
 
 

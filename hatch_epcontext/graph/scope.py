@@ -6,7 +6,7 @@ Types and stored tensors include those of the graphs around it; nodes are only t
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence, Set
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -125,6 +125,21 @@ class Scope:
         first = list(names)
         read = (name for index in self.above(first, goes_on) for name in self.reads[index])
         return list(dict.fromkeys((*first, *read)))
+
+    def trace(self, name: str, through: Container[str]) -> tuple[str, list[onnx.NodeProto]]:
+        """The `origin` of a value, and the nodes that make the value of it, the last one first."""
+        nodes: dict[str, onnx.NodeProto] = {}
+        # In an invalid graph a value may depend on itself.
+        while name not in nodes and (node := self.maker(name)) is not None:
+            if graph.operator(node) not in through or not node.input:
+                break
+            nodes[name] = node
+            name = node.input[0]
+        return name, [*nodes.values()]
+
+    def origin(self, name: str, through: Container[str]) -> str:
+        """The value of which nodes of the operators ``through`` make ``name``, each of its first operand."""
+        return self.trace(name, through)[0]
 
     def constant(self, name: str) -> NDArray[Any] | None:
         """The values of a stored tensor; None if it is computed, or if they are in another file."""

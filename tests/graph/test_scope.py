@@ -6,6 +6,7 @@ import pytest
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.operators import MOVES
 from hatch_epcontext.graph.scope import Scope
 from tests.models import parsed
 
@@ -87,3 +88,14 @@ def test_graphs_inside_nodes_are_a_part_of_it_if_they_are_to_be() -> None:
     assert (operator(whole.maker("sum")), whole.shape("sum")) == ("Add", (3,))
     assert whole.constant("two") == 2
     assert whole.ancestors(["sum"]) == ["sum", "a", "two", "x"]
+
+
+def test_the_origin_of_a_value_is_above_all_nodes_that_only_move_it() -> None:
+    main = graph_of("""(float[2, 2] x, int64[2] s) => (float[2, 2] y) {
+        a = Neg (x) t = Transpose (a) d = other.Reshape (t, s) r = Reshape (d, s) y = Reshape (r, s) }""")
+    origin, moves = Scope(main).trace("y", MOVES)
+    assert (origin, [node.output[0] for node in moves]) == ("d", ["y", "r"])
+    assert Scope(main).origin("t", MOVES) == "a"
+    main.node[0].input[0] = "t"
+    main.node[0].op_type = "Identity"
+    assert Scope(main).origin("t", MOVES) == "t"

@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.limits import TREES, Limits
@@ -44,13 +44,10 @@ MAKES: Mapping[str, str] = {
 }
 """Operators whose first output is never, or not always, a tensor of numbers."""
 
-_SAME_KIND = graph.RESHAPING | {
-    *("Compress", "Concat", "Expand", "Gather", "GatherElements", "GatherND", "Slice", "Split"),
-    *("Tile", "Transpose", "Where"),
-}
+_SAME_KIND = operators.MOVES | {"Concat", "Where"}
 """Operators whose result is of strings, or a sequence, if what they read is."""
 
-_TRIVIAL = graph.RESHAPING | {"Cast", "Transpose"}
+_TRIVIAL = operators.LAYOUT | {"Cast"}
 """Operators that are not worth a context of their own."""
 
 

@@ -9,30 +9,13 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.builder import Builder, Outputs, by_node
 from hatch_epcontext.graph.scope import Scope, Types
 
-_NAMES = """
-Abs Add And AveragePool BatchNormalization Ceil Celu Clip Concat Constant Conv ConvTranspose Cos Elu Equal
-Erf Exp Flatten Floor Gelu Gemm GlobalAveragePool GlobalMaxPool Greater GreaterOrEqual HardSigmoid HardSwish
-Identity InstanceNormalization LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax MatMul Max MaxPool
-Mean Min Mish Mul Neg Not Or PRelu Reciprocal Relu Round Selu Shape Sigmoid Sign Sin Softmax Softplus Softsign
-Sqrt Sub Sum Tan Tanh ThresholdedRelu Transpose Where Xor
-"""
-_NEVER_FAIL = frozenset(_NAMES.split())
-"""Operators that never fail for values of the right shapes and dtypes."""
-
 _OF_FLOATS = frozenset({"Cast", "Div", "Pow"})
 """Operators that never fail for floats; with integers they may divide by zero."""
-
-_NAMES = """
-Expand Gather Pad ReduceL1 ReduceL2 ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare
-Reshape Slice Split Squeeze Tile Unsqueeze
-"""
-_OF_CONSTANTS = frozenset(_NAMES.split())
-"""Operators that never fail if all inputs but the first are constants."""
 
 _MAX_CONDITIONS = 3
 """The most conditions of which all combinations are tried."""
@@ -82,9 +65,9 @@ def _is_safe(node: onnx.NodeProto, scope: Scope) -> bool:
     if node.op_type in _OF_FLOATS:
         dtypes = [scope.dtype(name) for name in node.input]
         return all(dtype is not None and dtype.kind == "f" for dtype in dtypes)
-    if node.op_type in _OF_CONSTANTS:
-        return all(scope.constant(name) is not None for name in node.input[1:] if name)
-    return node.op_type in _NEVER_FAIL
+    operands = {**operators.SIZES_FROM, **operators.FAILS_ON}.get(node.op_type, (0,))
+    names = node.input[1:] if operands else ()
+    return 0 not in operands and all(scope.constant(name) is not None for name in names if name)
 
 
 def removed(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from functools import partial
 
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule, by_node
 from hatch_epcontext.graph.scope import Scope
 
@@ -28,7 +28,7 @@ _BEGINS: Mapping[str, int] = {
 _BIASES: Mapping[str, int] = {"QLinearConv": 8, "QGemm": 6}
 """The operand that is added to a product."""
 
-_MOVING = graph.RESHAPING | {"MaxPool", "Transpose"}
+_MOVING = operators.LAYOUT | {"MaxPool"}
 """Operators with the same result for integers, which EPs support for floats."""
 
 _OWN = frozenset({"channels_last", "opset"})
@@ -117,9 +117,7 @@ def _moved(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 def _scale_of(name: str, scope: Scope) -> Sequence[str]:
     """The scale and the zero point of integers; empty if they are unknown, or for floats."""
-    while (node := scope.maker(name)) is not None and node.op_type in _MOVING:
-        name = node.input[0]
-    if node is None:
+    if (node := scope.maker(scope.origin(name, _MOVING))) is None:
         return ()
     if node.op_type == "QuantizeLinear":
         return node.input[1:3]

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import (
     BOUNDS_AS_INPUTS,
     Builder,
@@ -68,10 +68,7 @@ def _maker(name: str, scope: Scope) -> str:
 
 def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value, name = node.input
-    exponent = name
-    while (maker := scope.maker(exponent)) is not None and maker.op_type in ("Cast", "Identity"):
-        exponent = maker.input[0]
-    number = _number_beside(value, exponent, scope)
+    number = _number_beside(value, scope.origin(name, ("Cast", "Identity")), scope)
     if number == 2:
         return [builder.add("Mul", value, value)]
     dtype = scope.dtype(value)
@@ -119,7 +116,7 @@ def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 _FUSING = FUSING | {"Add", "Sub"}
-_FUSED_THROUGH = graph.RESHAPING | {"Mul", "Slice", "Split"}
+_FUSED_THROUGH = operators.RESHAPING | {"Mul", "Slice", "Split"}
 """Operators that EPs fuse with an activation, and those that may come between."""
 
 
@@ -144,7 +141,6 @@ _PART = 1 / 8
 _MAX_DEPTH = 8
 """The most nodes from a root down to its squares."""
 
-_PASSING = graph.RESHAPING | {"Transpose"}
 _WITH_NUMBERS = frozenset({"Add", "Clip", "Max"})
 _MEANS = frozenset({"ReduceMean"})
 _SUMS = frozenset({"Add", "ReduceSum"})
@@ -171,7 +167,9 @@ class _Roots:
             return self._scaled([self.magnitude(value)], offset)
         if operator in _WITH_NUMBERS and (found := _value_and_number(node, self.scope)):
             return self._beside(operator, *found, offset, max_depth - 1)
-        if operator in _PASSING and (inner := self.of(node.input[0], offset, max_depth - 1)):
+        if operator in operators.LAYOUT and (
+            inner := self.of(node.input[0], offset, max_depth - 1)
+        ):
             return self.builder.add_like(node, operator, [inner, *node.input[1:]])[0]
         return self._summed(node, offset, max_depth - 1) if operator in self.operators else None
 

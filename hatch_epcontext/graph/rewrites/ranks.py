@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import (
     Builder,
     Outputs,
@@ -23,7 +23,7 @@ from hatch_epcontext.graph.scope import Scope, Types
 _FEW = 4
 """The number of dimensions that every EP supports."""
 
-_RESHAPING = graph.RESHAPING - {"Identity"}
+_RESHAPING = operators.RESHAPING - {"Identity"}
 
 _NAMES = """
 Abs Add And Cast Div Equal Erf Exp Expand Greater GreaterOrEqual Less LessOrEqual Log Max Min Mod Mul
@@ -186,14 +186,12 @@ def _concatenated(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
 
 def _joined(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Reshape of a reshaped value with many dimensions, which skips that value."""
-    shape, source = scope.shape(node.output[0]), node.input[0]
+    shape = scope.shape(node.output[0])
     # A size of zero means that of the input.
     if shape is None or 0 in shape:
         return None
-    many = False
-    while (maker := scope.maker(source)) is not None and maker.op_type in _RESHAPING:
-        many = many or len(scope.shape(source) or ()) > _FEW
-        source = maker.input[0]
+    source, before = scope.trace(node.input[0], _RESHAPING)
+    many = any(len(scope.shape(reshape.output[0]) or ()) > _FEW for reshape in before)
     return [builder.reshape(source, shape)] if many else None
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.values.known import KnownValues
 
 Bounds = tuple[float, float]
@@ -203,15 +203,12 @@ def _limited(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterato
     yield from (form.clipped(low, high) for form in _any(given))
 
 
-_KEEPING = """
-Identity Reshape Flatten Transpose Squeeze Unsqueeze Expand Tile Slice Split Gather GatherElements GatherND
-Compress Pad Trilu ReduceMax ReduceMin ReduceMean Abs Dropout ReverseSequence TopK QuantizeLinear
-DequantizeLinear DynamicQuantizeLinear
-"""
-"""Operators whose results have values of their first operand."""
+_KEEPING = operators.MOVES | operators.PADS | operators.EXTREMES | operators.MEANS
+_KEEPING |= {"Abs", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear", "TopK"}
+"""Operators whose results are within the values of their first operand, or nearly."""
 
 _RULES: Mapping[str, _Rule] = {
-    **dict.fromkeys(_KEEPING.split(), lambda node, given, known: given[0]),
+    **dict.fromkeys(_KEEPING, lambda node, given, known: given[0]),
     **dict.fromkeys(
         ("Floor", "Ceil", "Round"),
         lambda node, given, known: (replace(form, whole=True) for form in given[0]),

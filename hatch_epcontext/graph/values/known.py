@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope, Sizes
@@ -82,7 +82,7 @@ class KnownValues(Scope):
         return self._values[name]
 
     def _computed(self, node: onnx.NodeProto, depth: int) -> Array | None:
-        if node.op_type in ("Shape", "Size"):
+        if node.op_type in operators.SHAPES:
             return self._measured(node)
         if node.domain not in graph.STANDARD or node.op_type not in _COMPUTED:
             return None

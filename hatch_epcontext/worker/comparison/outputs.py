@@ -6,22 +6,16 @@ from collections.abc import Sequence
 
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import Nature
 
-_SAME_VALUES = graph.RESHAPING | {
-    *("Cast", "Transpose", "Slice", "Gather", "Split", "Expand", "Tile", "Dropout", "ReduceMean"),
-    *("ReduceMax", "ReduceMin", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"),
-    *("DepthToSpace", "QuantizeLinear", "DequantizeLinear"),
-}
+_SAME_VALUES = operators.MOVES | operators.EXTREMES | operators.MEANS | {"Cast"}
+_SAME_VALUES |= operators.QUANTIZES | operators.DEQUANTIZES
 """Operators whose results are values of their first input, or means of them."""
 
-_MEANS = frozenset({"ReduceMean", "AveragePool", "GlobalAveragePool"})
-"""Those that compute means, which have finer steps."""
-
-_WHOLE = _SAME_VALUES - {"Slice", "Gather", "Split", "ReduceMean", "ReduceMax", "ReduceMin"}
+_WHOLE = _SAME_VALUES - operators.PICKS - {"ReduceMean", "ReduceMax", "ReduceMin"}
 """Those that keep the probabilities of a Softmax together."""
 
 _UNIT = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Erf", "Sin", "Cos", "Softsign"})
@@ -47,27 +41,22 @@ def _names(main: onnx.GraphProto, more: Sequence[str]) -> tuple[str, ...]:
 
 
 def _quantization_step(name: str, scope: Scope) -> float:
-    values = _SAME_VALUES - _MEANS
-    while (node := scope.maker(name)) is not None and node.op_type in values and node.input:
+    # Means have finer steps.
+    for node in scope.trace(name, _SAME_VALUES - operators.MEANS)[1]:
         if node.op_type == "QuantizeLinear":
             return 1.0
         if node.op_type == "DequantizeLinear":
             scale = scope.constant(node.input[1])
             return 0.0 if scale is None else float(abs(scale).max())
-        name = node.input[0]
     return 0.0
 
 
 def _nature(name: str, scope: Scope) -> Nature:
-    whole = True
-    # Ends, because each step goes back to an earlier value.
-    while (node := scope.maker(name)) is not None:
-        if node.op_type not in _SAME_VALUES or not node.input:
-            nature = _made(node, name, scope)
-            return "unit" if nature == "probabilities" and not whole else nature
-        whole = whole and node.op_type in _WHOLE
-        name = node.input[0]
-    return "any"
+    origin, passed = scope.trace(name, _SAME_VALUES)
+    node = scope.maker(origin)
+    nature = "any" if node is None else _made(node, origin, scope)
+    is_whole = all(graph.operator(each) in _WHOLE for each in passed)
+    return "unit" if nature == "probabilities" and not is_whole else nature
 
 
 def _made(node: onnx.NodeProto, name: str, scope: Scope) -> Nature:

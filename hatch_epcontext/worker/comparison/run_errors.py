@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import onnx
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import Kind, Problem, Setting
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.graph.limits import FIXED_SHAPES
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
@@ -33,13 +32,6 @@ _OTHER_LAYOUT = "_nchwc"
 
 _MAX_NAMED = 3
 """The most inputs that a message names: those nearest to the node."""
-
-_DECIDING = {
-    **dict.fromkeys(("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Tile"), 1),
-    **dict.fromkeys(("ScatterElements", "ScatterND", "Slice", "TopK", "OneHot", "CumSum"), 1),
-    "ConstantOfShape": 0,
-}
-"""The operand that makes a node of these operators fail."""
 
 
 def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
@@ -147,9 +139,9 @@ def _inputs_of(
 ) -> list[TensorFacts]:
     """The inputs that decide whether ``node`` fails, the nearest first."""
     by_name = {each.name: each for each in inputs}
-    deciding = _DECIDING.get(node.op_type)
-    given = node.input if deciding is None else node.input[deciding : deciding + 1]
-    return [by_name[name] for name in scope.ancestors(given) if name in by_name][:_MAX_NAMED]
+    deciding = operators.FAILS_ON.get(graph.operator(node), ())
+    names = [name for index in deciding if (name := graph.operand(node, index))] or node.input
+    return [by_name[name] for name in scope.ancestors(names) if name in by_name][:_MAX_NAMED]
 
 
 def _other_sizes(inputs: Sequence[TensorFacts], model: Model) -> tuple[str, tuple[Setting, ...]]:
@@ -207,37 +199,13 @@ def _settings(named: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
         yield Setting(model.place("shapes"))
 
 
-_OF_EQUAL_SIZES = (
-    "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Equal", "Greater",
-    "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mul", "Or", "PRelu", "Pow", "Sub",
-    "Sum", "Where", "Xor",
-)  # fmt: skip
-"""Operators whose operands are broadcast. Not those that divide: integers can be zero."""
-
-_OF_CERTAIN_SIZES = (
-    "AveragePool", "BatchNormalization", "Concat", "Conv", "ConvInteger", "ConvTranspose", "DepthToSpace",
-    "Einsum", "Flatten", "Gemm", "GlobalAveragePool", "GroupNormalization", "InstanceNormalization",
-    "LayerNormalization", "LpPool", "MatMul", "MatMulInteger", "MaxPool", "QLinearConv", "QLinearMatMul",
-    "SpaceToDepth", "Transpose",
-)  # fmt: skip
-"""Operators that accept operands of certain sizes, and any values."""
-
-_VALUES: Mapping[str, tuple[int, ...]] = {
-    **dict.fromkeys((*_OF_EQUAL_SIZES, *_OF_CERTAIN_SIZES), ()),
-    **dict.fromkeys(("Expand", "Reshape", "Split", "Squeeze", "Tile", "Gather"), (1,)),
-    **dict.fromkeys(("GRU", "LSTM", "RNN"), (4,)),
-    "Slice": (1, 2, 3, 4),
-}
-"""Operators, with the operands whose values can make them fail."""
-
-
 def _only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
     """Whether ``node`` fails for all values of the inputs of ``main``.
 
     False if that is unknown, as for a node inside another one.
     """
     flow = Dependencies(main)
-    values = _VALUES.get(graph.operator(node))
+    values = operators.FAILS_ON.get(graph.operator(node))
     if values is None or not node.output or flow.maker(node.output[0]) is None:
         return False
     if _depends(flow, node, values):
@@ -254,22 +222,7 @@ def _has_size_of_values(node: onnx.NodeProto, flow: Dependencies) -> bool:
     operator = graph.operator(node)
     if operator.startswith(("Sequence", "Optional", "SplitToSequence", "ConcatFromSequence")):
         return True
-    values = FIXED_SHAPES.shapes_from.get(operator, _MORE_SIZES_FROM.get(operator, ()))
-    return _depends(flow, node, values)
-
-
-_MORE_SIZES_FROM: Mapping[str, tuple[int, ...]] = {
-    "NonMaxSuppression": (0, 1, 2),
-    "OneHot": (1,),
-    "Pad": (1, 3),
-    "Resize": (1, 2, 3),
-    "Slice": (1, 2, 3, 4),
-    "Split": (1,),
-    "Squeeze": (1,),
-    "Unsqueeze": (1,),
-    "Upsample": (1,),
-}
-"""As `Limits.shapes_from`, for operators that some EPs compile nevertheless."""
+    return _depends(flow, node, operators.SIZES_FROM.get(operator, ()))
 
 
 def _depends(flow: Dependencies, node: onnx.NodeProto, operands: tuple[int, ...]) -> bool:

@@ -14,16 +14,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import MANY, SIGNAL_PART, Numbers
 from hatch_epcontext.worker.comparison.suppression import Rest, rest_of
-
-_PASSING = graph.RESHAPING | {"Cast"}
-"""Operators that keep values in the same order."""
-
-_GATHERS = frozenset({"Gather", "GatherElements", "GatherND"})
 
 _REMAINDERS = frozenset({"Mod", "Sub"})
 """Operators that compute the class of a row from its index among all classes of all rows."""
@@ -226,9 +221,7 @@ class _SelectionFinder:
 
     def _origin(self, name: str) -> str:
         """The value with the values of ``name`` in the same order, before any reshaping."""
-        while (node := self._scope.maker(name)) is not None and node.op_type in _PASSING:
-            name = node.input[0]
-        return name
+        return self._scope.origin(name, operators.RESHAPING | {"Cast"})
 
     def _scaled(self, name: str) -> tuple[str, float, float]:
         """The value from which ``name`` is made by one factor and one summand, with these two."""
@@ -261,7 +254,7 @@ class _SelectionFinder:
     def _gathered(self, name: str) -> _Gathered | None:
         """The source from which the value ``name`` is gathered, before any TopK."""
         node = self._scope.maker(self._origin(name))
-        if node is None or node.op_type not in _GATHERS:
+        if node is None or node.op_type not in operators.GATHERS:
             return None
         data, indices = graph.operands(node, 2)
         if self._indices.isdisjoint(self._scope.ancestors([indices])):

@@ -10,13 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.text import suggestion
 
-_SAME_VALUES = graph.RESHAPING | {
-    *("Cast", "Concat", "Expand", "Gather", "Slice", "Split", "Transpose")
-}
 _LAYERS: Mapping[str, Mapping[int, int]] = {
     "LSTM": {5: 1, 6: 2},
     "DynamicQuantizeLSTM": {5: 1, 6: 2},
@@ -183,7 +180,7 @@ def _moves(main: onnx.GraphProto) -> tuple[_Moves, _Moves]:
         if node.op_type == "If":
             for branch in graph.inner_graphs(node):
                 pairs += zip((each.name for each in branch.output), node.output, strict=False)
-        elif node.op_type in _SAME_VALUES:
+        elif node.op_type in operators.MOVES | {"Cast", "Concat"}:
             data = node.input if node.op_type == "Concat" else node.input[:1]
             pairs += itertools.product(data, node.output)
         for origin, to in pairs:

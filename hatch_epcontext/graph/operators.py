@@ -1,0 +1,79 @@
+"""What operators do with values: which pass them on, and which operands decide a size or a failure.
+
+ONNX's `Operators.md` defines each. The names of other domains' operators begin with their domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+RESHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Operators whose result has all values of their first input, in the same order."""
+
+LAYOUT = RESHAPING | {"Transpose"}
+"""Operators whose result has all values of their first input once."""
+
+GATHERS = frozenset({"Gather", "GatherElements", "GatherND"})
+"""Operators whose second input has indices into the first."""
+
+PICKS = GATHERS | {"Compress", "Slice", "Split"}
+"""Operators whose results have some values of their first input."""
+
+MOVES = (
+    LAYOUT
+    | PICKS
+    | {"DepthToSpace", "Dropout", "Expand", "ReverseSequence", "SpaceToDepth", "Tile"}
+)
+"""Operators whose results have values of their first input, and no others."""
+
+PADS = frozenset({"Pad", "Trilu"})
+"""Operators that add constants to the values of their first input."""
+
+EXTREMES = frozenset({"GlobalMaxPool", "MaxPool", "ReduceMax", "ReduceMin"})
+"""Operators whose result has the largest or smallest of some values. A TopK also gives their indices."""
+
+MEANS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"})
+"""Operators whose result has means of some values."""
+
+QUANTIZES = frozenset({"QuantizeLinear", "com.microsoft.QuantizeLinear"})
+DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
+
+SHAPES = frozenset({"Shape", "Size"})
+"""Operators whose outputs depend on the shape of their input only."""
+
+SIZES_FROM: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("ConstantOfShape", "NonZero", "Unique"), (0,)),
+    **dict.fromkeys(("Compress", "Expand", "OneHot", "Reshape", "Split", "Squeeze"), (1,)),
+    **dict.fromkeys(("Tile", "TopK", "Unsqueeze", "Upsample"), (1,)),
+    **dict.fromkeys(("NonMaxSuppression", "Range"), (0, 1, 2)),
+    "Pad": (1, 3),
+    "Resize": (1, 2, 3),
+    "Slice": (1, 2, 3, 4),
+}
+"""Operators with the operands whose values decide the sizes of the results."""
+
+_SAFE = """
+Abs Add And AveragePool BatchNormalization BitShift BitwiseAnd BitwiseOr BitwiseXor Ceil Celu Clip Concat
+Constant Conv ConvInteger ConvTranspose Cos DepthToSpace Einsum Elu Equal Erf Exp Flatten Floor Gelu Gemm
+GlobalAveragePool GlobalMaxPool Greater GreaterOrEqual GroupNormalization HardSigmoid HardSwish Identity
+InstanceNormalization LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax LpPool MatMul MatMulInteger
+Max MaxPool Mean Min Mish Mul Neg Not Or PRelu Pow QLinearConv QLinearMatMul Reciprocal Relu Round Selu Shape
+Sigmoid Sign Sin Softmax Softplus Softsign SpaceToDepth Sqrt Sub Sum Tan Tanh ThresholdedRelu Transpose Where
+Xor
+"""
+_BY_SECOND = """
+CumSum Expand Gather GatherElements GatherND OneHot ReduceL1 ReduceL2 ReduceMax ReduceMean ReduceMin
+ReduceProd ReduceSum ReduceSumSquare Reshape ScatterElements ScatterND Split Squeeze Tile TopK Unsqueeze
+"""
+
+FAILS_ON: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(_SAFE.split(), ()),
+    **dict.fromkeys(_BY_SECOND.split(), (1,)),
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), (4,)),
+    "ConstantOfShape": (0,),
+    "Slice": (1, 2, 3, 4),
+}
+"""Operators with the operands whose values can make them fail. Those that are missing may always fail.
+
+A Div is missing: integers can be zero.
+"""
