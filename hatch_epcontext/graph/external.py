@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 import onnx
@@ -20,9 +20,11 @@ from hatch_epcontext.files import (
     dangling,
     is_inside,
     is_lfs_pointer,
+    link_or_copy,
     too_large,
 )
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.reading import byte_size
 from hatch_epcontext.text import show_size
 
@@ -99,6 +101,31 @@ def read_data(model: onnx.ModelProto, folder: Path) -> None:
             tensor.raw_data = file.read(byte_size(tensor))
         tensor.data_location = onnx.TensorProto.DEFAULT
         del tensor.external_data[:]
+
+
+def save_whole(model: onnx.ModelProto, path: Path, *, apart: bool = False) -> tuple[str, ...]:
+    """Write ``model``, which has all its values in it, to ``path``, and return the names of the files.
+
+    Large tensors are in a file of their own with ``apart``, and if one file cannot have them.
+    """
+    if not apart and model.ByteSize() <= PROTOBUF_LIMIT:
+        onnx.save(model, path)
+        return (path.name,)
+    data = path.with_name(f"{path.name}.data")
+    onnx.save(model, path, save_as_external_data=True, location=data.name)
+    # Small tensors stay in the model.
+    return (path.name, data.name) if data.exists() else (path.name,)
+
+
+def put_data(
+    names: Iterable[str], source: Path, folder: Path, copy: Callable[..., object] = link_or_copy
+) -> None:
+    """Put the files ``names`` of external data, which are in ``source``, into ``folder``, as links."""
+    for name in names:
+        target = folder / name
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy((source / name).resolve(), target)
 
 
 def stays_inside(path: Path, location: str) -> bool:

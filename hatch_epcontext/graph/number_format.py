@@ -17,7 +17,7 @@ RewriteName = Literal[
     "log-power",
     "variance",
     "scaled-square",
-    "barrier",
+    "unfuse-activation",
 ]
 """The rewrites of nodes that EPs compute wrong, or inexactly, in float16: see `rewrites.precise`."""
 
@@ -27,7 +27,7 @@ ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
 FOR_RANGES: tuple[RewriteName, ...] = ("hypot", "log-power", "variance", "scaled-square")
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
-FOR_KERNELS: tuple[RewriteName, ...] = ("barrier",)
+FOR_KERNELS: tuple[RewriteName, ...] = ("unfuse-activation",)
 """Those that avoid inexact kernels of an EP, which only a run shows."""
 
 REMEDIES = (FOR_RANGES, FOR_KERNELS)

@@ -412,12 +412,12 @@ _FLOAT16 = dataclasses.replace(
             )
         ),
         Fault(
-            "Sigmoid", "is off by up to 0.0038, as a piecewise linear function", "barrier", 0, *_WIDE,
-            behind=_FUSING,
+            "Sigmoid", "is off by up to 0.0038, as a piecewise linear function", "unfuse-activation",
+            0, *_WIDE, behind=_FUSING,
         ),
         Fault(
-            "Tanh", "is off by up to 0.0075, as a piecewise linear function", "barrier", 0, *_WIDE,
-            behind=_FUSING,
+            "Tanh", "is off by up to 0.0075, as a piecewise linear function", "unfuse-activation",
+            0, *_WIDE, behind=_FUSING,
         ),
     ),
 )  # fmt: skip

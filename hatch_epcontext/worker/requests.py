@@ -1,4 +1,4 @@
-"""The process border: one request in, one reply out, both JSON files.
+"""The process border: the requests to workers and their replies, each one line of JSON (see `protocol`).
 
 What they carry is in `results`.
 """

@@ -141,6 +141,20 @@ def open_session(model: Path | bytes, session_options: ort.SessionOptions) -> or
     )
 
 
+def open_unoptimized(model: bytes, path: Path | None = None) -> ort.InferenceSession:
+    """Open a session that computes each node on the CPU: optimizations remove casts and fuse nodes.
+
+    ``path``: the file of the ``model``, beside which its external data is.
+    """
+    session_options = cpu_options()
+    session_options.graph_optimization_level = LEVELS["none"]
+    # More threads do not help many small nodes, and other jobs need them.
+    session_options.intra_op_num_threads = 1
+    if path is not None:
+        set_model_path(path, session_options)
+    return open_session(model, session_options)
+
+
 def set_model_path(path: Path, session_options: ort.SessionOptions) -> None:
     """Set in ``session_options`` the file of a model that a session will open from bytes.
 

@@ -1,4 +1,4 @@
-"""Arrays of every ONNX dtype: their NumPy dtypes, and feeding them to a session."""
+"""Runs sessions: with arrays of every ONNX dtype, within a time, and checks that results are finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types of the values of a model, as onnx and ONNX Runtime infer them."""
+"""The types of a model's values, as onnx infers them, and where it cannot, ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
-import onnxruntime as ort
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, set_model_path
+from hatch_epcontext.worker.session import open_unoptimized
 from hatch_epcontext.worker.tensors import elem_type
 
 
@@ -23,19 +22,16 @@ def value_types(model: onnx.ModelProto, path: Path) -> dict[str, onnx.TypeProto]
     if all(node.domain in graph.STANDARD for node in main.node):
         return types
     names = dict.fromkeys(name for node in main.node for name in node.output if name)
-    session_options = cpu_options()
-    session_options.graph_optimization_level = LEVELS["none"]
-    set_model_path(path, session_options)
     unknown = [name for name in names if name not in types]
-    return types | types_of_runtime(model, unknown, session_options)
+    return types | types_of_runtime(model, path, unknown)
 
 
 def types_of_runtime(
-    model: onnx.ModelProto, names: Iterable[str], session_options: ort.SessionOptions
+    model: onnx.ModelProto, path: Path, names: Iterable[str]
 ) -> dict[str, onnx.TypeProto]:
     """The types of the values ``names`` of ``model`` as ONNX Runtime, with its own operators, infers them.
 
-    None if it cannot open the model with ``session_options``.
+    Empty if it cannot open the model, which is in the file ``path``.
     """
     # It reports the types of outputs only, so all values become outputs.
     extended = onnx.ModelProto()
@@ -46,7 +42,7 @@ def types_of_runtime(
         onnx.ValueInfoProto(name=name) for name in wanted if name not in own
     )
     try:
-        session = open_session(extended.SerializeToString(), session_options)
+        session = open_unoptimized(extended.SerializeToString(), path)
     except Exception:
         # The types stay unknown, and running the model reports why it does not open.
         return {}

@@ -66,8 +66,8 @@ def test_one_name_of_a_rewrite_stands_for_one_operator_or_for_fused_ones() -> No
     assert named == {
         ("square", "Pow"),
         ("clip-inputs", "Clip"),
-        ("barrier", "Sigmoid"),
-        ("barrier", "Tanh"),
+        ("unfuse-activation", "Sigmoid"),
+        ("unfuse-activation", "Tanh"),
         ("hypot", "ReduceL2"),
     }
 

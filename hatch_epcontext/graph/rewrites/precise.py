@@ -120,8 +120,11 @@ _FUSED_THROUGH = operators.RESHAPING | {"Mul", "Slice", "Split"}
 """Operators that EPs fuse with an activation, and those that may come between."""
 
 
-def _barrier(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """An activation that cannot be fused: it is 0 or -1 at the number, and below it."""
+def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Max between an activation and what computes its operand, so that an EP cannot fuse the two.
+
+    At the number, and below it, the activation is 0 or -1: the result is the same.
+    """
     value = node.input[0]
     maker = scope.maker(value)
     while maker is not None and graph.operator(maker) in _FUSED_THROUGH:
@@ -344,7 +347,9 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
     "log-power": _remedy("logarithms of roots", {"Log": _log}),
     "variance": _remedy("variances as means of squared differences", {"Sub": _variance}),
     "scaled-square": _remedy("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
-    "barrier": _remedy("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
+    "unfuse-activation": _remedy(
+        "Sigmoid and Tanh not fused", {"Sigmoid": _unfuse_activation, "Tanh": _unfuse_activation}
+    ),
 }
 """Those of `ALWAYS`, and then of `REMEDIES`, in the order in which they are applied."""
 

@@ -13,7 +13,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.external import external_data
+from hatch_epcontext.graph.external import external_data, put_data
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.shipped import PREPARED
 from hatch_epcontext.worker.compiler import compile_context
@@ -77,10 +77,8 @@ def _add_prepared(request: CompileRequest) -> None:
     for model, path in zip(request.models, map(Path, request.prepared), strict=True):
         onnx_model = onnx.load(path, load_external_data=False)
         folder = Path(request.folder) / PREPARED
-        for name in external_data(onnx_model, path, model.key):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(path.parent / name, folder / name)
         folder.mkdir(exist_ok=True)
+        put_data(external_data(onnx_model, path, model.key), path.parent, folder)
         _finish(onnx_model, model, folder / f"{model.name}.onnx")
 
 

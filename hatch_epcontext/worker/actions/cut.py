@@ -11,13 +11,12 @@ import onnx
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph, reading
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.parts import Part, extract, part_between
 from hatch_epcontext.worker.configured import fix_constants, fix_inputs
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
 from hatch_epcontext.worker.results import CutResult
-from hatch_epcontext.worker.session import cpu_options, set_model_path
 from hatch_epcontext.worker.value_types import types_of_runtime
 
 _Values = dict[str, onnx.ValueInfoProto]
@@ -44,7 +43,10 @@ def handle(request: CutRequest) -> CutReply:
         fix_constants(
             onnx_model, dataclasses.replace(first, dims={}, shapes={}, constants=constants)
         )
-    return CutReply(_save(onnx_model, source, Path(request.folder)), data, forms)
+    apart = any(graph.is_external(tensor) for tensor in graph.tensors(onnx_model.graph))
+    external.read_data(onnx_model, source.parent)
+    files = external.save_whole(onnx_model, Path(request.folder) / source.name, apart=apart)
+    return CutReply(files, data, forms)
 
 
 def _cut(onnx_model: onnx.ModelProto, request: CutRequest) -> tuple[CutResult, ...]:
@@ -68,9 +70,7 @@ def _values(model: onnx.ModelProto, source: Path, names: Iterable[str]) -> _Valu
     inferred = graph.inferred(model)
     values = {each.name: each for each in (*inferred.value_info, *inferred.output, *inferred.input)}
     if missing := [name for name in names if not _is_known(values.get(name))]:
-        session_options = cpu_options()
-        set_model_path(source, session_options)
-        for name, type_ in types_of_runtime(model, missing, session_options).items():
+        for name, type_ in types_of_runtime(model, source, missing).items():
             values[name] = onnx.ValueInfoProto(name=name, type=type_)
     return values
 
@@ -125,17 +125,3 @@ def _named_sizes(tensors: Iterable[TensorFacts]) -> set[str]:
 
 def _sizes(tensor: TensorFacts) -> tuple[int, ...]:
     return tuple(size for size in tensor.sizes if isinstance(size, int))
-
-
-def _save(model: onnx.ModelProto, source: Path, folder: Path) -> tuple[str, ...]:
-    """Write the cut ``model``; with external data if the source has some, or if it is too large."""
-    outside = any(graph.is_external(tensor) for tensor in graph.tensors(model.graph))
-    external.read_data(model, source.parent)
-    path = folder / source.name
-    if not outside and model.ByteSize() <= PROTOBUF_LIMIT:
-        onnx.save(model, path)
-        return (path.name,)
-    data = path.with_name(f"{path.name}.data")
-    onnx.save(model, path, save_as_external_data=True, location=data.name)
-    # Small tensors stay in the model.
-    return (path.name, data.name) if data.exists() else (path.name,)

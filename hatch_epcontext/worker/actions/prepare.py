@@ -15,7 +15,6 @@ from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import is_noisy
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.compare import SIMPLIFIED, compare_runs, refuse_differences
@@ -150,9 +149,7 @@ def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.Inferen
         import onnxslim
 
         source = result.with_suffix(".slim")
-        slim = onnxslim.slim(external.load_whole(fixed))
-        large = slim.ByteSize() > PROTOBUF_LIMIT
-        onnx.save(slim, source, save_as_external_data=large, location=f"{source.name}.data")
+        external.save_whole(onnxslim.slim(external.load_whole(fixed)), source)
     return optimize(source, result, "basic", fuse=request.fuse)
 
 
@@ -166,10 +163,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> Path:
     # onnx, with which the quantizer reads the model, refuses external data with several hard links.
     quantizes = request.precision is not None and request.precision.quantize is not None
     copy = shutil.copyfile if quantizes or moves else link_or_copy
-    for name in data:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        copy((source.parent / name).resolve(), target)
+    external.put_data(data, source.parent, folder, copy)
     fix_inputs(onnx_model, model)
     separate_outputs(onnx_model)
     # An EP reports the nodes that it refuses by their names.

@@ -14,10 +14,9 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, EpcontextError
-from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Rewrite
-from hatch_epcontext.graph.external import external_data, load_whole
+from hatch_epcontext.graph.external import external_data, load_whole, put_data
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
@@ -392,10 +391,8 @@ class _RewriteSession:
 
     def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""
-        for name in external_data(model, source / path.name, self.request.model.key):
-            (path.parent / name).parent.mkdir(parents=True, exist_ok=True)
-            if not (path.parent / name).exists():
-                link_or_copy(source / name, path.parent / name)
+        names = external_data(model, source / path.name, self.request.model.key)
+        put_data(names, source, path.parent)
         graph.name_nodes(model.graph)
         onnx.save(model, path)
         return path

@@ -21,7 +21,7 @@ from hatch_epcontext.graph.rounding import expose
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.runs import ReferenceRun, run_steps
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+from hatch_epcontext.worker.session import open_unoptimized
 from hatch_epcontext.worker.value_types import value_types
 
 WRONG = 0.1
@@ -151,9 +151,7 @@ def inner_steps(
 def _exposed(path: Path) -> ort.InferenceSession:
     model = load_whole(path)
     expose(model, value_types(model, path))
-    options = cpu_options()
-    options.graph_optimization_level = LEVELS["none"]
-    return open_session(model.SerializeToString(), options)
+    return open_unoptimized(model.SerializeToString())
 
 
 def named(node: onnx.NodeProto) -> str:

@@ -39,7 +39,7 @@ from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.comparison.suppression import expose_reads
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.results import FEW_SAMPLES, GAIN, NOTHING, SENSITIVE, Emulation
-from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+from hatch_epcontext.worker.session import cpu_options, open_session, open_unoptimized
 from hatch_epcontext.worker.value_types import value_types
 
 _WORTH_RUNNING = 45.0
@@ -117,7 +117,7 @@ class Emulator:
         emulate(emulated, self._types, format_, skipped)
         if (rest := expected.facts.selections.rest) is not None:
             expose_reads(emulated, rest)
-        session = _open(emulated)
+        session = open_unoptimized(emulated.SerializeToString())
         self.levels = [self._level(session, each) for each in runs or expected.runs]
         self._long = self._long_level(session) if expected.facts.long_steps else None
         self._emulated = (*self._all,)
@@ -294,7 +294,7 @@ class Emulator:
         emulated = self._copy()
         skipped = {*self._skipped, *(each.name for each in exact)}
         emulate(emulated, self._types, self._format, skipped)
-        session = _open(emulated)
+        session = open_unoptimized(emulated.SerializeToString())
         levels = [self._level(session, each) for each in self._expected.runs if each.usual]
         level = min(levels, key=lambda each: each.margin)
         if level.margin < SENSITIVE:
@@ -432,7 +432,9 @@ class Emulator:
         expose(emulated, self._types)
         emulate(emulated, self._types, self._format, self._skipped)
         try:
-            return _open(exact), _open(emulated)
+            return open_unoptimized(exact.SerializeToString()), open_unoptimized(
+                emulated.SerializeToString()
+            )
         except Exception:
             # Some models cannot run with other outputs; then no node is named.
             return None
@@ -539,15 +541,6 @@ def _possible(steps: Iterator[Arrays]) -> Iterator[Arrays]:
     """Those of ``steps`` that a model can run: some models end, as when they count through a table."""
     with contextlib.suppress(Exception):
         yield from steps
-
-
-def _open(model: onnx.ModelProto) -> ort.InferenceSession:
-    """A session that rounds wherever the graph does: optimizations would remove casts and fuse nodes."""
-    options = cpu_options()
-    options.graph_optimization_level = LEVELS["none"]
-    # More threads do not help its many small nodes, and other jobs need them.
-    options.intra_op_num_threads = 1
-    return open_session(model.SerializeToString(), options)
 
 
 def _number(value: float) -> str:

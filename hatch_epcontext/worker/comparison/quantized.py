@@ -23,8 +23,7 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.dequantize import dequantize, is_noisy
-from hatch_epcontext.graph.external import load_whole
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.graph.side_by_side import Undone, add_floats
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.compare import refuse_differences
@@ -64,7 +63,7 @@ def write_float_form(source: Path, result: Path, *, static: bool = False) -> int
     step("undoing the quantization of the model")
     onnx_model = load_whole(source)
     if undone := dequantize(onnx_model, static=static):
-        _save(onnx_model, result)
+        save_whole(onnx_model, result)
     return undone
 
 
@@ -80,7 +79,7 @@ def source_reference(model: Model, fixed: onnx.ModelProto, *, dequantized: bool)
     fix_inputs(whole, model)
     with temp_dir() as folder:
         integers, floats = folder / "integers.onnx", folder / "floats.onnx"
-        _save(whole, integers)
+        save_whole(whole, integers)
         if dequantized and write_float_form(integers, floats):
             return float_form_reference(model, integers, floats)
         return with_noise(model, integers, reference(model, fixed))
@@ -122,7 +121,7 @@ def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
         runs.append(replace(each, feeds=tuple(feeds)))
     noise: dict[str, float] = {}
     with temp_dir() as folder:
-        _save(onnx_model, folder / "rounded.onnx")
+        save_whole(onnx_model, folder / "rounded.onnx")
         session = open_session(folder / "rounded.onnx", cpu_options())
         for found in _compare(model, session, Reference(tuple(runs), expected.facts)):
             name = found.agreement.output
@@ -167,11 +166,6 @@ def within_noise(limits: Tolerance, facts: Facts, default: Tolerance | None = No
     return replace(limits, outputs=outputs)
 
 
-def _save(onnx_model: onnx.ModelProto, path: Path) -> None:
-    large = onnx_model.ByteSize() > PROTOBUF_LIMIT
-    onnx.save(onnx_model, path, save_as_external_data=large, location=f"{path.name}.data")
-
-
 def _steps(
     model: Model, session: ort.InferenceSession, expected: Reference
 ) -> Iterator[tuple[Arrays, Arrays]]:
@@ -208,7 +202,7 @@ def _check_operators(
     step("comparing float operators with those of integers")
     undone = add_floats(source, load_whole(floats))
     path = floats.with_suffix(".both.onnx")
-    _save(source, path)
+    save_whole(source, path)
     options = cpu_options()
     # Without it, integer sums overflow on CPUs with AVX2 but without VNNI.
     options.add_session_config_entry("session.x64quantprecision", "1")

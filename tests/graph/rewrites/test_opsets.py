@@ -395,7 +395,7 @@ REMEDIED: Mapping[str, Forms] = {
         { a = Mul (x, x) m = ReduceMean (x, i) b = ReduceMean (a, i) n = Mul (m, m) y = Sub (b, n) }""",
     },
     "scaled-square": reducing(SQUARES, "ReduceMean", "c = Add (b, small) y = Sqrt (c)"),
-    "barrier": {7: f"{X} <{NUMBERS}> {{ a = Add (x, two) y = Tanh (a) }}"},
+    "unfuse-activation": {7: f"{X} <{NUMBERS}> {{ a = Add (x, two) y = Tanh (a) }}"},
 }
 """By the id of the rewrite."""
 

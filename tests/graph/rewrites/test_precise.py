@@ -231,7 +231,7 @@ def test_a_number_keeps_an_activation_apart_from_what_is_before_it(
 ) -> None:
     stored = f"{WEIGHTS}, int64[1] axis = {{0}}, int64[1] end = {{9}}"
     model = of(f"{before} y = {activation}(a)", stored)
-    found = mended(model, "barrier", np.inf)
+    found = mended(model, "unfuse-activation", np.inf)
     assert found == [*operators(model)[:-1], "Max", activation]
 
 
@@ -245,7 +245,7 @@ def test_a_number_keeps_an_activation_apart_from_what_is_before_it(
     ],
 )
 def test_what_nothing_fuses_stays(body: str) -> None:
-    assert untouched(of(body, WEIGHTS), "barrier")
+    assert untouched(of(body, WEIGHTS), "unfuse-activation")
 
 
 PAIR = "float[3, 8] x, float[3, 8] z"
@@ -394,7 +394,7 @@ def test_what_is_mended_stays_as_it_is(name: RewriteName) -> None:
         "square": of("y = Pow(x, two)", STORED),
         "mean": of("total = ReduceSum(x) y = Div(total, n)", "float n = {24}"),
         "clip-inputs": of("y = Clip<min = 0.0>(x)", opset=10),
-        "barrier": of("a = MatMul(x, w) y = Tanh(a)", WEIGHTS),
+        "unfuse-activation": of("a = MatMul(x, w) y = Tanh(a)", WEIGHTS),
         "hypot": of(ROOTS[2], STORED, given=PAIR),
         "log-power": of(ROOTS[2].replace("Sqrt", "Log"), STORED, given=PAIR),
         "variance": of(VARIANCES[0], STORED),
@@ -458,7 +458,11 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
         ("square", of("y = Pow(x, two)", STORED), np.full((3, 8), -0.0)),
         ("mean", of("t = ReduceSum(x) y = Div(t, n)", "float n = {24}"), np.full((3, 8), 3e4)),
         ("clip-inputs", of("y = Clip<min = 0.0, max = 6.0>(x)", opset=10), TOKENS),
-        ("barrier", of("a = MatMul(x, w) y = Sigmoid(a)", WEIGHTS), RNG.uniform(-0.5, 0, (3, 8))),
+        (
+            "unfuse-activation",
+            of("a = MatMul(x, w) y = Sigmoid(a)", WEIGHTS),
+            RNG.uniform(-0.5, 0, (3, 8)),
+        ),
         ("hypot", of(ROOTS[8], STORED), TOKENS),
         ("hypot", of("y = ReduceL2<axes = [-1]>(x)"), TOKENS),
         ("log-power", of(ROOTS[8].replace("Sqrt", "Log"), STORED), TOKENS),

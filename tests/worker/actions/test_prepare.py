@@ -11,8 +11,8 @@ from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, ModelError
+from hatch_epcontext.graph import external
 from hatch_epcontext.graph.external import external_data
-from hatch_epcontext.worker.actions import prepare as prepare_module
 from hatch_epcontext.worker.actions.prepare import handle
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
 from hatch_epcontext.worker.results import SIMPLIFIERS, Simplifier
@@ -79,7 +79,7 @@ def test_external_data_of_any_name_is_only_read(
 def test_a_model_beyond_the_protobuf_limit_keeps_external_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simplifier: Simplifier, compare: bool
 ) -> None:
-    monkeypatch.setattr(prepare_module, "PROTOBUF_LIMIT", 1000)
+    monkeypatch.setattr(external, "PROTOBUF_LIMIT", 1000)
     source = save_with_data(network(), tmp_path / "models" / "a.onnx")
     reply = run(source, tmp_path, simplifier, compare=compare, dims={"batch": 1})
     prepared = Path(reply.path)
