@@ -11,7 +11,7 @@ from typing import Any
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.jobs.plan import Job
 
-FORMAT = 12
+FORMAT = 13
 """Increased when workers compile or validate the same request differently."""
 
 
