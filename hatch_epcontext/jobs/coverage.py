@@ -10,7 +10,6 @@ from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
 from hatch_epcontext.worker.results import (
-    GUESSED,
     Advice,
     Coverage,
     NodeFacts,
@@ -127,6 +126,4 @@ def _in_general(node: NodeFacts) -> str | None:
     """The reason of ``node`` in general, if only the names of tensors in it are the node's own."""
     if node.dynamic:
         return "its shapes depend on the data"
-    if node.reason is not None and node.reason.startswith(GUESSED):
-        return f"{GUESSED} different shapes"
-    return node.reason
+    return "the EP refuses it with different shapes" if node.guessed else node.reason

@@ -24,7 +24,7 @@ from hatch_epcontext.graph.refusals.known_limits import numbered
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.results import GUESSED, Advice, Context, NodeFacts, weights_advice
+from hatch_epcontext.worker.results import Advice, Context, NodeFacts, weights_advice
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _VERBOSE = 0
@@ -65,8 +65,12 @@ def explained(
     """
     deciders = _deciders(source, {node.name for node in nodes if node.name})
     vague = {name for name, reason in logged.items() if not reason}
-    guessed = {name: _guess(*its, provider) for name, its in _tensors(optimized, vague).items()}
-    reasons = {name: reason or guessed.get(name) for name, reason in logged.items()}
+    reasons: dict[str, tuple[str, bool]] = {
+        name: (reason, False) for name, reason in logged.items() if reason
+    }
+    for name, tensors in _tensors(optimized, vague).items():
+        limit = _beyond_limits(*tensors, provider)
+        reasons[name] = (limit or _with_types(*tensors), not limit)
     return tuple(_with_reason(node, reasons, deciders.get(node.name)) for node in nodes)
 
 
@@ -166,11 +170,13 @@ def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[s
 
 
 def _with_reason(
-    node: NodeFacts, reasons: Mapping[str, str | None], decider: tuple[str, Decided] | None
+    node: NodeFacts, reasons: Mapping[str, tuple[str, bool]], decider: tuple[str, Decided] | None
 ) -> NodeFacts:
-    reason = node.reason if node.dynamic else reasons.get(node.name, node.reason)
+    if node.name in reasons and not node.dynamic:
+        reason, guessed = reasons[node.name]
+        node = replace(node, reason=reason, guessed=guessed)
     if decider is None:
-        return replace(node, reason=reason)
+        return node
     what, by = decider
     freeze: dict[str, Any] = {
         name: values[0] if values else None for name, values in by.inputs.items()
@@ -178,7 +184,8 @@ def _with_reason(
     decides = (
         f"it reads the input {by}" if what in by.inputs else f"the input {by} decides {what!r}"
     )
-    return replace(node, reason=f"{reason}; {decides}" if reason else decides, freeze=freeze)
+    reason = "; ".join(filter(None, (node.reason, decides)))
+    return replace(node, reason=reason, freeze=freeze)
 
 
 def _tensors(
@@ -198,18 +205,22 @@ def _tensors(
     }
 
 
-def _guess(
+def _beyond_limits(
     inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts], provider: Provider
 ) -> str:
-    """A possible reason why an EP that gives none refuses a node with these inputs and outputs."""
+    """What the EP does not take of a node's inputs and outputs; empty if nothing is known."""
     tensors = (*inputs, *outputs)
     rank = max((len(each.sizes) for each in tensors), default=0)
     if provider.max_rank is not None and rank > provider.max_rank:
         return f"it has a tensor of rank {rank}, and the EP takes at most {provider.max_rank}"
     if lacking := sorted({each.dtype for each in tensors} & provider.lacks_dtypes):
         return f"the EP does not support {' or '.join(lacking)}"
+    return ""
+
+
+def _with_types(inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts]) -> str:
     taken, made = (
         ", ".join(f"{each.dtype} [{each.shape_text}]" for each in some[:_MAX_TENSORS]) or "?"
         for some in (inputs, outputs)
     )
-    return f"{GUESSED} {taken} -> {made}"
+    return f"the EP refuses it with {taken} -> {made}"

@@ -76,6 +76,7 @@ class CutResult:
 class NodeFacts:
     """A node that no context covers, and the reason, if it is known.
 
+    ``guessed``: whether the EP gave no reason, and ``reason`` names the node's types and shapes instead.
     ``dynamic``: whether one of its shapes depends on the data.
     ``freeze``: the inputs that decide whether the EP compiles it, each with a value to freeze it to, or None.
     """
@@ -85,6 +86,7 @@ class NodeFacts:
     reason: str | None = None
     dynamic: bool = False
     freeze: Mapping[str, Any] = field(default_factory=dict)
+    guessed: bool = False
 
 
 Advice = tuple[str, tuple[Setting, ...]]
@@ -174,9 +176,6 @@ errors differ by as much between inputs."""
 GAIN = 6.0
 """Decibels that a change must gain to be worth its cost: half of the error."""
 
-
-GUESSED = "the EP refuses it with"
-"""The first words of a reason that the EP did not give: the types and shapes of the node follow."""
 
 FEW_SAMPLES = 8
 """The number of samples for models whose runs are expensive."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.jobs.coverage import low_coverage
-from hatch_epcontext.worker.results import GUESSED, Coverage, NodeFacts
+from hatch_epcontext.worker.results import Coverage, NodeFacts
 from tests.results import configured
 
 
@@ -106,12 +106,15 @@ def test_all_nodes_are_named_in_groups(project: Path) -> None:
 
 def test_what_is_refused_for_no_given_reason_is_one_group_of_many(project: Path) -> None:
     names = ("Add", "Mul", "Sub")
-    uncovered = [NodeFacts(f"n{i}", names[i % 3], f"{GUESSED} float32 [{i}]") for i in range(30)]
+    uncovered = [
+        NodeFacts(f"n{i}", names[i % 3], f"float32 [{i}]", guessed=True) for i in range(30)
+    ]
     uncovered.append(NodeFacts("last", "Mul", "dynamic scale"))
     uncovered += [NodeFacts(f"s{i}", "Shape", f"the shape of 't{i}'", True) for i in range(9)]
     text = failure(Coverage(40, 0, 1, tuple(uncovered)), project)
     assert (
-        f"10 Mul n1, n4, n7, n10, n13, n16, n19, n22, n25, n28 ({GUESSED} different shapes)" in text
+        "10 Mul n1, n4, n7, n10, n13, n16, n19, n22, n25, n28 (the EP refuses it with different shapes)"
+        in text
     )
     assert "Mul last (dynamic scale)" in text
     assert "9 Shape s0, s1, s2, s3, s4, s5, s6, s7, s8 (its shapes depend on the data)" in text
