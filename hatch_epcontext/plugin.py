@@ -136,7 +136,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         made = bundle(result, staging, modules(self._hooked_name(output), config.models))
         for message in (
             *repeated_models(result, made.sources.values(), files, selected, config.root),
-            *too_new_files(made, needed),
+            *too_new_files(made.folder, made.files, needed),
         ):
             self._warning(message)
         build_data["force_include"].update(made.entries(output))

@@ -112,7 +112,9 @@ def _show_package(folder: str, package: ModelPackage) -> None:
     made = table("model", "target", "EP", "for", "coverage", "validation", "size")
     for name, component in package.components.items():
         for target, variant in component.variants.items():
-            size = sum(s.size for f, s in files.items() if f.startswith(f"{variant.directory}/"))
+            size = sum(
+                s.size for f, s in files.items() if f.startswith(f"{variant.variant_directory}/")
+            )
             its = variant.about
             provider = its.settings.provider if its else variant.ep
             compatibility = variant.compatibility_string or ""

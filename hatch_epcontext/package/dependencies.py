@@ -12,7 +12,6 @@ from packaging.version import Version
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.jobs.requirements import installed
-from hatch_epcontext.package.bundle import Bundle
 from hatch_epcontext.package.external_data import versions
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.text import listing
@@ -66,10 +65,13 @@ def _release_of_ep(target: Target) -> str | None:
     return next((ep for start, ep in known if release.startswith(start)), None)
 
 
-def too_new_files(made: Bundle, dependencies: Iterable[str]) -> Iterator[str]:
-    """A warning for each of the app's ``dependencies`` that allows releases that cannot open ``made``."""
-    files = [name for name in made.files if name.endswith(".onnx")]
-    needed = {name: _needed_release(made.folder / name) for name in files}
+def too_new_files(folder: Path, files: Iterable[str], dependencies: Iterable[str]) -> Iterator[str]:
+    """A warning for each of the app's ``dependencies`` that allows releases that cannot open ``files``.
+
+    These are the files of the package in ``folder``.
+    """
+    models = [name for name in files if name.endswith(".onnx")]
+    needed = {name: _needed_release(folder / name) for name in models}
     for dependency in map(Requirement, dependencies):
         if canonicalize_name(dependency.name) not in DISTRIBUTIONS:
             continue
@@ -105,4 +107,4 @@ def _before(release: str) -> Iterator[str]:
 
 
 def _allows(dependency: Requirement, releases: Iterable[str]) -> bool:
-    return any(dependency.specifier.contains(each, prereleases=True) for each in releases)
+    return any(dependency.specifier.contains(release, prereleases=True) for release in releases)

@@ -33,8 +33,6 @@ from hatch_epcontext.worker.results import Coverage, Validation
 FILE = "manifest.json"
 """The name of the manifest."""
 
-SCHEMA_VERSION = "1.0"
-
 Layout = Literal["portable", "installed"]
 """``"installed"`` allows absolute paths and ``..``; a portable package can be moved."""
 
@@ -130,19 +128,30 @@ class OrtInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One form of a component. ``directory`` is relative to the package, with forward slashes."""
+    """One form of a component. ``variant_directory`` is relative to the package, with forward slashes."""
 
-    directory: str
+    variant_directory: str
     ep: str
-    ort: OrtInfo
-    metadata: VariantMetadata | SourceMetadata
     device: Literal["cpu", "gpu", "npu"] | None = None
     compatibility_string: str | None = None
+    executor_info: Mapping[str, OrtInfo]
+    additional_metadata: Mapping[str, Any]
+
+    @property
+    def ort(self) -> OrtInfo:
+        """What ONNX Runtime needs to open it."""
+        return self.executor_info["ort"]
+
+    @property
+    def metadata(self) -> VariantMetadata | SourceMetadata:
+        """What only we know."""
+        metadata: VariantMetadata | SourceMetadata = self.additional_metadata[METADATA]
+        return metadata
 
     @property
     def model_file(self) -> str:
         """The model file's path from the package; that of an editable install's source can be absolute."""
-        return PurePath(self.directory, self.ort.model_file).as_posix()
+        return PurePath(self.variant_directory, self.ort.model_file).as_posix()
 
     @property
     def about(self) -> VariantMetadata | None:
@@ -150,21 +159,32 @@ class Variant:
         return self.metadata if isinstance(self.metadata, VariantMetadata) else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Component:
     """A model, with its variants in order of preference."""
 
     variants: Mapping[str, Variant]
-    about: ComponentMetadata
+    additional_metadata: Mapping[str, ComponentMetadata]
+
+    @property
+    def about(self) -> ComponentMetadata:
+        """What only we know."""
+        return self.additional_metadata[METADATA]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelPackage:
-    """A model package, whose components are all read."""
+    """A model package, with the keys and in the order of the manifest."""
 
+    schema_version: Literal["1.0"]
+    layout: Layout
     components: Mapping[str, Component]
-    about: PackageMetadata
-    layout: Layout = "portable"
+    additional_metadata: Mapping[str, PackageMetadata]
+
+    @property
+    def about(self) -> PackageMetadata:
+        """What only we know."""
+        return self.additional_metadata[METADATA]
 
     @property
     def files(self) -> Mapping[str, FileRecord]:
@@ -174,14 +194,10 @@ class ModelPackage:
     @property
     def unrecorded(self) -> tuple[str, ...]:
         """The model files, by path, that have no record: the sources of an editable install."""
-        variants = (v for each in self.components.values() for v in each.variants.values())
+        variants = (v for model in self.components.values() for v in model.variants.values())
         return tuple(
             dict.fromkeys(v.model_file for v in variants if v.model_file not in self.files)
         )
-
-
-def _metadata(value: Any) -> dict[str, Any]:
-    return {METADATA: to_plain(value)}
 
 
 def make(
@@ -202,8 +218,14 @@ def make(
         # A model with several shapes is no component itself: each shape has its variants with open shapes.
         if shape_set is None or name != shape_set.name:
             variants = _variants(source, source_files.get(name), result.built)
-            components[name] = Component(variants, _about(source, sources))
-    return ModelPackage(components, PackageMetadata(generator, files), layout)
+            about = {METADATA: _about(source, sources)}
+            components[name] = Component(variants=variants, additional_metadata=about)
+    return ModelPackage(
+        schema_version="1.0",
+        layout=layout,
+        components=components,
+        additional_metadata={METADATA: PackageMetadata(generator, files)},
+    )
 
 
 def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dict[str, Variant]:
@@ -211,17 +233,21 @@ def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dic
     model, shape_set = source.model, source.model.shape_set
     names = {model.name, model.configured_name}
     order = shape_set.targets if shape_set else tuple(target.name for target in model.targets)
-    found = {
-        each.job.target.name: _variant(each, member.name)
-        for each in built
-        for member in each.job.models
+    compiled = {
+        result.job.target.name: _variant(result, member.name)
+        for result in built
+        for member in result.job.models
         if member.name in names
     }
-    variants = {name: found[name] for name in order if name in found}
+    variants = {name: compiled[name] for name in order if name in compiled}
     if file is not None:
         folder, _, name = file.rpartition("/")
-        ort, metadata = OrtInfo(model_file=name), SourceMetadata(source.facts.own_inputs)
-        variants[SOURCE] = Variant(directory=folder, ep=CPU_EP, ort=ort, metadata=metadata)
+        variants[SOURCE] = Variant(
+            variant_directory=folder,
+            ep=CPU_EP,
+            executor_info={"ort": OrtInfo(model_file=name)},
+            additional_metadata={METADATA: SourceMetadata(source.facts.own_inputs)},
+        )
     return variants
 
 
@@ -234,7 +260,7 @@ def _about(source: Source, sources: Mapping[str, Source]) -> ComponentMetadata:
         facts.inputs,
         facts.outputs,
         {
-            member: {each.name: each.shape for each in sources[member].facts.inputs}
+            member: {value.name: value.shape for value in sources[member].facts.inputs}
             for member in members
             if model.name == members[0]
         },
@@ -244,7 +270,7 @@ def _about(source: Source, sources: Mapping[str, Source]) -> ComponentMetadata:
 def _variant(built: Built, model: str) -> Variant:
     job, record = built.job, built.artifact.record
     target, settings = job.target, job.target.settings
-    (index,) = (i for i, each in enumerate(record.contexts) if each.model == model)
+    (index,) = (i for i, entry in enumerate(record.contexts) if entry.model == model)
     context = record.contexts[index]
     plugin = target.provider.plugin
     only_ours, from_app = dict[str, str](), list(secrets_in(target.load_options))
@@ -255,7 +281,7 @@ def _variant(built: Built, model: str) -> Variant:
             from_app.append(name)
         elif named or USER_CACHE in value:
             only_ours[name] = value
-    members = tuple(each.name for each in job.models)
+    members = tuple(member.name for member in job.models)
     options = dict(settings.session_options)
     if record.product == "context":
         # Where the EP does not accept the context: fail, and do not compile on the user's machine.
@@ -285,21 +311,23 @@ def _variant(built: Built, model: str) -> Variant:
         sharing=Sharing(job.group, members) if job.group is not None else None,
     )
     return Variant(
-        directory=job.folder,
+        variant_directory=job.folder,
         ep=settings.ep,
         # ONNX Runtime does not select a variant of the CPU EP that names a device.
         device=settings.device if settings.device in ("npu", "gpu") else None,
         compatibility_string=context.compatibility or None,
-        ort=OrtInfo(
-            model_file=context.model_file,
-            session_options=options,
-            provider_options={
-                name: value
-                for name, value in target.load_options.items()
-                if name not in only_ours and name not in from_app
-            },
-        ),
-        metadata=about,
+        executor_info={
+            "ort": OrtInfo(
+                model_file=context.model_file,
+                session_options=options,
+                provider_options={
+                    name: value
+                    for name, value in target.load_options.items()
+                    if name not in only_ours and name not in from_app
+                },
+            )
+        },
+        additional_metadata={METADATA: about},
     )
 
 
@@ -344,36 +372,15 @@ def seal(unsealed: str) -> str:
 
 def write(package: ModelPackage) -> str:
     """The text of the manifest of ``package``, the same for equal packages."""
-    content = _given(
-        schema_version=SCHEMA_VERSION,
-        layout=package.layout,
-        components={
-            name: _given(
-                variants={name: _written(each) for name, each in component.variants.items()},
-                additional_metadata=_metadata(component.about),
-            )
-            for name, component in package.components.items()
-        },
-        additional_metadata=_metadata(package.about),
-    )
+    content = to_plain(package)
+    for component in content["components"].values():
+        for variant in component["variants"].values():
+            for key in ("device", "compatibility_string"):
+                # ONNX Runtime refuses null.
+                if variant[key] is None:
+                    del variant[key]
     # Not sorted: the order of the variants is that of preference.
     return json.dumps(_portable(content), indent=2, allow_nan=False) + "\n"
-
-
-def _written(variant: Variant) -> dict[str, Any]:
-    return _given(
-        variant_directory=variant.directory,
-        ep=variant.ep,
-        device=variant.device,
-        compatibility_string=variant.compatibility_string,
-        executor_info={"ort": to_plain(variant.ort)},
-        additional_metadata=_metadata(variant.metadata),
-    )
-
-
-def _given(**keys: Any) -> dict[str, Any]:
-    """The keys of the format that have a value: ONNX Runtime refuses null."""
-    return {name: value for name, value in keys.items() if value is not None}
 
 
 def _portable(value: Any) -> Any:

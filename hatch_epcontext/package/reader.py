@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hatch_epcontext.errors import InspectionError, Kind, Problem
 from hatch_epcontext.files import FileRecord, is_inside, is_intact, read_regular
-from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import GENERATOR
 from hatch_epcontext.package.manifest import (
     FILE,
-    Component,
-    ComponentMetadata,
-    Layout,
     ModelPackage,
-    OrtInfo,
     PackageMetadata,
     SourceMetadata,
     Variant,
@@ -47,31 +43,6 @@ OUTPUT_OPTIONS = frozenset(
 """Session options that name a file to write: ONNX Runtime refuses a package with one."""
 
 
-# The types as they are written.
-@dataclass(frozen=True, kw_only=True)
-class _VariantJson:
-    variant_directory: str
-    ep: str
-    executor_info: Mapping[str, OrtInfo]
-    additional_metadata: Mapping[str, Any]
-    device: Literal["cpu", "gpu", "npu"] | None = None
-    compatibility_string: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ComponentJson:
-    variants: Mapping[str, _VariantJson]
-    additional_metadata: Mapping[str, ComponentMetadata]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Manifest:
-    schema_version: Literal["1.0"]
-    layout: Layout
-    components: Mapping[str, _ComponentJson]
-    additional_metadata: Mapping[str, PackageMetadata]
-
-
 def read(text: bytes, location: str) -> ModelPackage | None:
     """The package whose manifest is ``text``; None if this package did not write it.
 
@@ -86,7 +57,7 @@ def read(text: bytes, location: str) -> ModelPackage | None:
     if not _is_ours(content):
         return None
     try:
-        package = _package(from_plain(content, _Manifest))
+        package = _typed(from_plain(content, ModelPackage))
     except (ValueError, KeyError) as error:
         raise _invalid(location, f"{FILE} is not as this version writes it: {error}.") from error
     if package.layout == "portable":
@@ -103,29 +74,27 @@ def _is_ours(content: Any) -> bool:
     return isinstance(metadata, dict) and METADATA in metadata
 
 
-def _package(manifest: _Manifest) -> ModelPackage:
-    """Raises ValueError or KeyError without our metadata."""
+def _typed(package: ModelPackage) -> ModelPackage:
+    """``package`` with what is ours in its variants; raises ValueError or KeyError without that."""
     components = {
-        name: Component(
-            {target: _variant(variant) for target, variant in component.variants.items()},
-            component.additional_metadata[METADATA],
+        name: dataclasses.replace(
+            component,
+            variants={target: _variant(variant) for target, variant in component.variants.items()},
+            additional_metadata={METADATA: component.about},
         )
-        for name, component in manifest.components.items()
+        for name, component in package.components.items()
     }
-    return ModelPackage(components, manifest.additional_metadata[METADATA], manifest.layout)
+    return dataclasses.replace(package, components=components)
 
 
-def _variant(variant: _VariantJson) -> Variant:
+def _variant(variant: Variant) -> Variant:
     about = variant.additional_metadata[METADATA]
     is_source = isinstance(about, dict) and about.get("product") == SOURCE
     type_: type[SourceMetadata | VariantMetadata] = SourceMetadata if is_source else VariantMetadata
-    return Variant(
-        directory=variant.variant_directory,
-        ep=variant.ep,
-        device=variant.device,
-        compatibility_string=variant.compatibility_string,
-        ort=variant.executor_info["ort"],
-        metadata=from_plain(about, type_),
+    return dataclasses.replace(
+        variant,
+        executor_info={"ort": variant.ort},
+        additional_metadata={METADATA: from_plain(about, type_)},
     )
 
 

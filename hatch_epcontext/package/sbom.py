@@ -70,7 +70,7 @@ def write(
         source = models[component.about.model]
         for target, variant in component.variants.items():
             if variant.about is not None:
-                names = [n for n in package.files if n.startswith(f"{variant.directory}/")]
+                names = [n for n in package.files if n.startswith(f"{variant.variant_directory}/")]
                 files = {str(output / n): package.files[n] for n in names}
                 components.append(
                     _artifact(f"{name}/{target}", variant, variant.about, source, files)

@@ -180,7 +180,7 @@ def _read(path: Path) -> _Read:
 
 def _owns(variant: Variant, name: str) -> bool:
     path = PurePosixPath(name)
-    return name == variant.model_file or path.is_relative_to(variant.directory)
+    return name == variant.model_file or path.is_relative_to(variant.variant_directory)
 
 
 def _chosen(
@@ -321,7 +321,9 @@ class _Validator:
             shapes={**shapes, **fixed_shapes(opened.inputs), **model.shapes},
         )
         with temp_dir() as staging:
-            name = _copy(self._read.folder / found.directory, file, opened, staging / "moved")
+            name = _copy(
+                self._read.folder / found.variant_directory, file, opened, staging / "moved"
+            )
             context = Context(component, name, opened.inputs, opened.outputs)
             request = ValidateRequest(
                 to_run,

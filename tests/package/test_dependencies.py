@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.errors import ConfigError, Kind
-from hatch_epcontext.files import record_file
-from hatch_epcontext.package.bundle import Bundle
 from hatch_epcontext.package.dependencies import check_app, too_new_files
-from hatch_epcontext.package.manifest import ModelPackage, PackageMetadata
 from tests.jobs.test_plan import config
 from tests.models import parsed, save
 
@@ -34,11 +31,8 @@ def test_the_bound_that_opens_the_files_is_named(
     text = "(float[1] x) => (float[1] y) { y = Relu (x) }"
     made = parsed(text, opset, ir_version, check=False)
     made.opset_import.add(domain="ai.onnx.ml", version=5)
-    path = save(made, tmp_path / "a.onnx")
-    package = Bundle(
-        tmp_path, {path.name: record_file(path)}, {}, ModelPackage({}, PackageMetadata("", {}))
-    )
-    found = list(too_new_files(package, [dependency]))
+    save(made, tmp_path / "a.onnx")
+    found = list(too_new_files(tmp_path, ["a.onnx"], [dependency]))
     assert len(found) == (bound is not None)
     assert bound is None or "cannot open a.onnx: the IR" in found[0]
     assert bound is None or found[0].endswith(f"Depend on {bound}.")

@@ -63,7 +63,7 @@ def test_it_has_the_loader_the_artifacts_and_the_path_of_the_source(
     package = opened(folder)
     assert package.layout == "installed"
     source = package.components["a"].variants["source"]
-    assert (source.directory, source.model_file) == ("../../models", "../../models/a.onnx")
+    assert (source.variant_directory, source.model_file) == ("../../models", "../../models/a.onnx")
     assert (folder / "../../models/a.onnx").read_bytes() == b"model a"
     assert files_of(manifest_of(folder)).keys() == {
         ".gitignore",

@@ -180,7 +180,7 @@ def test_the_source_is_a_variant_of_the_cpu(project: Path, tmp_path: Path) -> No
     result = compiled(configured(project), tmp_path / "artifacts")
     (component,) = package_of(result).components.values()
     source = component.variants["source"]
-    assert (source.directory, source.model_file) == ("a/source", "a/source/a.onnx")
+    assert (source.variant_directory, source.model_file) == ("a/source", "a/source/a.onnx")
     assert (source.ep, source.device, source.compatibility_string) == (
         "CPUExecutionProvider",
         None,
@@ -233,7 +233,7 @@ def test_the_variants_of_a_group_are_in_one_folder(project: Path, tmp_path: Path
     package = made(project, GROUP, tmp_path / "artifacts")
     for name, component in package.components.items():
         variant = component.variants["npu"]
-        assert (variant.directory, variant.model_file) == (
+        assert (variant.variant_directory, variant.model_file) == (
             "both/npu",
             f"both/npu/{name}_ctx.onnx",
         )
@@ -248,7 +248,7 @@ def test_the_variants_of_a_group_are_in_one_folder(project: Path, tmp_path: Path
         # QNN's simulator does not open shared contexts.
         assert about.needs_device
         alone = component.variants["cpu"]
-        assert alone.directory == f"{name}/cpu"
+        assert alone.variant_directory == f"{name}/cpu"
         assert alone.ort.session_options == {}
         about = alone.about
         assert about is not None
@@ -275,7 +275,7 @@ def test_a_model_with_several_shapes_has_a_component_for_each(
     assert list(package.components) == ["det.1x8", "det.1x16"]
     for name, component in package.components.items():
         # In the configured order, and targets with open shapes are a variant of each.
-        folders = {target: each.directory for target, each in component.variants.items()}
+        folders = {target: each.variant_directory for target, each in component.variants.items()}
         assert list(folders) == ["cpu", "npu", "source"]
         assert (folders["cpu"], folders["npu"]) == ("det/cpu", f"{name}/npu")
     first, second = (c.about for c in package.components.values())

@@ -12,12 +12,7 @@ import pytest
 
 from hatch_epcontext.errors import InspectionError, Kind
 from hatch_epcontext.package.bundle import bundle
-from hatch_epcontext.package.manifest import (
-    FILE,
-    Component,
-    ModelPackage,
-    write,
-)
+from hatch_epcontext.package.manifest import FILE, ModelPackage, write
 from hatch_epcontext.package.reader import read
 from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.tools.inspecting import inspect
@@ -33,6 +28,14 @@ def package(project: Path, tmp_path: Path) -> ModelPackage:
     """A package with a model, its variant for the CPU and its source."""
     result = compiled(configured(project, TOML + 'fallback = "source"'), tmp_path / "artifacts")
     return bundle(result, tmp_path, MODULES).package
+
+
+def with_variant(package: ModelPackage, **changes: Any) -> ModelPackage:
+    """``package`` with only the variant for the CPU, changed."""
+    component = package.components["a"]
+    variant = dataclasses.replace(component.variants["cpu"], **changes)
+    component = dataclasses.replace(component, variants={"cpu": variant})
+    return dataclasses.replace(package, components={"a": component})
 
 
 def put(place: str, **values: Any) -> Edit:
@@ -149,9 +152,9 @@ def test_a_pipe_in_the_place_of_a_manifest_is_not_read(tmp_path: Path) -> None:
 
 def test_the_source_of_an_editable_install_may_be_anywhere(package: ModelPackage) -> None:
     component = package.components["a"]
-    source = dataclasses.replace(component.variants["source"], directory="../../models")
-    moved = Component({**component.variants, "source": source}, component.about)
-    installed = ModelPackage({"a": moved}, package.about, "installed")
+    source = dataclasses.replace(component.variants["source"], variant_directory="../../models")
+    moved = dataclasses.replace(component, variants={**component.variants, "source": source})
+    installed = dataclasses.replace(package, components={"a": moved}, layout="installed")
     again = read(write(installed).encode(), "package")
     assert again == installed
     assert again.unrecorded == ("../../models/a.onnx",)
@@ -161,10 +164,7 @@ def test_any_parser_reads_what_is_written(package: ModelPackage, tmp_path: Path)
     variant = package.components["a"].variants["cpu"]
     options = {"half \ud800": "\udfff", "模型": "1"}
     ort = dataclasses.replace(variant.ort, provider_options=options)
-    component = Component(
-        {"cpu": dataclasses.replace(variant, ort=ort)}, package.components["a"].about
-    )
-    text = write(ModelPackage({"a": component}, package.about))
+    text = write(with_variant(package, executor_info={"ort": ort}))
     assert text.isascii()
     (tmp_path / FILE).write_text(text, encoding="utf-8")
     again = opened(tmp_path).components["a"].variants["cpu"]
@@ -178,6 +178,5 @@ def test_infinite_numbers_are_written_as_the_largest(package: ModelPackage) -> N
     agreement = Agreement("y", float("inf"), None)
     validation = dataclasses.replace(about.validation, agreements=(agreement,))
     metadata = dataclasses.replace(about, validation=validation)
-    variant = dataclasses.replace(component.variants["cpu"], metadata=metadata)
-    text = write(ModelPackage({"a": Component({"cpu": variant}, component.about)}, package.about))
+    text = write(with_variant(package, additional_metadata={METADATA: metadata}))
     assert str(sys.float_info.max) in text
