@@ -36,7 +36,7 @@ from hatch_epcontext.jobs.cache.index import Index, changed_error
 from hatch_epcontext.jobs.coverage import low_coverage
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Heartbeat
-from hatch_epcontext.jobs.search import Attempt, Search, best, next_recipe
+from hatch_epcontext.jobs.search import Attempt, Search, most_complete, next_recipe
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import (
     check_conclusive,
@@ -175,7 +175,7 @@ class JobRunner:
                 else:
                     self._keep(job, attempt)
                     search = self._validated(job, search, attempt, artifact)
-            self._keep(job, best(search.tried))
+            self._keep(job, most_complete(search.tried))
             return search
         finally:
             if search is not stored:
@@ -269,7 +269,7 @@ class JobRunner:
         stored, validations = dict(search.validations), dict[str, Validation]()
         for model, context in zip(form.models, record.contexts, strict=True):
             key = validation_key(form, model, record, self.index)
-            validation = self._known(form, model, stored.get(key))
+            validation = self._without_run(form, model, stored.get(key))
             if validation is None and artifact is None:
                 return search.adding(replace(attempt, validations={}))
             if validation is None and job.needs_device:
@@ -282,7 +282,7 @@ class JobRunner:
                 break
         return replace(search, validations=stored).adding(replace(attempt, validations=validations))
 
-    def _known(self, job: Job, model: Model, stored: Validation | None) -> Validation | None:
+    def _without_run(self, job: Job, model: Model, stored: Validation | None) -> Validation | None:
         """The validation of ``model`` without a run: the ``stored`` one, or if it is not to be run here."""
         from_cache = job.target.from_cache
         # What cannot be opened is run alone: the cache may have that.

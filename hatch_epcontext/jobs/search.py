@@ -239,7 +239,7 @@ def _first_line(message: str) -> str:
     return message.split("\n", 1)[0].rstrip(".")
 
 
-def best(attempts: Iterable[Attempt]) -> Attempt:
+def most_complete(attempts: Iterable[Attempt]) -> Attempt:
     """The one with the best `Attempt.quality`; among equals the first, which changes least.
 
     It need not agree with the CPU; if nothing was compiled, it is one that was refused.
@@ -286,7 +286,7 @@ class Form:
     @property
     def covering(self) -> Attempt:
         """The attempt that covers most, before any changes for accuracy."""
-        return best(self.all("prepare", "cover"))
+        return most_complete(self.all("prepare", "cover"))
 
     @property
     def nearest(self) -> Attempt:
