@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,7 +36,7 @@ from hatch_epcontext.jobs.cache.index import Index, changed_error
 from hatch_epcontext.jobs.coverage import low_coverage
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Heartbeat
-from hatch_epcontext.jobs.search import Attempt, Search, most_complete, next_recipe
+from hatch_epcontext.jobs.search import Attempt, Search, most_complete, next_recipe, notes
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import (
     check_conclusive,
@@ -118,19 +118,19 @@ class JobRunner:
         cache, place = self._cache(job), self.staging / PACKAGE / job.folder
         fingerprint = self._fingerprint(job, self.steps.versions(job))
         search = self._stored(job, fingerprint)
-        winner = search.winner
-        artifact = self._artifact(job, winner, place) if winner else None
-        if artifact is None and (winner or next_recipe(search)):
+        step = next_recipe(search)
+        artifact = self._artifact(job, step.winner, place) if step.winner else None
+        if artifact is None and any((step.recipe, step.attempt, step.winner)):
             self._check_embeddable(job)
             with cache.lock(fingerprint, self._waiting(job)):
                 # Another build may have tried more in the meantime.
                 search = self._tried(job, fingerprint, self._stored(job, fingerprint))
-            winner = search.winner
-            artifact = self._artifact(job, winner, place) if winner else None
-        if winner is None or artifact is None:
-            raise failure(job, search, self._tried_now)
-        built = self._built(job, search, winner, artifact)
-        cache.set_ref(self._fingerprint(job, {}), winner.key)
+            step = next_recipe(search)
+            artifact = self._artifact(job, step.winner, place) if step.winner else None
+        if step.winner is None or artifact is None:
+            raise failure(job, step.tried, self._tried_now)
+        built = self._built(job, search, step.winner, artifact)
+        cache.set_ref(self._fingerprint(job, {}), step.winner.key)
         return built
 
     def _stored(self, job: Job, fingerprint: str) -> Search:
@@ -155,7 +155,8 @@ class JobRunner:
         for attempt in stored.attempts:
             # A shared cache may contain what no build has written.
             is_own = attempt.key == _key(fingerprint, attempt.recipe)
-            if is_own and _fits(job, attempt.record) and attempt.required in ("", search.required):
+            fits = attempt.refused if attempt.record is None else _fits(job, attempt.record)
+            if is_own and fits and attempt.required in ("", search.required):
                 search = self._validated(job, search, attempt)
         return search
 
@@ -163,20 +164,21 @@ class JobRunner:
         """The search with all attempts that it needs, and files of its winner; stored, whatever ends it."""
         cache, search = self._cache(job), stored
         try:
-            while attempt := (step := next_recipe(search)) or search.winner:
-                if isinstance(attempt, Recipe):
-                    search = self._attempted(job, fingerprint, search, attempt)
-                    continue
-                artifact = self._artifact(job, attempt, self._folder(job, attempt.key))
-                if artifact is None:
+            while True:
+                step = next_recipe(search)
+                attempt = step.attempt or step.winner
+                if step.recipe is not None:
+                    search = self._attempted(job, fingerprint, search, step.recipe)
+                elif attempt is None:
+                    self._keep(job, most_complete(step.tried))
+                    return search
+                elif not (artifact := self._artifact(job, attempt, self._folder(job, attempt.key))):
                     search = search.without(attempt)
-                elif step is None:
+                elif step.winner is not None:
                     return (search := search.won_by(attempt))
                 else:
                     self._keep(job, attempt)
                     search = self._validated(job, search, attempt, artifact)
-            self._keep(job, most_complete(search.tried))
-            return search
         finally:
             if search is not stored:
                 cache.put("searches", fingerprint, search.to_store(_today()))
@@ -395,11 +397,11 @@ class JobRunner:
                 raise BuildError(Problem(Kind.TOO_LARGE, "", message, hint))
 
 
-def failure(job: Job, search: Search, tried_now: Container[str] = ()) -> BuildError:
-    """Why a search has no winner: the disagreement nearest to the limits, the nodes that are left to the CPU,
-    or the EP's refusal, in that order. ``tried_now``: the keys of the attempts of this build.
+def failure(job: Job, tried: Sequence[Attempt], tried_now: Container[str] = ()) -> BuildError:
+    """Why no attempt that was ``tried`` wins: the disagreement nearest to the limits, the nodes that are left
+    to the CPU, or the EP's refusal, in that order. ``tried_now``: the keys of the attempts of this build.
     """
-    compiled = [attempt for attempt in search.tried if attempt.record is not None]
+    compiled = [attempt for attempt in tried if attempt.record is not None]
     if differing := [attempt for attempt in compiled if attempt.differences]:
         cause = max(differing, key=lambda a: a.verdict.margin if a.verdict else 0.0)
         problems = cause.differences
@@ -409,15 +411,15 @@ def failure(job: Job, search: Search, tried_now: Container[str] = ()) -> BuildEr
         problems = _low_coverage(job, cause)
     else:
         # Without dynamic quantization, if that was undone; or of the last simplifier, if none works.
-        refused = [attempt for attempt in search.tried if attempt.stopped_in == "compile"]
+        refused = [attempt for attempt in tried if attempt.stopped_in == "compile"]
         refused.sort(key=lambda attempt: not attempt.recipe.dequantize)
-        cause = (refused or search.tried[-1:])[0]
+        cause = (refused or tried[-1:])[0]
         problems = _refusal(job, cause)
     first, *others = (_with_own_keys(job, problem) for problem in problems)
     if cause.day and cause.key not in tried_now:
         again = f"An earlier build tried this ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, message=f"{first.message}\n{again}")
-    return BuildError(replace(first, tried=search.notes(cause)), *others)
+    return BuildError(replace(first, tried=notes(tried, cause)), *others)
 
 
 def _with_own_keys(job: Job, problem: Problem) -> Problem:
@@ -464,10 +466,8 @@ def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
     return first, *others
 
 
-def _fits(job: Job, record: Record | None) -> bool:
+def _fits(job: Job, record: Record) -> bool:
     """Whether ``record`` may be that of an artifact of ``job``."""
-    if record is None:
-        return True
     is_same = [context.model for context in record.contexts] == [model.name for model in job.models]
     return is_same and record.product == job.target.provider.product
 

@@ -124,11 +124,6 @@ class Attempt:
     day: str = ""
     required: str = ""
 
-    def __post_init__(self) -> None:
-        """Raise ValueError for what no build writes, but a cache may contain."""
-        if (self.record is None) == (self.refused is None):
-            raise ValueError("it has neither an artifact nor a refusal")
-
     @property
     def verdict(self) -> Verdict | None:
         """What validation says of it; None before that."""
@@ -163,7 +158,7 @@ class Attempt:
     @property
     def is_whole(self) -> bool:
         """Whether no node is left to the CPU, as far as that is known."""
-        return self.record is not None and not self.uncovered
+        return self.record is not None and not any(c.uncovered for c in self.coverages)
 
     @property
     def may_ship(self) -> bool:
@@ -252,17 +247,9 @@ class Form:
     """The attempts of one form of a job, quantized or dequantized, by the phases of the stages."""
 
     search: Search
+    settings: CompileSettings
+    provider: Provider
     attempts: Mapping[str, list[Attempt]]
-
-    @property
-    def settings(self) -> CompileSettings:
-        """How the job is compiled."""
-        return self.search.settings
-
-    @property
-    def provider(self) -> Provider:
-        """What is known of the job's EP."""
-        return PROVIDERS[self.settings.provider]
 
     def all(self, *phases: str) -> list[Attempt]:
         """The attempts of these ``phases``, in order."""
@@ -504,16 +491,6 @@ class Search:
         """What identifies what the job requires of a winner."""
         return value_sha256([self.required, self.min_coverage])
 
-    @property
-    def tried(self) -> Sequence[Attempt]:
-        """The attempts that follow from the stages, in order."""
-        return _progress(self).tried
-
-    @property
-    def winner(self) -> Attempt | None:
-        """The attempt to ship, if there is one: it covers enough, and does not differ."""
-        return _progress(self).winner
-
     def is_enough(self, attempt: Attempt) -> bool:
         """Whether ``attempt`` may be shipped, and compiles as much as the job requires."""
         shares = [coverage.share for coverage in attempt.coverages]
@@ -529,24 +506,15 @@ class Search:
         """The attempt with this key."""
         return next((attempt for attempt in self.attempts if attempt.key == key), None)
 
-    def notes(self, other_than: Attempt) -> tuple[str, ...]:
-        """What else was tried, and its results."""
-        others = (attempt for attempt in self.tried if attempt.key != other_than.key)
-        return tuple(dict.fromkeys(note for attempt in others for note in attempt.notes))
-
     def won_by(self, winner: Attempt) -> Search:
         """The search with the ``winner`` that it has, and the notes on what else was tried."""
         if self.won == winner:
             return self
-        unprepared = (
-            attempt
-            for attempt in self.tried
-            if attempt.stopped_in == "prepare"
-            and attempt.recipe.dequantize == winner.recipe.dequantize
-        )
-        failed = tuple(dict.fromkeys(note for attempt in unprepared for note in attempt.notes))
-        tried = (note for note in self.notes(winner) if note not in failed)
-        win = Win(winner.key, failed, tuple(tried))
+        tried, form = next_recipe(self).tried, winner.recipe.dequantize
+        unprepared = [a for a in tried if a.stopped_in == "prepare" and a.recipe.dequantize == form]
+        failed = notes(unprepared, winner)
+        others = (note for note in notes(tried, winner) if note not in failed)
+        win = Win(winner.key, failed, tuple(others))
         return replace(self, winners={**self.winners, self.terms: win})
 
     def to_store(self, day: str) -> Search:
@@ -570,32 +538,40 @@ class Search:
 
     def adding(self, attempt: Attempt) -> Search:
         """The search with ``attempt``, instead of what was known about it."""
-        search = self.without(attempt)
-        return replace(search, attempts=(*search.attempts, attempt))
+        others = (other for other in self.attempts if other.key != attempt.key)
+        return replace(self, attempts=(*others, attempt))
 
 
-def next_recipe(search: Search) -> Recipe | Attempt | None:
-    """The recipe to try next, or an attempt to validate because its verdict decides that; None at the end."""
-    return _progress(search).step
+def notes(attempts: Iterable[Attempt], other_than: Attempt) -> tuple[str, ...]:
+    """The results of all ``attempts`` but one, for a report."""
+    others = (attempt for attempt in attempts if attempt.key != other_than.key)
+    return tuple(dict.fromkeys(note for attempt in others for note in attempt.notes))
 
 
-class _Progress(NamedTuple):
-    """How far a search is: what was tried in order, the next step, and at the end the winner."""
+class Next(NamedTuple):
+    """What follows from a search: a ``recipe`` to try, or an ``attempt`` whose verdict decides about that; or
+    at its end the ``winner``, which covers enough and does not differ, if there is one.
+
+    ``tried``: the attempts that follow from the stages, in order.
+    """
 
     tried: Sequence[Attempt]
-    step: Recipe | Attempt | None = None
+    recipe: Recipe | None = None
+    attempt: Attempt | None = None
     winner: Attempt | None = None
 
 
-def _progress(search: Search) -> _Progress:
-    won = search.won
-    if won is not None and (won.verdict is None or not won.verdict.differs):
-        return _Progress((), *((won, None) if won.verdict is None else (None, won)))
+def next_recipe(search: Search) -> Next:
+    """What to try next. It follows from the search alone."""
+    if (won := search.won) and won.verdict is None:
+        return Next((), attempt=won)
+    if won and won.verdict and not won.verdict.differs:
+        return Next((), winner=won)
     tried: list[Attempt] = []
     for dequantize in (False, True) if search.is_dynamic else (False,):
-        progress = _progress_of_form(search, tried, dequantize=dequantize)
-        if progress is not None:
-            return progress
+        step = _next_in_form(search, tried, dequantize=dequantize)
+        if step is not None:
+            return step
         whole = (attempt.verdict for attempt in tried if attempt.is_whole)
         if any(verdict and not verdict.differs for verdict in whole):
             break
@@ -605,40 +581,39 @@ def _progress(search: Search) -> _Progress:
         if winner is not None and attempt.quality != winner.quality:
             break
         if attempt.verdict is None:
-            return _Progress(tried, attempt)
+            return Next(tried, attempt=attempt)
         is_nearer = winner is None or attempt.verdict.is_worth(winner.verdict)
         if is_nearer and not attempt.verdict.differs:
             winner = attempt
-    return _Progress(tried, None, winner)
+    return Next(tried, winner=winner)
 
 
-def _progress_of_form(
-    search: Search, tried: list[Attempt], *, dequantize: bool
-) -> _Progress | None:
-    """The next step for a form of the job, or its winner; None at its end. ``tried`` gets its attempts."""
+def _next_in_form(search: Search, tried: list[Attempt], *, dequantize: bool) -> Next | None:
+    """What follows for a form of the job; None at its end. ``tried`` gets its attempts."""
     known = {attempt.recipe: attempt for attempt in search.attempts}
-    form = Form(search, {stage.phase: [] for stage in STAGES})
+    provider = PROVIDERS[search.settings.provider]
+    form = Form(search, search.settings, provider, {stage.phase: [] for stage in STAGES})
     for stage in STAGES:
         own: list[Attempt] = []
         while len(own) < stage.rounds:
             applies = stage.applies(form)
             if isinstance(applies, Attempt):
-                return _Progress(tried, applies)
+                return Next(tried, attempt=applies)
             recipe = stage.propose(form, own) if applies else None
             if recipe is None:
                 break
             recipe = replace(recipe, dequantize=dequantize)
             if recipe not in known:
-                return _Progress(tried, recipe)
+                return Next(tried, recipe)
             attempt = known[recipe]
             for attempts in (own, form.attempts[stage.phase], tried):
                 attempts.append(attempt)
             if attempt.is_whole and attempt.verdict is None:
-                return _Progress(tried, attempt)
+                return Next(tried, attempt=attempt)
             if attempt.is_whole and attempt.verdict and attempt.verdict.agrees:
-                return _Progress(tried, None, attempt)
+                return Next(tried, winner=attempt)
         # ONNX Runtime optimizes any graph: there is nothing else to change.
-        is_done = tried[-1].stopped_in == "prepare" or form.provider.product != "context"
+        is_done = tried[-1].stopped_in == "prepare" or provider.product != "context"
         if stage.phase == "prepare" and is_done:
             return None
     return None

@@ -114,11 +114,17 @@ class Ep:
         ]
 
     def finish(self, search: Search) -> Search:
-        while step := next_recipe(search):
-            search = search.adding(
-                self._compile(step) if isinstance(step, Recipe) else self._validate(step)
-            )
-        return search
+        while True:
+            step = next_recipe(search)
+            if step.recipe is not None:
+                search = search.adding(self._compile(step.recipe))
+            elif step.attempt is not None:
+                search = search.adding(self._validate(step.attempt))
+            else:
+                return search.won_by(step.winner) if step.winner else search
+
+    def winner(self, search: Search) -> Attempt | None:
+        return next_recipe(self.finish(search)).winner
 
     def _compile(self, recipe: Recipe) -> Attempt:
         self.compiled.append(recipe)
@@ -279,7 +285,7 @@ def test_each_recipe_follows_from_what_the_ones_before_it_have_shown(
     tried: list[str],
 ) -> None:
     ep = Ep(outcomes, validations)
-    winner = ep.finish(search_for(**settings)).winner
+    winner = ep.winner(search_for(**settings))
     assert ep.tried == tried
     assert winner is not None
     assert name_of(winner.recipe) == tried[-1]
@@ -334,13 +340,13 @@ def test_the_winner_covers_most_and_does_not_differ(
     settings: Mapping[str, Any],
     winner: str | None,
 ) -> None:
-    found = Ep(outcomes, validations).finish(search_for(**settings)).winner
+    found = Ep(outcomes, validations).winner(search_for(**settings))
     assert (found and name_of(found.recipe)) == winner
 
 
 def test_fewer_contexts_are_better() -> None:
     ep = Ep({"plain": ("If",), "rewrite": ("Where",)}, contexts={"plain": 2})
-    winner = ep.finish(search_for(min_coverage=0.5)).winner
+    winner = ep.winner(search_for(min_coverage=0.5))
     assert winner is not None
     assert name_of(winner.recipe) == "rewrite"
 
@@ -364,7 +370,7 @@ def test_results_decide_nothing_for_groups_and_optimized_graphs(
     provider: str, compares: bool
 ) -> None:
     ep = Ep({"plain": (), "unfused": ()}, {"plain": WRONG})
-    assert ep.finish(search_for(provider, compares=compares)).winner is None
+    assert ep.winner(search_for(provider, compares=compares)) is None
     assert ep.tried == ep.validated == ["plain"]
 
 
@@ -397,9 +403,7 @@ def test_what_else_was_tried_is_noted() -> None:
         {"plain": crash, "onnxslim": ("GRU", "If"), "onnxslim unroll": (), "unfused onnxslim": ()},
         {"onnxslim unroll": WRONG},
     )
-    search = ep.finish(search_for(min_coverage=0.5))
-    assert search.winner is not None
-    (win,) = search.won_by(search.winner).winners.values()
+    (win,) = ep.finish(search_for(min_coverage=0.5)).winners.values()
     assert win.failed == ("onnxruntime crashes on this model, in a process of its own",)
     assert win.tried[:2] == ("Clip: it differs (not taken)", "unroll: y is wrong")
 
@@ -418,11 +422,11 @@ def stored(search: Search) -> Search:
 def test_a_later_build_tries_only_what_is_not_known() -> None:
     outcomes: dict[str, Outcome] = {"plain": ("If", "If"), "rewrite": NO, "unroll": ("If",)}
     first = Ep(outcomes).finish(search_for())
-    assert first.winner is None
+    assert next_recipe(first).winner is None
     again = Ep(outcomes)
-    assert again.finish(stored(first)).winner is None
+    assert again.winner(stored(first)) is None
     assert not again.compiled + again.validated
-    less = again.finish(replace(stored(first), min_coverage=0.5)).winner
+    less = again.winner(replace(stored(first), min_coverage=0.5))
     assert less is not None
     assert (name_of(less.recipe), less.day) == ("plain", "2026-11-23")
     assert (again.compiled, again.validated) == ([], ["plain"])
@@ -430,27 +434,24 @@ def test_a_later_build_tries_only_what_is_not_known() -> None:
 
 def test_accidents_are_not_stored_and_what_has_won_stays() -> None:
     outcomes: dict[str, Outcome] = {"plain": CRASH, "rewrite": ()}
-    search = Ep(outcomes).finish(search_for())
-    assert search.winner is not None
+    known = stored(Ep(outcomes).finish(search_for()))
     again = Ep(outcomes)
-    won = again.finish(stored(search.won_by(search.winner)))
+    winner = again.winner(known)
+    assert winner is not None
+    assert name_of(winner.recipe) == "rewrite"
     assert again.compiled == []
-    assert won.winner is not None
-    assert name_of(won.winner.recipe) == "rewrite"
     # With other terms it may be another one.
-    again.finish(replace(won, min_coverage=0.5))
+    again.finish(replace(known, min_coverage=0.5))
     assert again.tried == ["plain"]
 
 
 def test_a_winner_that_could_not_be_run_loses_where_it_differs() -> None:
     not_run = Validation(ValidationStatus.STRUCTURE)
     outcomes: dict[str, Outcome] = {"plain": (), "unfused": ()}
-    search = Ep(outcomes, {"plain": not_run}).finish(search_for())
-    assert search.winner is not None
-    known = search.won_by(search.winner)
+    known = Ep(outcomes, {"plain": not_run}).finish(search_for())
     here = Ep(outcomes, {"plain": WRONG})
     unknown = tuple(replace(a, validations={}) for a in known.attempts)
-    other = here.finish(replace(known, attempts=unknown)).winner
+    other = here.winner(replace(known, attempts=unknown))
     assert other is not None
     assert (here.tried, here.validated) == (["unfused"], ["plain", "unfused"])
     assert name_of(other.recipe) == "unfused"
@@ -472,7 +473,7 @@ def job_of(project: Path, keys: str = "", provider: str = "qnn") -> Job:
 
 def why(job: Job, ep: Ep, **settings: Any) -> Problem:
     search = ep.finish(search_for(job.target.settings.provider, **settings))
-    (problem,) = failure(job, search).problems
+    (problem,) = failure(job, next_recipe(search).tried).problems
     return problem
 
 
@@ -553,7 +554,8 @@ def test_what_an_earlier_build_tried_has_its_day_and_the_keys_of_this_project(
     settings = (Setting(theirs[0] / "cut"), Setting(theirs[1] / "profiles"))
     problem = Problem(Kind.COMPILE_FAILED, "", "it fails.", "Set:", settings=settings)
     search = stored(Ep({"plain": Refused("compile", (problem,))}).finish(search_for()))
-    (problem,) = failure(job, search).problems
+    tried = next_recipe(search).tried
+    (problem,) = failure(job, tried).problems
     again = "An earlier build tried this (2026-11-23); HATCH_EPCONTEXT_NO_CACHE=1 tries it again."
     assert problem.message == f"it fails.\n{again}"
     assert [str(setting) for setting in problem.settings] == [
@@ -562,5 +564,5 @@ def test_what_an_earlier_build_tried_has_its_day_and_the_keys_of_this_project(
     ]
     assert problem.settings[0].key.model == "models/a.onnx"
     # Another job of the same build may have tried it.
-    (problem,) = failure(job, search, [attempt.key for attempt in search.attempts]).problems
+    (problem,) = failure(job, tried, [attempt.key for attempt in tried]).problems
     assert problem.message == "it fails."
