@@ -449,4 +449,6 @@ def _refused(
         is_of_recipe = isinstance(error, LimitError) or not isinstance(error, AccidentError)
         if recipe.is_plain or not is_of_recipe:
             raise error
-    return Refused(step, error.problems, is_accident=isinstance(error, AccidentError))
+    # Or too little memory may be the cause.
+    is_accident = isinstance(error, AccidentError) or any(p.causes for p in error.problems)
+    return Refused(step, error.problems, is_accident=is_accident)

@@ -218,6 +218,26 @@ def test_a_crash_of_the_ep_is_tried_again(run: Run, tmp_path: Path) -> None:
     assert not built.cached
 
 
+@needs_qnn
+def test_what_too_little_memory_may_have_caused_is_tried_again(
+    project: Path, run: Run, log: list[str]
+) -> None:
+    # QNN has no float64, whatever memory it has.
+    save(
+        parsed("(float[2] x) => (double[2] y) { y = Cast <to = 11> (x) }"),
+        project / "models" / "a.onnx",
+    )
+    toml = QNN.replace(", dims = { batch = 1 }", "")
+    with pytest.raises(BuildError, match="EPC301") as raised:
+        run(toml, workers=Workers(120, memory_limit=16 * 10**9))
+    assert raised.value.problems[0].causes
+    for requested in (True, False):
+        with pytest.raises(BuildError, match="EPC301") as raised:
+            run(toml, workers=Workers(120, log.append))
+        assert bool(requests(log)) is requested
+        assert not raised.value.problems[0].causes
+
+
 def test_a_comparison_that_must_be_conclusive_is_not_repeated(
     project: Path, run: Run, log: list[str]
 ) -> None:
