@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hatch_epcontext.jobs.cache.cache import Cache
     from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
     from hatch_epcontext.package.bundle import Bundle
+    from hatch_epcontext.package.manifest import ModelPackage
     from hatch_epcontext.package.sdist import Sdist
 
 
@@ -61,7 +63,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 cache_requirements(config.build),
                 () if config.only_from_cache else download_requirements(config.models),
             )
-            return [each for some in needed for each in some]
+            return list(itertools.chain.from_iterable(needed))
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build all jobs, and pass the files to Hatch; an editable install gets them in the project.
@@ -116,13 +118,15 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.package.wheel import packed_files, repeated_models, selected_files
 
         core = self.metadata.core
-        extras = core.optional_dependencies.values()
-        needed = [*core.dependencies, *(each for some in extras for each in some)]
+        needed = [
+            *core.dependencies,
+            *itertools.chain.from_iterable(core.optional_dependencies.values()),
+        ]
         check_app(config.targets, needed)
         packed = packed_files(self.build_config, build_data)
         # An sdist may contain models from elsewhere, which are no files of the app.
         places = [
-            config.root / each.download.place_in_sdist for each in config.models if each.download
+            config.root / model.download.place_in_sdist for model in config.models if model.download
         ]
         of_sdist = {path for path, file in packed.items() if any(map(file.is_relative_to, places))}
         for path in map(str, map(Path, of_sdist)):
@@ -133,21 +137,23 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         output = self._output_folder(config, selected, files)
         staging = self._make_staging()
         result = self._build(config, staging)
-        made = bundle(result, staging, modules(self._hooked_name(output), config.models))
+        package = bundle(result, staging, modules(self._hooked_name(output), config.models))
         for message in (
-            *repeated_models(result, made.sources.values(), files, selected, config.root),
-            *too_new_files(made.folder, made.files, needed),
+            *repeated_models(result, files, selected, config.root),
+            *too_new_files(package.folder, package.files, needed),
         ):
             self._warning(message)
-        build_data["force_include"].update(made.entries(output))
+        build_data["force_include"].update(package.entries(output))
         if config.wheel.sbom:
-            build_data["sbom_files"].append(str(self._write_sbom(result, made, output, staging)))
-        self._output, self._wheel, self._bundle = output, config.wheel, made
+            build_data["sbom_files"].append(
+                str(self._write_sbom(result, package.package, output, staging))
+            )
+        self._output, self._wheel, self._bundle = output, config.wheel, package
         self._sources = result.sources
         self._set_tag(config, build_data)
 
     def _write_sbom(
-        self, result: Result, made: Bundle, output: PurePosixPath, staging: Path
+        self, result: Result, package: ModelPackage, output: PurePosixPath, staging: Path
     ) -> Path:
         from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.package import sbom
@@ -158,7 +164,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         )
         for message in sbom.unlicensed(result.sources, PyprojectNames(Path(self.root))):
             self._warning(message)
-        return sbom.write(result.sources, made.package, output, project, staging)
+        return sbom.write(result.sources, package, output, project, staging)
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext.jobs.artifact import Result
@@ -301,7 +307,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """
         from hatch_epcontext.errors import WheelError
         from hatch_epcontext.files import remove
-        from hatch_epcontext.package import finished
+        from hatch_epcontext.package import wheel
 
         if self._editable is not None:
             with self._errors_as_message():
@@ -313,8 +319,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             try:
                 path, place = Path(artifact_path), self._place_in_wheel(self._output)
                 files = self._bundle.files
-                finished.verify(path, place, files)
-                warning = finished.check_size(path, self._wheel.max_size)
+                wheel.verify(path, place, files)
+                warning = wheel.check_size(path, self._wheel.max_size)
             except WheelError:
                 remove(path)
                 self._bundle.check_sources(self._bundle.folder)
@@ -354,8 +360,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         with self._errors_as_message():
             # Cleaning also works with an invalid configuration.
             table = tool_table(Path(self.root))
-            given = table.get("output") if isinstance(table, dict) else None
-            configured = PurePosixPath(given) if isinstance(given, str) else None
+            output = table.get("output") if isinstance(table, dict) else None
+            configured = PurePosixPath(output) if isinstance(output, str) else None
             files = wheel.selected_files(self.build_config)
             try:
                 folder = project_folder(wheel.output_folder(configured, files), files)

@@ -177,7 +177,7 @@ def test_a_model_that_is_also_package_data_is_a_warning(
     text = capsys.readouterr().err
     assert "my_app/models/a.onnx (" in text
     assert 'exclude = ["my_app/models/a.onnx"] in [tool.hatch.build.targets.wheel]' in text
-    assert "and again as the source of the model a" in text
+    assert "beside what is shipped of the model a." in text
 
 
 def test_what_has_not_changed_comes_from_the_cache(
@@ -514,7 +514,7 @@ def test_a_wheel_that_is_too_large_is_removed(
 def test_a_large_wheel_is_one_warning(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.package.finished._WARN_AT", 1000)
+    monkeypatch.setattr("hatch_epcontext.package.wheel._WARN_AT", 1000)
     make(root)
     text = capsys.readouterr().err
     assert text.count("By default package indexes accept files of up to") == 1

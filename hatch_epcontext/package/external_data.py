@@ -90,16 +90,16 @@ def _locations(data: mmap.mmap) -> Iterator[str]:
 
 
 def _locations_of(data: mmap.mmap, tensor: Span) -> Iterator[str]:
-    found, is_external = [], False
+    locations, is_external = [], False
     for number, value in _fields(data, tensor):
         if number == _TENSOR_DATA_LOCATION:
             is_external = value == _EXTERNAL
         elif number == _TENSOR_EXTERNAL_DATA and not isinstance(value, int):
             entry = dict(_fields(data, value))
             if _text(data, entry.get(_ENTRY_KEY)) == "location":
-                found.append(_text(data, entry.get(_ENTRY_VALUE)))
+                locations.append(_text(data, entry.get(_ENTRY_VALUE)))
     if is_external:
-        yield from found
+        yield from locations
 
 
 def _text(data: mmap.mmap, value: int | Span | None) -> str:

@@ -76,7 +76,7 @@ def write(
                     _artifact(f"{name}/{target}", variant, variant.about, source, files)
                 )
                 needed[components[-1]["bom-ref"]] = [f"model:{component.about.model}"]
-    needed["wheel"] = [each["bom-ref"] for each in components if each["scope"] == "required"]
+    needed["wheel"] = [part["bom-ref"] for part in components if part["scope"] == "required"]
     tool = {"type": "application", **_package(GENERATOR, hatch_epcontext.__version__)}
     wheel = {"type": "library", "bom-ref": "wheel", **_package(project.name, project.version)}
     content = {

@@ -1,17 +1,25 @@
-"""The wheel: what Hatch packs, the package's place in it, its tag, and models that are in it twice."""
+"""The wheel: what Hatch packs, the package's place in it, its tag, models that are in it twice; and checks of
+the finished one, whoever packed it.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+import csv
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hatch_epcontext.config.settings import Config, Model
-from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
-from hatch_epcontext.files import file_sha256
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, WheelError
+from hatch_epcontext.files import FileRecord, file_sha256
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.text import listing, show_size
+from hatch_epcontext.package.manifest import FILE
+from hatch_epcontext.package.reader import DAMAGED_ARCHIVE
+from hatch_epcontext.text import count, listing, show_size
 
 FOLDER = "epcontext"
 """The name of the package's folder in the app's import package, by default."""
@@ -21,6 +29,17 @@ OUTPUT = Key() / "output"
 
 _MAX_NAMED = 5
 """Of more files than this, a message gives the number."""
+
+_RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
+
+_MAX_SIZE = Key() / "wheel" / "max-size"
+"""The configuration key of the wheel's maximum size."""
+
+_WARN_AT = 100 * 10**6
+"""The size in bytes above which package indexes refuse a wheel by default."""
+
+_LARGEST = 10
+"""How many files the message about a large wheel lists."""
 
 Tree = Mapping[str, Path]
 """Files that Hatch packs, by their path in the archive, with forward slashes."""
@@ -115,13 +134,10 @@ def tag(config: Config) -> str | None:
     return f"py3-none-{'.'.join(sorted(set().union(*platforms)))}"
 
 
-def repeated_models(
-    result: Result, shipped: Collection[Path], tree: Tree, selected: Tree, root: Path
-) -> Iterator[str]:
-    """A warning for each file of a source model that the wheel also holds as package data.
+def repeated_models(result: Result, tree: Tree, selected: Tree, root: Path) -> Iterator[str]:
+    """A warning for each file of a source model in ``root``'s wheel that is also package data.
 
-    ``shipped``: the files of the source models that the package contains; ``root``: the project.
-    ``selected``: those files of the wheel that Hatch selects, and no build hook adds.
+    ``selected``: those files of ``tree`` that Hatch selects, and no build hook adds.
     """
     sizes: dict[int, list[tuple[str, Path]]] = {}
     for name, path in tree.items():
@@ -134,30 +150,113 @@ def repeated_models(
         for file in filter(Path.is_file, files):
             size = file.stat().st_size
             for name, path in sizes.get(size, ()):
-                if _is_same_file(path, file):
-                    inside = path.is_relative_to(root)
-                    pattern = path.relative_to(root).as_posix() if inside else name
-                    again = source.model.path in shipped
-                    exclude = (
-                        f'Exclude it (exclude = ["{pattern}"] in [tool.hatch.build.targets.wheel])'
-                        if name in selected
-                        else "Leave it out where it is added (by a build hook, or by force-include)"
-                    )
-                    yield _repeated(name, size, exclude, source.model, again=again)
+                if not path.samefile(file) and file_sha256(path) != file_sha256(file):
+                    continue
+                inside = path.is_relative_to(root)
+                pattern = path.relative_to(root).as_posix() if inside else name
+                exclude = (
+                    f'Exclude it (exclude = ["{pattern}"] in [tool.hatch.build.targets.wheel])'
+                    if name in selected
+                    else "Leave it out where it is added (by a build hook, or by force-include)"
+                )
+                yield (
+                    f"{name} ({show_size(size)}) is in the wheel as package data, beside what is shipped of "
+                    f"the model {source.model.configured_name}. {exclude} if the app opens it only through "
+                    'the loader; otherwise set fallback = "none" for that model.'
+                )
 
 
-def _is_same_file(path: Path, file: Path) -> bool:
-    return path.samefile(file) or file_sha256(path) == file_sha256(file)
+def verify(wheel: Path, folder: PurePosixPath, files: Mapping[str, FileRecord]) -> None:
+    """Raise WheelError with all `differences`."""
+    if problems := list(differences(wheel, folder, files)):
+        raise WheelError(*problems)
 
 
-def _repeated(name: str, size: int, exclude: str, model: Model, *, again: bool) -> str:
-    what = f"{name} ({show_size(size)}) is in the wheel as package data"
-    if again:
-        return (
-            f"{what}, and again as the source of the model {model.configured_name}. {exclude}, or set "
-            'fallback = "none" for that model.'
+def differences(
+    wheel: Path, folder: PurePosixPath, files: Mapping[str, FileRecord]
+) -> Iterator[Problem]:
+    """What differs between the package in ``folder`` of a finished wheel and ``files``, its records by path.
+
+    Hashes are those of RECORD, which whoever packed the wheel made of what was written, and sizes those of
+    the archive's directory: the files are not read. Raises OSError and `zipfile.BadZipFile` if the archive
+    cannot be opened.
+    """
+    location = wheel.name if not folder.parts else f"{wheel.name}: {folder}"
+    with zipfile.ZipFile(wheel) as archive:
+        try:
+            hashes = _hashes(archive)
+        except (*DAMAGED_ARCHIVE, ValueError, csv.Error) as error:
+            yield Problem(Kind.INVALID_WHEEL, wheel.name, f"RECORD cannot be read: {error}.")
+            return
+        packed = {
+            PurePosixPath(info.filename).relative_to(folder).as_posix(): FileRecord(
+                info.file_size, hashes.get(info.filename, "")
+            )
+            for info in archive.infolist()
+            if not info.is_dir() and PurePosixPath(info.filename).is_relative_to(folder)
+        }
+    for name, record in sorted(files.items()):
+        if name not in packed:
+            message = f"{name} is not in the wheel."
+            hint = "The build backend did not pack it: add it to the wheel's package data."
+            yield Problem(Kind.INVALID_WHEEL, location, message, hint)
+        elif packed[name] != record:
+            message = f"{name} differs from its record in the manifest."
+            yield Problem(Kind.INVALID_WHEEL, location, message)
+    for name in sorted(packed.keys() - {*files, FILE}):
+        yield Problem(
+            Kind.INVALID_WHEEL,
+            location,
+            f"{name} is in the wheel, but not in the manifest.",
+            "Remove it from the project, or choose another folder for the models. If it is only in the build "
+            "backend's folder build/, remove that, and build again.",
         )
-    return (
-        f"{what}, beside the compiled models of {model.configured_name}. {exclude} if the app opens it "
-        'only through the loader; otherwise set fallback = "none" for that model.'
+
+
+def _hashes(archive: zipfile.ZipFile) -> dict[str, str]:
+    """The sha256 in hex of each file for which RECORD has one; raises ValueError without one RECORD."""
+    records = [name for name in archive.namelist() if _RECORD.fullmatch(name)]
+    if len(records) != 1:
+        raise ValueError(f"a wheel has one, and this one has {len(records)}")
+    rows = csv.reader(archive.read(records[0]).decode("utf-8").splitlines())
+    # RECORD leaves the padding out.
+    return {
+        row[0]: base64.urlsafe_b64decode(f"{row[1].removeprefix('sha256=')}==").hex()
+        for row in rows
+        if len(row) == 3 and row[1].startswith("sha256=")
+    }
+
+
+def check_size(wheel: Path, max_size: int | None) -> str | None:
+    """A warning about a large wheel, with its largest files; None for a wheel that is not large.
+
+    Raises WheelError if it is larger than ``max_size`` bytes.
+    """
+    size = wheel.stat().st_size
+    if size <= (_WARN_AT if max_size is None else max_size):
+        return None
+    message = f"{wheel.name} has {show_size(size)}\n{_largest_files(wheel)}"
+    if max_size is None:
+        return (
+            f"{message}\n  By default package indexes accept files of up to {show_size(_WARN_AT)}: "
+            f"request a higher limit, ship fewer targets, or set {_MAX_SIZE} to the size that you expect."
+        )
+    raise WheelError(
+        Problem.at(
+            _MAX_SIZE,
+            Kind.LARGE_WHEEL,
+            f"{message}\nAt most {show_size(max_size)} are allowed.",
+            "Ship fewer targets, share weights, or raise the limit.",
+            Setting(_MAX_SIZE, f"{-(-size // 10**6)} MB"),
+        )
     )
+
+
+def _largest_files(wheel: Path) -> str:
+    """A line for each of the largest files, with its compressed size, and one for the others."""
+    with zipfile.ZipFile(wheel) as archive:
+        files = sorted(archive.infolist(), key=lambda file: file.compress_size, reverse=True)
+    lines = [f"  {show_size(file.compress_size)}  {file.filename}" for file in files[:_LARGEST]]
+    if (more := len(files) - _LARGEST) > 0:
+        lines.append(f"  and {count(more, 'smaller file')}")
+    return "\n".join(lines)

@@ -21,9 +21,9 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import for_windows, is_regular, read_regular, temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_environment
-from hatch_epcontext.package import finished
 from hatch_epcontext.package.manifest import FILE, ModelPackage
 from hatch_epcontext.package.reader import DAMAGED_ARCHIVE, damaged_files, read
+from hatch_epcontext.package.wheel import differences
 from hatch_epcontext.providers import find
 from hatch_epcontext.worker.requests import InspectReply, InspectRequest
 
@@ -144,7 +144,7 @@ def verify(path: Path, inspection: Inspection) -> Verification:
         if path.is_dir():
             found += damaged_files(path / folder, package)
         else:
-            found += finished.differences(path, PurePosixPath(folder), package.files)
+            found += differences(path, PurePosixPath(folder), package.files)
     if not path.is_dir():
         plain = _plain_models(path, packages)
     components = [each for package in packages.values() for each in package.components.values()]
