@@ -45,7 +45,7 @@ LAYERS = [
 """The folders and modules of the package by layer, the lowest first."""
 
 BORDER = {
-    "worker": {"protocol", "requests", "results"},
+    "worker": {"advice", "protocol", "requests", "results"},
     "graph": {"facts", "limits", "number_format"},
 }
 """The modules of ``worker`` and ``graph`` that others import: what crosses the border of the processes."""

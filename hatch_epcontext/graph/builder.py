@@ -31,7 +31,7 @@ class TooManyNodesError(Exception):
     """The graph would get more nodes than its ``limit``."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"the graph would get more than {limit} nodes (unroll-limit)")
+        super().__init__(f"the graph would get more than {limit} nodes")
 
 
 class MissingOperatorError(Exception):

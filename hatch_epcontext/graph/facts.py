@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hatch_epcontext.errors import Key, Setting
-
 Size = int | str | None
 
 PROTOBUF_LIMIT = 2**31 - 1
@@ -92,8 +90,3 @@ class Cut:
     def within(self, other: Cut) -> Cut:
         """This cut of a model after the cut ``other``: without names of its own it has the ends of that."""
         return Cut(self.inputs or other.inputs, self.outputs or other.outputs)
-
-    def setting(self, model: Key) -> Setting:
-        """The setting for this cut of the model at the key ``model``."""
-        ends = {"inputs": list(self.inputs), "outputs": list(self.outputs)}
-        return Setting(model / "cut", {end: names for end, names in ends.items() if names})

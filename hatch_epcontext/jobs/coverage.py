@@ -9,12 +9,8 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
-from hatch_epcontext.worker.results import (
-    Advice,
-    Coverage,
-    NodeFacts,
-    weights_advice,
-)
+from hatch_epcontext.worker.advice import Advice, keep, on_weights
+from hatch_epcontext.worker.results import Coverage, NodeFacts
 
 _MAX_NODES = 20
 """The most uncovered nodes of one operator and reason that a message names."""
@@ -64,7 +60,7 @@ def _cut(coverage: Coverage, model: Model) -> Iterator[Setting]:
     """The setting that keeps the largest covered part of the model, if there is one."""
     if (largest := coverage.largest) is None:
         return
-    yield largest.within(model.cut).setting(model.key)
+    yield keep(largest.within(model.cut), model.key)
 
 
 def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
@@ -83,7 +79,7 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
             f"{target.provider.ep} cannot do. Undo the quantization (not tried)."
         )
         return hint, (Setting(model / "dequantize", True),)
-    if weights := weights_advice(nodes, target, model):
+    if weights := on_weights(nodes, target, model):
         return weights
     if any(node.dynamic for node in nodes):
         hint = (

@@ -29,8 +29,8 @@ from hatch_epcontext.graph.bodies import keep_weights, remove_readers
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
-from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.providers import Provider, missing
+from hatch_epcontext.worker.advice import keep, on_conditions
 from hatch_epcontext.worker.reasons import RefusedNodes, refused_nodes
 from hatch_epcontext.worker.session import LEVELS, MIN_EXTERNAL, near, open_session, options
 
@@ -241,7 +241,7 @@ def _refused_graph(
     settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
     if words := provider.error_in_words(message):
         hint = _CHANGE
-        if decides := advice(source, key):
+        if decides := on_conditions(source, key):
             # The node may be in a branch that never runs.
             hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1] + settings
         return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
@@ -255,7 +255,7 @@ def _refused_graph(
             hint, settings = nodes.weights
         elif nodes.cut and key is not None:
             hint = "Change the model there, or keep the part that it may compile (not tried):"
-            settings = (nodes.cut.setting(key),)
+            settings = (keep(nodes.cut, key),)
         return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
     return None
 
@@ -281,7 +281,7 @@ def _not_inferred(found: re.Match[str], source: onnx.GraphProto, key: Key | None
         f"other: {reason}."
     )
     # A branch that never runs may be for other sizes.
-    hint, settings = advice(source, key) or ("Check dims, shapes and constants.", ())
+    hint, settings = on_conditions(source, key) or ("Check dims, shapes and constants.", ())
     return LibraryError(Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings))
 
 
@@ -328,7 +328,7 @@ def _nothing_compiled(
         )
     elif control := graph.control_flow(source):
         message += f" It has {' and '.join(control)}, which few EPs compile."
-        hint, settings = advice(source, key) or ("Remove them from the model.", ())
+        hint, settings = on_conditions(source, key) or ("Remove them from the model.", ())
     if (nodes := refused()).text:
         message += f" {nodes.text}"
         if not settings:

@@ -23,8 +23,9 @@ from hatch_epcontext.graph.refusals.covered import largest_covered
 from hatch_epcontext.graph.refusals.known_limits import numbered
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
+from hatch_epcontext.worker.advice import Advice, on_weights
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.results import Advice, Context, NodeFacts, weights_advice
+from hatch_epcontext.worker.results import Context, NodeFacts
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _VERBOSE = 0
@@ -113,7 +114,7 @@ def refused_nodes(prepared: Path, target: Target, model: Model | None = None) ->
         return RefusedNodes(text)
     source = onnx.load(model.path, load_external_data=False)
     cut = largest_covered(main, refused, source, frozen=model.constants)
-    weights = weights_advice(nodes, target, model.key)
+    weights = on_weights(nodes, target, model.key)
     return RefusedNodes(text, cut and cut.within(model.cut), weights)
 
 

@@ -11,14 +11,13 @@ from dataclasses import field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from hatch_epcontext.config.settings import Quantize, Target
+from hatch_epcontext.config.settings import Quantize
 from hatch_epcontext.config.tables import Dequantize
-from hatch_epcontext.errors import Key, Kind, Problem, Setting
+from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut, TensorFacts
-from hatch_epcontext.graph.limits import QUANTIZED_WEIGHTS
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.text import count, listing
+from hatch_epcontext.text import count
 
 Simplifier = Literal["onnxruntime", "onnxslim", "none"]
 
@@ -87,26 +86,6 @@ class NodeFacts:
     dynamic: bool = False
     freeze: Mapping[str, Any] = field(default_factory=dict)
     guessed: bool = False
-
-
-Advice = tuple[str, tuple[Setting, ...]]
-"""What to do, in words, and what to set."""
-
-
-def weights_advice(nodes: Iterable[NodeFacts], target: Target, model: Key) -> Advice | None:
-    """What to do about quantized weights in ``nodes``, which the EP refuses; None if none is the source's."""
-    operators = sorted(QUANTIZED_WEIGHTS.intersection(node.op for node in nodes))
-    if not operators or target.settings.quantize:
-        return None
-    if target.settings.dequantize == "all":
-        hint = (
-            f'dequantize = "all" does not undo {listing(operators)} here: it undoes DequantizeLinear, '
-            "GatherBlockQuantized, and MatMulNBits without g_idx, where the model stores the numbers, the "
-            "scales and the zero points. Change the model at these nodes."
-        )
-        return hint, ()
-    hint = "Undo the quantization of the weights, which makes the model larger (not tried)."
-    return hint, (Setting(model / "dequantize", "all"),)
 
 
 class CoverageStatus(Enum):

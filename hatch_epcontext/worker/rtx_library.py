@@ -32,6 +32,7 @@ from hatch_epcontext.graph.parts import is_possible
 from hatch_epcontext.providers import HEADER, Profile
 from hatch_epcontext.providers.tensorrt_rtx import engine_size, sdk_version
 from hatch_epcontext.text import listing
+from hatch_epcontext.worker.advice import keep
 
 _MAX_NODES = 20
 """The most nodes that a message names."""
@@ -175,7 +176,7 @@ def _cut_before(refused: Set[str], source: onnx.GraphProto, model: Model) -> Set
     whole = onnx.load(model.path, load_external_data=False)
     if not cut.outputs or not is_possible(whole, cut, model.constants, results):
         return Setting(model.key / "cut")
-    return cut.within(model.cut).setting(model.key)
+    return keep(cut.within(model.cut), model.key)
 
 
 def _computed(node: onnx.NodeProto, source: onnx.GraphProto) -> list[str]:

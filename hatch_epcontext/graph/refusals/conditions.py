@@ -8,7 +8,6 @@ from typing import Any
 
 import onnx
 
-from hatch_epcontext.errors import Key, Setting
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.text import listing, show
 
@@ -27,13 +26,6 @@ class Decided:
 
     def __str__(self) -> str:
         return listing(_described(name, values) for name, values in self.inputs.items())
-
-    def settings(self, model: Key) -> tuple[Setting, ...]:
-        """The constants to set in the table at ``model``, with values if all are known."""
-        if not all(self.inputs.values()):
-            return tuple(Setting(model / "constants" / name) for name in self.inputs)
-        known = {name: values[0] for name, values in self.inputs.items()}
-        return (Setting(model / "constants", known),)
 
 
 def _described(name: str, values: tuple[Any, ...]) -> str:
@@ -61,28 +53,18 @@ def _compared(nodes: Iterable[onnx.NodeProto], flow: Dependencies) -> Iterator[A
                 yield value.item()
 
 
-def undecided(main: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, Decided | None]]:
-    """Yield each If of ``main`` whose condition depends on inputs, and the settings that decide it."""
-    flow = Dependencies(main)
-    for node in flow.counted:
-        if node.op_type == "If" and flow.depends(node.input[:1]):
-            yield node, decided(flow, node.input[0])
+def deciding(main: onnx.GraphProto) -> tuple[Decided | None, list[str]]:
+    """The inputs that decide conditions of ``main``, and the names of the If nodes that have these.
 
-
-def advice(main: onnx.GraphProto, model: Key | None) -> tuple[str, tuple[Setting, ...]] | None:
-    """What to freeze so that the conditions of ``main`` are known: a sentence, and the setting in the table
-    at ``model``, if the model has one. None if no input decides them, or only data.
+    None if no input decides any, or only data.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    flow = Dependencies(main)
+    inputs: dict[str, tuple[Any, ...]] = {}
     names = []
-    for node, reason in undecided(main):
-        if reason is not None:
+    for node in flow.counted:
+        by = decided(flow, node.input[0]) if node.op_type == "If" else None
+        if by is not None:
             names.append(node.name or node.output[0])
-            for name, values in reason.inputs.items():
-                found[name] = tuple(dict.fromkeys((*found.get(name, ()), *values)))
-    if not found:
-        return None
-    whole = Decided(found)
-    which = listing(map(repr, dict.fromkeys(names[:_MAX_VALUES])))
-    hint = f"The input {whole} decides which branch of the If {which} runs: freeze it (not tried)."
-    return hint, () if model is None else whole.settings(model)
+            for name, values in by.inputs.items():
+                inputs[name] = tuple(dict.fromkeys((*inputs.get(name, ()), *values)))
+    return (Decided(inputs) if inputs else None), list(dict.fromkeys(names))

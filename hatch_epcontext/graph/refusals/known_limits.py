@@ -5,7 +5,6 @@ Only the file is read: opening a session on a model of trees can take minutes.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any
 import onnx
 from onnx import TensorProto
 
-from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import Cut
@@ -86,6 +84,43 @@ class Findings:
             return 1 - 1e-9
         return 1 - refused / total
 
+    @property
+    def decided(self) -> Decided | None:
+        """The inputs that decide all refused nodes; None if data decides one, or nothing that is known."""
+        inputs: dict[str, tuple[Any, ...]] = {}
+        for each in self.refused:
+            by = decided(self.flow, each.decider) if each.decider else None
+            if by is None:
+                return None
+            inputs |= by.inputs
+        return Decided(inputs)
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether none of the other nodes is worth a context."""
+        return all(node.op_type in _TRIVIAL for node in self._rest)
+
+    @property
+    def _rest(self) -> list[onnx.NodeProto]:
+        return [node for node in self.flow.counted if self._results.isdisjoint(node.output)]
+
+    @property
+    def _results(self) -> set[str]:
+        return {name for each in self.refused for name in each.node.output if name}
+
+    def part(self, model: onnx.ModelProto) -> Cut:
+        """The cut that keeps the nodes of ``model`` before or after all refused ones; empty if none does."""
+        refused, rest = self._results, self._rest
+        made = {name for node in rest for name in node.output if name}
+        cut = Cut()
+        if refused.isdisjoint(self.flow.ancestors(made)):
+            read = {name for each in self.refused for name in each.node.input}
+            read |= {value.name for value in model.graph.output} - refused
+            cut = Cut(outputs=tuple(n for node in rest for n in node.output if n in read))
+        elif made.isdisjoint(self.flow.ancestors(refused)):
+            cut = Cut(tuple(sorted({name for node in rest for name in node.input} & refused)))
+        return cut if cut and is_possible(model, cut, (), refused) else Cut()
+
 
 def find(model: onnx.ModelProto, limits: Limits) -> Findings:
     """Find the nodes of ``model`` that an EP with ``limits`` certainly leaves to the CPU.
@@ -104,25 +139,6 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
             refused.append(found)
     inside = any(map(graph.inner_graphs, flow.counted))
     return Findings(flow, tuple(refused), inside or bool(own))
-
-
-def problem(
-    model: onnx.ModelProto, findings: Findings, ep: str, key: Key, cut: Cut, target: Key
-) -> Problem:
-    """The problem that ``ep`` leaves the refused nodes of ``model`` to the CPU, whatever preparation does.
-
-    ``key`` and ``target`` are the places of the model, which has been ``cut``, and of the target in the
-    configuration.
-    """
-    total, refused = len(findings.flow.counted), len(findings.refused)
-    message = f"{ep} cannot compile {refused} of the {total} nodes: {describe(findings.refused)}."
-    hint, settings = _advice(model, key, cut, target, findings)
-    return Problem.at(key, Kind.NOT_COMPILABLE, message, hint, *settings)
-
-
-def _rounded(share: float) -> float:
-    # Rounded down: preparation also removes nodes that can be compiled.
-    return math.floor(9 * share) / 10
 
 
 def describe(refused: Sequence[RefusedNode]) -> str:
@@ -147,64 +163,6 @@ def _describe(why: str, refused: Sequence[RefusedNode]) -> str:
 def numbered(operators: Counter[str]) -> list[str]:
     """The operators with their numbers: ``["2 Loop", "Shape"]``."""
     return [op if number == 1 else f"{number} {op}" for op, number in operators.items()]
-
-
-def _advice(
-    model: onnx.ModelProto, key: Key, earlier: Cut, target: Key, findings: Findings
-) -> tuple[str, tuple[Setting, ...]]:
-    """What to do about refused nodes: keep the part before or after them, or use another provider."""
-    if frozen := _constants(key, findings):
-        return frozen
-    refused = {name for each in findings.refused for name in each.node.output if name}
-    rest = [n for n in findings.flow.counted if not refused.intersection(n.output)]
-    if all(node.op_type in _TRIVIAL for node in rest):
-        hint = (
-            "Nothing else is worth compiling: ship the model as it is, or let ONNX Runtime optimize it "
-            'with the cpu provider (provider = "cpu"; not tried).'
-        )
-        return hint, ()
-    made = {name for node in rest for name in node.output if name}
-    cut = Cut()
-    if refused.isdisjoint(findings.flow.ancestors(made)):
-        cut = Cut(outputs=tuple(_last_outputs(model, rest, findings, refused)))
-    elif made.isdisjoint(findings.flow.ancestors(refused)):
-        cut = Cut(tuple(sorted({name for node in rest for name in node.input} & refused)))
-    where, part = "before or after them", Setting(key / "cut")
-    if cut and is_possible(model, cut, (), refused):
-        place = "before them, up to" if cut.outputs else "after them, from"
-        where = f"{place} {_quoted(cut.outputs or cut.inputs)}"
-        part = cut.within(earlier).setting(key)
-    lower = Setting(target / "min-coverage", _rounded(findings.share))
-    hint = (
-        f"Keep only the part {where}, and compute the rest in the app; or let the CPU compute them, with a "
-        "lower min-coverage (not tried)."
-    )
-    return hint, (part, lower)
-
-
-def _constants(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] | None:
-    """The inputs to freeze, if they decide all refused nodes."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for each in findings.refused:
-        by = decided(findings.flow, each.decider) if each.decider else None
-        if by is None:
-            return None
-        found |= by.inputs
-    whole = Decided(found)
-    return f"Freeze {whole}, which decides it (not tried).", whole.settings(key)
-
-
-def _last_outputs(
-    model: onnx.ModelProto, rest: Sequence[onnx.NodeProto], findings: Findings, refused: set[str]
-) -> list[str]:
-    """The values of ``rest`` that refused nodes or the graph's outputs read, in the order of the graph."""
-    taken = {name for each in findings.refused for name in each.node.input}
-    taken |= {value.name for value in model.graph.output} - refused
-    return [name for node in rest for name in node.output if name in taken]
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return listing(map(repr, names))
 
 
 def _refused(

@@ -18,6 +18,7 @@ from hatch_epcontext.graph.parts import is_possible
 from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
+from hatch_epcontext.worker import advice
 from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.configured import (
     feeds_for,
@@ -141,9 +142,12 @@ def not_compilable(
             continue
         findings = refusals.find(onnx_model, provider.limits)
         if findings.share < target.min_coverage:
-            problem = refusals.problem(
-                onnx_model, findings, provider.ep, model.key, model.cut, target.key
+            message = (
+                f"{provider.ep} cannot compile {len(findings.refused)} of the "
+                f"{len(findings.flow.counted)} nodes: {refusals.describe(findings.refused)}."
             )
+            hint, settings = advice.on_refused(findings, onnx_model, model, target)
+            problem = Problem.at(model.key, Kind.NOT_COMPILABLE, message, hint, *settings)
             yield replace(problem, targets=(target.name,))
 
 
@@ -207,7 +211,7 @@ def _check_outputs(onnx_model: onnx.ModelProto, model: Model) -> Iterator[Proble
         "Keep these tensors as the outputs instead (not tried)."
         if may_be_cut
         else "Change the model there.",
-        *([cut.within(model.cut).setting(model.key)] if may_be_cut else []),
+        *([advice.keep(cut.within(model.cut), model.key)] if may_be_cut else []),
     )
 
 

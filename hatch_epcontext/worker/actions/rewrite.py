@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, EpcontextError
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Rewrite
+from hatch_epcontext.graph.builder import Rewrite, TooManyNodesError
 from hatch_epcontext.graph.external import external_data, load_whole, put_data
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
@@ -156,7 +156,8 @@ def _reply(path: Path, done: Iterable[str]) -> RewriteReply:
 def _dropped(name: str, error: Exception) -> str:
     """Why the change ``name`` was left out; ONNX Runtime raises many types for graphs that it cannot open."""
     message = error.problems[0].message if isinstance(error, EpcontextError) else str(error)
-    return f"{name}: {' '.join(message.splitlines())}"
+    key = " (unroll-limit)" if isinstance(error, TooManyNodesError) else ""
+    return f"{name}: {' '.join(message.splitlines())}{key}"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from hatch_epcontext.graph.rounding import applies, emulate, expose, hidden_faul
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import to_toml
+from hatch_epcontext.worker.advice import keep
 from hatch_epcontext.worker.comparison.diverging import (
     WRONG,
     Inner,
@@ -302,7 +303,7 @@ class Emulator:
         left = f"at least {level.snr:.0f} dB" if math.isfinite(level.snr) else "no error"
         return (
             f" If the app computes {' and '.join(map(repr, inputs))} itself (cut = "
-            f"{to_toml(cut.setting(self._model.key).value)}), {self._format.name} leaves {left}."
+            f"{to_toml(keep(cut, self._model.key).value)}), {self._format.name} leaves {left}."
         )
 
     def _diverging(self, run: ReferenceRun) -> onnx.NodeProto | None:

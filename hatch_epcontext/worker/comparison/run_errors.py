@@ -12,9 +12,9 @@ from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
+from hatch_epcontext.worker.advice import on_conditions
 from hatch_epcontext.worker.configured import how_to_fix, place_of_sizes, sizes_to_fix
 from hatch_epcontext.worker.dummy.inputs import sized
 
@@ -81,7 +81,7 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
             )
     if without_size := [each for each in sized(inputs, model) if not each.is_fixed]:
         return _without_size(model, message, without_size)
-    hint, settings = (not model.constants and advice(fixed.graph, model.key)) or ("", ())
+    hint, settings = (not model.constants and on_conditions(fixed.graph, model.key)) or ("", ())
     return Problem.at(
         model.key,
         Kind.SOURCE_FAILED,

@@ -11,9 +11,9 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph.facts import Cut
-from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.worker.actions import check
 from hatch_epcontext.worker.actions.check import not_compilable
+from hatch_epcontext.worker.advice import on_conditions
 from hatch_epcontext.worker.configured import fix_constants
 from hatch_epcontext.worker.requests import CheckRequest
 from tests.models import parsed
@@ -170,15 +170,15 @@ def _choosing(condition: str, more: str) -> onnx.ModelProto:
 def test_the_input_that_decides_a_condition_is_named_with_what_it_is_compared_with() -> None:
     nodes = "rate = Constant <value_int = 16000> () c = Equal (sr, rate)"
     given = _choosing(nodes, ", int64 sr")
-    found = advice(given.graph, SPEC.key)
+    found = on_conditions(given.graph, SPEC.key)
     assert found is not None
     assert "'sr' (compared with 16000)" in found[0]
     assert str(found[1][0]) == "tool.epcontext.models[0].constants = { sr = 16000 }"
 
 
-def test_a_condition_on_data_gives_no_advice() -> None:
+def test_a_condition_on_data_gives_no_on_conditions() -> None:
     nodes = "top = ReduceMax <keepdims = 0> (x) c = Greater (top, limit)"
-    assert advice(_choosing(nodes, ", float limit").graph, SPEC.key) is None
+    assert on_conditions(_choosing(nodes, ", float limit").graph, SPEC.key) is None
 
 
 @pytest.mark.parametrize(
