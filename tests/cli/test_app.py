@@ -37,14 +37,6 @@ def test_schema_prints_the_json_schema(cli: Cli) -> None:
     assert json.loads(cli("schema").stdout) == json_schema.make()
 
 
-def test_the_command_is_installed() -> None:
-    code = (
-        "import sys; from hatch_epcontext.cli import main; sys.argv = ['epcontext', '-h']; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("Usage: ")
-
-
 def test_without_its_extra_it_prints_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,15 +81,9 @@ def test_the_help_of_the_group_imports_no_command() -> None:
         "except SystemExit: print(*(name for name in sys.modules if name.startswith('hatch_epcontext.cli.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Usage: ")
     imported = done.stdout.splitlines()[-1].split()
     assert imported == ["hatch_epcontext.cli._streams", "hatch_epcontext.cli.app"]
-
-
-def test_examples_stand_on_lines_of_their_own(cli: Cli) -> None:
-    printed = cli("compile", "--help").stdout
-    assert "\b" not in printed
-    _, examples = printed.split("  Examples:\n")
-    assert examples.count("\n    epcontext compile ") + 1 == len(examples.splitlines()) == 3
 
 
 def _commands(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
@@ -107,7 +93,9 @@ def _commands(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
             yield from _commands(command, *names, name)
 
 
-def test_no_help_has_a_mark_for_the_formatter(cli: Cli) -> None:
+def test_examples_stand_on_lines_of_their_own_without_marks_for_the_formatter(cli: Cli) -> None:
+    _, examples = cli("compile", "--help").stdout.split("  Examples:\n")
+    assert examples.count("\n    epcontext compile ") + 1 == len(examples.splitlines()) == 3
     for names in _commands(app):
         printed = cli(*names, "--help").stdout
         assert "\b" not in printed

@@ -7,9 +7,9 @@ does not happen every time.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,8 +79,7 @@ models = [{{ path = "models/a.onnx", shapes = {{ x = [1, 1, 8, 8] }} }}]
     env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=project, env=env)
     (wheel,) = (project / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
+    shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     return tmp_path / "installed"
 
 

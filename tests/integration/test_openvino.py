@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +48,7 @@ def test_contexts_for_the_cpu_are_compiled_shipped_and_opened(tmp_path: Path) ->
     assert text.count("ran and agrees with the CPU") == 2
 
     (wheel,) = (project / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
+    shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     folder = tmp_path / "installed" / "my_app" / "epcontext"
     components = json.loads((folder / "manifest.json").read_text("utf-8"))["components"]
     assert list(components) == ["a", "b"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(root / "cache")}
     run(sys.executable, "-m", "build", "-w", "-n", root, cwd=root, env=env)
     (wheel,) = (root / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(root / "installed")
+    shutil.unpack_archive(wheel, root / "installed", "zip")
     return root / "installed"
 
 

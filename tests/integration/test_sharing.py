@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -80,8 +81,7 @@ def test_two_contexts_and_one_blob_are_in_the_wheel(wheel: Path) -> None:
 
 
 def test_the_simulator_does_not_open_them(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
+    shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     (tmp_path / "open.py").write_text(OPEN, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     printed = run(sys.executable, tmp_path / "open.py", cwd=tmp_path, env=env)
