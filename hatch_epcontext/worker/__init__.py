@@ -1,4 +1,4 @@
 """Workers: processes of their own, and the only part of the package that imports onnxruntime.
 
-Other parts import only `requests`, `results` and `protocol` from here.
+Other parts import only `requests`, `results`, `advice` and `protocol` from here.
 """

@@ -15,13 +15,12 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
-from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 from hatch_epcontext.graph.external import load_whole
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
-from hatch_epcontext.graph.parts import part_between
+from hatch_epcontext.graph.parts import WrongCut, part_between
 from hatch_epcontext.graph.rounding import applies, emulate, expose, hidden_faults, rounded, widen
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Tolerance
@@ -288,9 +287,7 @@ class Emulator:
             return ""
         source = onnx.load(self._model.path, load_external_data=False).graph
         cut = replace(self._model.cut, inputs=tuple(inputs))
-        try:
-            part_between(source, cut, self._model.constants, self._model.key)
-        except ModelError:
+        if isinstance(part_between(source, cut, self._model.constants), WrongCut):
             return ""
         emulated = self._copy()
         skipped = {*self._skipped, *(each.name for each in exact)}

@@ -32,6 +32,8 @@ def chain(*operators: str) -> onnx.ModelProto:
         (("Softmax",), "probabilities"),
         (("Softmax", "Flatten"), "probabilities"),
         (("Softmax", "ReduceMax"), "unit"),
+        (("Softmax", "Compress"), "unit"),
+        (("Softmax", "SpaceToDepth"), "probabilities"),
         (("ArgMax",), "indices"),
     ],
 )
