@@ -9,7 +9,7 @@ from pathlib import Path
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, OutputError, Problem
 from hatch_epcontext.files import replace_files, sweep, temp_dir
-from hatch_epcontext.jobs.artifact import Built, Result, Source
+from hatch_epcontext.jobs.artifact import Built, Result
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.report import Report, make_report
 from hatch_epcontext.system import check_apart, check_folder, writing
@@ -54,15 +54,18 @@ def compile_models(
     check_folder(folder)
     sweep(folder)
     if not overwrite:
-        _refuse_existing(_expected(config, output, file=file))
+        refuse_existing(_expected(config, output, file=file))
     with temp_dir() as staging:
         result = run(plan(config), staging)
         files = _destinations(result.built, name)
-        written = tuple(folder / each for each in files)
-        # The uncut sources are in other places.
-        _refuse_sources(written, result.sources, (model.path for model in config.models))
+        written = tuple(folder / name for name in files)
+        replaced = {path.resolve() for path in written}
+        sources = [model.path for model in config.models]
+        for source in result.sources:
+            sources += source.users_files
+        refuse_sources(sources, replaced.__contains__)
         if not overwrite:
-            _refuse_existing(written)
+            refuse_existing(written)
         with writing("a result", folder, str(output), OutputError):
             replace_files(folder, files)
     return CompileResult(written, make_report(result))
@@ -85,25 +88,21 @@ def _destinations(built: Iterable[Built], name: str | None) -> dict[str, Path]:
     Sidecars come first, so that no published model names an unpublished file.
     """
     sidecars, models = {}, {}
-    for each in built:
-        contexts = {context.model_file for context in each.artifact.record.contexts}
-        for file in each.artifact.record.files:
+    for artifact in (result.artifact for result in built):
+        contexts = {context.model_file for context in artifact.record.contexts}
+        for file in artifact.record.files:
             if file in contexts:
-                models[name or file] = each.artifact.folder / file
+                models[name or file] = artifact.folder / file
             else:
-                sidecars[file] = each.artifact.folder / file
+                sidecars[file] = artifact.folder / file
     return {**sidecars, **models}
 
 
-def _refuse_existing(paths: Iterable[Path]) -> None:
+def refuse_existing(paths: Iterable[Path]) -> None:
     """Raise OutputError if any of ``paths`` exists."""
+    hint = "Choose another place, or allow overwriting (on the command line: --overwrite)."
     problems = [
-        Problem(
-            Kind.FILE_EXISTS,
-            str(path),
-            "exists already.",
-            "Choose another place, or allow overwriting (on the command line: --overwrite).",
-        )
+        Problem(Kind.FILE_EXISTS, str(path), "exists already.", hint)
         for path in paths
         if path.exists()
     ]
@@ -111,22 +110,13 @@ def _refuse_existing(paths: Iterable[Path]) -> None:
         raise OutputError(*problems)
 
 
-def _refuse_sources(
-    paths: Iterable[Path], sources: Iterable[Source], others: Iterable[Path]
-) -> None:
-    """Raise OutputError if any of ``paths`` is a source model, a file of its data, or one of ``others``."""
-    theirs = {
-        (source.model.path.parent / name).resolve()
-        for source in sources
-        for name in (source.model.path.name, *source.facts.external_data)
-    }
-    theirs |= {other.resolve() for other in others}
+def refuse_sources(files: Iterable[Path], is_replaced: Callable[[Path], bool]) -> None:
+    """Raise OutputError for ``files`` of source models whose real path ``is_replaced`` by the output."""
+    message = "is a file of the source model, which the output would replace."
     problems = [
-        Problem(
-            Kind.FILE_EXISTS, str(path), "is a file of the source model.", "Choose another place."
-        )
-        for path in paths
-        if path.resolve() in theirs
+        Problem(Kind.FILE_EXISTS, str(file), message, "Choose another place.")
+        for file in dict.fromkeys(files)
+        if is_replaced(file.resolve())
     ]
     if problems:
         raise OutputError(*problems)

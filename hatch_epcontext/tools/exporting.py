@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from hatch_epcontext.config.settings import Config
@@ -14,7 +14,7 @@ from hatch_epcontext.jobs.report import make_report
 from hatch_epcontext.package.bundle import bundle, import_name_in_tree, modules
 from hatch_epcontext.package.folder import publish, refuse_others
 from hatch_epcontext.system import check_apart, check_folder, writing
-from hatch_epcontext.tools.compiling import CompileResult
+from hatch_epcontext.tools.compiling import CompileResult, refuse_existing, refuse_sources
 
 
 def export(
@@ -42,7 +42,8 @@ def export(
         result = run(plan(config), staging)
         shipped = modules(import_name_in_tree(place), config.models) if loader else {}
         package = bundle(result, staging, shipped)
-        _refuse_sources(place, (file for source in result.sources for file in source.users_files))
+        files = (file for source in result.sources for file in source.users_files)
+        refuse_sources(files, lambda file: file.is_relative_to(place))
         # Compiling is slow: another program may have written there.
         _refuse_existing(folder, overwrite=overwrite)
         with writing("the model package", place.parent, str(place), OutputError):
@@ -61,7 +62,7 @@ def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) 
     check_apart(config.report, place)
     check_folder(place)
     check_folder(place.parent)
-    _refuse_sources(place, (model.path for model in config.models))
+    refuse_sources((model.path for model in config.models), lambda file: file.is_relative_to(place))
     for name, inside in (("the current folder", Path.cwd()), ("the project", config.root)):
         if inside.resolve().is_relative_to(place):
             message = f"is {name}, or contains it, and would be replaced."
@@ -70,18 +71,8 @@ def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) 
     _refuse_existing(folder, overwrite=overwrite)
 
 
-def _refuse_sources(place: Path, files: Iterable[Path]) -> None:
-    """Raise OutputError if any of ``files``, those of source models, is in the folder ``place``."""
-    inside = [file for file in dict.fromkeys(files) if file.resolve().is_relative_to(place)]
-    if inside:
-        message = f"is a file of the source model, in the folder that would be replaced: {place}."
-        hint = "Choose another folder."
-        raise OutputError(*(Problem(Kind.FILE_EXISTS, str(file), message, hint) for file in inside))
-
-
 def _refuse_existing(folder: Path, *, overwrite: bool) -> None:
     """Raise OutputError unless ``folder`` is new, empty, or a package that may be replaced."""
     refuse_others(folder, edited=False)
     if not overwrite and folder.exists() and any(folder.iterdir()):
-        hint = "Choose another place, or allow overwriting (on the command line: --overwrite)."
-        raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), "exists already.", hint))
+        refuse_existing([folder])

@@ -10,7 +10,7 @@ from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, OutputError
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.jobs.plan import Plan
-from hatch_epcontext.tools.compiling import _refuse_sources, compile_models, is_file
+from hatch_epcontext.tools.compiling import compile_models, is_file
 from tests.results import configured, resulting
 
 
@@ -64,11 +64,11 @@ def test_a_context_that_cannot_be_replaced_keeps_its_sidecar(
     assert (folder / "a_ctx_qnn.bin").read_bytes() == b"theirs"
 
 
-def test_a_source_is_never_replaced(project: Path, artifact: Artifact) -> None:
-    result = resulting(configured(project), artifact)
+def test_a_source_is_never_replaced(config: Config, run: Run, project: Path) -> None:
+    place = project / "models" / ".." / "models" / "a.onnx"
     with pytest.raises(OutputError, match="is a file of the source model"):
-        _refuse_sources([project / "models" / ".." / "models" / "a.onnx"], result.sources, ())
-    _refuse_sources([project / "models" / "other.onnx"], result.sources, ())
+        compile_models(config, place, run, overwrite=True)
+    assert (project / "models" / "a.onnx").read_bytes() == b"model a"
 
 
 def test_only_a_single_model_can_be_compiled_into_a_file(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_what_was_there_comes_back_when_a_file_cannot_be_replaced(
 def test_a_folder_with_a_source_model_is_never_replaced(
     config: Config, run: Run, out: Path, project: Path
 ) -> None:
-    with pytest.raises(OutputError, match="is a file of the source model, in the folder"):
+    with pytest.raises(OutputError, match="is a file of the source model"):
         export(config, project / "models", never, loader=False, overwrite=True)
     with pytest.raises(OutputError, match="is a file of the source model"):
         export(config, project, never, loader=False, overwrite=True)
