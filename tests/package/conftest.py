@@ -18,8 +18,8 @@ OUTPUT = PurePosixPath("my_app/epcontext")
 def finished(project: Path, artifact: Artifact, tmp_path: Path) -> dict[str, bytes]:
     """The contents of a wheel's files, by name."""
     config = configured(project, TOML + 'fallback = "source"')
-    made = bundle(resulting(config, artifact), tmp_path, MODULES)
-    return {name: Path(source).read_bytes() for source, name in made.entries(OUTPUT).items()} | {
+    bundled = bundle(resulting(config, artifact), tmp_path, MODULES)
+    return {name: Path(source).read_bytes() for source, name in bundled.entries(OUTPUT).items()} | {
         "my_app/__init__.py": b""
     }
 

@@ -30,12 +30,12 @@ def make(project: Path, toml: str, folder: Path, *, with_loader: bool = True) ->
     return bundle(result, folder, MODULES if with_loader else {})
 
 
-def recorded(made: Bundle) -> set[str]:
+def recorded(bundled: Bundle) -> set[str]:
     """The names of the files that the manifest lists, which must be as they are recorded."""
-    package = opened(made.folder)
-    found = record_files(made.folder)
-    del found["manifest.json"]
-    assert package.files == found
+    package = opened(bundled.folder)
+    records = record_files(bundled.folder)
+    del records["manifest.json"]
+    assert package.files == records
     return set(package.files)
 
 
@@ -43,8 +43,8 @@ def test_it_has_all_files_and_the_manifest_lists_them(
     project: Path, artifact: Artifact, tmp_path: Path
 ) -> None:
     config = configured(project, TOML + 'fallback = "source"')
-    made = bundle(resulting(config, artifact), tmp_path, MODULES)
-    assert set(made.files) == {
+    bundled = bundle(resulting(config, artifact), tmp_path, MODULES)
+    assert set(bundled.files) == {
         "__init__.py",
         "__pyinstaller/__init__.py",
         "__pyinstaller/hook-my_app.epcontext.py",
@@ -53,19 +53,19 @@ def test_it_has_all_files_and_the_manifest_lists_them(
         "a/source/a.onnx",
         "manifest.json",
     }
-    assert recorded(made) == set(made.files) - {"manifest.json"}
-    package = opened(made.folder)
+    assert recorded(bundled) == set(bundled.files) - {"manifest.json"}
+    package = opened(bundled.folder)
     models = {name: v.model_file for name, v in package.components["a"].variants.items()}
     assert models == {"cpu": "a/cpu/a_ctx.onnx", "source": "a/source/a.onnx"}
-    entries = made.entries(PurePosixPath("my_app/epcontext"))
-    assert entries[str(made.folder / "__init__.py")] == "my_app/epcontext/__init__.py"
-    assert entries[str(made.folder / "manifest.json")] == "my_app/epcontext/manifest.json"
+    entries = bundled.entries(PurePosixPath("my_app/epcontext"))
+    assert entries[str(bundled.folder / "__init__.py")] == "my_app/epcontext/__init__.py"
+    assert entries[str(bundled.folder / "manifest.json")] == "my_app/epcontext/manifest.json"
 
 
 def test_without_the_loader_it_is_a_model_package_alone(project: Path, tmp_path: Path) -> None:
-    made = make(project, TOML, tmp_path, with_loader=False)
-    assert recorded(made) == {"a/cpu/a_optimized.onnx", "a/cpu/sidecar.bin"}
-    assert loader.models(package=made.folder) == ["a"]
+    bundled = make(project, TOML, tmp_path, with_loader=False)
+    assert recorded(bundled) == {"a/cpu/a_optimized.onnx", "a/cpu/sidecar.bin"}
+    assert loader.models(package=bundled.folder) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -73,26 +73,26 @@ def test_without_the_loader_it_is_a_model_package_alone(project: Path, tmp_path:
     [(TOML, ["a"]), (TWO, ["b", "a"]), (SEVERAL, ["det"]), (TOML + 'fallback = "source"', ["a"])],
 )
 def test_the_loader_reads_it(toml: str, models: list[str], project: Path, tmp_path: Path) -> None:
-    made = make(project, toml, tmp_path)
-    assert (made.folder / "__init__.py").read_bytes() == Path(loader.__file__).read_bytes()
-    assert loader.models(package=made.folder) == models
+    bundled = make(project, toml, tmp_path)
+    assert (bundled.folder / "__init__.py").read_bytes() == Path(loader.__file__).read_bytes()
+    assert loader.models(package=bundled.folder) == models
     for name in models:
-        with loader.path(name, package=made.folder) as file:
+        with loader.path(name, package=bundled.folder) as file:
             assert file.is_file()
 
 
 def test_the_loader_verifies_the_manifest(project: Path, tmp_path: Path) -> None:
-    made = make(project, TOML, tmp_path)
+    bundled = make(project, TOML, tmp_path)
 
     def reason() -> str | None:
         with pytest.raises(loader.LoadError) as raised:
-            loader.load("a", package=made.folder, verify=True)
+            loader.load("a", package=bundled.folder, verify=True)
         return raised.value.attempts[0].reason
 
     # The artifact is a stand-in.
     changed = f"manifest.json {loader._CHANGED}"
     assert reason() != changed
-    manifest = made.folder / "manifest.json"
+    manifest = bundled.folder / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"portable"', b'"portable" '))
     assert reason() == changed
 
@@ -108,18 +108,18 @@ def test_two_bundles_of_one_result_are_the_same(project: Path, tmp_path: Path) -
 
 def test_two_shapes_have_one_source(project: Path, tmp_path: Path) -> None:
     toml = SEVERAL.replace("[targets.cpu]", 'fallback = "source"\n[targets.cpu]')
-    made = make(project, toml, tmp_path)
-    assert [name for name in made.files if "source" in name] == ["det/source/a.onnx"]
-    package = opened(made.folder)
+    bundled = make(project, toml, tmp_path)
+    assert [name for name in bundled.files if "source" in name] == ["det/source/a.onnx"]
+    package = opened(bundled.folder)
     sources = {c.variants["source"].model_file for c in package.components.values()}
     assert sources == {"det/source/a.onnx"}
-    recorded(made)
+    recorded(bundled)
 
 
 @newer_python
 def test_a_group_is_one_folder(project: Path, tmp_path: Path) -> None:
-    made = make(project, GROUP, tmp_path)
-    assert {name for name in recorded(made) if name.startswith("both/")} == {
+    bundled = make(project, GROUP, tmp_path)
+    assert {name for name in recorded(bundled) if name.startswith("both/")} == {
         "both/npu/a_ctx.onnx",
         "both/npu/b_ctx.onnx",
         "both/npu/sidecar.bin",
@@ -139,10 +139,10 @@ models = ["models/a.onnx", "models/b.onnx"]
         dataclasses.replace(source, records={**source.records, **weights})
         for source in result.sources
     )
-    made = bundle(Result(sources, result.built), tmp_path, MODULES)
+    bundled = bundle(Result(sources, result.built), tmp_path, MODULES)
     names = {"a/source/a.onnx", "a/source/b.onnx", "a/source/w.bin"}
-    assert {name for name in recorded(made) if "source" in name} == names
-    package = opened(made.folder)
+    assert {name for name in recorded(bundled) if "source" in name} == names
+    package = opened(bundled.folder)
     files = {name: c.variants["source"].model_file for name, c in package.components.items()}
     assert files == {"a": "a/source/a.onnx", "b": "a/source/b.onnx"}
 
@@ -172,11 +172,11 @@ def test_the_source_is_shipped_unless_any_machine_runs_a_target(
     toml: str, shipped: bool, project: Path, tmp_path: Path
 ) -> None:
     result = compiled(configured(project, toml), tmp_path / "artifacts")
-    made = bundle(result, tmp_path, MODULES)
+    bundled = bundle(result, tmp_path, MODULES)
     own = project / "models" / "a.onnx"
-    assert made.sources == ({"a/source/a.onnx": own} if shipped else {})
-    assert any("source" in name for name in recorded(made)) == shipped
-    (component,) = json.loads((made.folder / "manifest.json").read_text("utf-8"))[
+    assert bundled.sources == ({"a/source/a.onnx": own} if shipped else {})
+    assert any("source" in name for name in recorded(bundled)) == shipped
+    (component,) = json.loads((bundled.folder / "manifest.json").read_text("utf-8"))[
         "components"
     ].values()
     assert ("source" in component["variants"]) == shipped

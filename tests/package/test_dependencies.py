@@ -29,13 +29,13 @@ def test_the_bound_that_opens_the_files_is_named(
     tmp_path: Path, ir_version: int, opset: int, dependency: str, bound: str | None
 ) -> None:
     text = "(float[1] x) => (float[1] y) { y = Relu (x) }"
-    made = parsed(text, opset, ir_version, check=False)
-    made.opset_import.add(domain="ai.onnx.ml", version=5)
-    save(made, tmp_path / "a.onnx")
-    found = list(too_new_files(tmp_path, ["a.onnx"], [dependency]))
-    assert len(found) == (bound is not None)
-    assert bound is None or "cannot open a.onnx: the IR" in found[0]
-    assert bound is None or found[0].endswith(f"Depend on {bound}.")
+    model = parsed(text, opset, ir_version, check=False)
+    model.opset_import.add(domain="ai.onnx.ml", version=5)
+    save(model, tmp_path / "a.onnx")
+    warnings = list(too_new_files(tmp_path, ["a.onnx"], [dependency]))
+    assert len(warnings) == (bound is not None)
+    assert bound is None or "cannot open a.onnx: the IR" in warnings[0]
+    assert bound is None or warnings[0].endswith(f"Depend on {bound}.")
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,18 @@ from tests.models import network, save
 
 
 def tensor(location: str, *, external: bool = True) -> onnx.TensorProto:
-    made = helper.make_tensor(f"of {location}", onnx.TensorProto.FLOAT, [1], [0.0])
-    made.external_data.add(key="location", value=location)
-    made.external_data.add(key="length", value="4")
+    proto = helper.make_tensor(f"of {location}", onnx.TensorProto.FLOAT, [1], [0.0])
+    proto.external_data.add(key="location", value=location)
+    proto.external_data.add(key="length", value="4")
     if external:
-        made.data_location = onnx.TensorProto.EXTERNAL
-    return made
+        proto.data_location = onnx.TensorProto.EXTERNAL
+    return proto
 
 
 def everywhere() -> onnx.ModelProto:
     """A model with a tensor in each place that can hold one."""
-    made = network()
-    graph = made.graph
+    model = network()
+    graph = model.graph
     graph.initializer.append(tensor("initializer.bin"))
     graph.initializer.append(tensor("inside.bin", external=False))
     graph.sparse_initializer.add(values=tensor("values.bin"), indices=tensor("indices.bin"))
@@ -33,11 +33,11 @@ def everywhere() -> onnx.ModelProto:
     deeper = helper.make_node("If", [], [], then_branch=inner)
     branch = helper.make_graph([deeper], "branch", [], [])
     node.attribute.append(helper.make_attribute("branches", [branch]))
-    function = made.functions.add(name="f", domain="d")
+    function = model.functions.add(name="f", domain="d")
     function.node.add(op_type="Any").attribute.append(
         helper.make_attribute("value", tensor("function.bin"))
     )
-    return made
+    return model
 
 
 def test_the_files_are_found_wherever_a_tensor_can_be(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 def files_of(content: dict[str, Any]) -> dict[str, Any]:
     """The records of the files in our part of a manifest."""
-    found: dict[str, Any] = content["additional_metadata"]["hatch-epcontext"]["files"]
-    return found
+    files: dict[str, Any] = content["additional_metadata"]["hatch-epcontext"]["files"]
+    return files
 
 
 def overwrite(folder: Path, content: Any) -> None:
@@ -84,7 +84,10 @@ def test_the_loader_opens_the_source_where_it_is(
     with loader.path("det", package=folder) as path:
         assert path.resolve() == (project / "models" / "a.onnx").resolve()
     package = opened(folder)
-    assert [list(each.variants) for each in package.components.values()] == [["source"], ["source"]]
+    assert [list(model.variants) for model in package.components.values()] == [
+        ["source"],
+        ["source"],
+    ]
 
 
 def test_files_that_the_app_needs_for_options_are_in_it(

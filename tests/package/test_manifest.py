@@ -81,11 +81,11 @@ provider = "cpu"
 
 def test_components_and_variants_keep_the_configured_order(project: Path, tmp_path: Path) -> None:
     package = made(project, TWO, tmp_path / "artifacts")
-    order = {name: list(each.variants) for name, each in package.components.items()}
+    order = {name: list(model.variants) for name, model in package.components.items()}
     assert order == {"b": ["z", "a", "m", "source"], "a": ["z", "a", "m", "source"]}
     assert list(order) == ["b", "a"]
     written = json.loads(write(package))["components"]
-    assert {name: list(each["variants"]) for name, each in written.items()} == order
+    assert {name: list(model["variants"]) for name, model in written.items()} == order
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,9 @@ def test_a_model_with_several_shapes_has_a_component_for_each(
     assert list(package.components) == ["det.1x8", "det.1x16"]
     for name, component in package.components.items():
         # In the configured order, and targets with open shapes are a variant of each.
-        folders = {target: each.variant_directory for target, each in component.variants.items()}
+        folders = {
+            target: variant.variant_directory for target, variant in component.variants.items()
+        }
         assert list(folders) == ["cpu", "npu", "source"]
         assert (folders["cpu"], folders["npu"]) == ("det/cpu", f"{name}/npu")
     first, second = (c.about for c in package.components.values())

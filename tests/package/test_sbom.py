@@ -39,9 +39,9 @@ def document(
 
     staging = tmp_path / "staging"
     staging.mkdir()
-    made = bundle(result, staging, {})
+    package = bundle(result, staging, {}).package
     place = PurePosixPath("my_app/epcontext")
-    path = sbom.write(result.sources, made.package, place, project, staging)
+    path = sbom.write(result.sources, package, place, project, staging)
     assert path.name.endswith(".cdx.json")
     text = path.read_text(encoding="utf-8")
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
@@ -50,21 +50,21 @@ def document(
 
 
 def component(content: dict[str, Any], reference: str) -> dict[str, Any]:
-    (found,) = [each for each in content["components"] if each["bom-ref"] == reference]
-    return dict(found)
+    (part,) = [part for part in content["components"] if part["bom-ref"] == reference]
+    return dict(part)
 
 
 def facts(component: dict[str, Any]) -> dict[str, list[str]]:
     """The values of a component's properties by their names."""
-    found: dict[str, list[str]] = {}
-    for each in component["properties"]:
-        found.setdefault(each["name"].removeprefix("hatch-epcontext:"), []).append(each["value"])
-    return found
+    values: dict[str, list[str]] = {}
+    for fact in component["properties"]:
+        values.setdefault(fact["name"].removeprefix("hatch-epcontext:"), []).append(fact["value"])
+    return values
 
 
 def needed_by(content: dict[str, Any], reference: str) -> set[str]:
-    (found,) = [each for each in content["dependencies"] if each["ref"] == reference]
-    return set(found["dependsOn"])
+    (needs,) = [part["dependsOn"] for part in content["dependencies"] if part["ref"] == reference]
+    return set(needs)
 
 
 def test_each_source_model_has_its_hashes_and_its_license(project: Path, tmp_path: Path) -> None:
@@ -106,7 +106,9 @@ def test_the_sdk_in_an_ep_is_what_compiled_the_artifact(project: Path, tmp_path:
     result = compiled(configured(project), tmp_path / "artifacts")
     (built,) = result.built[:1]
     record = built.artifact.record
-    contexts = tuple(dataclasses.replace(each, ep_sdk_version="2.5") for each in record.contexts)
+    contexts = tuple(
+        dataclasses.replace(context, ep_sdk_version="2.5") for context in record.contexts
+    )
     artifact = dataclasses.replace(
         built.artifact, record=dataclasses.replace(record, contexts=contexts)
     )
@@ -129,7 +131,7 @@ def test_models_that_share_weights_name_the_same_files(project: Path, tmp_path: 
 def test_the_shapes_of_one_model_are_of_one_source(project: Path, tmp_path: Path) -> None:
     table = 'models = [{ path = "models/a.onnx", dims = [{ n = 1 }, { n = 2 }] }]\n'
     content = written(project, tmp_path, f'targets.cpu.provider = "cpu"\n{table}')
-    models = [each["bom-ref"] for each in content["components"] if "model:" in each["bom-ref"]]
+    models = [part["bom-ref"] for part in content["components"] if "model:" in part["bom-ref"]]
     assert models == ["model:a"]
 
 
@@ -166,8 +168,10 @@ def test_the_license_in_the_file_counts_where_none_is_configured(
 ) -> None:
     result = compiled(configured(project, TOML), tmp_path / "artifacts")
     sources = tuple(
-        dataclasses.replace(each, facts=dataclasses.replace(each.facts, license="AGPL-3.0 License"))
-        for each in result.sources
+        dataclasses.replace(
+            source, facts=dataclasses.replace(source.facts, license="AGPL-3.0 License")
+        )
+        for source in result.sources
     )
     result = dataclasses.replace(result, sources=sources)
     assert not list(sbom.unlicensed(result.sources, KeyNames()))

@@ -51,7 +51,7 @@ def make(root: Path) -> dict[str, tarfile.TarInfo]:
     builder = SdistBuilder(str(root), plugin_manager=PluginManager())
     (path,) = builder.build(directory=str(root / "dist"), versions=["standard"])
     with tarfile.open(path) as tar:
-        return {each.name.partition("/")[2]: each for each in tar.getmembers()}
+        return {member.name.partition("/")[2]: member for member in tar.getmembers()}
 
 
 def failure(root: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -191,8 +191,8 @@ def test_a_link_becomes_the_file_that_it_leads_to(
     model = root / "models" / "a.onnx"
     model.replace(tmp_path / "blob")
     model.symlink_to(tmp_path / "blob")
-    made = make(root)["models/a.onnx"]
-    assert (made.isfile(), made.size) == (True, (tmp_path / "blob").stat().st_size)
+    member = make(root)["models/a.onnx"]
+    assert (member.isfile(), member.size) == (True, (tmp_path / "blob").stat().st_size)
     assert "added to the sdist: models/a.onnx" in capsys.readouterr().err
     # Within the project a link stays one.
     (tmp_path / "blob").replace(root / "models" / "real.onnx")
