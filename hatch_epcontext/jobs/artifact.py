@@ -128,6 +128,11 @@ class Refused:
     rewrites: tuple[str, ...] = ()
     is_accident: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no build writes, but a cache may contain."""
+        if not (self.problems or self.control_flow or self.step == "change"):
+            raise ValueError("it has a refusal without a reason")
+
     @property
     def has_crashed(self) -> bool:
         """Whether a process has crashed."""

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from hatch_epcontext.files import is_intact
-from hatch_epcontext.jobs.artifact import Artifact
+from hatch_epcontext.jobs.artifact import Artifact, Refused
+from hatch_epcontext.serialize import from_json
 
 
 def test_the_size_of_an_artifact_is_that_of_all_its_files(artifact: Artifact) -> None:
@@ -15,3 +18,10 @@ def test_every_byte_of_an_artifact_counts(artifact: Artifact) -> None:
     assert not is_intact(artifact.folder, files)
     (artifact.folder / "a_ctx_qnn.bin").unlink()
     assert not is_intact(artifact.folder, files)
+
+
+def test_a_stored_refusal_without_a_reason_is_damaged() -> None:
+    assert from_json('{"step": "change"}', Refused) == Refused("change")
+    for step in ("prepare", "compile"):
+        with pytest.raises(ValueError, match="without a reason"):
+            from_json(f'{{"step": "{step}"}}', Refused)
