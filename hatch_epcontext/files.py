@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import IO, BinaryIO, TypeVar
+from typing import IO, TypeVar
 
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import is_device, show, show_size
@@ -123,7 +123,8 @@ def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
     own = f"{os.getpid()}-{threading.get_ident()}"
     temporary = file.with_name(f".{file.name[:_NAMED]}.{own}.tmp")
     try:
-        with _create(temporary) as handle:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as handle:
             handle.write(text.encode("utf-8", "backslashreplace"))
             if durable:
                 handle.flush()
@@ -137,14 +138,6 @@ def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             raise OSError(error.errno, error.strerror, str(file)) from error
         raise
-
-
-def _create(file: Path) -> BinaryIO:
-    try:
-        return file.open("wb")
-    except FileNotFoundError:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return file.open("wb")
 
 
 def sync(file: Path) -> None:
@@ -224,26 +217,6 @@ def _lock(marker: int) -> bool:
     return True
 
 
-def mounts() -> list[list[str]]:
-    """The fields of each mount of this process, in the order of proc_pid_mountinfo(5), without the optional
-    ones. Raises OSError if the system has no such list.
-    """
-    text = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape")
-    lines = (line.partition(" - ") for line in text.splitlines())
-    return [[*mount.split(" ")[:6], *rest.split(" ", 2)] for mount, _, rest in lines]
-
-
-def _has_mounts(folder: Path) -> bool:
-    """Whether a file system is mounted below ``folder``: it would be emptied too."""
-    # Not `Path.resolve`, which raises without permission.
-    inside = f"{os.path.realpath(folder)}/"
-    # Escaped as in the system's list.
-    inside = re.sub(r"[ \t\n\\]", lambda found: f"\\{ord(found[0]):03o}", inside)
-    with contextlib.suppress(OSError):
-        return any(mount[4].startswith(inside) for mount in mounts())
-    return False
-
-
 def _remove(folder: Path, marker: int) -> None:
     """Remove a folder of `temp_dir`, and close its marker.
 
@@ -251,7 +224,7 @@ def _remove(folder: Path, marker: int) -> None:
     that a killed removal left.
     """
     try:
-        is_free = _settle(folder) and not _has_mounts(folder)
+        is_free = _settle(folder)
     except OSError:
         is_free = False
     if not is_free:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hatch_epcontext.config.settings import Config, WheelSettings
     from hatch_epcontext.jobs.artifact import Result, Source
     from hatch_epcontext.jobs.cache.cache import Cache
-    from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
+    from hatch_epcontext.jobs.processes.process import Workers
     from hatch_epcontext.package.bundle import Bundle
     from hatch_epcontext.package.manifest import ModelPackage
     from hatch_epcontext.package.sdist import Sdist
@@ -190,7 +190,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         compiled = config.editable == "compile"
         if not compiled:
             check_environment((), () if config.only_from_cache else INSPECTION)
-        workers, _ = self._workers(config)
+        workers = self._workers(config)
         download_sources(config, workers, ships_all=True)
         if compiled:
             result = self._build(config, staging)
@@ -228,11 +228,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if config.report is not None:
             check_file(config.report)
         cache = open_cache(config, self._warning)
-        workers, pulse = self._workers(config)
+        workers = self._workers(config)
 
         def print_finished(line: str) -> None:
             self._info(line)
-            pulse.mark_reported()
+            workers.pulse.mark_reported()
 
         try:
             result = build(plan(config), staging, cache, print_finished, workers, self._warning)
@@ -242,18 +242,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self._report(result, config, cache)
         return result
 
-    def _workers(self, config: Config) -> tuple[Workers, Heartbeat]:
-        """Workers that print what takes long, and when they print next."""
-        from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
+    def _workers(self, config: Config) -> Workers:
+        from hatch_epcontext.jobs.processes.process import Workers
 
         # `hatch -v build` shows the workers' requests and logs, and `-vv` ONNX Runtime's verbose log.
         verbosity, settings = self.app.verbosity, config.build
         log = self._info if verbosity > 0 else None
-        pulse = Heartbeat()
-        workers = Workers(
-            settings.timeout, log, verbosity > 1, settings.memory_limit, self._info, pulse
-        )
-        return workers, pulse
+        return Workers(settings.timeout, log, verbosity > 1, settings.memory_limit, self._info)
 
     def _report(self, result: Result, config: Config, cache: Cache) -> None:
         from hatch_epcontext.jobs.report import make_report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -16,19 +17,16 @@ def main() -> None:
 
 
 def _run() -> None:
-    from hatch_epcontext.cli._streams import lost_output, tolerate_closed_pipes
-
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # On Windows a pipe has the system's code page, which lacks many characters.
+            stream.reconfigure(errors="backslashreplace")
     try:
         from hatch_epcontext.cli.app import app
 
-        tolerate_closed_pipes()
         app()
     except ModuleNotFoundError as error:
         if error.name not in ("click", "rich", "tomlkit"):
             raise
         print(f'epcontext: {error}. Run: pip install "hatch-epcontext[cli]"', file=sys.stderr)  # noqa: T201
         sys.exit(2)
-    finally:
-        if reason := lost_output():
-            print(f"epcontext: some output was lost: {reason}.", file=sys.stderr)  # noqa: T201
-            sys.exit(1)

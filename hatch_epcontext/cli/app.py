@@ -76,6 +76,9 @@ class _Group(click.Group):
 
             kind = _InvalidConfiguration if isinstance(error, ConfigError) else _Failure
             raise kind(error_text(error, ctx)) from error
+        except BrokenPipeError:
+            # As in ``epcontext doctor | head``: click ends the command.
+            raise
         except OSError as error:
             raise _Failure(os_error_text(error)) from error
 

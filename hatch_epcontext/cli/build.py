@@ -24,24 +24,6 @@ from hatch_epcontext.text import hide_credentials
 from hatch_epcontext.tools.project import project_name
 
 
-@dataclasses.dataclass(frozen=True)
-class _PlannedJob:
-    """A job of ``--dry-run --json``."""
-
-    job: str
-    provider: str
-    fingerprint: str
-    cached: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _PlannedBuild:
-    """The result of ``--dry-run --json``."""
-
-    jobs: tuple[_PlannedJob, ...]
-    requirements: tuple[str, ...]
-
-
 @click.command("build")
 @project_options
 @click.option("--dry-run", "only_plan", is_flag=True, help="Show the jobs, and compile nothing.")
@@ -77,22 +59,25 @@ def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
     runs = dry_run(planned, staging, open_cache(planned.config, warn))
     requires = tuple(map(hide_credentials, planned.requirements))
     if as_json:
-        jobs = tuple(
-            _PlannedJob(
-                each.job.location, each.job.target.provider.name, each.fingerprint, each.cached
-            )
-            for each in runs
-        )
-        click.echo(to_json(_PlannedBuild(jobs, requires)), nl=False)
+        jobs = [
+            {
+                "job": run.job.location,
+                "provider": run.job.target.provider.name,
+                "fingerprint": run.fingerprint,
+                "cached": run.cached,
+            }
+            for run in runs
+        ]
+        click.echo(to_json({"jobs": jobs, "requirements": requires}), nl=False)
         return
     rows = table("job", "provider", "fingerprint", "cache")
-    for each in runs:
+    for run in runs:
         add_row(
             rows,
-            each.job.location,
-            each.job.target.provider.name,
-            each.fingerprint[:12],
-            "cached" if each.cached else "not cached",
+            run.job.location,
+            run.job.target.provider.name,
+            run.fingerprint[:12],
+            "cached" if run.cached else "not cached",
         )
     show(rows)
     echo(f"requires: {', '.join(requires)}")
