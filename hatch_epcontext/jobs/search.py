@@ -345,7 +345,7 @@ def _simplified(form: Form, own: Sequence[Attempt]) -> Recipe | None:
 
 
 def _with_options(form: Form, own: Sequence[Attempt]) -> Recipe | None:
-    """Options with which the EP compiles more of the operators that it leaves to the CPU."""
+    """Options with which the EP compiles more operators."""
     more, last = form.provider.more_coverage, form.covering
     if more is None or last.recipe.options:
         return None
@@ -358,7 +358,7 @@ def _with_options(form: Form, own: Sequence[Attempt]) -> Recipe | None:
 
 
 def _rewritten(form: Form, own: Sequence[Attempt]) -> Recipe | None:
-    """[Rewrites](#rewrites) of the operators that the EP leaves or refuses, in up to three rounds."""
+    """[Rewrites](#rewrites) of these nodes, in up to three rounds."""
     last = own[-1] if own else form.covering
     return last.changed("rewrite") if last.may_improve else None
 

@@ -5,6 +5,7 @@ Below ``<root>/<LAYOUT>/``, where keys and names are hex sha256s:
 - ``<kind>/<key>/``: an entry: ``record.json``, ``files/``, and their status when they were intact;
 - ``index/``: see `index`; ``locks/<key>``: locked by the build that makes an entry;
 - ``parts/<key>/``: the files of a download that is not complete;
+- ``sent/``: what a shared cache has, see `shared`;
 - ``staging/``: entries that are not yet published, or being removed.
 
 The folder ``<root>/reports`` has the report of each project's last build.
