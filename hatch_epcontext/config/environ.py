@@ -187,7 +187,7 @@ VARIABLES: Mapping[str, Variable] = {
         _names,
     ),
     "CACHE_DIR": Variable(
-        "DIR", "The folder for artifacts. The default is the user's cache folder.", _path
+        "DIR", "The folder of the cache. The default is the user's cache folder.", _path
     ),
     "NO_CACHE": Variable(
         "1", "Neither reads nor writes the cache, that of the user or a shared one.", _switch
