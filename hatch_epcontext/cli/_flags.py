@@ -1,22 +1,27 @@
-"""Flags for the keys of a configuration: provider, options, shapes."""
+"""Flags for the keys of a configuration: provider, options, shapes; and the values of their texts."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
 from hatch_epcontext.cli._flag_errors import ExistingPath
-from hatch_epcontext.cli._flags_to_config import job_settings
+from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.config.tables import Optimization
 from hatch_epcontext.providers import PROVIDERS, Device
 from hatch_epcontext.text import show
+from hatch_epcontext.tools.configure import JobSettings
 
 Command = Callable[..., Any]
+
+_Pairs = Iterable[tuple[str, str]]
 
 
 # Not subscripted: only newer releases of click have type parameters here.
@@ -34,12 +39,6 @@ class _Pair(click.ParamType):  # type: ignore[type-arg]
         if not equals or not key:
             self.fail(f"{show(value)} is not {self.name}.", param, ctx)
         return key, text
-
-
-def _mapping(
-    ctx: click.Context, param: click.Parameter, pairs: tuple[tuple[str, str], ...]
-) -> dict[str, str]:
-    return dict(pairs)
 
 
 def _providers(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -70,14 +69,7 @@ def models_argument(*, required: bool = True) -> Callable[[Command], Command]:
 
 
 def _pairs(*names: str, help: str, metavar: str) -> Command:  # noqa: A002
-    return click.option(
-        *names,
-        type=_Pair(),
-        multiple=True,
-        metavar=metavar,
-        help=help,
-        callback=_mapping,
-    )
+    return click.option(*names, type=_Pair(), multiple=True, metavar=metavar, help=help)
 
 
 _FLAGS = (
@@ -120,28 +112,9 @@ _OPTIMIZATION = click.option(
     help="Of the graph: none, basic, extended or all.",
 )
 
-# Not a mapping: tables of one key are merged.
-_SETTING = click.option(
-    "--set",
-    "settings",
-    type=_Pair(),
-    multiple=True,
-    metavar="KEY=TOML",
-    help="Any other key, such as min-coverage=0.9.",
+_SETTING = _pairs(
+    "--set", "settings", metavar="KEY=TOML", help="Any other key, such as min-coverage=0.9."
 )
-
-_SETTINGS = (
-    "options",
-    "configs",
-    "device",
-    "dims",
-    "shapes",
-    "constants",
-    "inputs",
-    "optimization",
-    "settings",
-)
-"""The parameters of `job_settings`."""
 
 
 def loading_flags(command: Command) -> Command:
@@ -159,10 +132,12 @@ def job_flags(*, required: bool = True) -> Callable[[Command], Command]:
 
 
 def _bundled(command: Command) -> Command:
+    names = inspect.signature(job_settings).parameters
+
     @functools.wraps(command)
     def bundled(**values: Any) -> Any:
-        taken = {name: values.pop(name) for name in _SETTINGS if name in values}
-        return command(job=job_settings(**taken), **values)
+        flags = {name: values.pop(name) for name in names if name in values}
+        return command(job=job_settings(**flags), **values)
 
     return bundled
 
@@ -172,3 +147,64 @@ def _with_options(command: Command, *options: Callable[[Command], Command]) -> C
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def job_settings(
+    *,
+    options: _Pairs,
+    configs: _Pairs,
+    device: str | None,
+    settings: _Pairs,
+    dims: _Pairs,
+    shapes: _Pairs,
+    constants: _Pairs,
+    inputs: str | None,
+    optimization: str | None = None,
+) -> JobSettings:
+    """The settings in flags; an invalid value stays text, which the checks reject.
+
+    ``settings``: a key may occur several times. Its tables are merged; of other values the last one counts.
+    """
+    merged: dict[str, Any] = {}
+    for key, text in settings:
+        merged[key] = _merge(merged.get(key), _value(text))
+    return JobSettings(
+        provider_options={key: _table(text) for key, text in options},
+        session_options=dict(configs),
+        device=device,
+        optimization=optimization,
+        dims={key: _whole(text) for key, text in dims},
+        shapes={key: _sizes(text) for key, text in shapes},
+        constants={key: _value(text) for key, text in constants},
+        validate={} if inputs is None else {"inputs": inputs},
+        settings=merged,
+    )
+
+
+def _merge(first: Any, second: Any) -> Any:
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return second
+    return {**first, **{key: _merge(first.get(key), value) for key, value in second.items()}}
+
+
+def _whole(text: str) -> Any:
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
+def _sizes(text: str) -> Any:
+    return [_whole(size.strip()) for size in text.split(",")] if text.strip() else []
+
+
+def _table(text: str) -> Any:
+    """``text`` as a table, as messages show it, or ``text`` itself."""
+    table = _value(text)
+    return table if isinstance(table, dict) else text
+
+
+def _value(text: str) -> Any:
+    """``text`` as TOML, or ``text`` itself where it is not TOML."""
+    try:
+        values = parse(f"value = {text}")
+    except ValueError:
+        return text
+    return values["value"] if len(values) == 1 else text

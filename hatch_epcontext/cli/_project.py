@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
+from hatch_epcontext.cli._common import Command
 from hatch_epcontext.cli._flag_errors import ExistingPath, use_lines
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
@@ -20,8 +19,6 @@ from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.package.dependencies import check_app
 from hatch_epcontext.text import show, suggestion
 from hatch_epcontext.tools.project import Project
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def project_options(command: Command) -> Command:

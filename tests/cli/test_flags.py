@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hatch_epcontext.cli._flags_to_config import job_settings, value
+from hatch_epcontext.cli._flags import _value, job_settings
 
 
 @pytest.mark.parametrize(
@@ -20,17 +20,17 @@ from hatch_epcontext.cli._flags_to_config import job_settings, value
     ],
 )
 def test_a_value_is_toml_or_the_text_itself(text: str, read: object) -> None:
-    assert value(text) == read
+    assert _value(text) == read
 
 
 def test_the_texts_of_flags_become_values() -> None:
     found = job_settings(
-        options={"soc_model": "60", "a": "{ op = { Relu = 'cpu' } }", "b": '{"op": {}}'},
-        configs={},
+        options=[("soc_model", "60"), ("a", "{ op = { Relu = 'cpu' } }"), ("b", '{"op": {}}')],
+        configs=[],
         device=None,
-        dims={"n": "1", "a:m": "-2", "k": "many"},
-        shapes={"x": "1, 3", "y": "", "z": "1,n"},
-        constants={"c": "[1.5]", "d": "text"},
+        dims=[("n", "1"), ("a:m", "-2"), ("k", "many")],
+        shapes=[("x", "1, 3"), ("y", ""), ("z", "1,n")],
+        constants=[("c", "[1.5]"), ("d", "text")],
         inputs="ones",
         settings=[
             ("min-coverage", "0.4"),
