@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import is_device, show, show_size
@@ -187,7 +187,7 @@ def sweep(parent: Path | None = None) -> None:
 
 def _sweep_one(folder: Path) -> None:
     # In a folder for all users, other users may have folders with this name.
-    if folder.lstat().st_uid != _user():
+    if sys.platform != "win32" and folder.lstat().st_uid != os.geteuid():
         return
     # Not blocking: it can be a pipe.
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | _BINARY
@@ -347,10 +347,6 @@ def _make_writable(folder: Path) -> None:
             for path in (Path(inside, name) for name in (*folders, *files)):
                 if not path.is_symlink():
                     path.chmod(0o700)
-
-
-def _user() -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> str:
@@ -524,15 +520,10 @@ def is_generated(path: Path) -> bool:
 
 def file_sha256(path: Path) -> str:
     """The hex sha256 of a file, read in pieces of 1 MiB."""
-    with path.open("rb") as file:
-        return stream_sha256(file)
-
-
-def stream_sha256(file: IO[bytes]) -> str:
-    """The hex sha256 of the rest of ``file``, read in pieces of 1 MiB."""
     digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK):
-        digest.update(chunk)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

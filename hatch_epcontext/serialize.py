@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -52,18 +52,6 @@ _Read = Callable[[Any, _Place, list[_Wrong]], Any]
 """Reads a value at a place: returns the result, and adds what is wrong to a list."""
 
 
-class _Style(NamedTuple):
-    """The style of tables: the key of a field, and whether other keys are wrong."""
-
-    key_of: Callable[[str], str]
-    strict: bool
-
-
-_TOML = _Style(toml_key, strict=True)
-# Other versions of the package read what this one writes: unknown keys are no errors.
-_JSON = _Style(str, strict=False)
-
-
 def describe_type(type_: Any) -> str:
     """A description of the values of this type."""
     if type_ in _LEAVES:
@@ -80,48 +68,41 @@ def _is_union(type_: Any) -> bool:
     return get_origin(type_) in (Union, types.UnionType)
 
 
-def _reader(type_: Any, style: _Style) -> _Read:
+def _reader(type_: Any, is_toml: bool) -> _Read:
+    """What reads a ``type_`` from TOML, or from JSON."""
     arguments = get_args(type_)
     if isinstance(type_, type) and dataclasses.is_dataclass(type_):
-        return _dataclass_reader(type_, style)
+        return _dataclass_reader(type_, is_toml)
     if _is_union(type_):
-        members = [_reader(each, style) for each in arguments if each is not type(None)]
+        members = [_reader(member, is_toml) for member in arguments if member is not type(None)]
         return _union_reader(type_, members, takes_none=type(None) in arguments)
     if get_origin(type_) in _SEQUENCES:
-        return _list_reader(_reader(arguments[0], style))
+        return _list_reader(_reader(arguments[0], is_toml))
     if arguments and get_origin(type_) is not Literal:
-        return _mapping_reader(_reader(arguments[1], style))
+        return _mapping_reader(_reader(arguments[1], is_toml))
     return _scalar_reader(type_)
 
 
 def _scalar_reader(type_: Any) -> _Read:
     if type_ is Any:
         return lambda value, _place, _wrong: value
-    if type_ is Path:
-        return _path_reader(_leaf_reader(str))
-    if type_ in _LEAVES:
+    if type_ is Path or type_ in _LEAVES:
         return _leaf_reader(type_)
     if isinstance(type_, type) and issubclass(type_, Enum):
-        return _choice_reader({each.value: each for each in type_})
-    return _choice_reader({each: each for each in get_args(type_) or (None,)})
+        return _choice_reader({member.value: member for member in type_})
+    return _choice_reader({value: value for value in get_args(type_) or (None,)})
 
 
 def _leaf_reader(type_: Any) -> _Read:
+    plain = str if type_ is Path else type_
+
     def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
         if type_ is float and type(value) is int:
             return float(value)
-        if isinstance(value, type_) and (type_ is bool or not isinstance(value, bool)):
-            return value
-        wrong.append(_Wrong(place, _LEAVES[type_], value))
+        if isinstance(value, plain) and (type_ is bool or not isinstance(value, bool)):
+            return Path(value) if type_ is Path else value
+        wrong.append(_Wrong(place, _LEAVES[plain], value))
         return _NOTHING
-
-    return read
-
-
-def _path_reader(text: _Read) -> _Read:
-    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        found = text(value, place, wrong)
-        return found if found is _NOTHING else Path(found)
 
     return read
 
@@ -148,7 +129,7 @@ def _union_reader(type_: Any, members: list[_Read], *, takes_none: bool) -> _Rea
             inside: list[_Wrong] = []
             found = member(value, place, inside)
             # The member for which a list or a table is meant has problems only inside of it.
-            if all(each.place != place for each in inside):
+            if all(problem.place != place for problem in inside):
                 wrong += inside
                 return found
         wrong.append(_Wrong(place, describe_type(type_), value))
@@ -171,10 +152,10 @@ def _only(shape: type, allowed: str, inner: _Read) -> _Read:
 
 def _list_reader(item: _Read) -> _Read:
     def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        items = [item(each, (*place, index), wrong) for index, each in enumerate(value)]
-        if _NOTHING in items and any(isinstance(each, dict) for each in value):
+        items = [item(plain, (*place, index), wrong) for index, plain in enumerate(value)]
+        if _NOTHING in items and any(isinstance(plain, dict) for plain in value):
             # The other tables keep their indices.
-            items = [item({}, place, []) if each is _NOTHING else each for each in items]
+            items = [item({}, place, []) if result is _NOTHING else result for result in items]
         return _NOTHING if _NOTHING in items else tuple(items)
 
     # A string is iterable too, and would become a list of characters.
@@ -183,19 +164,19 @@ def _list_reader(item: _Read) -> _Read:
 
 def _mapping_reader(item: _Read) -> _Read:
     def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        found = {name: item(each, (*place, name), wrong) for name, each in value.items()}
-        return {name: each for name, each in found.items() if each is not _NOTHING}
+        items = {name: item(plain, (*place, name), wrong) for name, plain in value.items()}
+        return {name: result for name, result in items.items() if result is not _NOTHING}
 
     return _only(dict, _TABLE, read)
 
 
 @functools.cache
-def _dataclass_reader(type_: type[Any], style: _Style) -> _Read:
+def _dataclass_reader(type_: type[Any], is_toml: bool) -> _Read:
     hints = get_type_hints(type_)
     fields = {
-        style.key_of(field.name): (
+        toml_key(field.name) if is_toml else field.name: (
             field.name,
-            _reader(hints[field.name], style),
+            _reader(hints[field.name], is_toml),
             field.default is field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(type_)
@@ -212,7 +193,8 @@ def _dataclass_reader(type_: type[Any], style: _Style) -> _Read:
             elif is_required:
                 wrong.append(_Wrong((*place, key), "", _NOTHING))
             is_whole = is_whole and not is_required
-        if style.strict:
+        # Other versions of the package read the JSON that this one writes.
+        if is_toml:
             unknown = sorted(value.keys() - fields.keys())
             wrong += (_Wrong((*place, key), "", value[key], tuple(fields)) for key in unknown)
         return type_(**given) if is_whole else _NOTHING
@@ -227,34 +209,28 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     default.
     """
     wrong: list[_Wrong] = []
-    found = _reader(type_, _TOML)(table, (), wrong)
-    for each in wrong:
-        place = Key((*key.parts, *each.place))
-        if each.known:
-            near = suggestion(str(each.place[-1]), sorted(each.known))
+    found = _reader(type_, is_toml=True)(table, (), wrong)
+    for value in wrong:
+        place = Key((*key.parts, *value.place))
+        if value.known:
+            near = suggestion(str(value.place[-1]), sorted(value.known))
             yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", near)
         else:
-            is_table_for_list = each.allowed == _LIST and isinstance(each.found, dict)
+            is_table_for_list = value.allowed == _LIST and isinstance(value.found, dict)
             hint = f"A list of tables has two brackets: [[{place}]]." if is_table_for_list else None
-            yield Problem.at(place, Kind.WRONG_TYPE, each.reason, hint)
+            yield Problem.at(place, Kind.WRONG_TYPE, value.reason, hint)
     return type_() if found is _NOTHING else found
 
 
 def from_text(text: str, type_: Any) -> Any:
     """The value of ``type_`` in ``text``; raises ValueError with the allowed values."""
-    for value in (*_scalars(text), text):
+    for plain in (int, float, str):
         wrong: list[_Wrong] = []
-        found = _reader(type_, _TOML)(value, (), wrong)
-        if not wrong:
-            return found
+        with contextlib.suppress(ValueError):
+            value = _reader(type_, is_toml=True)(plain(text), (), wrong)
+            if not wrong:
+                return value
     raise ValueError(describe_type(type_))
-
-
-def _scalars(text: str) -> Iterator[int | float]:
-    with contextlib.suppress(ValueError):
-        yield int(text)
-    with contextlib.suppress(ValueError):
-        yield float(text)
 
 
 def from_json(text: str | bytes, type_: type[T]) -> T:
@@ -277,10 +253,10 @@ def from_plain(value: Any, type_: type[T]) -> T:
     Unknown keys are left out.
     """
     wrong: list[_Wrong] = []
-    found: T = _reader(type_, _JSON)(value, (), wrong)
+    found: T = _reader(type_, is_toml=False)(value, (), wrong)
     if wrong:
-        places = (".".join((type_.__name__, *map(str, each.place))) for each in wrong)
-        reasons = (each.reason for each in wrong)
+        places = (".".join((type_.__name__, *map(str, value.place))) for value in wrong)
+        reasons = (value.reason for value in wrong)
         raise ValueError("; ".join(map(": ".join, zip(places, reasons, strict=True))))
     return found
 
@@ -295,9 +271,9 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {name: to_plain(each) for name, each in value.items()}
+        return {name: to_plain(item) for name, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [to_plain(each) for each in value]
+        return [to_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 

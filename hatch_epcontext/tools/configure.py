@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
@@ -23,28 +23,23 @@ _GROUP = "shared-weights"
 """The name of the group of models that share weights."""
 
 _Tables = dict[str, Any]
-_Part = Literal["target", "model", "build"]
 
 _VARIABLES = frozenset(
     {"CACHE_DIR", "NO_CACHE", "REPORT", *(n for n, v in VARIABLES.items() if v.table == "build")}
 )
 """The variables that are not about the targets and models of a project."""
 
-_TARGET_KEYS_OF_PROJECTS = frozenset({"provider", "platforms", "requirements"})
-_MODEL_KEYS_OF_PROJECTS = frozenset(
+_OF_PROJECTS = frozenset(
     {
-        "path",
-        "url",
-        "sha256",
-        "data",
-        "license",
-        "sdist",
-        "name",
-        "targets",
-        "share_weights",
-        "fallback",
+        *("provider", "platforms", "requirements", "path", "url", "sha256", "data", "license"),
+        *("sdist", "name", "targets", "share-weights", "fallback"),
     }
 )
+"""The keys of targets and models that flags and arguments set, or that only a project has."""
+
+_OF_TARGETS = {toml_key(key.name) for key in dataclasses.fields(TargetTable)} - _OF_PROJECTS
+_OF_MODELS = {toml_key(key.name) for key in dataclasses.fields(ModelTable)} - _OF_PROJECTS
+_OF_BUILDS = {f"build.{toml_key(key.name)}" for key in dataclasses.fields(BuildTable)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +49,7 @@ class JobSettings:
     The fields are keys of ``[tool.epcontext]``. A key of ``dims``, ``shapes`` or ``constants`` applies to
     all models, or, with a model's name before it (``"decoder:length"``), to that model. ``fallback`` applies
     only to a model package. ``validate`` is the mode or the table. With ``from_memory`` the compiler reads
-    and writes memory only, and the blob is inside the context model. ``settings``: other keys in `SETTABLE`.
+    and writes memory only, and the blob is inside the context model. ``settings``: other keys, dotted.
     """
 
     provider_options: Mapping[str, Any] = field(default_factory=dict)
@@ -71,40 +66,6 @@ class JobSettings:
     validate: Any = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     cache_dir: Path | None = None
-
-
-def _settable() -> Iterator[tuple[str, _Part]]:
-    targets = set(_names(TargetTable)) - _TARGET_KEYS_OF_PROJECTS
-    models = set(_names(ModelTable)) - set(_names(TargetTable)) - _MODEL_KEYS_OF_PROJECTS
-    hints = get_type_hints(ModelTable)
-    for name in targets:
-        yield toml_key(name), "target"
-    for name in models:
-        yield toml_key(name), "model"
-        for inside in _keys_inside(hints[name]):
-            yield f"{toml_key(name)}.{inside}", "model"
-    for name in _names(BuildTable):
-        yield f"build.{toml_key(name)}", "build"
-
-
-def _names(table: type[Any]) -> list[str]:
-    return [key.name for key in dataclasses.fields(table)]
-
-
-def _keys_inside(type_: Any) -> Iterator[str]:
-    """The dotted keys of a table, or of the tables in a union; not below names that the user chooses."""
-    for each in () if get_origin(type_) is Mapping else (type_, *get_args(type_)):
-        if not dataclasses.is_dataclass(each):
-            continue
-        hints = get_type_hints(each)
-        for key in dataclasses.fields(each):
-            yield toml_key(key.name)
-            for inside in _keys_inside(hints[key.name]):
-                yield f"{toml_key(key.name)}.{inside}"
-
-
-SETTABLE: Mapping[str, _Part] = dict(sorted(_settable()))
-"""The keys that can be set for models without a project, dotted, and the table that each belongs to."""
 
 
 def name_models(models: Sequence[Path], file: Path | None = None) -> dict[str, Path]:
@@ -146,10 +107,11 @@ def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettin
     _check_settable(job_settings.settings)
     for dotted, value in job_settings.settings.items():
         key, _, inside = dotted.partition(".")
-        for table in {"target": [target], "model": tables, "build": [build]}[SETTABLE[dotted]]:
-            if SETTABLE[dotted] == "build":
-                _assign(table, inside, value)
-            elif dotted == "validate":
+        if key == "build":
+            _assign(build, inside, value)
+            continue
+        for table in [target] if key in _OF_TARGETS else tables:
+            if dotted == "validate":
                 table[key] = {**table[key], **_validate_table(value)}
             else:
                 _assign(table, dotted, value)
@@ -244,15 +206,17 @@ def _validate_table(value: Any) -> _Tables:
 
 
 def _check_settable(settings: Mapping[str, Any]) -> None:
+    # What is inside of a target's or model's key is checked with its table.
+    settable = _OF_TARGETS | _OF_MODELS | _OF_BUILDS
     problems = [
         Problem.at(
             Key(tuple(name.split("."))),
             Kind.UNKNOWN_KEY,
             f"{show(name)} is not a key that can be set.",
-            suggestion(name, SETTABLE),
+            suggestion(name, sorted(settable)),
         )
         for name in settings
-        if name not in SETTABLE
+        if not {name, name.split(".")[0]} & settable
     ]
     if problems:
         raise ConfigError(*problems)
