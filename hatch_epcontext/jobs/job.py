@@ -124,7 +124,8 @@ class JobRunner:
             self._check_embeddable(job)
             with cache.lock(fingerprint, self._waiting(job)):
                 # Another build may have tried more in the meantime.
-                search = self._tried(job, fingerprint, self._stored(job, fingerprint))
+                stored = self._stored(job, fingerprint, latest=True)
+                search = self._tried(job, fingerprint, stored)
             step = next_recipe(search)
             artifact = self._artifact(job, step.winner, place) if step.winner else None
         if step.winner is None or artifact is None:
@@ -133,8 +134,11 @@ class JobRunner:
         cache.set_ref(self._fingerprint(job, {}), step.winner.key)
         return built
 
-    def _stored(self, job: Job, fingerprint: str) -> Search:
-        """What earlier builds tried, with the validations that the job requires, as far as they are known."""
+    def _stored(self, job: Job, fingerprint: str, *, latest: bool = False) -> Search:
+        """What earlier builds tried, with the validations that the job requires, as far as they are known.
+
+        The shared cache is asked with ``latest``, or if this machine knows nothing.
+        """
         is_dynamic = any(self.sources[model.name].facts.dynamic for model in job.models)
         required = [
             [validation_settings(job, model, self.index), str(model.validate.mode)]
@@ -148,7 +152,9 @@ class JobRunner:
             is_dynamic=is_dynamic and len(job.forms) > 1,
             required=value_sha256(required),
         )
-        stored = self._cache(job).get("searches", fingerprint, Search)
+        cache = self._cache(job)
+        get = cache.get_latest if latest else cache.get
+        stored = get("searches", fingerprint, Search)
         if stored is None:
             return search
         search = replace(search, validations=stored.validations, winners=stored.winners)
@@ -240,7 +246,8 @@ class JobRunner:
         if problems := _low_coverage(job, attempt):
             raise BuildError(*problems)
         artifact = Artifact(folder, record)
-        search = self._validated(job, self._stored(job, record.search), attempt, artifact)
+        stored = self._stored(job, record.search, latest=True)
+        search = self._validated(job, stored, attempt, artifact)
         winner = search.attempts[-1]
         if winner.differences:
             raise BuildError(*winner.differences)

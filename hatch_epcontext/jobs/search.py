@@ -531,6 +531,16 @@ class Search:
         compiled = (attempt for attempt in self.attempts if attempt.record is not None)
         return replace(self, attempts=tuple(compiled))
 
+    def joined(self, other: Search) -> Search:
+        """The search with what only the ``other`` one for the same job knows."""
+        attempts = {attempt.key: attempt for attempt in (*other.attempts, *self.attempts)}
+        return replace(
+            self,
+            attempts=tuple(attempts.values()),
+            validations={**other.validations, **self.validations},
+            winners={**other.winners, **self.winners},
+        )
+
     def without(self, attempt: Attempt) -> Search:
         """The search without what is known about ``attempt``."""
         others = tuple(other for other in self.attempts if other.key != attempt.key)

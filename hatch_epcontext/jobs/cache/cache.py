@@ -12,13 +12,14 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import is_generated, is_sha256, write_atomically
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.cache.store import DamagedError, Kind, Store, files_of, untrusted
+from hatch_epcontext.jobs.cache.store import DamagedError, Growing, Kind, Store, files_of, untrusted
 from hatch_epcontext.system import refusal
 
 if TYPE_CHECKING:
     from hatch_epcontext.jobs.cache.shared import SharedCache
 
 T = TypeVar("T")
+G = TypeVar("G", bound=Growing)
 
 
 class Cache:
@@ -83,6 +84,16 @@ class Cache:
         # Another build may have made it that could not write to the shared cache.
         self.shared.put(kind, key, _shareable(record), folder)
         return record
+
+    def get_latest(self, kind: Kind, key: str, type_: type[G]) -> G | None:
+        """The record of an entry, with what other machines have added to it in the shared cache."""
+        own = self._own(kind, key, type_)
+        record = None if self.shared is None else self.shared.get(kind, key, type_)
+        if record is None:
+            return own
+        joined: G = record if own is None else own.joined(record)
+        self._keep(lambda store: store.put(kind, key, joined))
+        return joined
 
     def put(self, kind: Kind, key: str, record: object, folder: Path | None = None) -> None:
         """Store ``record``, which names the files in ``folder`` that no longer change."""

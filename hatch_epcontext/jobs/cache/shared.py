@@ -29,7 +29,7 @@ from hatch_epcontext.files import FileRecord, is_regular, patiently, record_file
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.cache.signing import public_key, sign, verify
-from hatch_epcontext.jobs.cache.store import DamagedError, files_of, read_record
+from hatch_epcontext.jobs.cache.store import DamagedError, Growing, files_of, read_record
 from hatch_epcontext.jobs.requirements import pip_install
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import hide_credentials, hide_values, show_size
@@ -314,11 +314,15 @@ class SharedCache:
         with self._reported_faults(writes=True):
             if self._trust and (self._key is None or public_key(self._key) not in self._trust):
                 raise TransportError(f"{PREFIX}CACHE_KEY has no key of build.cache-keys")
-            if not self._is_there(kind, key, record):
+            other = self._other(kind, key, type(record))
+            if isinstance(record, Growing) and other is not None:
+                record = record.joined(other)
+            if other is None or (other != record and kind != "artifacts"):
                 for file in [folder / name for name in files] if folder else ():
                     self.transport.send_file(file)
                 with temp_dir() as scratch:
-                    (scratch / "statement").write_bytes(sign(kind, key, text, self._key))
+                    statement = sign(kind, key, to_json(record, indent=None), self._key)
+                    (scratch / "statement").write_bytes(statement)
                     self.transport.send(scratch / "statement", f"{LAYOUT}/{kind}/{key}")
                 self._known[kind, key] = record
             if mark:
@@ -331,15 +335,17 @@ class SharedCache:
             self.transport.fetch(f"{LAYOUT}/{kind}/{key}", file, _MAX_STATEMENT)
             return read_record(verify(file.read_bytes(), kind, key, self._trust), type_)
 
-    def _is_there(self, kind: str, key: str, record: object) -> bool:
-        other = self._known.get((kind, key))
-        if (kind, key) not in self._known:
-            with contextlib.suppress(MissingError, DamagedError):
-                other = self._record(kind, key, type(record))
-                # A store that removes old files may remove some before the statement.
-                if not all(map(self.transport.has_file, files_of(other).values())):
-                    other = None
-        return other == record or (kind == "artifacts" and other is not None)
+    def _other(self, kind: str, key: str, type_: type[object]) -> object:
+        """The record of an entry that is there with its files; None if there is none."""
+        # To some others may add at any time.
+        if (kind, key) in self._known and not issubclass(type_, Growing):
+            return self._known[kind, key]
+        with contextlib.suppress(MissingError, DamagedError):
+            other = self._record(kind, key, type_)
+            # A store that removes old files may remove some before the statement.
+            if all(map(self.transport.has_file, files_of(other).values())):
+                return other
+        return None
 
     @contextlib.contextmanager
     def _reported_faults(self, *, writes: bool = False) -> Iterator[None]:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from hatch_epcontext.files import (
     FileRecord,
@@ -85,6 +85,14 @@ class Files:
     """The record of files alone, by name; that of every entry with files has them too."""
 
     files: Mapping[str, FileRecord]
+
+
+@runtime_checkable
+class Growing(Protocol):
+    """A record to which each build may add something."""
+
+    def joined(self, other: Any) -> Any:
+        """This record, with what only the ``other`` one of the same entry has."""
 
 
 @dataclass(frozen=True)

@@ -302,6 +302,23 @@ def test_cache_folders_of_several_machines_can_be_copied_into_one(
     assert not last.warnings
 
 
+def test_what_one_machine_validated_is_not_lost_to_what_another_one_knows(
+    machine: Callable[[str], Machine], server: WebServer
+) -> None:
+    other = ONE.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate.inputs = "ones" }')
+    first, second, reader, last = map(machine, ("first", "second", "reader", "last"))
+    first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
+    reader.build(ONE, compiles=False, CACHE=server.url, FROM_CACHE="all")
+    (built,) = second.build(other, CACHE=server.url, CACHE_WRITE="1")
+    assert built.cached
+    # This machine knows the job, but not how it was validated.
+    reader.build(other, compiles=False, CACHE=server.url, FROM_CACHE="all")
+    # Neither does this one, which sends what it knows again.
+    shutil.rmtree(first.folder / "cache" / LAYOUT / "sent")
+    first.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1")
+    last.build(other, compiles=False, CACHE=server.url, FROM_CACHE="all")
+
+
 def test_the_latest_artifact_is_that_of_the_shared_cache(
     machine: Callable[[str], Machine], server: WebServer
 ) -> None:
