@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,34 +37,38 @@ def dummy_inputs(
     fit the model, or a dtype cannot be generated.
     """
     if model.validate.inputs == "random":
-        return generated_inputs(RANDOM, inputs, model, ranges or {})
+        return generated_inputs(RANDOM, sized(inputs, model), model, ranges or {}, generator())
     if (same := _SAME.get(model.validate.inputs)) is not None:
-        return generated_inputs(ZEROS, inputs, model, {each.name: same for each in inputs})
+        inputs = sized(inputs, model)
+        same_ranges = {tensor.name: same for tensor in inputs}
+        return generated_inputs(ZEROS, inputs, model, same_ranges, generator())
     _, first = next(given_samples(Path(model.validate.inputs), inputs, _key(model)))
     return first
 
 
+def generator(number: int = 0) -> np.random.Generator:
+    """Random numbers that are the same in every run, for the sample with this ``number``."""
+    return np.random.default_rng([_SEED, number] if number else _SEED)
+
+
 def generated_inputs(
     pattern: Pattern,
-    inputs: Sequence[TensorFacts],
+    inputs: Iterable[TensorFacts],
     model: Model,
     ranges: Mapping[str, Range],
+    rng: np.random.Generator,
     *,
-    number: int = 0,
     steps: int | None = None,
 ) -> dict[str, Array]:
-    """Return synthetic values for ``inputs``; see `dummy_inputs`.
+    """Return synthetic values for ``inputs``, which are `sized`; see `dummy_inputs`.
 
-    ``number``: the seed of random values. With ``steps`` the arrays have a first axis of that size, along
-    which signals continue.
+    With ``steps`` the arrays have a first axis of that size, along which signals continue.
     """
-    rng = np.random.default_rng([_SEED, number] if number else _SEED)
-    more = () if steps is None else (steps,)
+    if steps is not None:
+        inputs = [replace(tensor, shape=(steps, *tensor.sizes)) for tensor in inputs]
     return {
-        each.name: _generate(
-            pattern, replace(each, shape=(*more, *each.sizes)), rng, ranges.get(each.name), model
-        )
-        for each in sized(inputs, model)
+        tensor.name: _generate(pattern, tensor, rng, ranges.get(tensor.name), model)
+        for tensor in inputs
     }
 
 

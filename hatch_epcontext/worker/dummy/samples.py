@@ -14,7 +14,7 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.given import given_samples
-from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs
+from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs, generator, sized
 from hatch_epcontext.worker.dummy.synthetic import RANDOM, Pattern, assumed_range, patterns
 from hatch_epcontext.worker.results import FEW_SAMPLES
 
@@ -130,7 +130,10 @@ def samples(
     number = number_of_samples(multiply_adds * (STEPS if states else 1))
     seen = {_digest(found[0].steps)}
     natures: set[str] = set()
+    certain: set[tuple[object, ...]] = set()
     names: dict[str, int] = {}
+    is_open = any(range_.is_open for range_ in of_inputs.values())
+    inputs = sized(inputs, model)
     for index, pattern in enumerate(patterns()):
         if len(found) >= number:
             break
@@ -140,7 +143,15 @@ def samples(
         # How errors grow depends on the nature; each level gets only one step.
         count = 1 if nature in natures else STEPS
         natures.add(nature)
-        steps = _steps(pattern, inputs, model, ranges, index, states or {}, count)
+        # All that its values depend on, unless they are random.
+        drawn = (nature, count, is_open and pattern.level, pattern.ids == "padded")
+        if drawn in certain:
+            continue
+        rng = generator(index)
+        before = rng.bit_generator.state
+        steps = _steps(pattern, inputs, model, ranges, rng, states or {}, count)
+        if rng.bit_generator.state == before:
+            certain.add(drawn)
         if (digest := _digest(steps)) in seen:
             continue
         seen.add(digest)
@@ -176,13 +187,13 @@ def _steps(
     inputs: Sequence[TensorFacts],
     model: Model,
     ranges: Mapping[str, Range],
-    index: int,
+    rng: np.random.Generator,
     states: Mapping[str, str],
     count: int,
 ) -> tuple[Arrays, ...]:
     if not states:
-        return (generated_inputs(pattern, inputs, model, ranges, number=index),)
-    whole = generated_inputs(pattern, inputs, model, ranges, number=index, steps=count)
+        return (generated_inputs(pattern, inputs, model, ranges, rng),)
+    whole = generated_inputs(pattern, inputs, model, ranges, rng, steps=count)
     rest = {name: array for name, array in whole.items() if name not in states}
     # As an app starts.
     first = {name: np.zeros_like(array[0]) for name, array in whole.items() if name in states}
