@@ -65,14 +65,14 @@ class Inner:
 
     def largest(self, node: onnx.NodeProto) -> float:
         """The largest magnitude of its results."""
-        return max((_largest(each) for each in self._results(node)), default=0.0)
+        return max((largest(each) for each in self._results(node)), default=0.0)
 
     def smallest(self, node: onnx.NodeProto) -> tuple[float, float]:
         """The root mean square and the largest magnitude of its results."""
         found = [each.astype(np.float64) for each in self._results(node) if each.size]
         if not found:
             return 0.0, 0.0
-        return float(np.sqrt(np.mean(found[0] ** 2))), _largest(found[0])
+        return float(np.sqrt(np.mean(found[0] ** 2))), largest(found[0])
 
     def range(self, name: str) -> tuple[float, float]:
         """The smallest and the largest value of ``name``."""
@@ -163,7 +163,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share < 1 else "100 % and more"
 
 
-def _largest(array: NDArray[Any]) -> float:
+def largest(array: NDArray[Any]) -> float:
+    """The largest magnitude in ``array``; 0 without values."""
     return float(np.abs(array).max()) if array.size else 0.0
 
 

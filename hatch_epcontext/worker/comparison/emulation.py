@@ -30,6 +30,7 @@ from hatch_epcontext.worker.comparison.diverging import (
     WRONG,
     Inner,
     inner_steps,
+    largest,
     named,
     relative,
 )
@@ -337,7 +338,8 @@ class Emulator:
         """Nodes whose values are clamped, or that use a number that the format cannot represent."""
         worst = min(self.levels, key=lambda each: (each.margin, not each.run.usual))
         for run in (self.levels[0].run, worst.run):
-            if not self._lost and self.level(run).snr > 2 * _WORTH_RUNNING:
+            is_right = self.level(run).snr > 2 * _WORTH_RUNNING
+            if not self._lost and (is_right or not self._exceeds(run)):
                 continue
             if not (inner := self._inner(run)):
                 return
@@ -345,6 +347,16 @@ class Emulator:
                 is_cut = inner.largest(node) > self._format.largest
                 if (is_cut and inner.matters(node, self.scope)) or self._misses(node, inner):
                     yield self._words(node, inner)
+
+    def _exceeds(self, run: ReferenceRun) -> bool:
+        """Whether values of ``run`` are beyond the format's largest; True if that is unknown."""
+        exact = self._exact
+        steps = () if exact is None else self._inner_steps(exact, run)
+        return exact is None or any(
+            array.dtype == np.float32 and largest(array) > self._format.largest
+            for values in steps
+            for array in values.values()
+        )
 
     def _flat(self) -> str | None:
         """An output that changes between inputs by less than a step of the format, in words."""
@@ -415,7 +427,8 @@ class Emulator:
         return {}
 
     @cached_property
-    def _sessions(self) -> tuple[ort.InferenceSession, ort.InferenceSession] | None:
+    def _exact(self) -> ort.InferenceSession | None:
+        """A session of the prepared model with all its values; None if they are too many."""
         size = sum(
             math.prod(self.scope.shape(name) or (1,))
             for node in self.scope.nodes
@@ -426,26 +439,27 @@ class Emulator:
         step(f"looking for the node that {self._format.name} makes wrong")
         exact = self._copy()
         expose(exact, self._types)
+        return _open_or_none(exact)
+
+    @cached_property
+    def _inexact(self) -> ort.InferenceSession | None:
+        """The same of the emulated model."""
         emulated = self._copy()
         expose(emulated, self._types)
         emulate(emulated, self._types, self._format, self._skipped)
-        try:
-            return open_unoptimized(exact.SerializeToString()), open_unoptimized(
-                emulated.SerializeToString()
-            )
-        except Exception:
-            # Some models cannot run with other outputs; then no node is named.
-            return None
+        return _open_or_none(emulated)
+
+    def _inner_steps(
+        self, session: ort.InferenceSession, run: ReferenceRun
+    ) -> Iterator[Mapping[str, Array]]:
+        states = self._expected.facts.states
+        return inner_steps(session, run, states, self._model, "the emulated model")
 
     def _compute_inner(self, run: ReferenceRun) -> Inner | None:
-        if self._sessions is None:
+        if self._exact is None or self._inexact is None:
             return None
-        states = self._expected.facts.states
-        exact, emulated = (
-            inner_steps(each, run, states, self._model, "the emulated model")
-            for each in self._sessions
-        )
-        for one, other in zip(exact, emulated, strict=True):
+        steps = (self._inner_steps(session, run) for session in (self._exact, self._inexact))
+        for one, other in zip(*steps, strict=True):
             inner = Inner(one, other)
             if self._final(run, inner) > WRONG:
                 # Errors in later steps come from this one.
@@ -539,6 +553,14 @@ def _possible(steps: Iterator[Arrays]) -> Iterator[Arrays]:
     """Those of ``steps`` that a model can run: some models end, as when they count through a table."""
     with contextlib.suppress(Exception):
         yield from steps
+
+
+def _open_or_none(model: onnx.ModelProto) -> ort.InferenceSession | None:
+    try:
+        return open_unoptimized(model.SerializeToString())
+    except Exception:
+        # Some models cannot run with other outputs; then no node is named.
+        return None
 
 
 def _number(value: float) -> str:
