@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import ml_dtypes
@@ -15,6 +16,7 @@ STRING = np.dtype(object)
 """The dtype of strings."""
 
 
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
     """Return the NumPy dtype of a `TensorFacts` dtype, from ml_dtypes where NumPy has none.
 
@@ -26,6 +28,13 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
         name = getattr(ml_dtypes, name)
     dtype: np.dtype[np.generic] = np.dtype(name)
     return dtype
+
+
+@functools.cache
+def dtype_name(dtype: np.dtype[np.generic]) -> str:
+    """NumPy's name of ``dtype``, which NumPy composes each time."""
+    name: str = dtype.name
+    return name
 
 
 def is_extended(dtype: np.dtype[np.generic]) -> bool:

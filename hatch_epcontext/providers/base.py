@@ -56,7 +56,7 @@ class Tolerance:
     def of(self, output: str) -> Tolerance:
         """The tolerance of ``output``."""
         own: Mapping[str, Any] = self.outputs.get(output, {})
-        return replace(self, **own, outputs={})
+        return replace(self, **own, outputs={}) if self.outputs else self
 
 
 QUANTIZED = Tolerance(snr=15, cosine=0.98)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -260,7 +261,7 @@ def _measure(
 def _cosine(out: Numbers, ref: Numbers, measure: _Measure) -> float | None:
     """The cosine similarity; None if the output is so near zero that its direction is only rounding."""
     norms = float(np.linalg.norm(out) * np.linalg.norm(ref))
-    if not norms or float(np.mean(ref**2)) < float(measure.signal(None)):
+    if not norms or float(np.mean(measure.power)) < measure.whole:
         return None
     return min(float(out.ravel() @ ref.ravel()) / norms, 1.0)
 
@@ -277,15 +278,25 @@ class _Measure:
     unit: float
     quantization_step: float
 
+    @cached_property
+    def power(self) -> Numbers:
+        """The signal in each place."""
+        return self.ref**2
+
+    @cached_property
+    def whole(self) -> float:
+        """The signal of the whole output."""
+        return float(self.signal(None))
+
     def signal(self, axes: _Axes) -> Numbers:
-        own = np.asarray((self.ref**2).mean(axis=axes))
+        own = np.asarray(self.power.mean(axis=axes))
         places = self.ref.size // own.size
         floor = max(
             self.largest**2 * self._part(places),
             (_QUANTIZATION_STEPS * self.quantization_step) ** 2,
         )
         if not _is_column(own.size, places):
-            floor = max(floor, float(self.signal(None)) * own.size / MANY)
+            floor = max(floor, self.whole * own.size / MANY)
         elsewhere = self.elsewhere.signal(self.ref.shape, axes)
         found: Numbers = np.maximum(own, floor)
         if elsewhere.size:
@@ -309,6 +320,8 @@ class _Measure:
 def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:
     """Both as numbers: zeros where either is NaN, and Inf limited to the largest finite value."""
     out, ref = np.asarray(output, np.float64), np.asarray(reference, np.float64)
+    if np.isfinite(out).all() and np.isfinite(ref).all():
+        return out, ref
     largest = max(float(np.abs(ref[np.isfinite(ref)]).max(initial=0.0)), 1.0)
     known = ~(np.isnan(out) | np.isnan(ref))
     ends = np.where(np.isinf(ref), largest, np.inf)

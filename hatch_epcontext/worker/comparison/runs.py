@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
-from hatch_epcontext.graph.arrays import STRING, Array, Arrays, is_float, numpy_dtype
+from hatch_epcontext.graph.arrays import STRING, Array, Arrays, dtype_name, is_float, numpy_dtype
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.comparison.measures import Elsewhere, Nature
 from hatch_epcontext.worker.comparison.selections import Selections
@@ -223,7 +223,7 @@ def write_reference(found: Reference, path: Path) -> str:
         if array.dtype == STRING:
             return ["string", array.shape, array.ravel().tolist()]
         arrays.append(array)
-        return [array.dtype.name, array.shape]
+        return [dtype_name(array.dtype), array.shape]
 
     runs = [
         {
