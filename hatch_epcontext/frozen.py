@@ -33,9 +33,9 @@ def _init(self: Any, *values: Any, **given: Any) -> None:
         own[name] = factory()
     own.update(zip(fields.positional, values, strict=False))
     own.update(given)
-    twice = given.keys() & fields.positional[: len(values)]
-    wrong = twice or own.keys() ^ fields.names.keys()
-    if wrong or len(values) > len(fields.positional):
+    twice = given.keys() & fields.positional[: len(values)] if values and given else ()
+    if twice or own.keys() != fields.names.keys() or len(values) > len(fields.positional):
+        wrong = twice or own.keys() ^ fields.names.keys()
         text = f"{type(self).__name__} has the fields {', '.join(fields.names)}"
         raise TypeError(f"{text}; wrong or missing: {', '.join(sorted(wrong)) or 'one too many'}")
     if hasattr(self, "__post_init__"):
@@ -48,6 +48,7 @@ class _Fields:
     def __init__(self, cls: type[Any]) -> None:
         fields, missing = dataclasses.fields(cls), dataclasses.MISSING
         self.names = dict.fromkeys(each.name for each in fields)
+        self.compared = [each.name for each in fields if each.compare]
         self.positional = [each.name for each in fields if not each.kw_only]
         self.defaults = {each.name: each.default for each in fields if each.default is not missing}
         factories = ((each.name, each.default_factory) for each in fields)
@@ -55,8 +56,7 @@ class _Fields:
 
 
 def _compared(instance: Any) -> tuple[Any, ...]:
-    fields = dataclasses.fields(instance)
-    return tuple(getattr(instance, each.name) for each in fields if each.compare)
+    return tuple([getattr(instance, name) for name in instance._fields.compared])
 
 
 def _eq(self: Any, other: object) -> Any:

@@ -261,19 +261,25 @@ def from_plain(value: Any, type_: type[T]) -> T:
     return found
 
 
+@functools.cache
+def _field_names(type_: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(type_))
+
+
 def to_plain(value: Any) -> Any:
     """A dataclass as plain values, as in JSON."""
     # First, because most values are.
     if value is None or type(value) in _LEAVES:
         return value
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
     if dataclasses.is_dataclass(value):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        type_: Any = type(value)
+        return {name: to_plain(getattr(value, name)) for name in _field_names(type_)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
         return {name: to_plain(item) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [to_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
