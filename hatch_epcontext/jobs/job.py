@@ -230,7 +230,8 @@ class JobRunner:
         return cache.get("artifacts", key, Record, folder, lambda record: _fits(job, record))
 
     def _folder(self, job: Job, key: str) -> Path:
-        return self.staging / "attempts" / job.folder / key[:16]
+        # In one folder: making each takes longer than hashing.
+        return self.staging / "attempts" / value_sha256([job.folder, key])
 
     def _from_cache(self, job: Job) -> Built:
         """The latest artifact with the job's settings, whatever is installed."""

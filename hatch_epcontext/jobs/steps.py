@@ -277,14 +277,19 @@ class Steps:
         request = PrepareRequest(
             model.on(job.target),
             recipe.simplifier,
-            _result_in(scratch),
+            _made(scratch),
             model.is_compared,
             shared.reference,
             precision=_precision(job, model),
             fuse=recipe.fuse,
         )
         call = worker.call
-        reply = call(request, scratch / "call", location=job.location, step="preparation")
+        reply = call(
+            request,
+            scratch.with_name(f"{scratch.name}-call"),
+            location=job.location,
+            step="preparation",
+        )
         preparation = Preparation(
             recipe.simplifier,
             reply.nodes_before,
@@ -316,7 +321,7 @@ class Steps:
             model.on(job.target),
             before.path,
             refused,
-            _result_in(scratch),
+            _made(scratch),
             simplify=before.preparation.simplifier != "none",
             compare=model.is_compared,
             reference=before.reference,
@@ -326,7 +331,12 @@ class Steps:
             target=job.target if recipe.remedies else None,
         )
         call = worker.call
-        reply = call(request, scratch / "call", location=job.location, step="preparation")
+        reply = call(
+            request,
+            scratch.with_name(f"{scratch.name}-call"),
+            location=job.location,
+            step="preparation",
+        )
         preparation = replace(before.preparation, remedies=reply.remedies)
         if reply.path is None:
             return replace(before, preparation=preparation, changed=False, dropped=reply.dropped)
@@ -422,9 +432,8 @@ def _needs(job: Job) -> Iterator[tuple[Job, Model]]:
         yield from itertools.product(needed.forms, needed.models)
 
 
-def _result_in(scratch: Path) -> str:
-    """A new folder in ``scratch``."""
-    folder = scratch / "result"
+def _made(folder: Path) -> str:
+    """The new ``folder`` for a prepared model."""
     with writing("a prepared model", folder):
         folder.mkdir(parents=True)
     return str(folder)

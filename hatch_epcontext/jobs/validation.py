@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.config.settings import CompileSettings, Model
+from hatch_epcontext.config.settings import SYNTHETIC, CompileSettings, Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.jobs.artifact import Record
@@ -152,6 +152,8 @@ def validation_settings(job: Job, model: Model, index: Index) -> dict[str, Any]:
 
 def inputs_digest(inputs: str, index: Index) -> str:
     """What identifies the dummy inputs of a model: the contents of their files, or their name."""
+    if inputs in SYNTHETIC:
+        return inputs
     path = Path(inputs)
     if path.is_file():
         return index.sha256(path)
@@ -165,6 +167,8 @@ def inputs_digest(inputs: str, index: Index) -> str:
 
 def input_files(inputs: str) -> list[Path]:
     """The files of the dummy inputs of a model; empty for synthetic ones."""
+    if inputs in SYNTHETIC:
+        return []
     path = Path(inputs)
     if path.is_file():
         return [path]

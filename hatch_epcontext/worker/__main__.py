@@ -30,7 +30,6 @@ from hatch_epcontext.worker.protocol import (
     NO_TELEMETRY,
     READY,
     REPLY,
-    TEMPORARY,
     Order,
 )
 from hatch_epcontext.worker.requests import REQUESTS, Failure
@@ -83,7 +82,7 @@ def _begin(order: Order) -> None:
     """
     os.chdir(order.folder)
     report_in(order.folder)
-    os.environ.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(order.folder / TEMPORARY)))
+    os.environ.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(order.folder)))
     # This process, or the forked one, may have cached the folder for temporary files.
     tempfile.tempdir = None
     # On Windows C would also translate line ends, and an empty line would follow each line.

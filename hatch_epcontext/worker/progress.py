@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import BinaryIO
 
 from hatch_epcontext.worker.protocol import STEP
 
-_reported: list[tuple[Path, str]] = []
-"""The file for the step, and the last step in it."""
+_reported: list[tuple[BinaryIO, str]] = []
+"""The open file for the step, and the last step in it."""
 
 
 def report_in(folder: Path) -> None:
     """Write each `step` into a file in ``folder``: the build reads it only if it needs it."""
-    _reported[:] = [(folder / STEP, "")]
+    _reported.clear()
+    # The build may have ended, or the disk may be full.
+    with contextlib.suppress(OSError):
+        _reported.append(((folder / STEP).open("wb", buffering=0), ""))
 
 
 def step(text: str) -> None:
@@ -22,6 +26,7 @@ def step(text: str) -> None:
         # Repeated runs of a model are not reported again: a run takes less time than a report.
         if text != last:
             _reported[:] = [(file, text)]
-            # The build may have ended, or the disk may be full.
             with contextlib.suppress(OSError):
-                file.write_text(" ".join(text.split()), "utf-8", "replace")
+                file.seek(0)
+                file.write(" ".join(text.split()).encode("utf-8", "replace"))
+                file.truncate()

@@ -35,5 +35,5 @@ class Order:
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 """The variable that ONNX Runtime reads when it is loaded: see "Disabling Telemetry" in its ``Privacy.md``."""
 
-LOG, STEP, TEMPORARY = "worker.log", "step", "tmp"
-"""Names in the folder of a request: the worker's log, its current step, and a folder for temporary files."""
+LOG, STEP = "worker.log", "step"
+"""Names in the folder of a request: the worker's log, and its current step."""

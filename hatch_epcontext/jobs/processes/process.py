@@ -33,7 +33,7 @@ from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT, WorkerLog
 from hatch_epcontext.providers import Provider, variables_in
 from hatch_epcontext.serialize import from_json, to_json, to_plain
 from hatch_epcontext.system import removed_problem, writing
-from hatch_epcontext.worker.protocol import REPLY, TEMPORARY, Order
+from hatch_epcontext.worker.protocol import REPLY, Order
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import ReplyT, WorkerRequest
@@ -222,8 +222,8 @@ class Worker:
         log = WorkerLog(folder, secrets, label, workers.log)
         try:
             with writing("a folder for a worker", folder):
-                (folder / TEMPORARY).mkdir(parents=True)
-                log.path.touch()
+                folder.mkdir(parents=True)
+                log.path.touch(exist_ok=False)
             message = self._exchange(line.encode(), log, f"{label}: {order.action}")
             if self._processes.stopped:
                 raise interrupted()

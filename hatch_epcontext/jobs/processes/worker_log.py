@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -59,11 +60,11 @@ class WorkerLog:
     def last_step(self) -> str:
         """The worker's last step and its seconds, for the end of a sentence."""
         step = self.folder / STEP
-        try:
+        with contextlib.suppress(OSError):
             seconds = time.time() - step.stat().st_mtime
-            return f" while {step.read_text('utf-8')} (for {seconds:.0f} s)"
-        except OSError:
-            return ""
+            if text := step.read_text("utf-8"):
+                return f" while {text} (for {seconds:.0f} s)"
+        return ""
 
     def hide(self, text: str) -> str:
         """``text`` without secrets."""
