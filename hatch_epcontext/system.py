@@ -7,13 +7,12 @@ import errno
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from hatch_epcontext.errors import AccidentError, EpcontextError, Kind, OutputError, Problem
-from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, is_generated, is_in_use, remove
+from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, is_generated, is_in_use
 from hatch_epcontext.text import show_size
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
@@ -79,11 +78,6 @@ def check_file(path: Path) -> None:
             path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             check_folder(path.parent)
-            if sys.platform == "win32" and path.parent.is_dir():
-                # With another name, because Windows reports too long a name as missing.
-                other = path.with_name(f"~{os.getpid():05}{path.name[6:]}")
-                other.touch(exist_ok=False)
-                remove(other)
             return
         if not is_generated(path):
             message = "exists already, and epcontext did not write it."

@@ -149,29 +149,22 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else to_toml(value)
 
 
-@dataclass(frozen=True)
-class _Wording:
-    names: KeyNames
-    headline: str | None
-
-
 def use_flag_names(models: Mapping[str, Path], headline: str) -> None:
     """Make the errors of the running command name flags.
 
     ``headline``: the headline of errors of models, for a command that makes no wheel.
     """
-    click.get_current_context().meta[_META] = _Wording(FlagNames(models), headline)
+    click.get_current_context().meta[_META] = FlagNames(models), headline
 
 
 def use_lines(project: Path) -> None:
     """Make the errors of the running command name the lines of the ``pyproject.toml`` in ``project``."""
-    click.get_current_context().meta[_META] = _Wording(PyprojectNames(project), None)
+    click.get_current_context().meta[_META] = PyprojectNames(project), None
 
 
 def error_text(error: EpcontextError, ctx: click.Context) -> str:
     """The message for ``error``, worded as the command chose with `use_flag_names` or `use_lines`."""
-    wording: _Wording = ctx.meta.get(_META, _Wording(KeyNames(), None))
-    headline = wording.headline if isinstance(error, BuildError | InspectionError) else None
+    names, headline = ctx.meta.get(_META, (KeyNames(), None))
     if isinstance(error, BuildError):
-        headline = headline or f"{ctx.invoked_subcommand} failed"
-    return error.text(wording.names, headline)
+        return error.text(names, headline or f"{ctx.invoked_subcommand} failed")
+    return error.text(names, headline if isinstance(error, InspectionError) else None)

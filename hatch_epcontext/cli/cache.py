@@ -17,7 +17,6 @@ from hatch_epcontext.errors import ROOT
 from hatch_epcontext.jobs.cache.store import Entry, Kind, Store
 from hatch_epcontext.text import count, show_size, to_toml
 
-_LONGEST = datetime.timedelta(days=36500)
 _UNITS = {"d": "days", "h": "hours", "w": "weeks"}
 
 _NOUNS: dict[Kind, str] = {
@@ -36,13 +35,10 @@ def _age(
 ) -> datetime.timedelta | None:
     if value is None:
         return None
-    found = re.fullmatch(r"(\d{1,5})([dhw])", value)
+    found = re.fullmatch(r"(\d{1,4})([dhw])", value)
     if found is None:
         raise click.BadParameter(f"{value!r} is not an age such as 30d, 12h or 4w.")
-    age = datetime.timedelta(**{_UNITS[found[2]]: int(found[1])})
-    if age > _LONGEST:
-        raise click.BadParameter(f"{value!r} is too long.")
-    return age
+    return datetime.timedelta(**{_UNITS[found[2]]: int(found[1])})
 
 
 @click.group("cache")

@@ -18,7 +18,7 @@ from hatch_epcontext.files import write_atomically
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.text import listing
-from hatch_epcontext.tools.examining import installed_providers
+from hatch_epcontext.tools.examining import provider_states
 from hatch_epcontext.tools.initializing import NewModel, add_models, listed_models, new_model
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.tools.next_steps import next_steps
@@ -79,7 +79,9 @@ def chosen_providers(root: Path, names: tuple[str, ...]) -> list[Provider]:
     values = try_parse(_text(root / FILE))
     if values is None or "epcontext" in Project(root, values).table("tool"):
         return []
-    states = installed_providers()
+    states = [state for state in provider_states() if state.package]
+    # A start tries the targets in their order.
+    states.sort(key=lambda s: (s.provider == "cpu", PROVIDERS[s.provider].product != "context"))
     for state in states:
         if not state.devices:
             warn(

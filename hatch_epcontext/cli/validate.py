@@ -16,11 +16,7 @@ from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count, pairs
 from hatch_epcontext.tools.configure import JobSettings
 from hatch_epcontext.tools.validating import validate_context
-from hatch_epcontext.tools.validating_package import (
-    FailedPackageError,
-    ValidatedVariant,
-    validate_package,
-)
+from hatch_epcontext.tools.validating_package import ValidatedVariant, validate_package
 from hatch_epcontext.worker.requests import InspectReply
 from hatch_epcontext.worker.results import Validation
 
@@ -124,24 +120,20 @@ def command(
             if variant.validation is not None:
                 _warn(variant.name, variant.validation)
 
-    try:
-        package = validate_package(
-            path,
-            source,
-            components,
-            variants,
-            job,
-            verbosity.workers,
-            done,
-            structure_only=structure,
-            allow_not_run=allow_not_run,
-        )
-    except FailedPackageError as error:
-        if as_json:
-            click.echo(to_json(error.validated), nl=False)
-        raise
+    package = validate_package(
+        path,
+        source,
+        components,
+        variants,
+        job,
+        verbosity.workers,
+        done,
+        structure_only=structure,
+        allow_not_run=allow_not_run,
+    )
     if as_json:
         click.echo(to_json(package), nl=False)
+    package.check()
 
 
 def _warn(name: str, validation: Validation) -> None:

@@ -8,10 +8,19 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from hatch_epcontext.config.build_hooks import NAME, hooks_of_project
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.paths import NO_HOME
-from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import HOOK, ROOT, BuildError, EpcontextError, Kind, Problem
+from hatch_epcontext.config.pyproject import FILE, parse, tool_table
+from hatch_epcontext.errors import (
+    HOOK,
+    ROOT,
+    BuildError,
+    ConfigError,
+    EpcontextError,
+    Kind,
+    Problem,
+)
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
@@ -75,12 +84,11 @@ def examine(project: Path, store: Store | None, environ: Mapping[str, str]) -> D
     # A project's problems include its missing requirements.
     if not problems:
         problems = _examine_environment(distributions)
-    with temp_dir() as folder:
-        states = [_state(each, bool(distributions), folder) for each in PROVIDERS.values()]
+    states = provider_states()
     problems += tuple(
-        Problem(Kind.UNLOADABLE_LIBRARY, each.provider, each.reason)
-        for each in states
-        if each.devices and each.reason
+        Problem(Kind.UNLOADABLE_LIBRARY, state.provider, state.reason)
+        for state in states
+        if state.devices and state.reason
     )
     return Diagnosis(
         distributions,
@@ -93,21 +101,11 @@ def examine(project: Path, store: Store | None, environ: Mapping[str, str]) -> D
     )
 
 
-def installed_providers() -> list[ProviderState]:
-    """The providers whose packages are installed here, as `examine` finds them; the CPU is the last one.
-
-    Those that compile ahead of time come first.
-    """
-    if not _versions(DISTRIBUTIONS):
-        return []
+def provider_states() -> list[ProviderState]:
+    """All providers, as they are in this environment."""
+    has_runtime = bool(_versions(DISTRIBUTIONS))
     with temp_dir() as folder:
-        return [
-            _state(each, True, folder)
-            for each in sorted(
-                PROVIDERS.values(), key=lambda e: (e.name == "cpu", e.product != "context")
-            )
-            if not each.needs_library and _package(each) is not None
-        ]
+        return [_state(provider, has_runtime, folder) for provider in PROVIDERS.values()]
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:
@@ -146,13 +144,13 @@ def _state(provider: Provider, has_runtime: bool, folder: Path) -> ProviderState
 
 def _library(provider: Provider) -> str | None:
     """The installed distribution of the library that compiles without the EP, with its version."""
-    wanted = provider.compiler_library.requirements if provider.compiler_library else ()
-    found = [
-        f"{each.name} {version}"
-        for each in map(Requirement, wanted)
-        if (version := installed(each.name)) and each.specifier.contains(version)
+    needed = provider.compiler_library.requirements if provider.compiler_library else ()
+    present = [
+        f"{requirement.name} {version}"
+        for requirement in map(Requirement, needed)
+        if (version := installed(requirement.name)) and requirement.specifier.contains(version)
     ]
-    return " and ".join(found) if found and len(found) == len(wanted) else None
+    return " and ".join(present) if present and len(present) == len(needed) else None
 
 
 def _package(provider: Provider) -> str | None:
@@ -167,36 +165,31 @@ def _package(provider: Provider) -> str | None:
 
 def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tuple[Problem, ...]]:
     """A sentence about the project in ``folder``, and its problems."""
-    file = folder / "pyproject.toml"
+    file = folder / FILE
     if not file.is_file():
         return "The folder has no pyproject.toml.", ()
     try:
-        values = parse(file.read_text(encoding="utf-8"))
-        tool = values.get("tool", {})
-        table = tool.get("epcontext")
-        hooks = tool.get("hatch", {}).get("build", {})
-        everywhere = hooks.get("hooks", {}).get("epcontext")
-        wheel = hooks.get("targets", {}).get("wheel", {}).get("hooks", {}).get("epcontext")
-    except (ValueError, AttributeError) as error:
-        problem = Problem(Kind.INVALID_PYPROJECT, str(file), f"cannot be read: {error}.")
-        return f"{file} cannot be read.", (problem,)
-    if table is None and wheel is None and everywhere is None:
+        table = tool_table(folder)
+    except ConfigError as error:
+        return f"{file} cannot be read.", error.problems
+    project = Project(folder, parse(file.read_text(encoding="utf-8")))
+    is_on = NAME in hooks_of_project(folder).tables
+    if table is None and not is_on:
         return "This project does not use hatch-epcontext.", ()
     state = "The hook is switched on"
-    backend = Project(folder, values).backend
-    if backend != HATCHLING:
+    if (backend := project.backend) != HATCHLING:
         state = (
             f"{backend} builds this project and runs no hooks: epcontext export writes the models"
         )
-    elif wheel is None and everywhere is None:
+    elif not is_on:
         message = "is configured, but the hook is not switched on."
         hint = f"Add [{HOOK}] to pyproject.toml."
         problem = Problem(Kind.INVALID_PYPROJECT, f"[{ROOT}]", message, hint)
         return "The hook is not switched on.", (problem,)
     try:
-        planned = plan(load(folder, table, wheel or everywhere or {}, environ))
+        planned = plan(load(folder, table, {}, environ))
         check_environment(planned.local_targets, planned.requirements)
-        check_app(planned.config.targets, Project(folder, values).dependencies)
+        check_app(planned.config.targets, project.dependencies)
     except EpcontextError as error:
         return f"{state}.", error.problems
     return f"{state}, with {count(len(planned.jobs), 'job')}.", ()

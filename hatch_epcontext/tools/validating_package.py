@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -73,28 +73,15 @@ class ValidatedPackage:
     variants: tuple[ValidatedVariant, ...]
     problems: tuple[Problem, ...] = ()
 
-
-class FailedPackageError(BuildError):
-    """Variants failed, or were not run; ``validated`` has all variants."""
-
-    def __init__(self, validated: ValidatedPackage) -> None:
-        problems = list(validated.problems)
-        for variant in validated.variants:
+    def check(self) -> None:
+        """Raise BuildError if variants failed, or were not run."""
+        problems = list(self.problems)
+        for variant in self.variants:
             # A damaged source is a problem of all that are compared with it. Not in a dict: the settings
             # of a problem can have tables.
-            problems += [each for each in variant.problems if each not in problems]
-        super().__init__(*problems)
-        self.validated = validated
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A package that was read: its folder, and its problems by the file that each is about."""
-
-    location: str
-    folder: Path
-    package: ModelPackage
-    damaged: Mapping[str, Problem]
+            problems += [problem for problem in variant.problems if problem not in problems]
+        if problems:
+            raise BuildError(*problems)
 
 
 def validate_package(
@@ -117,17 +104,25 @@ def validate_package(
 
     With ``structure_only`` nothing is run; with ``allow_not_run`` a variant that this machine cannot run
     is no error. Raises InspectionError with all errors of the manifest; ConfigError for names that the
-    package does not have, and for settings that only a single context model takes; RequirementError when
-    ONNX Runtime is not installed; and FailedPackageError after all variants.
+    package does not have, and for settings that only a single context model takes; and RequirementError
+    when ONNX Runtime is not installed.
     """
     _refuse_settings(job_settings)
-    read = _read(path)
-    if not any(each.variants for each in read.package.components.values()):
+    folder, package = _read(path)
+    if not any(component.variants for component in package.components.values()):
         raise InspectionError(Problem(Kind.INVALID_PACKAGE, str(path), "has no variants."))
-    chosen = _chosen(read.package, components, variants, has_source=source is not None)
+    chosen = _chosen(package, components, variants, has_source=source is not None)
     if not structure_only:
         check_environment((), INSPECTION)
-    validator = _Validator(read, source, job_settings, make_workers, structure_only=structure_only)
+    validator = _Validator(
+        str(path),
+        folder,
+        package,
+        source,
+        job_settings,
+        make_workers,
+        structure_only=structure_only,
+    )
     finished = []
     with validator.workers:
         for component, variant in chosen:
@@ -136,16 +131,13 @@ def validate_package(
                 validated = replace(validated, problems=())
             done(validated)
             finished.append(validated)
-    owners = [each for c in read.package.components.values() for each in c.variants.values()]
+    owners = [v for c in package.components.values() for v in c.variants.values()]
     unowned = (
         problem
-        for name, problem in read.damaged.items()
+        for name, problem in validator.damaged.items()
         if not any(_owns(variant, name) for variant in owners)
     )
-    result = ValidatedPackage(str(path), tuple(finished), tuple(unowned))
-    if result.problems or any(each.problems for each in finished):
-        raise FailedPackageError(result)
-    return result
+    return ValidatedPackage(str(path), tuple(finished), tuple(unowned))
 
 
 def _refuse_settings(job_settings: JobSettings) -> None:
@@ -163,19 +155,15 @@ def _refuse_settings(job_settings: JobSettings) -> None:
         raise ConfigError(*(Problem.at(key, Kind.NOT_APPLICABLE, message) for key in keys))
 
 
-def _read(path: Path) -> _Read:
+def _read(path: Path) -> tuple[Path, ModelPackage]:
+    """The folder of the package in ``path``, and its manifest."""
     packages = inspect(path).packages
     folder = "." if "." in packages else next(iter(packages))
     if folder != "." and len(packages) > 1:
         message = f"has several model packages: {listing(packages)}."
         hint = "Name the folder of one of them."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
-    place, package = path / folder, packages[folder]
-    damaged = {
-        Path(problem.location).relative_to(place).as_posix(): problem
-        for problem in damaged_files(place, package)
-    }
-    return _Read(str(path), place, package, damaged)
+    return path / folder, packages[folder]
 
 
 def _owns(variant: Variant, name: str) -> bool:
@@ -191,7 +179,7 @@ def _chosen(
     Raises ConfigError for unknown ones, and for several models if they have a source, which is that of one.
     """
     # The components of a model's shapes have its name too.
-    models = {name: each.about.model for name, each in package.components.items()}
+    models = {name: value.about.model for name, value in package.components.items()}
     known_variants = dict.fromkeys(v for c in package.components.values() for v in c.variants)
     known = dict.fromkeys((*models, *models.values()))
     problems = [
@@ -207,8 +195,8 @@ def _chosen(
         raise ConfigError(*problems)
     found = [
         (component, variant)
-        for component, each in package.components.items()
-        for variant in each.variants
+        for component, value in package.components.items()
+        for variant in value.variants
         if not components or {component, models[component]} & set(components)
         if not variants or variant in variants
     ]
@@ -226,15 +214,21 @@ def _chosen(
 class _Validator:
     def __init__(
         self,
-        read: _Read,
+        location: str,
+        folder: Path,
+        package: ModelPackage,
         source: Path | None,
         job_settings: JobSettings,
         make_workers: Callable[[float], Workers],
         *,
         structure_only: bool,
     ) -> None:
-        self._read = read
-        self._components = read.package.components
+        self._location, self._folder = location, folder
+        self._components = package.components
+        self.damaged = {
+            Path(problem.location).relative_to(folder).as_posix(): problem
+            for problem in damaged_files(folder, package)
+        }
         self._source = source
         self._settings = job_settings
         self._structure_only = structure_only
@@ -247,10 +241,10 @@ class _Validator:
         """Validate one variant; all that is wrong with it is in the result."""
         found = self._components[component].variants[variant]
         result = ValidatedVariant(component, variant, found.ep, None, None)
-        location = f"{self._read.location}: {result.name}"
+        location = f"{self._location}: {result.name}"
         try:
             self._refuse_damaged(found)
-            file = self._read.folder / found.model_file
+            file = self._folder / found.model_file
             model = inspect_model(file, self._readers)
             result = replace(result, model=model)
             verify_model(file, model)
@@ -259,14 +253,20 @@ class _Validator:
                 return replace(result, validation=Validation(ValidationStatus.STRUCTURE))
             validation = self._run(component, target, file, model, location)
         except EpcontextError as error:
-            problems = tuple(_located(each, location) for each in error.problems)
+            # The key of a problem is one that no user wrote.
+            problems = tuple(
+                problem
+                if problem.key is None and problem.location
+                else replace(problem, key=None, location=location)
+                for problem in error.problems
+            )
             if (reason := reason_not_run(error)) is None:
                 return replace(result, problems=problems)
             validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
             if self._structure_only:
                 return replace(result, validation=validation)
             # The log of a worker that only looked for a device says nothing more.
-            problems = tuple(replace(each, log=None) for each in problems)
+            problems = tuple(replace(problem, log=None) for problem in problems)
             return replace(result, validation=validation, problems=problems)
         if validation.status is not ValidationStatus.RAN:
             how = (
@@ -279,13 +279,13 @@ class _Validator:
         return replace(result, validation=validation)
 
     def _refuse_damaged(self, variant: Variant) -> None:
-        damaged = [each for file, each in self._read.damaged.items() if _owns(variant, file)]
+        damaged = [problem for file, problem in self.damaged.items() if _owns(variant, file)]
         if damaged:
             raise InspectionError(*damaged)
 
     def _configure(self, component: str) -> Config:
         """The configuration with what the user's settings say of ``component``."""
-        names = dict.fromkeys(self._components, self._read.folder)
+        names = dict.fromkeys(self._components, self._folder)
         given = self._settings
         own = replace(
             given,
@@ -294,7 +294,7 @@ class _Validator:
             constants=for_model(component, names, given.constants),
         )
         # Any file will do for the path: the model itself is not read here.
-        return configure({"model": self._read.folder / FILE}, "cpu", own)
+        return configure({"model": self._folder / FILE}, "cpu", own)
 
     def _run(
         self, component: str, target: Target, file: Path, opened: InspectReply, location: str
@@ -310,8 +310,8 @@ class _Validator:
         (model,) = self._configure(component).models
         reference = self._reference(component, target.name)
         about = self._components[component].about
-        names = {each.name for each in opened.inputs}
-        shapes = fixed_shapes(each for each in about.inputs if each.name in names)
+        names = {tensor.name for tensor in opened.inputs}
+        shapes = fixed_shapes(tensor for tensor in about.inputs if tensor.name in names)
         to_run = replace(
             model,
             name=component,
@@ -321,9 +321,7 @@ class _Validator:
             shapes={**shapes, **fixed_shapes(opened.inputs), **model.shapes},
         )
         with temp_dir() as staging:
-            name = _copy(
-                self._read.folder / found.variant_directory, file, opened, staging / "moved"
-            )
+            name = _copy(self._folder / found.variant_directory, file, opened, staging / "moved")
             context = Context(component, name, opened.inputs, opened.outputs)
             request = ValidateRequest(
                 to_run,
@@ -354,12 +352,12 @@ class _Validator:
             return None
         if self._source is not None:
             return self._source.absolute()
-        on_cpu = (name for name, each in variants.items() if each.ep == CPU_EP)
+        on_cpu = (name for name, other in variants.items() if other.ep == CPU_EP)
         name = SOURCE if SOURCE in variants else next(on_cpu, variant)
         if name == variant:
             return None
         self._refuse_damaged(variants[name])
-        file = self._read.folder / variants[name].model_file
+        file = self._folder / variants[name].model_file
         return file.absolute()
 
     def _sharing(self, variant: str, found: Variant, context: Context) -> tuple[Context, ...]:
@@ -428,7 +426,7 @@ def _check_contexts(found: Variant, provider: Provider, file: Path, model: Inspe
     written, named = model.compatibility.get(ep), found.compatibility_string
     sources = dict.fromkeys(context.source for context in model.contexts)
     # The manifest may name another EP than the settings in it.
-    if others := [each for each in sources if ep != provider.ep or not provider.reads(each)]:
+    if others := [name for name in sources if ep != provider.ep or not provider.reads(name)]:
         message = f"has contexts of {listing(map(repr, others))}, and the manifest says {ep}."
     elif written and named and written != named:
         message = (
@@ -445,13 +443,6 @@ def _not_run(reason: str, location: str = "") -> BuildError:
         "--structure, or --allow-not-run)."
     )
     return UnavailableError(Problem(Kind.NOT_RUN, location, f"{reason}.", hint))
-
-
-def _located(problem: Problem, location: str) -> Problem:
-    """``problem`` of the variant at ``location``: its key is one that no user wrote."""
-    if problem.key is None and problem.location:
-        return problem
-    return replace(problem, key=None, location=location)
 
 
 def _copy(folder: Path, file: Path, model: InspectReply, moved: Path) -> str:

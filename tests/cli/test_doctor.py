@@ -130,7 +130,6 @@ def test_the_environment_is_printed(cli: Cli, tmp_path: Path) -> None:
         (HOOK, "- [tool.epcontext]: EPC025\n        is missing in pyproject.toml", 1),
         (f'{HOOK}[tool.epcontext]\nmodls = []\n', 'Did you mean "models"?', 1),
         ("[tool", "cannot be read", 1),
-        ("tool = 3", "cannot be read", 1),
     ],
 )  # fmt: skip
 def test_the_project_is_summarized(
