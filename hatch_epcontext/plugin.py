@@ -425,24 +425,17 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
         try:
             yield
-        except EpcontextError as error:
+        except BaseException as error:
             self._clean_up()
-            missing = isinstance(error, MissingError)
-            hint = (
-                "\n    Or build with isolation: then the front end installs them."
-                if missing
-                else ""
-            )
-            text = error.text(PyprojectNames(Path(self.root)))
-            self.app.abort(f"epcontext: {text}{hint}", error.exit_code)
-        except OSError as error:
-            self._clean_up()
-            self.app.abort(f"epcontext: {printable(os_error_text(error), lines=True)}")
-        except KeyboardInterrupt:
-            self._clean_up()
-            self.app.abort("epcontext: the build was interrupted.", 130)
-        except BaseException:
-            self._clean_up()
+            if isinstance(error, EpcontextError):
+                text = error.text(PyprojectNames(Path(self.root)))
+                if isinstance(error, MissingError):
+                    text += "\n    Or build with isolation: then the front end installs them."
+                self.app.abort(f"epcontext: {text}", error.exit_code)
+            if isinstance(error, OSError):
+                self.app.abort(f"epcontext: {printable(os_error_text(error), lines=True)}")
+            if isinstance(error, KeyboardInterrupt):
+                self.app.abort("epcontext: the build was interrupted.", 130)
             raise
 
     def _clean_up(self) -> None:

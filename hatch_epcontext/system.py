@@ -55,7 +55,7 @@ def writing(
 
 def check_folder(folder: Path) -> None:
     """Raise OutputError if ``folder`` or one of its parents is a file, or if nothing can be written there."""
-    existing = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         message = "is a file, and not a folder."
         raise OutputError(
@@ -142,29 +142,22 @@ def removed_problem(folder: Path, location: str) -> Problem:
 
 def full_disk_problem(folder: Path, location: str, output: str) -> Problem | None:
     """The problem if ``folder``, in which a step failed with this ``output``, is full; else None."""
-    if not _FULL_IN_WORDS.search(output) and not _is_full(folder):
-        return None
+    with contextlib.suppress(OSError):
+        has_room = shutil.disk_usage(folder).free >= _NO_ROOM
+        if has_room and not _FULL_IN_WORDS.search(output):
+            return None
     message = f"No space left on device while the worker wrote: {folder}.\n{_room(folder)}"
     return Problem(Kind.SYSTEM_ERROR, location, message, _advice(folder, full=True))
-
-
-def _is_full(folder: Path) -> bool:
-    try:
-        return shutil.disk_usage(folder).free < _NO_ROOM
-    except OSError:
-        return False
 
 
 def _room(folder: Path) -> str:
     """The free space on the file system of ``folder``, and its mount point."""
     try:
-        existing = next(each for each in (folder, *folder.parents) if each.exists())
-        mount = next(each for each in (existing, *existing.parents) if os.path.ismount(each))
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        mount = next(path for path in (existing, *existing.parents) if os.path.ismount(path))
         usage = shutil.disk_usage(existing)
     except (OSError, StopIteration):
         return "The file system does not report its free space."
-    if hasattr(os, "statvfs") and (counts := os.statvfs(existing)).f_files and not counts.f_favail:
-        return f"The file system {mount} has no inodes left for more files."
     left = f"The file system {mount} has {show_size(usage.free)} of {show_size(usage.total)} left."
     if usage.free < _NO_ROOM:
         return left

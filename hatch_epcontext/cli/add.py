@@ -10,14 +10,12 @@ import click
 from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store, warn
 from hatch_epcontext.cli._flag_errors import use_lines
 from hatch_epcontext.cli.init import add_tables, chosen_providers, tables_options
-from hatch_epcontext.config.build_hooks import hooks_of_project
-from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, tool_table
-from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Key, Kind, Problem
+from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Kind, Problem
 from hatch_epcontext.jobs.downloads import Downloads
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.text import file_name, show
-from hatch_epcontext.tools.initializing import new_model
+from hatch_epcontext.tools.initializing import listed_models, new_model
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.tools.pinning import pin_location
 
@@ -65,17 +63,10 @@ def _check(root: Path, name: str | None) -> None:
 
     Before anything is downloaded.
     """
-    table = tool_table(root) if (root / FILE).is_file() else None
     taken = set[str]()
-    if table is not None:
+    if (root / FILE).is_file() and (table := tool_table(root)) is not None:
         use_lines(root)
-        try:
-            config = load(root, table, {}, pending=bool(hooks_of_project(root)))
-            taken = {model.configured_name.casefold() for model in config.models}
-        except ConfigError as error:
-            # A configuration without models gets the first one.
-            if any(problem.key != Key() / "models" for problem in error.problems):
-                raise
+        taken = {model.casefold() for model in listed_models(root, table).values()}
     if name is not None and (file_name(name, "-") != name or name.casefold() in taken):
         message = f"{show(name)} is no name of a folder, or that of another model."
         raise ConfigError(Problem(Kind.INVALID_NAME, "--name", message, "Choose another name."))

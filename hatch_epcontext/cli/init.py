@@ -103,7 +103,7 @@ def add_tables(
     ends = "\r\n" if "\r\n" in before else "\n"
     after = add_models(root, before.replace("\r\n", "\n"), models, chosen)
     text = after.replace("\n", ends)
-    listed = listed_models(root, parse(before))
+    listed = listed_models(root, parse(before).get("tool", {}).get("epcontext"))
     unknown = [f"{m.path}: {line}" for m in models if m.path not in listed for line in m.open_keys]
     if dry_run:
         lines = difflib.unified_diff(

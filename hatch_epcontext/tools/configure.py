@@ -119,14 +119,10 @@ def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettin
     if job_settings.fallback is not None:
         root["fallback"] = job_settings.fallback
     config = load(Path.cwd(), root, {}, _environ(build, job_settings), confined=False)
-    if job_settings.from_memory:
-        config = _from_memory(config, embed=target.get("embed"))
-    if job_settings.cache_dir is None:
-        return config
-    return dataclasses.replace(config, cache_dir=_cache_dir(job_settings.cache_dir))
+    return _from_memory(config, target.get("embed")) if job_settings.from_memory else config
 
 
-def _from_memory(config: Config, *, embed: object) -> Config:
+def _from_memory(config: Config, embed: object) -> Config:
     """``config``, whose targets compile from memory to memory; ``embed``: the key, if it is set."""
     key, replace = Key() / "from-memory", dataclasses.replace
     for target in config.targets:
@@ -153,25 +149,16 @@ def _from_memory(config: Config, *, embed: object) -> Config:
     )
 
 
-def _cache_dir(path: Path) -> Path:
-    try:
-        return path.expanduser().absolute()
-    except RuntimeError:
-        message = f"{path} begins with ~, and this user has no home folder."
-        problem = Problem(Kind.INVALID_VALUE, "cache_dir", message, "Write an absolute path.")
-        raise ConfigError(problem) from None
-
-
 def _environ(build: _Tables, job_settings: JobSettings) -> Mapping[str, str]:
     """The variables that apply, without those that ``build`` or ``job_settings`` override."""
     explicit = {key.upper().replace("-", "_") for key in build}
-    if job_settings.cache_dir is not None:
-        explicit.add("CACHE_DIR")
-    return {
+    environ = {
         name: text
         for name, text in os.environ.items()
         if name.startswith(PREFIX) and name.removeprefix(PREFIX) in _VARIABLES - explicit
     }
+    folder = job_settings.cache_dir
+    return environ if folder is None else {**environ, f"{PREFIX}CACHE_DIR": str(folder)}
 
 
 def _model_table(name: str, models: Mapping[str, Path], job_settings: JobSettings) -> _Tables:

@@ -96,7 +96,7 @@ def add_models(
     if table is not None and providers:
         message = "exists already, and providers can only be chosen for a new configuration."
         raise _error(f"[{ROOT}]", message, "Add the target to it by hand.")
-    listed = listed_models(root, values)
+    listed = listed_models(root, table)
     new = [model for model in models if model.path not in listed]
     appended: list[str] = []
     if project.backend == HATCHLING:
@@ -124,13 +124,13 @@ def add_models(
     return result
 
 
-def listed_models(root: Path, values: Mapping[str, Any]) -> dict[str, str]:
-    """The names of all models that ``values``, a ``pyproject.toml``, configure, by their paths or locations.
+def listed_models(root: Path, table: Any) -> dict[str, str]:
+    """The names of all models in ``table``, `[tool.epcontext]`, by their paths or locations.
 
     Raises ConfigError as `load` does.
     """
-    table = values.get("tool", {}).get("epcontext", {})
-    models = _load(root, table).models if table.get("models") else ()
+    has_none = table is None or (isinstance(table, dict) and not table.get("models"))
+    models = () if has_none else _load(root, table).models
     return {
         model.download.url if model.download else model.path.relative_to(root).as_posix(): (
             model.configured_name

@@ -27,7 +27,7 @@ from hatch_epcontext.package.wheel import differences
 from hatch_epcontext.providers import find
 from hatch_epcontext.worker.requests import InspectReply, InspectRequest
 
-READING = tuple(each for each in TOOLS if Requirement(each).name in ("onnx", "numpy"))
+READING = tuple(tool for tool in TOOLS if Requirement(tool).name in ("onnx", "numpy"))
 """The requirements to read an ONNX file."""
 
 TIMEOUT = 300.0
@@ -73,7 +73,7 @@ def inspect(path: Path) -> Inspection:
 def _inspect_wheel(path: Path) -> Inspection:
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [PurePosixPath(each) for each in archive.namelist() if each[-1:] != "/"]
+            names = [PurePosixPath(name) for name in archive.namelist() if name[-1:] != "/"]
             manifests = {
                 str(name.parent): partial(archive.read, str(name))
                 for name in names
@@ -135,8 +135,9 @@ class Verification:
 def verify(path: Path, inspection: Inspection) -> Verification:
     """Compare the files that the manifests or the model name with their records; a wheel's by its RECORD."""
     if inspection.model is not None:
-        problems = tuple(_check_files(path, inspection.model))
-        return Verification(_named_files(inspection.model), problems=problems)
+        sidecars = [context for context in inspection.model.contexts if context.sidecar]
+        number = len(sidecars) + len(inspection.model.external_data)
+        return Verification(number, problems=tuple(_check_files(path, inspection.model)))
     packages = inspection.packages
     plain: tuple[str, ...] = ()
     found: list[Problem] = []
@@ -147,9 +148,9 @@ def verify(path: Path, inspection: Inspection) -> Verification:
             found += differences(path, PurePosixPath(folder), package.files)
     if not path.is_dir():
         plain = _plain_models(path, packages)
-    components = [each for package in packages.values() for each in package.components.values()]
+    components = [value for package in packages.values() for value in package.components.values()]
     return Verification(
-        sum(len(each.files) + len(each.unrecorded) for each in packages.values()),
+        sum(len(package.files) + len(package.unrecorded) for package in packages.values()),
         len(components),
         sum(len(component.variants) for component in components),
         plain,
@@ -165,14 +166,9 @@ def _plain_models(path: Path, packages: Mapping[str, ModelPackage]) -> tuple[str
 
 def verify_model(path: Path, model: InspectReply) -> int:
     """Check that all files that the ONNX file names are in its folder; returns their number."""
-    if problems := list(_check_files(path, model)):
-        raise InspectionError(*problems)
-    return _named_files(model)
-
-
-def _named_files(model: InspectReply) -> int:
-    sidecars = [context for context in model.contexts if context.sidecar]
-    return len(sidecars) + len(model.external_data)
+    verification = verify(path, Inspection(str(path), {}, model))
+    verification.check()
+    return verification.files
 
 
 def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
@@ -199,7 +195,8 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
 def _wrong_blobs(path: Path, model: InspectReply) -> Iterator[Problem]:
     for source in dict.fromkeys(context.source for context in model.contexts):
         own = [context for context in model.contexts if context.source == source]
-        blobs = [(each.header, each.size) for each in own if each.sha256 or not each.sidecar]
+        whole = (context for context in own if context.sha256 or not context.sidecar)
+        blobs = [(context.header, context.size) for context in whole]
         if (known := find(source)) is None:
             continue
         if reason := known.wrong_blobs(model.compatibility.get(known.ep, ""), blobs):
