@@ -47,8 +47,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     """
     model, folder = request.model, Path(request.folder)
     step("reading the model")
-    fixed = _write_fixed(request, folder)
-    onnx_model = onnx.load(fixed, load_external_data=False)
+    onnx_model, fixed = _write_fixed(request, folder)
     nodes_before = len(graph.compute_nodes(onnx_model.graph))
     ranges = ranges_for(onnx_model, model)
     # A folder of its own, because beside the fixed model are links to the source's data.
@@ -153,7 +152,8 @@ def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.Inferen
     return optimize(source, result, "basic", fuse=request.fuse)
 
 
-def _write_fixed(request: PrepareRequest, folder: Path) -> Path:
+def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto, Path]:
+    """The source as configured, and its new file in ``folder``."""
     model, source = request.model, Path(request.model.path)
     onnx_model = reading.read(source, model.key)
     data = external.external_data(onnx_model, source, model.key)
@@ -172,4 +172,4 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> Path:
     while name in data:
         name = f"_{name}"
     onnx.save(onnx_model, folder / name)
-    return folder / name
+    return onnx_model, folder / name

@@ -277,7 +277,8 @@ class _RewriteSession:
         remedy(model, self.types, names)
         folder = Path(tempfile.mkdtemp(prefix="emulated-", dir=request.folder))
         path = self._save(model, folder / "emulated.onnx", Path(request.prepared).parent)
-        return Emulator(request.model, path, format_, frozenset(), expected, limits, runs)
+        prepared = onnx.load(path, load_external_data=False)
+        return Emulator(request.model, prepared, path, format_, frozenset(), expected, limits, runs)
 
     def write(self, rewrites: tuple[Rewrite, ...]) -> RewriteReply:
         """Write the model after ``rewrites``; raises an exception if its results changed."""

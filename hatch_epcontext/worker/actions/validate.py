@@ -202,11 +202,12 @@ def _emulator(
     if format_ is None or request.prepared is None:
         return None
     path, coverage = Path(request.prepared), request.context.coverage
-    if not Emulator.is_possible(path):
+    prepared = onnx.load(path, load_external_data=False)
+    if not Emulator.is_possible(prepared):
         return None
     skipped = frozenset(node.name for node in coverage.uncovered) if coverage else frozenset()
     try:
-        return Emulator(request.model, path, format_, skipped, expected, tolerance)
+        return Emulator(request.model, prepared, path, format_, skipped, expected, tolerance)
     except ModelError:
         raise
     except Exception:

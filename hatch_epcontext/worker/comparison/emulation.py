@@ -17,7 +17,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
-from hatch_epcontext.graph.external import load_whole
+from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.parts import WrongCut, part_between
@@ -92,14 +92,16 @@ class Level:
 
 
 class Emulator:
-    """The prepared model at ``path`` in ``format_``; ``skipped``: the names of nodes that run on the CPU.
+    """The model ``prepared`` in ``format_``; ``skipped``: the names of nodes that run on the CPU.
 
-    ``expected``: the source model's results; ``runs``: those that are emulated, by default all.
+    It is in the file ``path``, and its external data is read into it. ``expected``: the source model's
+    results; ``runs``: those that are emulated, by default all.
     """
 
     def __init__(
         self,
         model: Model,
+        prepared: onnx.ModelProto,
         path: Path,
         format_: NumberFormat,
         skipped: Set[str],
@@ -110,7 +112,8 @@ class Emulator:
         step(f"emulating {format_.name} on the CPU")
         self._model, self._path, self._format, self._skipped = model, path, format_, skipped
         self._expected, self._tolerance = expected, tolerance
-        self._prepared = load_whole(path)
+        read_data(prepared, path.parent)
+        self._prepared = prepared
         widen(self._prepared)
         graph.name_nodes(self._prepared.graph)
         self._types = value_types(self._prepared, path)
@@ -124,9 +127,8 @@ class Emulator:
         self._emulated = (*self._all,)
 
     @staticmethod
-    def is_possible(path: Path) -> bool:
-        """Whether the model at ``path`` can be emulated: it fits into memory twice, and has fixed shapes."""
-        model = onnx.load(path, load_external_data=False)
+    def is_possible(model: onnx.ModelProto) -> bool:
+        """Whether ``model`` can be emulated: it fits into memory twice, and has fixed shapes."""
         sizes = (math.prod(each.dims) * 4 for each in graph.stored_tensors(model.graph))
         return sum(sizes) < PROTOBUF_LIMIT // 2 and all(
             graph.facts(each).is_fixed for each in graph.inputs(model.graph)

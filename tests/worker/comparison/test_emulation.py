@@ -33,7 +33,7 @@ def emulator(
 ) -> Emulator:
     path = save(made, folder / "a.onnx")
     spec = Model("a", path, MODEL, **settings)
-    return Emulator(spec, path, format_, frozenset(), reference(spec, made), QNN)
+    return Emulator(spec, onnx.load(path), path, format_, frozenset(), reference(spec, made), QNN)
 
 
 def layers(size: int = 32) -> onnx.ModelProto:
@@ -220,7 +220,7 @@ def test_a_disagreement_where_the_emulation_is_equal_can_be_sent(tmp_path: Path)
     session = open_session(save(broken, tmp_path / "broken.onnx"), cpu_options())
     spec = Model("a", path, MODEL)
     expected = reference(spec, made)
-    found = Emulator(spec, path, FLOAT16, frozenset(), expected, QNN)
+    found = Emulator(spec, onnx.load(path), path, FLOAT16, frozenset(), expected, QNN)
     result = compare_runs(session, expected, QNN, spec, "the model", "the CPU's", emulator=found)
     assert result.gap is None
     (problem,) = differences(result.agreements)
@@ -236,7 +236,7 @@ def test_a_disagreement_names_the_first_diverging_node(tmp_path: Path) -> None:
     broken.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.float32(1), "floor"))
     session = open_session(save(broken, tmp_path / "broken.onnx"), cpu_options())
     expected = reference(spec, made)
-    found = Emulator(spec, tmp_path / "a.onnx", FLOAT16, frozenset(), expected, QNN)
+    found = Emulator(spec, made, tmp_path / "a.onnx", FLOAT16, frozenset(), expected, QNN)
     result = compare_runs(
         session,
         expected,
