@@ -16,7 +16,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 if TYPE_CHECKING:
     from hatch_epcontext.config.build_hooks import BuildHooks
-    from hatch_epcontext.config.settings import Config, WheelSettings
+    from hatch_epcontext.config.settings import Config
     from hatch_epcontext.jobs.artifact import Result, Source
     from hatch_epcontext.jobs.cache.cache import Cache
     from hatch_epcontext.jobs.processes.process import Workers
@@ -36,11 +36,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     PLUGIN_NAME = "epcontext"
 
     _staging: contextlib.ExitStack | None = None
-    _output: PurePosixPath | None = None
-    _wheel: WheelSettings | None = None
-    _bundle: Bundle | None = None
-    _sources: tuple[Source, ...] = ()
-    _editable: Path | None = None
+    _wheel: tuple[Config, PurePosixPath, Bundle, tuple[Source, ...]] | None = None
+    _editable: tuple[Bundle, Path] | None = None
 
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
@@ -148,8 +145,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             build_data["sbom_files"].append(
                 str(self._write_sbom(result, package.package, output, staging))
             )
-        self._output, self._wheel, self._bundle = output, config.wheel, package
-        self._sources = result.sources
+        self._wheel = config, output, package, result.sources
         self._set_tag(config, build_data)
 
     def _write_sbom(
@@ -199,22 +195,19 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             config = cut_models(config, cache, workers, staging)
             result = Result(read_sources(config, cache, workers, staging / "check"), ())
         shipped = modules(self._hooked_name(output), config.models)
-        self._bundle, self._editable = bundle(result, staging, shipped, folder), folder
+        self._editable = bundle(result, staging, shipped, folder), folder
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Here Hatch does not call `finalize`.
-            self._write_editable()
+            self._write_editable(*self._editable)
+            self._clean_up()
 
-    def _write_editable(self) -> None:
+    def _write_editable(self, package: Bundle, folder: Path) -> None:
         from hatch_epcontext.package.folder import publish
         from hatch_epcontext.system import writing
 
-        folder = self._editable
-        assert self._bundle is not None, "it was made"
-        assert folder is not None, "it was made"
         with writing("the package of the editable install", folder, str(folder)):
-            publish(self._bundle, folder, edited=True)
+            publish(package, folder, edited=True)
         self._info(f"wrote {folder}")
-        self._clean_up()
 
     def _build(self, config: Config, staging: Path) -> Result:
         """Run all jobs of ``config``: `jobs.run` starts them, and `jobs.job` tries the recipes of each.
@@ -300,47 +293,45 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
         These are written only now, so that a failed install leaves nothing in the project.
         """
-        from hatch_epcontext.errors import WheelError
-        from hatch_epcontext.files import remove
-        from hatch_epcontext.package import wheel
-
-        if self._editable is not None:
-            with self._errors_as_message():
-                self._write_editable()
-            return
-        if self._output is None or self._wheel is None or self._bundle is None:
-            return
         with self._errors_as_message():
-            try:
-                path, place = Path(artifact_path), self._place_in_wheel(self._output)
-                files = self._bundle.files
-                wheel.verify(path, place, files)
-                warning = wheel.check_size(path, self._wheel.max_size)
-            except WheelError:
-                remove(path)
-                self._bundle.check_sources(self._bundle.folder)
-                raise
-            self._check_later_hooks(path)
-            # The manifest has no record of itself.
-            self._info(f"verified the wheel: {len(files) - 1} files as in the manifest, by RECORD")
-            if warning:
-                self._warning(warning)
+            if self._editable is not None:
+                self._write_editable(*self._editable)
+            elif self._wheel is not None:
+                self._verify(Path(artifact_path), *self._wheel)
         self._clean_up()
 
-    def _check_later_hooks(self, finished: Path) -> None:
-        """Fail if a hook that ran after this one changed a model: then the compiled model is outdated."""
-        from hatch_epcontext.errors import ModelError
+    def _verify(
+        self,
+        path: Path,
+        config: Config,
+        output: PurePosixPath,
+        package: Bundle,
+        sources: tuple[Source, ...],
+    ) -> None:
+        """Remove the wheel at ``path``, and raise, if it is invalid or has outdated models."""
+        from hatch_epcontext.errors import ModelError, WheelError
         from hatch_epcontext.files import remove
         from hatch_epcontext.jobs.sources import check_unchanged
+        from hatch_epcontext.package import wheel
 
         hooks = self._hooks()
-        if not hooks.after:
-            return
         try:
-            check_unchanged(self._sources, hooks.right_order())
-        except ModelError:
-            remove(finished)
+            wheel.verify(path, self._place_in_wheel(output), package.files)
+            warning = wheel.check_size(path, config.wheel.max_size)
+            if hooks.after:
+                # A hook that ran after this one may have changed a model.
+                check_unchanged(sources, hooks.right_order())
+        except (ModelError, WheelError) as error:
+            remove(path)
+            if isinstance(error, WheelError):
+                package.check_sources(package.folder)
             raise
+        # The manifest has no record of itself.
+        self._info(
+            f"verified the wheel: {len(package.files) - 1} files as in the manifest, by RECORD"
+        )
+        if warning:
+            self._warning(warning)
 
     def clean(self, versions: list[str]) -> None:
         """Remove what an editable install wrote into the project, and nothing else."""

@@ -16,7 +16,7 @@ from hatch_epcontext.jobs.downloads import Downloads
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.text import file_name, show
 from hatch_epcontext.tools.initializing import listed_models, new_model
-from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
+from hatch_epcontext.tools.inspecting import TIMEOUT
 from hatch_epcontext.tools.pinning import pin_location
 
 
@@ -48,12 +48,7 @@ def command(
     for warning in pinned.warnings:
         warn(warning)
     with Workers(TIMEOUT) as workers:
-        facts = inspect_model(pinned.path, workers)
-        if facts.contexts:
-            message = "is a context model already."
-            hint = "Name its source model."
-            raise BuildError(Problem(Kind.COMPILED_MODEL, url, message, hint))
-        model = new_model(root, str(pinned.path), facts, workers)
+        model = new_model(root, str(pinned.path), workers)
     model = replace(model, path=pinned.download.url, pinned=pinned, name=name)
     add_tables(root, [model], chosen_providers(root, providers), dry_run=dry_run)
 

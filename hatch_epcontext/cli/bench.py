@@ -170,8 +170,6 @@ def _plan_of_project(target: str | None) -> Plan:
 def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
     """Check before the measurements, which take long, that the files can be written."""
     for path in filter(None, (json_path, plot_path)):
-        if not path.absolute().parent.is_dir():
-            raise click.UsageError(f"There is no folder {path.absolute().parent}.")
         check_file(path)
     if plot_path is None:
         return
@@ -364,6 +362,7 @@ def draw(bench: Bench, path: Path) -> None:
     figure.suptitle(_label(title), fontsize=10)
     # Marks the chart, so that the next one may replace it; in SVG by the title.
     key = "Software" if path.suffix == ".png" else "Title"
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={key: bench.generator})
 
 

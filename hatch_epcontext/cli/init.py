@@ -20,7 +20,7 @@ from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.text import listing
 from hatch_epcontext.tools.examining import provider_states
 from hatch_epcontext.tools.initializing import NewModel, add_models, listed_models, new_model
-from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
+from hatch_epcontext.tools.inspecting import TIMEOUT
 from hatch_epcontext.tools.next_steps import next_steps
 from hatch_epcontext.tools.project import Project, find_models
 
@@ -149,19 +149,13 @@ def _read(root: Path, named: tuple[Path, ...]) -> Iterator[NewModel]:
                 hint = "Copy it into the project."
                 raise ConfigError(Problem(Kind.OUTSIDE_PROJECT, str(path), message, hint))
             try:
-                facts = inspect_model(path, workers)
-            except InspectionError as error:
+                model = new_model(root, inside.as_posix(), workers)
+            except (InspectionError, ConfigError) as error:
                 if named:
                     raise
                 warn(f"skipped {path}: {error.problems[0].message}")
-                continue
-            if facts.contexts:
-                message, hint = "is a context model already.", "Name its source model."
-                if named:
-                    raise ConfigError(Problem(Kind.COMPILED_MODEL, str(path), message, hint))
-                warn(f"skipped {path}: {message}")
-                continue
-            yield new_model(root, inside.as_posix(), facts, workers)
+            else:
+                yield model
 
 
 def _inside(path: Path, root: Path) -> Path | None:

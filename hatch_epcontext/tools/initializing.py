@@ -27,6 +27,7 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
+from hatch_epcontext.tools.inspecting import inspect_model
 from hatch_epcontext.tools.pinning import Pinned, table_of
 from hatch_epcontext.tools.project import HATCHLING, Project, requirements
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
@@ -61,11 +62,15 @@ class NewModel:
         return tuple(line for line, is_open, _ in _size_lines(self) if is_open)
 
 
-def new_model(root: Path, path: str, facts: InspectReply, workers: Workers) -> NewModel:
-    """The model at ``path`` in the project at ``root``, with what its graph and its file imply.
+def new_model(root: Path, path: str, workers: Workers) -> NewModel:
+    """The model at ``path`` in the project at ``root``, or anywhere, with what its graph and its file imply.
 
-    ``facts``: of its file.
+    Raises InspectionError if it cannot be read, and ConfigError if it is compiled already.
     """
+    facts = inspect_model(root / path, workers)
+    if facts.contexts:
+        message, hint = "is a context model already.", "Name its source model."
+        raise ConfigError(Problem(Kind.COMPILED_MODEL, path, message, hint))
     if any(not t.is_fixed or ("int" in t.dtype and t.shape in ((), (1,))) for t in facts.inputs):
         request = SuggestRequest(str((root / path).resolve()))
         with contextlib.suppress(BuildError), temp_dir() as folder:

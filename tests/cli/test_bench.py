@@ -156,7 +156,6 @@ def test_an_artifact_that_cannot_be_opened_is_an_error_beside_the_other_times(
     [
         (("--runs", "0"), "0 is not in the range"),
         (("--plot", "chart.txt"), "--plot writes .png or .svg"),
-        (("--json", "nowhere/b.json"), "There is no folder"),
         (("-O", "nothing=1"), "--option nothing"),
     ],
 )
