@@ -36,15 +36,11 @@ _PAIRS = {
 }
 """Tables with a flag for each of their keys."""
 
-_VALUES = {"provider": "--provider", "device": "--device", "optimization": "--optimization"}
-"""Keys with a flag and its value."""
-
-_SWITCHES = {
-    "embed": "--embed",
-    "from-memory": "--from-memory",
-    "share-weights": "--share-weights",
-}
-"""Keys with a flag alone."""
+_VALUES, _SWITCHES = (
+    ("provider", "device", "optimization"),
+    ("embed", "from-memory", "share-weights"),
+)
+"""Keys whose flags have their names: with a value, and alone."""
 
 _OF_MODELS = ("dims", "shapes", "constants")
 """Tables whose keys can have a model's name before them."""
@@ -97,7 +93,7 @@ class FlagNames(KeyNames):
             model = f"{list(self.models)[index or 0]}:" if several else ""
             return _pairs(_PAIRS[str(name)], model, "".join(map(str, parts[1:2])), value)
         if name in _SWITCHES:
-            return f"--no-{name}" if value is False else _SWITCHES[str(name)]
+            return f"--no-{name}" if value is False else f"--{name}"
         if name in _VALUES or parts == _INPUTS:
             flag = _flag(parts or (name,))
             return f"{flag} {'...' if value is None else shlex.quote(_text(value))}"
@@ -122,8 +118,8 @@ def _flag(parts: _Parts) -> str:
         return "--inputs"
     if name in _PAIRS and not any(isinstance(part, int) for part in rest[:1]):
         return f"{_PAIRS[str(name)]} {dotted(rest)}".rstrip()
-    flag = {**_VALUES, **_SWITCHES}.get(str(name))
-    return f"--set {dotted(parts)}" if flag is None or rest else flag
+    has_own = not rest and name in (*_VALUES, *_SWITCHES)
+    return f"--{name}" if has_own else f"--set {dotted(parts)}"
 
 
 def _pairs(flag: str, model: str, name: str, value: Any) -> str:

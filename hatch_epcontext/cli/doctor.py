@@ -17,7 +17,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
-from hatch_epcontext.tools.examining import Diagnosis, examine
+from hatch_epcontext.tools.examining import TIMEOUT, Diagnosis, examine
 from hatch_epcontext.tools.plugin_library import describe_library, target_tables
 
 _EXAMPLES = """\b
@@ -25,9 +25,6 @@ Examples:
   epcontext doctor
   epcontext doctor --library build/libmy_ep.so
 """
-
-_TIMEOUT = 60.0
-"""Seconds to register a library."""
 
 
 @click.command("doctor", epilog=_EXAMPLES)
@@ -59,7 +56,7 @@ def command(
         else:
             _show(diagnosis)
         ctx.exit(1 if diagnosis.problems else 0)
-    reply = describe_library(library, Workers(_TIMEOUT))
+    reply = describe_library(library, Workers(TIMEOUT))
     if as_json:
         click.echo(to_json(reply), nl=False)
         return

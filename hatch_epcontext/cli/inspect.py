@@ -10,9 +10,9 @@ import click
 
 from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._output import add_row, echo, show, table
-from hatch_epcontext.graph.facts import Size, TensorFacts
+from hatch_epcontext.graph.facts import Size
 from hatch_epcontext.jobs.coverage import describe_coverage
-from hatch_epcontext.package.manifest import ComponentMetadata, ModelPackage
+from hatch_epcontext.package.manifest import ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, listing, pairs, show_size
@@ -74,7 +74,8 @@ def _describe(verified: tool.Verification) -> str:
 def _show_model(model: InspectReply) -> None:
     for heading, tensors in (("inputs", model.inputs), ("outputs", model.outputs)):
         for tensor in tensors:
-            echo(f"{heading[:-1]} {_tensor(tensor)}")
+            shape = tensor.shape_text or "scalar"
+            echo(f"{heading[:-1]} {tensor.name}: {tensor.dtype}, {shape}")
     echo(f"opsets: {pairs(model.opsets)}")
     if model.operators:
         kind = "not in a context" if model.contexts else "operators"
@@ -130,14 +131,9 @@ def _show_package(folder: str, package: ModelPackage) -> None:
             add_row(made, *cells)
     show(made)
     for component in package.components.values():
-        _show_shapes(component.about)
-
-
-def _show_shapes(about: ComponentMetadata) -> None:
-    """The shapes of a model with several."""
-    for member, inputs in about.shapes.items():
-        shapes = (f"{name} {_shape(shape)}" for name, shape in inputs.items())
-        echo(f"{member}: a shape of {about.model}, {', '.join(shapes)}")
+        for member, inputs in component.about.shapes.items():
+            shapes = (f"{name} {_shape(shape)}" for name, shape in inputs.items())
+            echo(f"{member}: a shape of {component.about.model}, {', '.join(shapes)}")
 
 
 def _shape(shape: Sequence[Size] | None) -> str:
@@ -157,7 +153,3 @@ def _compiled_for(name: str, compatibility: str) -> Mapping[str, str]:
 def _summarize(validation: Validation) -> str:
     cosine = f", cosine {validation.cosine:.5f}" if validation.cosine is not None else ""
     return validation.label + cosine
-
-
-def _tensor(tensor: TensorFacts) -> str:
-    return f"{tensor.name}: {tensor.dtype}, {tensor.shape_text or 'scalar'}"

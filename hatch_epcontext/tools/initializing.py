@@ -23,7 +23,6 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
@@ -112,8 +111,10 @@ def add_models(
     tables = [_model(model, name, static=static) for model, name in _named(new, listed.values())]
     existing = document.get("tool", {}).get("epcontext", {}).get("models")
     if isinstance(existing, Array) and not isinstance(existing, AoT):
-        for model_table in tables:
-            _append(existing, model_table)
+        for model_table in map(parse, tables):
+            (model,) = model_table["tool"]["epcontext"]["models"]
+            is_path = model.keys() == {"path"}
+            existing.append(model["path"] if is_path else tomlkit.item(model, _parent=existing))
         tables = []
     result = tomlkit.dumps(document)
     for part in (*appended, *tables):
@@ -221,7 +222,9 @@ def _named(
 def _model(model: NewModel, name: str | None, *, static: bool) -> str:
     lines = [f"[[{ROOT}.models]]"]
     for heading, tensors in (("in", model.facts.inputs), ("out", model.facts.outputs)):
-        lines += [f"# {heading}: {_comment(tensor)}" for tensor in tensors]
+        for tensor in tensors:
+            facts = f"{tensor.name}: {tensor.dtype}, {tensor.shape_text or 'scalar'}"
+            lines.append(f"# {heading}: {_one_line(facts)}")
     if name is not None:
         lines.append(f"name = {to_toml(name)}")
     if model.pinned is None:
@@ -292,20 +295,6 @@ def _constants(model: NewModel, *, static: bool) -> Iterator[str]:
             yield f"{start}constants = {_written(values)}  # {'; '.join(notes)}"
 
 
-def _comment(tensor: TensorFacts) -> str:
-    return _one_line(f"{tensor.name}: {tensor.dtype}, {tensor.shape_text or 'scalar'}")
-
-
 def _one_line(text: str) -> str:
     # A name can contain any characters, but a comment is one line.
     return re.sub(r"\s+", " ", text)
-
-
-def _append(existing: Array, table: str) -> None:
-    """Add a model's table to a list."""
-    values = parse(table)["tool"]["epcontext"]["models"][0]
-    item: Any = values.get("path")
-    if values.keys() != {"path"}:
-        item = tomlkit.inline_table()
-        item.update(values)
-    existing.append(item)

@@ -35,6 +35,11 @@ _MOVE = """\
 Or change to hatchling (requires = ["hatchling", "hatch-epcontext"], build-backend = "hatchling.build"), and
 call epcontext init again: then each build compiles the models."""
 
+# Without the sdist, a wheel that is made of it has no models.
+_INCLUDE = """\
+If the folder is in .gitignore, add to the list include in [tool.{backend}] of pyproject.toml:
+    {{ path = "{folder}/**/*", format = ["sdist", "wheel"] }}"""
+
 _PACK = {
     "setuptools": """\
 Add to [tool.setuptools.package-data] in pyproject.toml:
@@ -43,13 +48,8 @@ Add to [tool.setuptools.package-data] in pyproject.toml:
     "setup.py": """\
 Add to setup() in setup.py, or merge with its package_data (in setup.cfg: [options.package_data]):
     package_data={{"{package}": ["epcontext/**"]}}""",
-    "maturin": """\
-If the folder is in .gitignore, add to the list include in [tool.maturin] of pyproject.toml:
-    {{ path = "{folder}/**/*", format = ["sdist", "wheel"] }}""",
-    # Without the sdist, a wheel that is made of it has no models.
-    "poetry": """\
-If the folder is in .gitignore, add to the list include in [tool.poetry] of pyproject.toml:
-    {{ path = "{folder}/**/*", format = ["sdist", "wheel"] }}""",
+    "maturin": _INCLUDE,
+    "poetry": _INCLUDE,
     "scikit_build_core": """\
 If the folder is in .gitignore, add to the list sdist.include in [tool.scikit-build] of pyproject.toml:
     "{folder}/**\"""",

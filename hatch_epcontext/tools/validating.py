@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.config.settings import CompileSettings, Config
+from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
@@ -74,14 +74,22 @@ def validate_context(
     the validation, which only ``structure_only`` decides.
     """
     refuse_mode(job_settings.settings)
-    _refuse_archive(context)
+    if zipfile.is_zipfile(context):
+        message = "is an archive, such as a wheel, and not an ONNX file."
+        hint = "Install or unpack it, and name the folder of its model package."
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(context), message, hint))
     model = inspect_model(context)
     verify_model(context, model)
     known = _provider_of(context, model, provider)
     (name,) = name_models([context])
     config = configure({name: source or context}, known.name, job_settings)
     planned = plan(config.on_this_machine)
-    _refuse_several_shapes(planned.config)
+    if len(planned.config.models) > 1:
+        key = Key() / next(m.listed.name for m in planned.config.models if m.listed)
+        message = "has several shapes, and an artifact has only one."
+        raise ConfigError(
+            Problem.at(key, Kind.NOT_APPLICABLE, message, "Keep the one that it has.")
+        )
     (job,) = planned.jobs
     check_chip(context, model, job.target.provider, job.target.settings)
     validation = Validation(ValidationStatus.STRUCTURE)
@@ -105,13 +113,6 @@ def validate_context(
     return ValidatedContext(str(context), known.name, known.ep, model, validation)
 
 
-def _refuse_archive(path: Path) -> None:
-    if zipfile.is_zipfile(path):
-        message = "is an archive, such as a wheel, and not an ONNX file."
-        hint = "Install or unpack it, and name the folder of its model package."
-        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
-
-
 def reason_not_run(error: EpcontextError) -> str | None:
     """The reason, if ``error`` only means that this machine lacks the EP or its device."""
     if not isinstance(error, RequirementError | UnavailableError):
@@ -130,15 +131,6 @@ def refuse_mode(settings: Mapping[str, Any]) -> None:
     message = "cannot be set for this validation, which always runs the model."
     hint = "To run nothing, check only the structure of its files."
     raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
-
-
-def _refuse_several_shapes(config: Config) -> None:
-    if len(config.models) == 1:
-        return
-    (listed, *_) = (model.listed for model in config.models if model.listed)
-    key = Key() / listed.name
-    message = "has several shapes, and an artifact has only one."
-    raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message, "Keep the one that it has."))
 
 
 def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider:

@@ -29,7 +29,7 @@ from hatch_epcontext.providers import PROVIDERS, Provider, secrets_in
 from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
-from hatch_epcontext.tools.inspecting import TIMEOUT, inspect, inspect_model, verify_model
+from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_model
 from hatch_epcontext.tools.validating import (
     check_chip,
     copy_named_files,
@@ -234,8 +234,6 @@ class _Validator:
         self._structure_only = structure_only
         config = self._configure(next(iter(self._components)))
         self.workers = make_workers(config.build.timeout)
-        # To read a file is no long step, whatever the limit for running the model is.
-        self._readers = replace(self.workers, timeout=TIMEOUT, log=None, progress=None)
 
     def validate(self, component: str, variant: str) -> ValidatedVariant:
         """Validate one variant; all that is wrong with it is in the result."""
@@ -245,7 +243,7 @@ class _Validator:
         try:
             self._refuse_damaged(found)
             file = self._folder / found.model_file
-            model = inspect_model(file, self._readers)
+            model = inspect_model(file, self.workers)
             result = replace(result, model=model)
             verify_model(file, model)
             target = _target(found, variant, file, model)

@@ -94,7 +94,7 @@ def test_a_library_that_crashes_or_hangs_is_an_error(
     """
     write_start_code(tmp_path, source)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
-    monkeypatch.setattr(doctor, "_TIMEOUT", 3.0)
+    monkeypatch.setattr(doctor, "TIMEOUT", 3.0)
     (tmp_path / "plugin.so").touch()
     printed = cli("doctor", "--library", tmp_path / "plugin.so", code=1).stderr
     assert message in printed
