@@ -269,9 +269,15 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self, config: Config, selected: dict[str, Path], packed: dict[str, Path]
     ) -> PurePosixPath:
         from hatch_epcontext.package import wheel
+        from hatch_epcontext.package.folder import owned_paths
 
         output = wheel.output_folder(config.output, selected)
-        wheel.check_collisions(output, packed, self._editable_files(output, selected))
+        loader = selected.get(str(output / "__init__.py"))
+        # The files of an earlier editable install in the project, which the wheel must not contain.
+        earlier = owned_paths(output, loader.parent) if loader else frozenset()
+        # Hatch leaves out reserved paths; it reserves the paths of this build's files itself.
+        self.build_config.build_reserved_paths.update(str(Path(path)) for path in earlier)
+        wheel.check_collisions(output, packed, earlier)
         return output
 
     def _place_in_wheel(self, output: PurePosixPath) -> PurePosixPath:
@@ -380,18 +386,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.config.build_hooks import read_hooks
 
         return read_hooks(self.build_config)
-
-    def _editable_files(self, output: PurePosixPath, files: dict[str, Path]) -> frozenset[str]:
-        """The files of an earlier editable install in the project, which the wheel must not contain."""
-        from hatch_epcontext.package.folder import owned_paths
-
-        loader = files.get(str(output / "__init__.py"))
-        if loader is None:
-            return frozenset()
-        ours = owned_paths(output, loader.parent)
-        # Hatch leaves out reserved paths; it reserves the paths of this build's files itself.
-        self.build_config.build_reserved_paths.update(str(Path(path)) for path in ours)
-        return ours
 
     def _set_tag(self, config: Config, build_data: dict[str, Any]) -> None:
         from hatch_epcontext.package import wheel

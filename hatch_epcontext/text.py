@@ -86,9 +86,9 @@ def show(value: Any) -> str:
 def _without_credentials(value: Any) -> Any:
     """A value without possible users, passwords and tokens: its texts may be URLs, or mistyped ones."""
     if isinstance(value, dict):
-        return {key: _without_credentials(each) for key, each in value.items()}
+        return {key: _without_credentials(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_credentials(each) for each in value]
+        return [_without_credentials(item) for item in value]
     return hide_url_credentials(value) if isinstance(value, str) else value
 
 
@@ -197,8 +197,10 @@ def near_name(name: str, allowed: Iterable[str]) -> str | None:
     names = list(allowed)
     # "npu" is not "cpu", but "ned" is "net", and "dimensions" is "dims".
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    near += difflib.get_close_matches(name, [each for each in names if each[:1] == name[:1]], n=1)
-    near += [each for each in names if len(each) > 3 and each[:3] == name[:3]]
+    near += difflib.get_close_matches(
+        name, [known for known in names if known[:1] == name[:1]], n=1
+    )
+    near += [known for known in names if len(known) > 3 and known[:3] == name[:3]]
     return f'Did you mean "{near[0]}"?' if near else None
 
 

@@ -69,5 +69,5 @@ def _load(project: Path, targets: tuple[str, ...]) -> Config:
         chosen = {**environ, variable: ",".join(targets)}
         return load(project, table, {}, chosen)
     except ConfigError as error:
-        problems = (dataclasses.replace(each, location="--target") for each in error.problems)
+        problems = (dataclasses.replace(problem, location="--target") for problem in error.problems)
         raise ConfigError(*problems) from error

@@ -23,7 +23,11 @@ def compile_to_bytes(
     model: bytes, data: Mapping[str, bytes], provider: str, job_settings: JobSettings
 ) -> bytes:
     """Compile a model from memory to memory, as `hatch_epcontext.api.compile_to_bytes` describes."""
-    _check_provider(provider)
+    able = [p for p in PROVIDERS.values() if p.product == "context" and not p.needs_library]
+    if find(provider) not in able:
+        message = f"{show(provider)} is not a provider that compiles contexts."
+        hint = suggestion(provider, [known.name for known in able])
+        raise ConfigError(Problem.at(Key() / "provider", Kind.UNKNOWN_PROVIDER, message, hint))
     job_settings = replace(job_settings, from_memory=True)
     with temp_dir() as folder:
         source, result = folder / "model.onnx", folder / "model_ctx.onnx"
@@ -41,13 +45,3 @@ def compile_to_bytes(
         workers = Workers(config.build.timeout)
         workers.call(request, folder / "worker", location=f"model -> {target.name}")
         return result.read_bytes()
-
-
-def _check_provider(name: str) -> None:
-    able = [
-        each for each in PROVIDERS.values() if each.product == "context" and not each.needs_library
-    ]
-    if find(name) not in able:
-        message = f"{show(name)} is not a provider that compiles contexts."
-        hint = suggestion(name, [each.name for each in able])
-        raise ConfigError(Problem.at(Key() / "provider", Kind.UNKNOWN_PROVIDER, message, hint))

@@ -14,7 +14,7 @@ from typing import Any
 
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.settings import Config, Target
 from hatch_epcontext.config.tables import BuildTable, Fallback, ModelTable, TargetTable
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.text import file_name, show, suggestion, toml_key
@@ -134,19 +134,12 @@ def _from_memory(config: Config, embed: object) -> Config:
         if embed is False or target.settings.external_initializers:
             message = f"makes one context model with everything inside, and there is {other}."
             raise ConfigError(Problem.at(key, Kind.CONFLICTING_KEYS, message, "Keep one of them."))
-    return replace(
-        config,
-        models=tuple(
-            replace(
-                model,
-                targets=tuple(
-                    replace(each, settings=replace(each.settings, from_memory=True, embed=True))
-                    for each in model.targets
-                ),
-            )
-            for model in config.models
-        ),
-    )
+
+    def in_memory(target: Target) -> Target:
+        return replace(target, settings=replace(target.settings, from_memory=True, embed=True))
+
+    models = (replace(m, targets=tuple(map(in_memory, m.targets))) for m in config.models)
+    return replace(config, models=tuple(models))
 
 
 def _environ(build: _Tables, job_settings: JobSettings) -> Mapping[str, str]:

@@ -147,7 +147,13 @@ def verify(path: Path, inspection: Inspection) -> Verification:
         else:
             found += differences(path, PurePosixPath(folder), package.files)
     if not path.is_dir():
-        plain = _plain_models(path, packages)
+        with zipfile.ZipFile(path) as archive:
+            models = (PurePosixPath(name) for name in archive.namelist() if name.endswith(".onnx"))
+            plain = tuple(
+                str(model)
+                for model in models
+                if packages.keys().isdisjoint(map(str, model.parents))
+            )
     components = [value for package in packages.values() for value in package.components.values()]
     return Verification(
         sum(len(package.files) + len(package.unrecorded) for package in packages.values()),
@@ -156,12 +162,6 @@ def verify(path: Path, inspection: Inspection) -> Verification:
         plain,
         tuple(found),
     )
-
-
-def _plain_models(path: Path, packages: Mapping[str, ModelPackage]) -> tuple[str, ...]:
-    with zipfile.ZipFile(path) as archive:
-        models = [PurePosixPath(name) for name in archive.namelist() if name.endswith(".onnx")]
-    return tuple(str(each) for each in models if packages.keys().isdisjoint(map(str, each.parents)))
 
 
 def verify_model(path: Path, model: InspectReply) -> int:

@@ -56,7 +56,7 @@ def target_tables(library: str, reply: LibraryReply) -> Iterator[str]:
             keys["registration-name"] = reply.name
         if not is_path(library):
             packages = sorted(owners(library.partition(".")[0]))
-            keys["requirements"] = [f"{each}>={installed(each)}" for each in packages]
+            keys["requirements"] = [f"{name}>={installed(name)}" for name in packages]
         keys["device"] = next(device.kind for device in reply.devices if device.ep == ep)
         lines = [f"{key} = {to_toml(value)}" for key, value in keys.items()]
         yield "\n".join([f"[{ROOT}.targets.{quoted_key(name)}]", *lines])
