@@ -16,7 +16,7 @@ import hatch_epcontext
 from hatch_epcontext.cli._common import Verbosity, verbosity_options
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
-from hatch_epcontext.cli._output import add_row, echo, show, table
+from hatch_epcontext.cli._output import echo, show_table
 from hatch_epcontext.cli._project import project_config
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import temp_dir, write_atomically
@@ -289,15 +289,16 @@ def _show(bench: Bench) -> None:
     """Print a row for each model."""
     ways = [way for way in WAYS if any(opening.way == way for opening in bench.openings)]
     openings = {(opening.model, opening.way): opening for opening in bench.openings}
-    rows = table("model", "", "compile", *(WAYS[way] for way in ways), "faster than on the EP")
+    rows = []
     for model, seconds in bench.compiled.items():
         row = [openings[model, way] for way in ways]
         load = [_seconds(opening.load) for opening in row]
         first = [_seconds(opening.first) for opening in row]
         faster = _faster(openings[model, "source"].load, openings[model, "compiled"].load)
-        add_row(rows, model, "load", f"{seconds:.2f} s", *load, faster)
-        add_row(rows, "", "first run", "", *first, "")
-    show(rows)
+        rows.append([model, "load", f"{seconds:.2f} s", *load, faster])
+        rows.append(["", "first run", "", *first, ""])
+    names = (WAYS[way] for way in ways)
+    show_table(("model", "", "compile", *names, "faster than on the EP"), rows)
 
 
 def _seconds(values: tuple[float, ...]) -> str:

@@ -14,7 +14,7 @@ from hatch_epcontext.cli._common import (
     verbosity_options,
     warn,
 )
-from hatch_epcontext.cli._output import add_row, echo, show, table
+from hatch_epcontext.cli._output import echo, show_table
 from hatch_epcontext.cli._project import project_config, project_options
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
@@ -70,14 +70,14 @@ def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
         ]
         click.echo(to_json({"jobs": jobs, "requirements": requires}), nl=False)
         return
-    rows = table("job", "provider", "fingerprint", "cache")
-    for run in runs:
-        add_row(
-            rows,
+    rows = [
+        (
             run.job.location,
             run.job.target.provider.name,
             run.fingerprint[:12],
             "cached" if run.cached else "not cached",
         )
-    show(rows)
+        for run in runs
+    ]
+    show_table(("job", "provider", "fingerprint", "cache"), rows)
     echo(f"requires: {', '.join(requires)}")

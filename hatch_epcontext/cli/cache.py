@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import cache_option, open_store
-from hatch_epcontext.cli._output import add_row, echo, show, table
+from hatch_epcontext.cli._output import echo, show_table
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ROOT
 from hatch_epcontext.jobs.cache.store import Entry, Kind, Store
@@ -55,13 +55,13 @@ def info(store: Store) -> None:
     """Show the cache's folder, its artifacts, and its downloaded and cut models."""
     entries = store.entries()
     echo(f"{store.root}: {_summarize(entries)}")
-    rows = table("kind", "files", "size", "last used", "key")
+    rows = []
     for entry in (entry for entry in entries if _NOUNS[entry.kind] != "record"):
         files = "damaged" if entry.files is None else ", ".join(entry.files)
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        add_row(rows, _NOUNS[entry.kind], files, show_size(entry.size), used, entry.key[:12])
-    if rows.row_count:
-        show(rows)
+        rows.append((_NOUNS[entry.kind], files, show_size(entry.size), used, entry.key[:12]))
+    if rows:
+        show_table(("kind", "files", "size", "last used", "key"), rows)
 
 
 @command.command()

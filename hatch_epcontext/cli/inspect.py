@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import warn
-from hatch_epcontext.cli._output import add_row, echo, show, table
+from hatch_epcontext.cli._output import echo, show_table
 from hatch_epcontext.graph.facts import Size
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.package.manifest import ModelPackage
@@ -85,21 +85,17 @@ def _show_model(model: InspectReply) -> None:
         if chip := _compiled_for(ep, text):
             echo(f"compiled for: {pairs(chip)}")
     if model.contexts:
-        made = table("context", "EP", "SDK", "blob", "size", "sha256")
+        contexts = []
         for context in model.contexts:
             blob = context.sidecar or ("inside" if context.main else "in another context")
             if context.sidecar and context.sha256 is None:
                 blob += " (missing)"
-            add_row(
-                made,
-                context.node,
-                context.source,
-                context.ep_sdk_version,
-                blob,
-                show_size(context.size) if context.size else "",
-                (context.sha256 or "")[:12],
+            size = show_size(context.size) if context.size else ""
+            sha256 = (context.sha256 or "")[:12]
+            contexts.append(
+                (context.node, context.source, context.ep_sdk_version, blob, size, sha256)
             )
-        show(made)
+        show_table(("context", "EP", "SDK", "blob", "size", "sha256"), contexts)
     for name in model.external_data:
         echo(f"external data: {name}")
     for name in model.outside:
@@ -110,7 +106,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
     files = package.files
     total = show_size(sum(file.size for file in files.values()))
     echo(f"{folder}: {package.about.generator}, {count(len(files), 'file')}, {total}")
-    made = table("model", "target", "EP", "for", "coverage", "validation", "size")
+    rows = []
     for name, component in package.components.items():
         for target, variant in component.variants.items():
             size = sum(
@@ -119,7 +115,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
             its = variant.about
             provider = its.settings.provider if its else variant.ep
             compatibility = variant.compatibility_string or ""
-            cells = (
+            row = (
                 name,
                 target,
                 variant.ep,
@@ -128,8 +124,8 @@ def _show_package(folder: str, package: ModelPackage) -> None:
                 _summarize(its.validation) if its else "",
                 show_size(size) if size else "",
             )
-            add_row(made, *cells)
-    show(made)
+            rows.append(row)
+    show_table(("model", "target", "EP", "for", "coverage", "validation", "size"), rows)
     for component in package.components.values():
         for member, inputs in component.about.shapes.items():
             shapes = (f"{name} {_shape(shape)}" for name, shape in inputs.items())

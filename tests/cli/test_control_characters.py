@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from onnx import helper
 
-from hatch_epcontext.cli._output import add_row, show, table
+from hatch_epcontext.cli._output import show_table
 from hatch_epcontext.text import printable
 from tests.cli.conftest import Cli
 from tests.models import model, save, value
@@ -58,9 +58,7 @@ def test_inspecting_shows_names_as_text(cli: Cli, named: Path) -> None:
 
 
 def test_a_table_shows_cells_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    made = table("name")
-    add_row(made, TITLE)
-    show(made)
+    show_table(["name"], [[TITLE]])
     printed = capsys.readouterr().out
     assert harmless(printed)
     assert SHOWN in printed
