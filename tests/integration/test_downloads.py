@@ -17,7 +17,6 @@ from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 
 from hatch_epcontext.config.location import LAYOUT, Download
-from hatch_epcontext.jobs.processes.running import worker_environment
 from hatch_epcontext.plugin import EpcontextBuildHook
 from tests.hub import COMMIT, TOKEN, Hub, model_hub, sha256
 from tests.integration.conftest import run, tool
@@ -268,11 +267,6 @@ def test_the_front_end_is_asked_without_any_download(hub: Hub, tmp_path: Path) -
 def hook(root: Path, target: str) -> EpcontextBuildHook:
     builder = WheelBuilder(str(root), plugin_manager=PluginManager())
     return EpcontextBuildHook(str(root), {}, builder.config, builder.metadata, "", target)
-
-
-def test_workers_do_not_get_the_token(hub: Hub) -> None:
-    assert os.environ["HF_TOKEN"] == TOKEN
-    assert TOKEN not in worker_environment().values()
 
 
 def test_a_location_on_the_web_is_not_in_the_sbom(hub: Hub, tmp_path: Path) -> None:

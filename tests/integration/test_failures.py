@@ -13,10 +13,10 @@ from tests.integration.conftest import Environment, run, tool
 from tests.models import network, save
 from tests.projects import PROJECT
 
-QNN = """
+CHIP = """
 targets.qnn.provider = "qnn"
-targets.qnn.provider-options = { soc_model = 60, htp_arch = 73 }
-models = ["models/a.onnx"]
+targets.qnn.provider-options = { soc_model = 9999 }
+models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 """
 
 CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
@@ -87,9 +87,6 @@ def project(tmp_path: Path, env: dict[str, str]) -> Project:
     return Project(root, env)
 
 
-BATCH = '[{ path = "models/a.onnx", dims = { batch = 1 } }]'
-
-
 @pytest.mark.parametrize(
     ("toml", "words"),
     [
@@ -101,15 +98,8 @@ BATCH = '[{ path = "models/a.onnx", dims = { batch = 1 } }]'
                 'tool.epcontext.modls: EPC001\n    is not a known key.\n    Did you mean "models"?',
             ],
         ),
-        (CPU.replace("a.onnx", "b.onnx"), ['there is no model at "models/b.onnx"']),
-        (CPU + 'output = "my_app"\n', ['the project has files of its own in "my_app"']),
         pytest.param(
-            QNN,
-            ["'x' has an open dimension (batch x 1 x 8 x 8)", "dims = { batch = 1 }"],
-            marks=needs_qnn,
-        ),
-        pytest.param(
-            QNN.replace('["models/a.onnx"]', BATCH).replace("60, htp_arch = 73", "9999"),
+            CHIP,
             [
                 "a -> qnn: EPC301\n    QNNExecutionProvider compiled no node of the model.",
                 "QNN_DEVICE_ERROR_INVALID_CONFIG",
@@ -117,28 +107,13 @@ BATCH = '[{ path = "models/a.onnx", dims = { batch = 1 } }]'
             marks=needs_qnn,
         ),
     ],
-    ids=["configuration", "missing model", "output", "open dimension", "chip"],
+    ids=["configuration", "chip"],
 )
 def test_what_is_wrong_is_named(project: Project, toml: str, words: list[str]) -> None:
     project.configure(toml)
     text = project.failure()
-    for each in words:
-        assert each in text
-
-
-def test_corrupt_models(project: Project) -> None:
-    project.configure(CPU.replace("a.onnx", "*.onnx"))
-    contents = {
-        "text": b"hello, I am text\n",
-        "lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-        "cut": network().SerializeToString()[:3000],
-    }
-    for name, content in contents.items():
-        (project.root / "models" / f"{name}.onnx").write_bytes(content)
-    text = project.failure()
-    assert "(3 problems)" in text
-    for name in contents:
-        assert f"models/{name}.onnx): EPC2" in text
+    for part in words:
+        assert part in text
 
 
 @needs_qnn
@@ -146,9 +121,7 @@ def test_corrupt_models(project: Project) -> None:
 def test_an_ep_whose_own_libraries_do_not_load(project: Project) -> None:
     name = write_broken_qnn(project.root.parent / "broken")
     project.env["PYTHONPATH"] = str(project.root.parent / "broken")
-    project.configure(
-        QNN.replace("]", ", shapes = { x = [1, 1, 8, 8] } }]").replace("[", "[{ path = ", 1)
-    )
+    project.configure(CHIP.replace("9999", "60"))
     text = project.failure()
     assert (
         f"a -> qnn: EPC105\n    the EP cannot load its own libraries, because {name} is missing."
@@ -208,12 +181,3 @@ def test_front_ends_show_the_message_without_a_traceback(
         text = run(*command, cwd=project.root, env=project.env, fails=True)
         assert "tool.epcontext.jbs" in text
         assert "Traceback" not in text
-
-
-def test_a_cache_that_cannot_be_written_is_no_failure(project: Project) -> None:
-    project.cache.write_text("a file", encoding="utf-8")
-    project.configure(CPU)
-    command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel")
-    text = run(*command, cwd=project.root, env=project.env)
-    assert text.count("cannot be written") == 1
-    assert "my_app-1.0-py3-none-any.whl" in text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from hatch_epcontext.jobs.run import build
 from hatch_epcontext.jobs.sources import check_unchanged, read_sources
 from hatch_epcontext.package.bundle import bundle
 from hatch_epcontext.package.folder import remove
+from tests.jobs.conftest import Run
 from tests.models import network, parsed, save, save_with_data, weights
 from tests.results import MODULES, install
 
@@ -38,28 +38,18 @@ fallback = "source"
 models = [{ path = "models/a.onnx", dims = { batch = 2 }, cut = { inputs = ["c"] } }]
 """
 
-Run = Callable[..., Result]
-
 
 @pytest.fixture
-def run(project: Path, tmp_path: Path) -> Run:
+def run(run: Run, project: Path) -> Run:
     save_with_data(network(), project / "models" / "a.onnx")
-    count = iter(range(100))
-
-    def built(environ: dict[str, str] | None = None, toml: str = CUT) -> Result:
-        staging = tmp_path / f"staging-{next(count)}"
-        staging.mkdir()
-        planned = plan(load(project, parse(toml), {}, environ or {}))
-        return build(planned, staging, Cache(tmp_path / "cache", print), print)
-
-    return built
+    return run
 
 
 def test_the_shipped_source_is_cut_as_the_artifact_is(
     run: Run, project: Path, tmp_path: Path
 ) -> None:
     before = (project / "models" / "a.onnx").read_bytes()
-    made = bundle(run(), tmp_path, MODULES)
+    made = bundle(run(CUT), tmp_path, MODULES)
     package = tmp_path / "shipped"
     # As a wheel has it: the files of the bundle are links.
     shutil.copytree(made.folder, package)
@@ -75,35 +65,35 @@ def test_the_shipped_source_is_cut_as_the_artifact_is(
 def test_a_build_without_changes_cuts_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, project: Path
 ) -> None:
-    first = run()
+    first = run(CUT)
     monkeypatch.setattr(Workers, "call", None)
-    assert run().sources[0].sha256 == first.sources[0].sha256
+    assert run(CUT).sources[0].sha256 == first.sources[0].sha256
     only_from_cache = {"HATCH_EPCONTEXT_FROM_CACHE": "all"}
-    assert run(only_from_cache).built[0].cached
+    assert run(CUT, only_from_cache).built[0].cached
     # What a build reads is in use, also where it is never written again.
     for path in (tmp_path / "cache" / LAYOUT).glob("*/*"):
         os.utime(path, (0, 0))
-    run()
+    run(CUT)
     assert Store(tmp_path / "cache").prune(timedelta(days=30)) == []
-    assert run(only_from_cache).built[0].cached
+    assert run(CUT, only_from_cache).built[0].cached
     monkeypatch.undo()
     # Other data is another model, although the file that names it is the same.
     data = project / "models" / "network.data"
     data.write_bytes(bytes(data.stat().st_size))
-    assert run().sources[0].sha256 != first.sources[0].sha256
+    assert run(CUT).sources[0].sha256 != first.sources[0].sha256
     assert list((tmp_path / "cache").rglob("cut/*/files/a.onnx"))
     Store(tmp_path / "cache").prune(None)
     assert not list((tmp_path / "cache").rglob("cut/*/files/a.onnx"))
     # It is cut again, and not compiled, which needs the artifact.
     with pytest.raises(BuildError, match="HATCH_EPCONTEXT_FROM_CACHE"):
-        run(only_from_cache)
+        run(CUT, only_from_cache)
 
 
 def test_a_damaged_cut_model_is_made_again(run: Run, tmp_path: Path) -> None:
-    first = run()
+    first = run(CUT)
     (kept,) = (tmp_path / "cache").rglob("cut/*/files/a.onnx")
     kept.write_bytes(b"damaged")
-    assert run().sources[0].sha256 == first.sources[0].sha256
+    assert run(CUT).sources[0].sha256 == first.sources[0].sha256
 
 
 def test_a_cut_model_of_the_cache_is_compiled(run: Run, project: Path, tmp_path: Path) -> None:
@@ -125,11 +115,11 @@ def test_a_cut_model_of_the_cache_is_compiled(run: Run, project: Path, tmp_path:
     then_branch.initializer.append(weights("k", 500))
     save_with_data(branches, project / "models" / "a.onnx")
     toml = CUT.replace("dims = { batch = 2 }, ", "")
-    first = run(toml=toml)
+    first = run(toml)
     for entry in Store(tmp_path / "cache").entries():
         if entry.kind != "cut":
             shutil.rmtree(entry.folder)
-    second = run(toml=toml)
+    second = run(toml)
     assert second.sources[0].sha256 == first.sources[0].sha256
     assert not second.built[0].cached
 
@@ -153,7 +143,7 @@ def test_what_cannot_be_cut_is_an_error_of_the_build(run: Run, project: Path) ->
     made.graph.node[0].output[0] = made.graph.node[1].input[0] = "renamed"
     onnx.save(made, project / "models" / "a.onnx")
     with pytest.raises(ModelError, match="has no tensor 'c'"):
-        run()
+        run(CUT)
 
 
 def test_each_shape_of_a_cut_model_begins_with_its_own(project: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 
 from hatch_epcontext.config.load import load
@@ -19,11 +18,14 @@ from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import job_runner
 from tests.altered_workers import workers_with
-from tests.models import network, save
+from tests.models import network, save, save_with_data
 
 TOML = """
 targets.cpu.provider = "cpu"
-models = [{ path = "models/a.onnx", validate = { inputs = "models/a.npz" } }]
+[[models]]
+path = "models/a.onnx"
+quantize = { inputs = "models/samples" }
+validate = { inputs = "models/a.npz" }
 """
 
 CHANGES = {
@@ -33,6 +35,7 @@ CHANGES = {
     "removed": ("a.onnx", "os.remove(path)"),
     "data": ("a.data", "open(path, 'r+b').write(b'other')"),
     "inputs": ("a.npz", "open(path, 'ab').write(b'more')"),
+    "samples": ("samples/0.npz", "open(path, 'ab').write(b'more')"),
 }
 """The file that changes, and how, as the source of a worker."""
 
@@ -40,16 +43,15 @@ CHANGES = {
 @pytest.fixture
 def models(project: Path) -> Path:
     folder = project / "models"
-    made = network(1)
-    onnx.save(
-        made, folder / "a.onnx", save_as_external_data=True, location="a.data", size_threshold=0
-    )
-    made = network(1)
-    made.producer_name = "x" * len(made.producer_name)
-    save(made, folder / "a.onnx.new")
-    np.savez(folder / "a.npz", x=np.ones((1, 1, 8, 8), np.float32))
-    for each in folder.iterdir():
-        os.utime(each, (10**9, 10**9))
+    save_with_data(network(1), folder / "a.onnx", "a.data")
+    other = network(1)
+    other.producer_name = "x" * len(other.producer_name)
+    save(other, folder / "a.onnx.new")
+    (folder / "samples").mkdir()
+    for inputs in ("a.npz", "samples/0.npz"):
+        np.savez(folder / inputs, x=np.ones((1, 1, 8, 8), np.float32))
+    for path in folder.rglob("*"):
+        os.utime(path, (10**9, 10**9))
     return folder
 
 
@@ -88,6 +90,7 @@ def workers(change: Path) -> Iterator[Workers]:
         ("prepare", "before", "data"),
         ("prepare", "after", "put back"),
         ("compile", "after", "removed"),
+        ("compile", "after", "samples"),
         ("validate", "before", "inputs"),
     ],
 )
@@ -112,7 +115,7 @@ def test_nothing_of_a_changed_model_is_stored(
 
     with pytest.raises(BuildError) as raised:
         run()
-    assert [(each.kind, each.location) for each in raised.value.problems] == [
+    assert [(problem.kind, problem.location) for problem in raised.value.problems] == [
         (Kind.MODEL_CHANGED, str(models / name))
     ]
     # What was compiled before the inputs changed is right: the search has no validation.

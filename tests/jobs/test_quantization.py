@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,16 +16,16 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.jobs.artifact import Result, Source
+from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.report import summarize
-from hatch_epcontext.jobs.run import build, dry_run
-from hatch_epcontext.jobs.steps import Steps
+from hatch_epcontext.jobs.run import dry_run
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
 from hatch_epcontext.worker.results import ModelFacts, ValidationStatus
 from tests.conftest import needs_qnn, newer_runtime
 from tests.graph.test_dequantize import int4_blocks, recurrent
+from tests.jobs.conftest import Run
 from tests.models import network, save
 
 CPU = """
@@ -44,8 +43,6 @@ QNN = QUANTIZE.replace(
 )
 
 QNN_ALONE = QNN.replace('quantize = { inputs = "samples" }', "")
-
-Run = Callable[[str], Result]
 
 
 def write_samples(folder: Path, seed: int = 0) -> None:
@@ -67,24 +64,15 @@ def save_dynamic(project: Path, made: onnx.ModelProto | None = None) -> onnx.Mod
 
 
 @pytest.fixture
-def run(project: Path, tmp_path: Path) -> Run:
-    save(network(), project / "models" / "a.onnx")
+def run(run: Run, project: Path) -> Run:
     write_samples(project / "samples")
-    count = iter(range(100))
-
-    def built(toml: str) -> Result:
-        staging = tmp_path / f"staging-{next(count)}"
-        staging.mkdir()
-        planned = plan(load(project, parse(toml), {}, {}))
-        return build(planned, staging, Cache(tmp_path / "cache", print), print)
-
-    return built
+    return run
 
 
 def key(project: Path, tmp_path: Path, toml: str = QUANTIZE) -> str:
     staging = Path(tempfile.mkdtemp(dir=tmp_path))
-    (found,) = dry_run(plan(load(project, parse(toml), {}, {})), staging, Cache(None, print))
-    return found.fingerprint
+    (job,) = dry_run(plan(load(project, parse(toml), {}, {})), staging, Cache(None, print))
+    return job.fingerprint
 
 
 def test_a_model_is_quantized_for_its_samples(run: Run) -> None:
@@ -104,29 +92,13 @@ def test_the_samples_count_by_their_contents(run: Run, project: Path, tmp_path: 
     assert key(project, tmp_path, CPU) != key(project, tmp_path, f"{CPU}dequantize = true")
 
 
-def test_samples_that_change_during_the_build_are_noticed(
-    run: Run, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compile_ = Steps.compile
-
-    def changing(*arguments: object) -> object:
-        result = compile_(*arguments)  # type: ignore[arg-type]
-        write_samples(project / "samples", seed=1)
-        with (project / "samples" / "0.npz").open("ab") as file:
-            file.write(b"more")
-        return result
-
-    monkeypatch.setattr(Steps, "compile", changing)
-    with pytest.raises(EpcontextError, match="EPC211"):
-        run(QUANTIZE)
-
-
 @newer_runtime
+@pytest.mark.parametrize("which", ["true", '"all"'])
 def test_dynamic_quantization_is_undone_and_compared_with_its_float_form(
-    run: Run, project: Path
+    run: Run, project: Path, which: str
 ) -> None:
     source = save_dynamic(project)
-    (built,) = run(f"{CPU}dequantize = true").built
+    (built,) = run(f"{CPU}dequantize = {which}").built
     (preparation,) = built.artifact.record.preparations
     assert preparation.precision == "dequantized (4 operators)"
     made = onnx.load(built.artifact.folder / "a_optimized.onnx")
@@ -136,27 +108,6 @@ def test_dynamic_quantization_is_undone_and_compared_with_its_float_form(
     assert 30 < (built.validations["a"].float_form_db or 0) < 100
     # What the source computes itself is not changed.
     assert onnx.load(project / "models" / "a.onnx") == source
-
-
-@newer_runtime
-def test_all_quantization_is_undone_where_only_some_is_dynamic(run: Run, project: Path) -> None:
-    save_dynamic(project)
-    (built,) = run(f'{CPU}dequantize = "all"\n').built
-    (preparation,) = built.artifact.record.preparations
-    assert preparation.precision == "dequantized (4 operators)"
-    assert built.validations["a"].float_form_db is not None
-
-
-@newer_runtime
-def test_an_artifact_of_the_cache_is_compared_with_its_float_form_too(
-    run: Run, project: Path
-) -> None:
-    save_dynamic(project)
-    toml = f"{CPU}dequantize = true\n"
-    first = run(toml).built[0].validations["a"].agreements
-    (built,) = run(f"{toml}validate = {{ tolerance = {{ snr = 90 }} }}").built
-    assert built.cached
-    assert built.validations["a"].agreements == first
 
 
 @newer_runtime
@@ -171,25 +122,6 @@ def test_an_optimized_graph_with_dynamic_quantization_agrees_with_itself(
 
 @needs_qnn
 @newer_runtime
-def test_qnn_is_compared_with_the_float_form_of_a_dynamically_quantized_model(
-    run: Run, project: Path
-) -> None:
-    save_dynamic(project)
-    (built,) = run(QNN.replace('quantize = { inputs = "samples" }', "dequantize = true")).built
-    (context,) = built.artifact.record.contexts
-    assert context.coverage is not None
-    assert not context.coverage.uncovered
-    validation = built.validations["a"]
-    assert validation.status is ValidationStatus.RAN
-    assert validation.float_form_db is not None
-    assert "agrees with its float form" in describe_validation(validation)
-    assert not list(validation_warnings("a", validation))
-    (warning,) = validation_warnings("a", replace(validation, float_form_db=3.4))
-    assert "3 dB" in warning
-
-
-@needs_qnn
-@newer_runtime
 def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, project: Path) -> None:
     save_dynamic(project, recurrent())
     toml = QNN_ALONE.replace("dims = { batch = 1 }", "")
@@ -199,7 +131,12 @@ def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, projec
     assert preparation.tried[0].startswith("unmodified: QNNExecutionProvider compiled no node")
     assert context.coverage is not None
     assert not context.coverage.uncovered
-    assert "agrees with its float form" in describe_validation(built.validations["a"])
+    validation = built.validations["a"]
+    assert validation.status is ValidationStatus.RAN
+    assert "agrees with its float form" in describe_validation(validation)
+    assert not list(validation_warnings("a", validation))
+    (warning,) = validation_warnings("a", replace(validation, float_form_db=3.4))
+    assert "3 dB" in warning
     # Whoever validates the wheel again compares with the float form too.
     assert built.job.target.settings.dequantize is True
     source = Source(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import AccidentError, Kind
 from hatch_epcontext.files import record_file
 from hatch_epcontext.graph.number_format import ALWAYS
@@ -25,7 +23,6 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.worker.results import ModelFacts, Validation
 from tests.altered_workers import workers_with
-from tests.conftest import wait_for
 from tests.models import model, network, save, value, weights
 from tests.results import configured
 
@@ -96,38 +93,6 @@ def test_a_job_has_a_process_that_prepares_and_compiles_and_one_that_validates(
     run(Steps(workers, tmp_path / "alone", 1, {}), one)
     numbers = dict(answering(tmp_path / "alone"))
     assert numbers["call"] == numbers["compile"] != numbers["validate"]
-
-
-def test_what_several_jobs_need_is_prepared_once_and_kept_for_the_last_one(
-    project: Path, tmp_path: Path, workers: Workers, body: Path
-) -> None:
-    save(network(), project / "models" / "a.onnx")
-    jobs = plan(configured(project, TWO_TARGETS)).jobs
-    steps = Steps(workers, tmp_path / "both", 1, {})
-    steps.expect(jobs)
-    for job in jobs:
-        assert len(list(steps.staging.rglob("simplified-*"))) == (0 if job is jobs[0] else 1)
-        run(steps, job)
-        steps.finished(job)
-    assert not list(steps.staging.rglob("simplified-*"))
-    assert body.with_name("tries").read_text(encoding="ascii") == "x"
-
-
-def test_the_lock_of_a_device_is_not_held_while_a_model_is_prepared(
-    project: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(network(), project / "models" / "a.onnx")
-    (job, _) = plan(configured(project, TWO_TARGETS)).jobs
-    provider = dataclasses.replace(job.target.provider, exclusive_device=True)
-    monkeypatch.setattr(Target, "provider", provider)
-    steps = Steps(workers, tmp_path / "locked", 1, {}, {provider.ep: threading.Lock()})
-    thread = threading.Thread(target=run, args=(steps, job))
-    with steps.devices[provider.ep]:
-        thread.start()
-        wait_for(lambda: any((steps.staging / "prepared").rglob("simplified-*")))
-        assert not (steps.staging / "steps").exists()
-    thread.join(60)
-    assert len(answering(steps.staging)) == 3
 
 
 def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(

@@ -80,23 +80,6 @@ def test_storing_sweeps_what_killed_builds_left(
         assert [path.name for path in killed.parent.iterdir()] == [running.name]
 
 
-def test_what_was_taken_survives_the_cache(
-    cache: Cache, artifact: Artifact, tmp_path: Path
-) -> None:
-    put(cache, artifact)
-    get(cache, tmp_path / "taken")
-    shutil.rmtree(tmp_path / "cache")
-    assert record_files(tmp_path / "taken") == artifact.record.files
-    assert not has(cache)
-    put(cache, artifact)
-    assert has(cache)
-
-
-def test_storing_leaves_nothing_else_behind(cache: Cache, artifact: Artifact, entry: Path) -> None:
-    put(cache, artifact)
-    assert [path.name for path in entry.parent.iterdir()] == [KEY]
-
-
 BLOB, RECORD = "files/a_ctx_qnn.bin", "record.json"
 
 
@@ -265,11 +248,6 @@ def test_a_lock_is_held_by_one_build_at_a_time(cache: Cache, tmp_path: Path) -> 
             order.append("first")
         other.result(60)
     assert order == ["first", "second"]
-
-
-def test_another_artifact_is_not_locked(cache: Cache) -> None:
-    with cache.lock(KEY, lambda: None), cache.lock("cd" * 32, lambda: pytest.fail("waits")):
-        pass
 
 
 def test_what_waiting_raises_ends_it(cache: Cache, tmp_path: Path) -> None:

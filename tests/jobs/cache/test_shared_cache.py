@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import shutil
 import socket
@@ -30,7 +29,7 @@ from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build, dry_run, open_cache
 from hatch_epcontext.jobs.sources import read_sources
-from hatch_epcontext.worker.results import ModelFacts, ValidationStatus
+from hatch_epcontext.worker.results import ModelFacts
 from tests.conftest import needs_qnn
 from tests.models import network, save
 from tests.remotes import WebServer, make_bucket, use_s3
@@ -146,19 +145,6 @@ def test_what_one_machine_compiled_is_compiled_nowhere_else(
     assert not first.warnings + second.warnings
 
 
-@pytest.mark.parametrize("variables", [{}, {"CACHE_WRITE": "1", "CACHE_KEY": ""}])
-def test_a_build_without_a_key_or_the_right_to_write_only_reads(
-    machine: Callable[[str], Machine], server: WebServer, variables: dict[str, Any]
-) -> None:
-    main, reader = machine("main"), machine("reader")
-    main.build(ONE, CACHE=server.url, CACHE_WRITE="1")
-    server.requests.clear()
-    reader.build(ONE, compiles=False, CACHE=server.url, **variables)
-    reader.build(f'{ONE}targets.cpu.optimization = "basic"\n', CACHE=server.url, **variables)
-    assert {method for method, _ in server.requests} == {"GET"}
-    assert len(reader.warnings) == 2 * bool(variables)
-
-
 @pytest.mark.parametrize("write", ["0", "1"])
 def test_a_build_that_finds_everything_in_its_own_folder_makes_no_request(
     machine: Callable[[str], Machine], server: WebServer, write: str
@@ -171,44 +157,6 @@ def test_a_build_that_finds_everything_in_its_own_folder_makes_no_request(
         (built,) = builder.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE=write)
         assert built.cached
         assert server.requests == []
-
-
-def test_no_altered_entry_is_shipped(machine: Callable[[str], Machine], tmp_path: Path) -> None:
-    url = (tmp_path / "shared").as_uri()
-    (compiled,) = machine("first").build(ONE, CACHE=url, CACHE_WRITE="1")
-    second = machine("second")
-    files = [file for file in (tmp_path / "shared").rglob("*") if file.is_file()]
-    failures = 0
-    for number, (file, part) in enumerate(itertools.product(files, (0.0, 0.3, 0.6, 0.99))):
-        content = file.read_bytes()
-        altered = bytearray(content)
-        altered[int(len(content) * part)] ^= 4
-        file.write_bytes(altered)
-        own: dict[str, Any] = {"CACHE": url, "CACHE_DIR": str(second.folder / str(number))}
-        try:
-            (taken,) = second.build(ONE, compiles=False, FROM_CACHE="all", **own)
-            # Without what it does not need.
-            assert taken.artifact.record.files == compiled.artifact.record.files
-        except BuildError as error:
-            failures += all(problem.kind is Kind.NOT_CACHED for problem in error.problems)
-        file.write_bytes(content)
-    assert failures >= 16
-    assert all("damaged or forged" in warning for warning in second.warnings)
-
-
-def test_a_forged_artifact_is_compiled_again_and_replaced(
-    machine: Callable[[str], Machine], server: WebServer
-) -> None:
-    first, second, third = map(machine, ("first", "second", "third"))
-    settings: dict[str, Any] = {"CACHE": server.url, "CACHE_WRITE": "1"}
-    private, public = new_keys()
-    first.build(ONE, **settings, CACHE_KEY=private, CACHE_KEYS=public)
-    (built,) = second.build(ONE, **settings)
-    assert not built.cached
-    assert "a statement is not signed by any of build.cache-keys" in second.warnings[0]
-    (taken,) = third.build(ONE, compiles=False, CACHE=server.url)
-    assert taken.artifact.record == built.artifact.record
-    assert not third.warnings
 
 
 def test_a_build_that_may_write_sends_what_was_compiled_before_and_later_removed(
@@ -265,27 +213,6 @@ def test_without_a_folder_that_can_be_written_the_fetched_files_are_used(
     assert built.cached
     (warning,) = second.warnings
     assert "cannot be written" in warning
-
-
-@needs_qnn
-def test_each_machine_compiles_its_targets_and_the_last_one_none(
-    machine: Callable[[str], Machine], server: WebServer
-) -> None:
-    toml = MATRIX.replace(
-        "[targets.npu]", f'build = {{ cache = "{server.url}" }}\n[targets.npu]', 1
-    )
-    machine("npu").build(toml, TARGETS="npu", CACHE_WRITE="1")
-    last = machine("last")
-    with pytest.raises(BuildError, match="the cache has no artifact of this model"):
-        last.build(toml, compiles=False, FROM_CACHE="all")
-    machine("any").build(toml, TARGETS="any", CACHE_WRITE="1")
-    config = last.config(toml, FROM_CACHE="all")
-    assert plan(config).requirements == ()
-    built = last.build(toml, compiles=False, FROM_CACHE="all")
-    assert [each.job.target.name for each in built] == ["npu", "any"]
-    assert all(each.cached for each in built)
-    assert all(each.validations["a"].status is ValidationStatus.RAN for each in built)
-    assert not last.warnings
 
 
 @needs_qnn

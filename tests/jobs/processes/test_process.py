@@ -306,7 +306,12 @@ def test_workers_get_variables_but_no_credentials_and_a_temporary_folder_of_thei
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Path, workers: Workers
 ) -> None:
     check.write_text(LEAVING_FILES, encoding="utf-8")
-    for name in ("HATCH_EPCONTEXT_CACHE_KEY", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY"):
+    for name in (
+        "HATCH_EPCONTEXT_CACHE_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "HF_TOKEN",
+    ):
         monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv("VENDOR_SDK", "/opt/vendor")
     (tmp_path / "tmp").mkdir()
