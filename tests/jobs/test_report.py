@@ -50,31 +50,23 @@ def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
     )
 
 
-def test_another_simplifier_is_reported_with_the_failure_before_it(
+def test_how_it_was_prepared_is_in_the_line_and_what_was_tried_in_the_report(
     project: Path, artifact: Artifact
 ) -> None:
     prepared = Preparation(
-        "onnxslim", 5, 4, (), ("onnxruntime failed: the graph\ncannot be loaded.",)
-    )
-    record = dataclasses.replace(artifact.record, preparations=(prepared,))
-    artifact = dataclasses.replace(artifact, record=record)
-    (built,) = resulting(configured(project), artifact).built
-    assert (
-        "prepared with onnxslim, because onnxruntime failed: the graph cannot be loaded,"
-        in summarize(built, {})
-    )
-
-
-def test_what_was_rewritten_is_in_the_line_and_what_was_tried_in_the_report(
-    project: Path, artifact: Artifact
-) -> None:
-    prepared = Preparation(
-        "onnxruntime", 5, 4, rewrites=("Clip as Max and Min",), tried=("as it is: 1 node left",)
+        "onnxslim",
+        5,
+        4,
+        failed=("onnxruntime failed: the graph\ncannot be loaded.",),
+        rewrites=("Clip as Max and Min",),
+        tried=("as it is: 1 node left",),
     )
     record = dataclasses.replace(artifact.record, preparations=(prepared,))
     artifact = dataclasses.replace(artifact, record=record)
     result = resulting(configured(project), artifact)
-    assert "rewritten (Clip as Max and Min), optimized graph" in summarize(result.built[0], {})
+    line = summarize(result.built[0], {})
+    assert "with onnxslim, because onnxruntime failed: the graph cannot be loaded," in line
+    assert "rewritten (Clip as Max and Min), optimized graph" in line
     page = render(make_report(result), "a")
     assert "Clip as Max and Min" in page
     assert "as it is: 1 node left" in page

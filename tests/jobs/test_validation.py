@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.errors import Kind
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache.index import Index
@@ -159,23 +159,6 @@ def test_the_mode_decides_whether_a_model_is_run(
     assert (found.status if found else None) is status
 
 
-def test_a_machine_that_cannot_run_the_artifact_is_the_reason(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert reason_not_to_run(job) is None
-    name = job.target.settings.provider
-    nowhere = dataclasses.replace(PROVIDERS[name], runs_on=lambda *_: False)
-    monkeypatch.setitem(PROVIDERS, name, nowhere)
-    found = validation_without_run(job, job.models[0], reason_not_to_run(job))
-    assert found is not None
-    assert found.status is ValidationStatus.STRUCTURE
-    assert found.reason is not None
-    assert "cannot run its contexts on this machine" in found.reason
-    required = with_validate(job, mode="require")
-    with pytest.raises(BuildError, match="EPC404"):
-        validation_without_run(required, required.models[0], reason_not_to_run(required))
-
-
 def test_a_virtual_device_is_a_reason_not_to_run(job: Job) -> None:
     settings = dataclasses.replace(job.target.settings, virtual_devices=True)
     job = dataclasses.replace(job, target=dataclasses.replace(job.target, settings=settings))
@@ -205,20 +188,6 @@ RAN = Validation(ValidationStatus.RAN, AGREEMENTS)
 STRUCTURE = Validation(ValidationStatus.STRUCTURE, reason="x")
 
 
-def test_a_shared_context_has_the_validation_of_its_model_compiled_alone(job: Job) -> None:
-    (model,) = job.models
-    job = dataclasses.replace(job, group="both")
-    found = validation_of_alone(job, model, [RAN])
-    assert (found.status, found.agreements) == (ValidationStatus.RAN_ALONE, AGREEMENTS)
-    assert found.reason == (
-        "CPUExecutionProvider cannot open contexts that share weights on this machine"
-    )
-    assert validation_of_alone(job, model, [STRUCTURE]) is STRUCTURE
-    job = with_validate(job, mode="require")
-    with pytest.raises(BuildError, match="EPC404"):
-        validation_of_alone(job, job.models[0], [RAN])
-
-
 def for_several_chips(job: Job) -> Job:
     qnn = PROVIDERS["qnn"]
     settings = dataclasses.replace(
@@ -242,9 +211,6 @@ def test_a_context_for_several_chips_has_the_worst_validation_of_the_chips(job: 
         "QNNExecutionProvider cannot open contexts for several chips on this machine"
     )
     assert validation_of_alone(job, model, [RAN, STRUCTURE]) is STRUCTURE
-    required = with_validate(job, mode="require")
-    with pytest.raises(BuildError, match="EPC404"):
-        validation_of_alone(required, required.models[0], [RAN, RAN])
 
 
 def test_the_reason_not_to_open_names_all_that_is_special(job: Job) -> None:
