@@ -1,45 +1,42 @@
 """Undo the quantization of a model: integer arithmetic becomes float arithmetic, with dequantized weights.
 
-Dynamic quantization measures each activation when the model runs, which NPUs cannot do. It computes
-``(q - zero_point) * scale`` of integers, an approximation of a float operator, which replaces it.
+Dynamic quantization measures the scale of each activation when the model runs, which NPUs cannot do. Here
+``x``, 1 and 0 replace the integers of ``x``, their scale and their zero point. What is computed of them is
+then off by a power of the scale, and right where that cancels out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from numpy.typing import NDArray
+from onnx import TensorProto
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.arrays import STRING, is_float
+from hatch_epcontext.graph.arrays import is_float
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION, QUANTIZED_WEIGHTS
 from hatch_epcontext.graph.scope import Scope
 
-Floats = np.ndarray[Any, np.dtype[np.float32]]
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+Numbers = NDArray[np.float64] | np.float64
 
 _QUANTIZATION = DYNAMIC_QUANTIZATION | QUANTIZED_WEIGHTS | {"QuantizeLinear"}
 
-_SAME_NUMBERS = operators.MOVES | {"MaxPool"}
+_SAME_NUMBERS = operators.MOVES | {"Concat", "MaxPool", "Resize"}
 """Operators that quantizers apply to integers, because the result is the same as with floats."""
 
-_NUMBERS = frozenset(
-    {
-        TensorProto.FLOAT,
-        TensorProto.INT8,
-        TensorProto.UINT8,
-        TensorProto.INT16,
-        TensorProto.UINT16,
-        TensorProto.INT32,
-    }
-)
-"""The element types that a quantizer casts to."""
+_SUFFIX = "_dequantized"
+
+_WHOLE = frozenset({0, TensorProto.FLOAT, TensorProto.INT32})
+"""The types to which quantizers cast sums of integers; 0 is that of an operator that keeps it."""
 
 
 def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
@@ -50,22 +47,24 @@ def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
 
 def is_noisy(onnx_model: onnx.ModelProto) -> bool:
     """Whether a model rounds values to integers: small errors in a value then change others more."""
-    operators = {node.op_type for node in graph.nodes(onnx_model.graph)}
-    return "QuantizeLinear" in operators or is_dynamic(onnx_model)
+    names = {node.op_type for node in graph.nodes(onnx_model.graph)}
+    return "QuantizeLinear" in names or is_dynamic(onnx_model)
 
 
 def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     """Undo dynamic quantization in ``model``, in place, and return the number of operators undone.
 
-    Stored weights that are only dequantized become floats too, in all graphs, unless the model also has
-    static quantization (QuantizeLinear), which NPUs support; with ``static`` that is undone as well. A node
-    stays as it is unless a known quantizer writes it like this. All tensors must have their values.
+    Stored weights that are only dequantized become floats too, unless the model also has static quantization
+    (QuantizeLinear), which NPUs support; with ``static`` that is undone as well. A node stays as it is unless
+    a known quantizer writes it like this. All tensors must have their values.
     """
     before = _count(model)
-    _replace(model, _Undoing(static=static).rules())
-    if static or not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
-        # Nodes that only integers pass through are removed at the end.
-        _replace(model, _WEIGHTS, nested=True)
+    is_static = any(node.op_type == "QuantizeLinear" for node in model.graph.node)
+    builder = Builder(model)
+    substitution = _Substitution(static=static, weights=static or not is_static)
+    builder.replace(Scope(model.graph), substitution.rules())
+    builder.write()
+    # Nodes that only integers pass through are left.
     for part in graph.graphs(model.graph):
         remove_unused(part)
     return before - _count(model)
@@ -75,210 +74,209 @@ def _count(model: onnx.ModelProto) -> int:
     return sum(graph.operator(node) in _QUANTIZATION for node in graph.nodes(model.graph))
 
 
-def _replace(model: onnx.ModelProto, rules: Mapping[str, Rule], *, nested: bool = False) -> None:
-    builder = Builder(model)
-    builder.replace(Scope(model.graph), rules, nested=nested)
-    builder.write()
-
-
 @dataclass(frozen=True)
-class _Quantized:
-    """An activation as integers: ``real`` are its floats, and ``scale`` the name of their scale."""
+class _Integers:
+    """An activation as integers: the names of its floats, of its scale, and of its zero point."""
 
     real: str
     scale: str
     zero_point: str
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """A number that is ``factor`` times the scale ``scale``, which is known only when the model runs.
-
-    Without a name it is ``factor`` alone.
-    """
-
-    scale: str
-    factor: Floats
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """The integers of a product of an activation with ``weight`` (float, not scaled): real / ``scale``.
-
-    ``bias`` is added to it after it is scaled, with the factor ``biased``.
-    """
+class _Product(NamedTuple):
+    """The product, as ``node`` computes it, of the floats called ``real`` and ``weight``."""
 
     node: onnx.NodeProto
     real: str
-    scale: str
     weight: Floats
-    bias: Floats | None = None
-    biased: Floats | None = None
+
+    def write(self, factor: Numbers, bias: Numbers, builder: Builder) -> Outputs:
+        """Add ``factor`` times the product, plus ``bias``; None if the weight cannot hold the factor."""
+        convolves = self.node.op_type == "ConvInteger"
+        sizes = (1,) * (self.weight.ndim - factor.ndim) + factor.shape
+        if len(sizes) > self.weight.ndim or factor.size != sizes[1 if convolves else -1]:
+            return None
+        # The channels are axis 1 of the result, and axis 0 of the weight.
+        factor = factor.reshape(sizes).swapaxes(0, 1) if convolves else factor
+        weight = builder.store(self.weight * factor.astype(np.float32))
+        operator = "Conv" if convolves else "MatMul"
+        (product,) = builder.add_like(self.node, operator, [self.real, weight])
+        return _plus(product, builder.store(bias.astype(np.float32)) if bias.any() else "", builder)
 
 
 @dataclass(frozen=True)
-class _Bias:
-    """Integers: ``value`` divided by ``by``, rounded."""
+class _Value:
+    """What replaces a value: ``number``, plus ``factor`` times ``product`` if there is one.
 
-    value: Floats
-    by: _Scale
-
-
-_Restored = _Quantized | _Scale | _Sum | _Bias
-
-
-class _Undoing:
-    """Adds floats beside integers whose scales are known; ``known``: by the names of values.
-
-    With ``static`` the input of a QuantizeLinear also replaces the output of the DequantizeLinear after it.
+    The value itself is that times the measured ``scale`` to the power of ``power``.
     """
 
-    def __init__(self, *, static: bool) -> None:
-        self.static = static
-        self.known: dict[str, _Restored] = {}
+    number: Numbers
+    scale: str = ""
+    power: int = 0
+    product: _Product | None = None
+    factor: Numbers = np.float64(1)
 
-    def rules(self) -> Mapping[str, Rule]:
-        static = {
-            **dict.fromkeys(("Concat", "Resize"), self._move),
-            **dict.fromkeys(operators.QUANTIZES, self._clip),
-            "com.microsoft.DequantizeLinear": self._dequantize,
-        }
-        return {
-            **(static if self.static else {}),
+    def plus(self, other: _Value) -> _Value | None:
+        """The sum with a number; None if that has another scale."""
+        if (self.scale, self.power) != (other.scale, other.power):
+            return None
+        return replace(self, number=self.number + other.number)
+
+    def times(self, other: _Value, exponent: int) -> _Value | None:
+        """The product with a number, or its reciprocal if ``exponent`` is -1; None if that is unknown."""
+        is_known = other.scale in ("", self.scale or other.scale)
+        if not is_known or (exponent < 0 and not other.number.all()):
+            return None
+        power, factor = self.power + exponent * other.power, other.number**exponent
+        scale = (self.scale or other.scale) if power else ""
+        number, factor = self.number * factor, self.factor * factor
+        return replace(self, number=number, scale=scale, power=power, factor=factor)
+
+
+class _Substitution:
+    """Replaces integers by floats; ``known``: what is known of the values of graphs by their names.
+
+    ``static``: also where scales are stored; ``weights``: also stored integers that are only dequantized.
+    """
+
+    def __init__(self, *, static: bool, weights: bool) -> None:
+        self.static, self.weights = static, weights
+        self.known: dict[tuple[Scope, str], _Integers | _Value] = {}
+
+    def rules(self) -> dict[str, Rule]:
+        """The rules for operators, which are to be applied once, to the nodes of a model in their order."""
+        rules: dict[str, Rule] = {
             **dict.fromkeys(_SAME_NUMBERS, self._move),
-            "DynamicQuantizeLinear": self._quantize,
-            "ConvInteger": self._product,
-            "MatMulInteger": self._product,
-            "Cast": self._same,
-            "Floor": self._same,
-            "Round": self._same,
             "Reshape": self._reshape,
-            "Mul": self._multiply,
-            "Div": self._divide,
-            "Add": self._add,
-            "DequantizeLinear": self._dequantize,
-            "com.microsoft.DynamicQuantizeMatMul": self._quantize_and_multiply,
-            "com.microsoft.MatMulIntegerToFloat": self._multiply_to_float,
-            "com.microsoft.DynamicQuantizeLSTM": self._lstm,
+            **dict.fromkeys(("Add", "Div", "Mul"), self._compute),
+            **dict.fromkeys(("Cast", "Floor", "Round"), self._keep),
+            **dict.fromkeys(("ConvInteger", "MatMulInteger"), self._multiply),
+            **dict.fromkeys(operators.DEQUANTIZES, self._restore),
+            "DynamicQuantizeLinear": self._measure,
+            "com.microsoft.DynamicQuantizeLSTM": _lstm,
+            "com.microsoft.DynamicQuantizeMatMul": self._product_to_float,
+            "com.microsoft.MatMulIntegerToFloat": self._product_to_float,
             "com.microsoft.QAttention": self._attention,
         }
+        if self.static:
+            rules |= dict.fromkeys(operators.QUANTIZES, self._clip)
+        if self.weights:
+            rules["com.microsoft.GatherBlockQuantized"] = _rows_of_blocks
+            rules["com.microsoft.MatMulNBits"] = _product_of_blocks
+        return rules
 
-    def _quantize(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> None:
+    def _measure(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> None:
         quantized, scale, zero_point = node.output
-        self.known[quantized] = _Quantized(node.input[0], scale, zero_point)
-        self.known[scale] = _Scale(scale, np.ones((), np.float32))
+        self.known[scope, quantized] = _Integers(node.input[0], scale, zero_point)
+        self.known[scope, scale] = _Value(np.float64(1), scale, 1)
 
     def _clip(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         """Keep the range of the integers: quantizers omit a Relu that it replaces."""
         value, scale, zero = graph.operands(node, 3)
-        bounds = _bounds(scope, scale, zero)
-        if bounds is None:
+        factor, offset = _constant(scope, scale, 1), _constant(scope, zero, 0)
+        dtype = scope.dtype(zero) if zero else np.dtype(np.uint8)
+        if factor is None or offset is None or dtype is None or is_float(dtype):
             return None
-        self.known[node.output[0]] = _Quantized(builder.clip(value, *bounds), scale, zero)
+        if factor.size != 1 or offset.size != 1:
+            return None
+        info = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
+        bounds = ((limit - float(offset.item())) * factor.item() for limit in (info.min, info.max))
+        self.known[scope, node.output[0]] = _Integers(builder.clip(value, *bounds), scale, zero)
         builder.append(node)
         return node.output
 
     def _move(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        """A copy of ``node`` for the floats of quantized integers; the node itself is removed if it becomes
-        unused.
-        """
-        data = node.input if node.op_type == "Concat" else node.input[:1]
-        known = {name: its for name in data if isinstance(its := self.known.get(name), _Quantized)}
-        if not known or len(known) < len(set(data)):
+        """A copy of ``node`` for the floats of integers; the node itself is removed if it becomes unused."""
+        first = self.known.get((scope, node.input[0]))
+        if not isinstance(first, _Integers):
             return None
-        first = known[data[0]]
-        if not all(_has(scope, its, first.scale, first.zero_point) for its in known.values()):
-            return None
-        renamed = {name: its.real for name, its in known.items()}
+        renamed: dict[str, str] = {}
+        for name in node.input if node.op_type == "Concat" else node.input[:1]:
+            real = self._activation(name, first.scale, first.zero_point, scope)
+            if real is None:
+                return None
+            renamed[name] = real
         builder.copy([node], renamed, _SUFFIX)
         builder.append(node)
         for name in filter(None, node.output):
-            self.known[name] = replace(first, real=renamed[name])
+            self.known[scope, name] = replace(first, real=renamed[name])
         return node.output
 
     def _reshape(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        self._same(node, scope, builder)
-        return self._move(node, scope, builder)
+        known = self.known.get((scope, node.input[0]))
+        if not isinstance(known, _Value):
+            return self._move(node, scope, builder)
+        sizes = scope.constant(graph.operand(node, 1))
+        if not known.product and sizes is not None and sizes.all():
+            number = known.number.reshape(sizes.tolist())
+            self.known[scope, node.output[0]] = replace(known, number=number)
+        return None
 
-    def _dequantize(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        value, scale, zero = graph.operands(node, 3)
-        real = self._activation(value, scale, zero, scope)
-        return None if real is None else [real]
+    def _keep(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> None:
+        """Leave out the rounding of numbers that were divided by a scale; a product is one of integers."""
+        known, type_ = self.known.get((scope, node.input[0])), graph.attribute(node, "to", 0)
+        if isinstance(known, _Value) and (known.product or known.power < 0) and type_ in _WHOLE:
+            self.known[scope, node.output[0]] = known
 
-    def _product(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    def _multiply(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, right, left_zero, right_zero = graph.operands(node, 4)
-        # The zero point of a convolution is that of each output channel.
-        spread = _per_channel(0) if node.op_type == "ConvInteger" else _per_column
-        one, offset = np.ones((), np.float32), _floats(scope, right_zero, 0)
-        weight = _real(_floats(scope, right), one, offset, spread)
-        known = self.known.get(left)
-        if not isinstance(known, _Quantized) and (path := _to_stored(scope, left)):
-            # Rows of a table of stored integers with a stored scale.
-            offset, table = _floats(scope, left_zero), _floats(scope, path[1])
-            if table is not None and offset is not None and offset.size == 1:
-                real = _moved(path, table - offset.reshape(()), builder)
-                known = _Quantized(real, "", left_zero)
-        if not isinstance(known, _Quantized) or left_zero != known.zero_point or weight is None:
+        axis = 0 if node.op_type == "ConvInteger" else -1
+        weight = _stored(scope, right, "", right_zero, (axis,))
+        known = self.known.get((scope, left))
+        if known is None and (real := _moved(scope, builder, (left, "", left_zero), -2)):
+            # Rows of a table of stored integers, with a stored scale.
+            known = _Integers(real, "", left_zero)
+        if not isinstance(known, _Integers) or known.zero_point != left_zero:
             return None
-        self.known[node.output[0]] = _Sum(node, known.real, known.scale, weight)
+        if weight is None or weight.ndim < 2:
+            return None
+        product, power = _Product(node, known.real, weight), -1 if known.scale else 0
+        self.known[scope, node.output[0]] = _Value(np.float64(0), known.scale, power, product)
         builder.append(node)
         return node.output
 
-    def _same(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> None:
-        if node.op_type == "Cast" and graph.attribute(node, "to", 0) not in _NUMBERS:
-            return
-        if (known := self.known.get(node.input[0])) is None or isinstance(known, _Quantized):
-            return
-        if node.op_type == "Reshape":
-            if not isinstance(known, _Bias):
-                return
-            # Only sizes of 1 are added; `_as_floats` does the same.
-            known = replace(known, value=known.value.reshape(-1))
-        self.known[node.output[0]] = known
-
-    def _multiply(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        for one, other in (node.input, reversed(node.input)):
-            scale, product = self._scale_of(one, scope), self.known.get(other)
-            if scale is not None and isinstance(product, _Sum):
-                return _as_floats(product, scale, builder)
-            factor = self._scale_of(other, scope)
-            if scale and factor and not (scale.scale and factor.scale):
-                name = scale.scale or factor.scale
-                self.known[node.output[0]] = _Scale(name, scale.factor * factor.factor)
+    def _compute(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        """Compute with known values; a scaled product without a measured scale replaces the model's."""
+        one, other = (self._value(name, scope) for name in node.input)
+        if other is not None and other.product and node.op_type != "Div":
+            one, other = other, one
+        if one is None or other is None or other.product:
+            return None
+        if node.op_type == "Add":
+            result = one.plus(other)
+        else:
+            result = one.times(other, -1 if node.op_type == "Div" else 1)
+            if result is not None and result.product and not result.power:
+                return result.product.write(result.factor, result.number, builder)
+        if result is not None:
+            self.known[scope, node.output[0]] = result
         return None
 
-    def _scale_of(self, name: str, scope: Scope) -> _Scale | None:
-        """The known scale ``name``: a stored one belongs to stored integers."""
-        known, stored = self.known.get(name), _floats(scope, name)
-        if isinstance(known, _Scale):
-            return known
-        return None if stored is None else _Scale("", stored)
+    def _value(self, name: str, scope: Scope) -> _Value | None:
+        known = self.known.get((scope, name))
+        if known is None and scope.elem_type(name) == TensorProto.FLOAT:
+            number = scope.constant(name)
+            return None if number is None else _Value(number.astype(np.float64))
+        return known if isinstance(known, _Value) else None
 
-    def _divide(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> None:
-        value, by = _floats(scope, node.input[0]), self.known.get(node.input[1])
-        if value is not None and isinstance(by, _Scale):
-            self.known[node.output[0]] = _Bias(value, by)
+    def _restore(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        value, scale, zero = graph.operands(node, 3)
+        real = self._activation(value, scale, zero, scope)
+        has_dtype = graph.attribute(node, "output_dtype", 0) in (0, scope.elem_type(scale))
+        if real is None and self.weights and has_dtype:
+            axis, block = graph.attribute(node, "axis", 1), graph.attribute(node, "block_size", 0)
+            real = _moved(scope, builder, (value, scale, zero), axis, block)
+        return [real] if real else None
 
-    def _add(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> None:
-        for one, other in (node.input, reversed(node.input)):
-            product, bias = self.known.get(one), self.known.get(other)
-            if not isinstance(product, _Sum) or not isinstance(bias, _Bias):
-                continue
-            if product.bias is None and bias.by.scale == product.scale:
-                its = replace(product, bias=bias.value, biased=bias.by.factor)
-                self.known[node.output[0]] = its
-
-    def _quantize_and_multiply(
-        self, node: onnx.NodeProto, scope: Scope, builder: Builder
-    ) -> Outputs:
-        real, weight, scale, zero, bias = graph.operands(node, 5)
-        floats = _of_names(scope, weight, scale, zero)
-        return None if floats is None else _matrix_product(real, floats, bias, builder)
-
-    def _multiply_to_float(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        left, weight, scale, its_scale, zero, its_zero, bias = graph.operands(node, 7)
-        real = self._activation(left, scale, zero, scope)
-        floats = _of_names(scope, weight, its_scale, its_zero)
+    def _product_to_float(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        real: str | None
+        if node.op_type == "DynamicQuantizeMatMul":
+            real, weight, its_scale, its_zero, bias = graph.operands(node, 5)
+        else:
+            left, weight, scale, its_scale, zero, its_zero, bias = graph.operands(node, 7)
+            real = self._activation(left, scale, zero, scope)
+        floats = _stored(scope, weight, its_scale, its_zero)
         if real is None or floats is None:
             return None
         return _matrix_product(real, floats, bias, builder)
@@ -286,7 +284,7 @@ class _Undoing:
     def _attention(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, weight, bias, scale, its_scale, mask, zero, its_zero, past = graph.operands(node, 9)
         real = self._activation(left, scale, zero, scope)
-        floats = _of_names(scope, weight, its_scale, its_zero)
+        floats = _stored(scope, weight, its_scale, its_zero)
         if real is None or floats is None:
             return None
         inputs = [real, builder.store(floats), bias, mask, past]
@@ -294,70 +292,31 @@ class _Undoing:
 
     def _activation(self, name: str, scale: str, zero: str, scope: Scope) -> str | None:
         """The floats of the integers ``name``, if these are their scale and their zero point."""
-        known = self.known.get(name)
-        if isinstance(known, _Quantized) and _has(scope, known, scale, zero):
-            return known.real
-        return None
-
-    def _lstm(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        names = graph.operands(node, 12)
-        weights = []
-        for name, scale, zero in ((names[1], *names[8:10]), (names[2], *names[10:12])):
-            floats = _of_names(scope, name, scale, zero, _per_direction)
-            if floats is None:
-                return None
-            # Directions x inputs x gates here, directions x gates x inputs in LSTM.
-            weights.append(builder.store(floats.transpose(0, 2, 1)))
-        return builder.add_like(node, "LSTM", [names[0], *weights, *names[3:8]])
-
-
-def _has(scope: Scope, known: _Quantized, scale: str, zero: str) -> bool:
-    """Whether integers have this scale and this zero point."""
-    return _is_equal(scope, known.scale, scale) and _is_equal(scope, known.zero_point, zero)
+        known = self.known.get((scope, name))
+        if not isinstance(known, _Integers) or not _is_equal(scope, known.scale, scale):
+            return None
+        return known.real if _is_equal(scope, known.zero_point, zero) else None
 
 
 def _is_equal(scope: Scope, one: str, other: str) -> bool:
     """Whether two values are the same one, or are stored with equal numbers; without a name it is 0."""
-    if one == other:
-        return True
-    left, right = (scope.constant(name) if name else np.zeros(()) for name in (one, other))
+    left, right = _constant(scope, one, 0), _constant(scope, other, 0)
     if left is None or right is None:
-        return False
-    fits = left.shape == right.shape or 1 in (left.size, right.size)
-    return fits and bool(np.all(left == right))
+        return one == other
+    return np.array_equal(left.squeeze(), right.squeeze())
 
 
-def _bounds(scope: Scope, scale: str, zero: str) -> tuple[float, float] | None:
-    """The range of the quantized values; None if it is not the same for all."""
-    factor, offset = _floats(scope, scale), _floats(scope, zero)
-    if factor is None or factor.size != 1:
-        return None
-    low, high, middle = 0.0, 255.0, 0.0
-    if zero:
-        dtype = scope.dtype(zero)
-        if offset is None or offset.size != 1 or dtype is None or is_float(dtype):
+def _lstm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    names = graph.operands(node, 12)
+    weights = []
+    for name, scale, zero in ((names[1], *names[8:10]), (names[2], *names[10:12])):
+        # Scales of directions, or of directions x gates.
+        floats = _stored(scope, name, scale, zero, (0, 2))
+        if floats is None:
             return None
-        info = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
-        low, high, middle = info.min, info.max, offset.item()
-    return (low - middle) * factor.item(), (high - middle) * factor.item()
-
-
-def _dequantized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The result of a DequantizeLinear as stored floats, if its integers are stored, perhaps moved later."""
-    value, scale, zero = graph.operands(node, 3)
-    path = _to_stored(scope, value)
-    # Before the moves, another axis has the scales.
-    if path is None or (path[0] and math.prod(scope.shape(scale) or ()) > 1):
-        return None
-    axis, block = graph.attribute(node, "axis", 1), graph.attribute(node, "block_size", 0)
-    spread = _per_block(axis, block) if block else _per_channel(axis)
-    floats = _of_names(scope, path[1], scale, zero, spread)
-    if floats is None:
-        return None
-    dtype = scope.dtype(scale)
-    if number := graph.attribute(node, "output_dtype", 0):
-        dtype = helper.tensor_dtype_to_np_dtype(number)
-    return [_moved(path, floats.astype(dtype), builder)]
+        # Directions x inputs x gates here, directions x gates x inputs in LSTM.
+        weights.append(builder.store(floats.transpose(0, 2, 1)))
+    return builder.add_like(node, "LSTM", [names[0], *weights, *names[3:8]])
 
 
 def _product_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -370,11 +329,11 @@ def _product_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     integers, factor, offset = (
         _unpacked(node, scope, name, columns) for name in (weight, scale, zero)
     )
-    spread = _per_block(1, graph.attribute(node, "block_size", 0))
-    floats = _real(None if integers is None else integers[:, :rows], factor, offset, spread)
+    integers = None if integers is None else integers[:, :rows]
+    floats = _real(integers, factor, offset, (1,), graph.attribute(node, "block_size", 0))
     if floats is None:
         return None
-    return _matrix_product(value, floats.T.astype(scope.dtype(scale)), bias, builder)
+    return _matrix_product(value, floats.T, bias, builder)
 
 
 def _rows_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -382,29 +341,18 @@ def _rows_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     data, indices, scale, zero = graph.operands(node, 4)
     integers, factor, offset = (_unpacked(node, scope, name) for name in (data, scale, zero))
     if not zero and scope.dtype(data) != np.uint8:
-        offset = np.zeros((), np.float32)
-    axis, block = (
-        graph.attribute(node, "quantize_axis", 1),
-        graph.attribute(node, "block_size", 128),
-    )
-    floats = _real(integers, factor, offset, _per_block(axis, block))
+        offset = np.zeros(())
+    axis = graph.attribute(node, "quantize_axis", 1)
+    floats = _real(integers, factor, offset, (axis,), graph.attribute(node, "block_size", 128))
     if floats is None:
         return None
-    table = builder.store(floats.astype(scope.dtype(scale)))
-    return [builder.add("Gather", table, indices, axis=graph.attribute(node, "gather_axis", 0))]
-
-
-_WEIGHTS: Mapping[str, Rule] = {
-    **dict.fromkeys(operators.DEQUANTIZES, _dequantized),
-    "com.microsoft.GatherBlockQuantized": _rows_of_blocks,
-    "com.microsoft.MatMulNBits": _product_of_blocks,
-}
-"""How stored weights that are only dequantized become floats."""
+    axis = graph.attribute(node, "gather_axis", 0)
+    return [builder.add("Gather", builder.store(floats), indices, axis=axis)]
 
 
 def _unpacked(
     node: onnx.NodeProto, scope: Scope, name: str, columns: int | None = None
-) -> Floats | None:
+) -> Array | None:
     """The stored numbers ``name`` of ``node``, several in each byte; a missing zero point is in the middle.
 
     With ``columns`` it is a matrix of so many rows.
@@ -418,117 +366,76 @@ def _unpacked(
     if array.dtype == np.uint8:
         parts = array[..., np.newaxis] >> np.arange(0, 8, bits, dtype=np.uint8) & (2**bits - 1)
         array = parts.reshape(*array.shape[:-1], -1)
-    return np.asarray(array, np.float32)
+    return array
 
 
-_Path = tuple[list[onnx.NodeProto], str]
-"""The nodes that move a stored tensor, the first one first, and its name."""
+def _moved(
+    scope: Scope, builder: Builder, names: tuple[str, str, str], axis: int, block: int = 0
+) -> str | None:
+    """The name of the floats of `_stored`, if the integers are only moved after they were stored."""
+    value, scale, zero = names
+    name, moves = scope.trace(value, operators.MOVES - {"Split"})
+    # Before the moves, another axis has the scales.
+    if moves and any(math.prod(scope.shape(other) or ()) > 1 for other in (scale, zero)):
+        return None
+    floats = _stored(scope, name, scale, zero, (axis,), block)
+    if floats is None:
+        return None
+    renamed = {name: builder.store(floats)}
+    builder.copy(reversed(moves), renamed, _SUFFIX)
+    return renamed[value]
 
 
-def _to_stored(scope: Scope, name: str) -> _Path | None:
-    """The nodes that move a stored tensor into the value ``name``."""
-    origin, moves = scope.trace(name, operators.MOVES - {"Split"})
-    return None if scope.stored.get(origin) is None else (moves[::-1], origin)
+def _stored(
+    scope: Scope, integers: str, scale: str, zero: str, axes: Sequence[int] = (-1,), block: int = 0
+) -> Floats | None:
+    """`_real` of the stored tensors with these names; without one, the scale is 1 and the zero point 0."""
+    arrays = (scope.constant(integers), _constant(scope, scale, 1), _constant(scope, zero, 0))
+    return _real(*arrays, axes, block)
 
 
-def _moved(path: _Path, values: Floats, builder: Builder) -> str:
-    """``values``, which replace the stored tensor of ``path``, after the moves."""
-    moves, name = path
-    renamed = {name: builder.store(values)}
-    builder.copy(moves, renamed, _SUFFIX)
-    return renamed[moves[-1].output[0] if moves else name]
-
-
-_SUFFIX = "_dequantized"
-
-
-def _floats(scope: Scope, name: str, default: float | None = None) -> Floats | None:
-    """The stored tensor ``name`` as floats, None if it is not stored, or is of strings.
-
-    Without a name it is ``default``.
-    """
-    if not name:
-        return None if default is None else np.full((), default, np.float32)
-    array = scope.constant(name)
-    return None if array is None or array.dtype == STRING else np.asarray(array, np.float32)
-
-
-_Spread = Callable[[Floats, tuple[int, ...]], Floats]
-"""Gives scales and zero points the dimensions of integers of this shape, or such that broadcast to it."""
-
-
-def _per_column(values: Floats, shape: tuple[int, ...]) -> Floats:
-    """``values`` of one matrix, of each column, or of each column of each matrix."""
-    return values if values.size == 1 or values.ndim > 1 else values[..., np.newaxis, :]
-
-
-def _per_direction(values: Floats, shape: tuple[int, ...]) -> Floats:
-    """``values`` (directions, or directions x gates) for a weight of directions x inputs x gates."""
-    return values.reshape(len(values), 1, -1) if values.ndim else values
-
-
-def _per_channel(axis: int) -> _Spread:
-    """Values of all channels, or of each one along ``axis``."""
-
-    def spread(values: Floats, shape: tuple[int, ...]) -> Floats:
-        if values.size == 1:
-            # The axis may be any.
-            return values.reshape(())
-        sizes = [1] * len(shape)
-        sizes[axis] = -1
-        return values.reshape(sizes)
-
-    return spread
-
-
-def _per_block(axis: int, size: int) -> _Spread:
-    """Values of all blocks of ``size`` along ``axis``; 0 for a single one."""
-
-    def spread(values: Floats, shape: tuple[int, ...]) -> Floats:
-        if values.size == 1:
-            return values.reshape(())
-        return values.take(np.arange(shape[axis]) // (size or shape[axis]), axis)
-
-    return spread
+def _constant(scope: Scope, name: str, default: float) -> Array | None:
+    """The stored tensor ``name``, or ``default`` if it has no name."""
+    return scope.constant(name) if name else np.asarray(default, np.float32)
 
 
 def _real(
-    integers: Floats | None,
-    factor: Floats | None,
-    offset: Floats | None,
-    spread: _Spread,
+    integers: Array | None,
+    scale: Array | None,
+    zero: Array | None,
+    axes: Sequence[int],
+    block: int = 0,
 ) -> Floats | None:
-    """The floats of stored ``integers``, with a scale and a zero point; None if one of them is not stored."""
-    if integers is None or factor is None or offset is None:
+    """The floats of ``integers``, in the dtype of ``scale``; None if one of the three is None.
+
+    Scale and zero point are one for all, or have all dimensions of the integers, or only the first ``axes``;
+    with ``block`` there is one for so many integers along the first of ``axes``.
+    """
+    if integers is None or scale is None or zero is None:
         return None
-    return (integers - spread(offset, integers.shape)) * spread(factor, integers.shape)
+    shape = integers.shape
 
+    def spread(array: Array) -> Floats:
+        values = array.astype(np.float32)
+        if values.size == 1:
+            # The axis may be any.
+            return values.reshape(())
+        if block:
+            return values.take(np.arange(shape[axes[0]]) // block, axes[0])
+        if values.ndim == len(shape):
+            return values
+        sizes = [1] * len(shape)
+        for axis, size in zip(axes, values.shape, strict=False):
+            sizes[axis] = size
+        return values.reshape(sizes)
 
-def _of_names(
-    scope: Scope, integers: str, scale: str, zero: str, spread: _Spread = _per_column
-) -> Floats | None:
-    """`_real` of stored tensors; without a name the zero point is 0."""
-    return _real(_floats(scope, integers), _floats(scope, scale), _floats(scope, zero, 0), spread)
-
-
-def _as_floats(product: _Sum, scale: _Scale, builder: Builder) -> list[str] | None:
-    """The float operator for ``product`` times ``scale``."""
-    if scale.scale != product.scale:
-        return None
-    factor, weight = scale.factor, product.weight
-    is_convolution = product.node.op_type == "ConvInteger"
-    if is_convolution:
-        factor = _per_channel(0)(factor, weight.shape)
-    floats, bias = weight * factor, ""
-    if product.bias is not None and product.biased is not None:
-        # It was divided by one factor, and is multiplied by another.
-        values = product.bias * (scale.factor.reshape(-1) / product.biased.reshape(-1))
-        bias = builder.store(np.broadcast_to(values, len(weight)) if is_convolution else values)
-    if is_convolution:
-        return builder.add_like(product.node, "Conv", [product.real, builder.store(floats), bias])
-    return _matrix_product(product.real, floats, bias, builder)
+    floats = (integers.astype(np.float32) - spread(zero)) * spread(scale)
+    return floats.astype(scale.dtype, copy=False)
 
 
 def _matrix_product(real: str, weight: Floats, bias: str, builder: Builder) -> list[str]:
-    product = builder.add("MatMul", real, builder.store(weight))
+    return _plus(builder.add("MatMul", real, builder.store(weight)), bias, builder)
+
+
+def _plus(product: str, bias: str, builder: Builder) -> list[str]:
     return [builder.add("Add", product, bias) if bias else product]

@@ -1,8 +1,7 @@
 """The reference of a dynamically quantized model, whose integers on the CPU are noisy themselves.
 
-If its quantization is undone, each float operator is compared with the integer operators that it replaces,
-and the float form is the reference from then on. If not, the smallest rounding error can change the integers:
-no limit is stricter than what such errors explain.
+If its quantization is undone, the float form is the reference, and says how far the integers are from it. If
+not, the smallest rounding error can change the integers: no limit is stricter than what such errors explain.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ import onnxruntime as ort
 from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, RefusedError, Setting
+from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.dequantize import dequantize, is_noisy
 from hatch_epcontext.graph.external import load_whole, save_whole
-from hatch_epcontext.graph.side_by_side import Undone, add_floats
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.compare import refuse_differences
 from hatch_epcontext.worker.comparison.measures import Comparison, compare, other_shape
@@ -34,10 +31,6 @@ from hatch_epcontext.worker.comparison.runs import Facts, Reference, for_other_n
 from hatch_epcontext.worker.configured import fix_inputs
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import cpu_options, open_session
-
-_SAME = 1e-3
-"""The part of an operator's largest result by which its float form may differ beyond a step: if it is right,
-float32 rounding gives some 1e-6; a scale that is wrong by 1 % gives 1e-2."""
 
 _ROUNDING = 2.0**-20
 """The relative errors whose effect on the integers is measured, as float32 sums have them."""
@@ -88,24 +81,22 @@ def source_reference(model: Model, fixed: onnx.ModelProto, *, dequantized: bool)
 def float_form_reference(model: Model, integers: Path, floats: Path) -> Reference:
     """Run the float form at ``floats`` of the model at ``integers``; in both, shapes and constants are fixed.
 
-    Raises BuildError when an operator's results differ from those of its integer operators, and ModelError
-    when the model cannot be run.
+    Raises BuildError when an output has another shape than the source's, and ModelError when the model cannot
+    be run.
     """
     float_form = onnx.load(floats, load_external_data=False)
     expected = reference(model, float_form, floats)
-    source = load_whole(integers)
     try:
-        _check_operators(model, source, floats, expected)
         session = open_session(integers, cpu_options())
         compared = _compare(model, session, for_other_numbers(expected))
         ratios = [each.agreement.snr for each in compared]
-        decibels = min([_EQUAL, *(each for each in ratios if each is not None)])
     except (BuildError, ModelError):
         raise
     except Exception as error:
+        source = onnx.load(integers, load_external_data=False)
         raise ModelError(source_failed(model, source, error)) from error
-    facts = replace(expected.facts, float_form_db=decibels)
-    expected = Reference(expected.runs, facts)
+    decibels = min([_EQUAL, *(each for each in ratios if each is not None)])
+    expected = replace(expected, facts=replace(expected.facts, float_form_db=decibels))
     return with_noise(model, floats, expected) if is_noisy(float_form) else expected
 
 
@@ -193,51 +184,3 @@ def _compare(
             yield compare(
                 name, outputs[name], wanted[name], _NO_LIMITS, elsewhere=elsewhere, nature=nature
             )
-
-
-def _check_operators(
-    model: Model, source: onnx.ModelProto, floats: Path, expected: Reference
-) -> None:
-    """Compare the float operators with the integer ones, on values that the source itself computes."""
-    step("comparing float operators with those of integers")
-    undone = add_floats(source, load_whole(floats))
-    path = floats.with_suffix(".both.onnx")
-    save_whole(source, path)
-    options = cpu_options()
-    # Without it, integer sums overflow on CPUs with AVX2 but without VNNI.
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    try:
-        session = open_session(path, options)
-    except Exception:
-        # ONNX Runtime cannot convert weights that several nodes use.
-        session = open_session(path, cpu_options())
-    for outputs, _ in _steps(model, session, expected):
-        for each in undone:
-            error, allowed = _error(outputs, each)
-            if not error <= allowed:
-                node = each.node
-                raise RefusedError(
-                    Problem(
-                        Kind.OUTPUT_DIFFERS,
-                        "",
-                        f"without its quantization, the node {node.name!r} ({graph.operator(node)}) differs "
-                        f"from its integer form by up to {error:.3g}; rounding explains {allowed:.3g}.",
-                        "This package undoes the quantization wrongly there. Compile the model as it is (not "
-                        "tried):",
-                        settings=(Setting(model.key / "dequantize", False),),
-                    )
-                )
-
-
-def _error(outputs: Arrays, undone: Undone) -> tuple[float, float]:
-    """The largest difference of an operator's two forms, and how large it may be."""
-    integers, floats = (
-        np.asarray(outputs[name], np.float64) for name in (undone.integers, undone.floats)
-    )
-    if not integers.size:
-        return 0.0, 0.0
-    one = np.abs(outputs[undone.step]) if undone.step else np.zeros(())
-    excess = np.abs(floats - integers) - one
-    place = np.unravel_index(int(np.argmax(excess)), excess.shape)
-    allowed = _SAME * float(np.abs(integers).max())
-    return float(excess[place]), allowed
