@@ -175,7 +175,7 @@ class Cluster:
         future.add_done_callback(lambda _: ended.set())
         try:
             while not ended.wait(_POLL_SECONDS):
-                self._find_worker(job)
+                self._find_worker(job, ended)
             outcome = _read(future.result())
         finally:
             future.cancel(force=True)
@@ -200,11 +200,12 @@ class Cluster:
                     raise changed_error(file)
         return record
 
-    def _find_worker(self, job: Job) -> str:
-        """The address of a worker with the job's resources.
+    def _find_worker(self, job: Job, ended: threading.Event | None = None) -> str:
+        """The address of a worker with the job's resources; empty if the job's task has ``ended`` first.
 
         Raises BuildError if none comes in time: dask lets tasks wait for ever.
         """
+        ended = ended or threading.Event()
         resources, end = job.target.resources, time.monotonic() + WORKER_SECONDS
         while not self._workers.stopped:
             workers = self._client.scheduler_info(n_workers=-1)["workers"]
@@ -220,7 +221,8 @@ class Cluster:
                 )
                 hint = f'Start one: dask worker <scheduler> --resources "{needs}"'
                 raise BuildError(Problem(Kind.NO_WORKER, "", message, hint))
-            time.sleep(_POLL_SECONDS)
+            if ended.wait(_POLL_SECONDS):
+                return ""
         raise interrupted()
 
     @contextlib.contextmanager
