@@ -11,10 +11,15 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import onnx
 import pytest
 
+from hatch_epcontext.api import compile_models
+from hatch_epcontext.jobs.report import ModelReport
 from tests.conftest import REPOSITORY
+from tests.models import save
 
 INTEGRATION = Path(__file__).parent
 
@@ -50,6 +55,24 @@ def run(*command: str | Path, cwd: Path, env: Mapping[str, str], fails: bool = F
     )
     assert (done.returncode != 0) == fails, done.stdout
     return done.stdout
+
+
+def build_project(project: Path, **variables: str) -> tuple[Path, str]:
+    """The wheel of ``project``, built without isolation with a cache beside it; and what was printed."""
+    cache = str(project.parent / "cache")
+    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": cache, **variables}
+    text = run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=project, env=env)
+    (wheel,) = (project / "dist").glob("*.whl")
+    return wheel, text
+
+
+def compile_for_qnn(model: onnx.ModelProto, folder: Path, **arguments: Any) -> ModelReport:
+    """The report of ``model``, saved in ``folder`` and compiled for QNN."""
+    source = save(model, folder / "a.onnx")
+    options = {"soc_model": 60}
+    result = compile_models(source, folder / "out", "qnn", provider_options=options, **arguments)
+    (report,) = result.report.jobs[0].models
+    return report
 
 
 def tool(name: str) -> Path:

@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,6 @@ class _Api:
         self.release_package_options = _release(table, 1)
         self.open_package = self._checked(table, 2, _PATH, _HANDLES)
         self.release_package = _release(table, 3)
-        self.schema_version = self._checked(table, 4, c_void_p, POINTER(c_int64))
-        self.components = self._checked(table, 6, c_void_p, POINTER(_STRINGS), _SIZE)
-        self.variants = self._checked(table, 8, c_void_p, c_char_p, POINTER(_STRINGS), _SIZE)
-        self.variant_ep = self._checked(table, 9, c_void_p, c_char_p, c_char_p, _STRINGS)
         self.select = self._checked(table, 11, c_void_p, c_char_p, c_void_p, _HANDLES)
         self.release_component = _release(table, 12)
         self.selected_variant = self._checked(table, 13, c_void_p, _STRINGS)
@@ -126,13 +122,6 @@ def _made(create: _Function, release: _Function, *arguments: Any) -> Iterator[c_
         release(handle)
 
 
-def _strings(read: _Function, *arguments: Any) -> list[str]:
-    """The names that ``read`` writes through its last two arguments, which stay ONNX Runtime's."""
-    names, count = _STRINGS(), c_size_t()
-    read(*arguments, byref(names), byref(count))
-    return [name.decode() for name in names[: count.value] if name is not None]
-
-
 @dataclass(frozen=True)
 class Component:
     """A component with the variant that ONNX Runtime selected for it, and the variant's folder."""
@@ -157,26 +146,6 @@ class Package:
     _api: _Api
     _env: c_void_p
     _handle: c_void_p
-
-    @property
-    def schema_version(self) -> int:
-        """The major version of the schema."""
-        version = c_int64()
-        self._api.schema_version(self._handle, byref(version))
-        return version.value
-
-    @property
-    def components(self) -> list[str]:
-        return _strings(self._api.components, self._handle)
-
-    def variants(self, component: str) -> list[str]:
-        return _strings(self._api.variants, self._handle, component.encode())
-
-    def ep(self, component: str, variant: str) -> str | None:
-        """The EP of a variant, None where the manifest names none."""
-        name = c_char_p()
-        self._api.variant_ep(self._handle, component.encode(), variant.encode(), byref(name))
-        return None if name.value is None else name.value.decode()
 
     @contextmanager
     def select(self, component: str, ep: str, options: Mapping[str, str]) -> Iterator[Component]:

@@ -10,8 +10,7 @@ import pytest
 from tests.altered_workers import write_broken_qnn
 from tests.conftest import needs_qnn
 from tests.integration.conftest import Environment, run, tool
-from tests.models import network, save
-from tests.projects import PROJECT
+from tests.projects import PROJECT, make_project
 
 CHIP = """
 targets.qnn.provider = "qnn"
@@ -80,11 +79,7 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path, env: dict[str, str]) -> Project:
-    root = tmp_path / "project"
-    (root / "my_app").mkdir(parents=True)
-    (root / "my_app" / "__init__.py").touch()
-    save(network(), root / "models" / "a.onnx")
-    return Project(root, env)
+    return Project(make_project(tmp_path / "project", ""), env)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ does not happen every time.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import needs, needs_qnn
-from tests.integration.conftest import OFFERED, run
+from tests.conftest import needs_qnn
+from tests.integration.conftest import build_project
 from tests.projects import make_project
 
 # Only QNN is known to have crashed: in each of the first processes.
@@ -54,15 +53,13 @@ print("done")
 @pytest.fixture(
     params=[
         pytest.param("qnn", marks=needs_qnn),
-        pytest.param("openvino", marks=needs("onnxruntime_ep_openvino")),
+        "openvino",
     ]
 )
 def target(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name == "openvino":
-        offered = run(sys.executable, "-c", OFFERED, cwd=Path.cwd(), env=os.environ)
-        if offered.split()[-1:] != ["True"]:
-            pytest.skip("OpenVINO offers its CPU device on Intel's processors only")
+        request.getfixturevalue("openvino_cpu")
     return name
 
 
@@ -75,10 +72,7 @@ models = [{{ path = "models/a.onnx", shapes = {{ x = [1, 1, 8, 8] }} }}]
 [tool.epcontext.targets.{target}]
 {TARGETS[target]}
 """
-    project = make_project(tmp_path / "project", toml)
-    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=project, env=env)
-    (wheel,) = (project / "dist").glob("*.whl")
+    wheel, _ = build_project(make_project(tmp_path / "project", toml))
     shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     return tmp_path / "installed"
 
@@ -97,6 +91,6 @@ def test_no_process_dies_that_opens_and_closes_models(app: Path, target: str) ->
 
     with ThreadPoolExecutor(PROCESSES) as pool:
         processes = list(pool.map(start, range(PROCESSES)))
-    for each in processes:
-        assert each.returncode == 0, each.stderr[-3000:]
-    assert all("done" in each.stdout.splitlines() for each in processes)
+    for process in processes:
+        assert process.returncode == 0, process.stderr[-3000:]
+    assert all("done" in process.stdout.splitlines() for process in processes)

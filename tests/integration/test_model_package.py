@@ -35,16 +35,6 @@ except api.UnavailableError as error:
     print(error)
 """
 
-LIST = """
-import json, sys
-from pathlib import Path
-import model_package_api as api
-folder, answer = map(Path, sys.argv[1:])
-with api.runtime() as ort, ort.package(folder) as package:
-    eps = {c: [(v, package.ep(c, v)) for v in package.variants(c)] for c in package.components}
-    answer.write_text(json.dumps([package.schema_version, eps]), encoding="utf-8")
-"""
-
 SELECT = """
 import json, sys
 from contextlib import ExitStack
@@ -130,15 +120,6 @@ def check_opened(app: App, package: Path, ep: str, variant: str) -> None:
     """ONNX Runtime selects ``variant``, and opens a session of it."""
     directory = variants(manifest(package))[variant]["variant_directory"]
     assert app.selected(package, ep) == (variant, package / directory)
-
-
-def test_it_lists_the_models_and_their_variants_in_the_configured_order(
-    app: App, tmp_path: Path
-) -> None:
-    app.run(LIST, app.package, tmp_path / "listed.json")
-    schema_version, components = json.loads((tmp_path / "listed.json").read_text(encoding="utf-8"))
-    assert schema_version == 1
-    assert components == {"digits": [["x-elite", QNN], ["cpu", CPU], ["source", CPU]]}
 
 
 def test_the_cpu_gets_the_first_variant_for_it(app: App) -> None:

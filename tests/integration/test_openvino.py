@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import printed_json
-from tests.integration.conftest import run
+from tests.integration.conftest import build_project, run
 from tests.projects import make_project
 
 pytestmark = pytest.mark.usefixtures("openvino_cpu")
@@ -42,12 +42,10 @@ print(json.dumps(text))
 
 def test_contexts_for_the_cpu_are_compiled_shipped_and_opened(tmp_path: Path) -> None:
     project = make_project(tmp_path / "project", TOML)
-    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
-    text = run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=project, env=env)
+    wheel, text = build_project(project)
     assert "a -> openvino (openvino): 4/4 nodes in 1 context, for OpenVINO 20" in text
     assert text.count("ran and agrees with the CPU") == 2
 
-    (wheel,) = (project / "dist").glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     folder = tmp_path / "installed" / "my_app" / "epcontext"
     components = json.loads((folder / "manifest.json").read_text("utf-8"))["components"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import zipfile
 from pathlib import Path
 
@@ -11,16 +9,15 @@ import onnx
 import pytest
 
 from tests.conftest import needs, needs_qnn
-from tests.integration.conftest import run
+from tests.integration.conftest import build_project
 from tests.models import (
     interrupted,
-    network,
     parsed,
     save,
     save_with_data,
     transformer,
 )
-from tests.projects import PROJECT
+from tests.projects import make_project
 
 MODELS = """
 wheel.sbom = true
@@ -99,22 +96,16 @@ def branches() -> onnx.ModelProto:
 
 
 def cold_wheel(folder: Path, toml: str) -> Path:
-    (folder / "my_app").mkdir(parents=True)
-    (folder / "my_app" / "__init__.py").touch()
-    (folder / "pyproject.toml").write_text(PROJECT + toml, encoding="utf-8")
-    save(network(), folder / "models" / "a.onnx")
+    make_project(folder, toml)
     save(interrupted(), folder / "models" / "parts.onnx")
     save(branches(), folder / "models" / "branches.onnx")
     for name, length in (("prefill", 64), ("decode", 1)):
         path = folder / "models" / f"{name}.onnx"
         save_with_data(transformer(length), path, f"{name}.data")
-    env = {
-        **os.environ,
-        "HATCH_EPCONTEXT_CACHE_DIR": str(folder / "cache"),
-        "SOURCE_DATE_EPOCH": "1700000000",
-    }
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=folder, env=env)
-    (wheel,) = (folder / "dist").glob("*.whl")
+    cache = str(folder / "cache")
+    wheel, _ = build_project(
+        folder, HATCH_EPCONTEXT_CACHE_DIR=cache, SOURCE_DATE_EPOCH="1700000000"
+    )
     return wheel
 
 

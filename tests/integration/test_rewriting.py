@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 
-from hatch_epcontext.api import ValidationStatus, compile_models
+from hatch_epcontext.api import ValidationStatus
 from tests.conftest import needs_qnn
-from tests.models import parsed, save
+from tests.integration.conftest import compile_for_qnn
+from tests.models import parsed
 
 pytestmark = needs_qnn
 
 
 def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
-    made = parsed(
+    refused = parsed(
         """(float[4, 8] x) => (float[6, 4] y) {
             m = MatMul (x, w)
             mean = ReduceMean <keepdims = 0> (m)
@@ -23,17 +25,8 @@ def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
         w=(8, 8),
         v=(8, 6),
     )
-    source = save(made, tmp_path / "a.onnx")
-    before = source.read_bytes()
     lines: list[str] = []
-    result = compile_models(
-        source,
-        tmp_path / "out",
-        "qnn",
-        provider_options={"soc_model": 60},
-        log=lines.append,
-    )
-    (compiled,) = result.report.jobs[0].models
+    compiled = compile_for_qnn(refused, tmp_path, log=lines.append)
     assert compiled.coverage is not None
     assert compiled.coverage.uncovered == ()
     assert compiled.preparation.rewrites == (
@@ -43,7 +36,7 @@ def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
     assert compiled.preparation.tried == ("unmodified: 2 nodes on the CPU",)
     assert compiled.validation.status is ValidationStatus.RAN
     assert any("rewritten (Clip as Max and Min; Einsum" in line for line in lines)
-    assert source.read_bytes() == before
+    assert onnx.load(tmp_path / "a.onnx") == refused
 
 
 def numbers(count: int, step: int = 1) -> str:
@@ -110,9 +103,7 @@ def test_what_qnn_refuses_is_compiled_in_another_form(
     tmp_path: Path, opset: int, values: str, nodes: str
 ) -> None:
     text = f"{values} {STORED} {{ a = Sigmoid (x) {nodes} }}"
-    source = save(parsed(text, opset), tmp_path / "a.onnx")
-    result = compile_models(source, tmp_path / "out", "qnn", provider_options={"soc_model": 60})
-    (compiled,) = result.report.jobs[0].models
+    compiled = compile_for_qnn(parsed(text, opset), tmp_path)
     assert compiled.coverage is not None
     assert compiled.coverage.uncovered == ()
     assert compiled.preparation.rewrites

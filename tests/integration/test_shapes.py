@@ -16,7 +16,7 @@ import pytest
 from onnx import helper
 
 from tests.conftest import needs_qnn, printed_json
-from tests.integration.conftest import run
+from tests.integration.conftest import build_project, run
 from tests.models import network, value
 from tests.projects import make_project
 
@@ -84,10 +84,8 @@ def scaled() -> onnx.ModelProto:
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the unpacked wheel."""
-    root = make_project(tmp_path_factory.mktemp("shapes"), TOML, scaled())
-    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(root / "cache")}
-    run(sys.executable, "-m", "build", "-w", "-n", root, cwd=root, env=env)
-    (wheel,) = (root / "dist").glob("*.whl")
+    root = make_project(tmp_path_factory.mktemp("shapes") / "project", TOML, scaled())
+    wheel, _ = build_project(root)
     shutil.unpack_archive(wheel, root / "installed", "zip")
     return root / "installed"
 

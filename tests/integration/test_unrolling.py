@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 from onnx import numpy_helper
 
-from hatch_epcontext.api import BuildError, ValidationStatus, compile_models
+from hatch_epcontext.api import BuildError, ValidationStatus
 from tests.conftest import needs_qnn
 from tests.graph.unrolling.models import recurrent
-from tests.models import parsed, save
+from tests.integration.conftest import compile_for_qnn
+from tests.models import parsed
 
 pytestmark = needs_qnn
-
-OPTIONS = {"soc_model": 60}
 
 LOOP = """
 (float[1, 8] x) => (float[1, 8] y)
@@ -28,9 +27,7 @@ LOOP = """
 
 
 def test_a_loop_of_known_length_becomes_one_context(tmp_path: Path) -> None:
-    source = save(parsed(LOOP), tmp_path / "a.onnx")
-    result = compile_models(source, tmp_path / "out", "qnn", provider_options=OPTIONS)
-    (model,) = result.report.jobs[0].models
+    model = compile_for_qnn(parsed(LOOP), tmp_path)
     assert model.coverage is not None
     assert (model.coverage.partitions, model.coverage.uncovered) == (1, ())
     assert model.preparation is not None
@@ -50,19 +47,14 @@ def test_a_cell_that_returns_its_state_as_its_result_by_the_same_name_is_compile
     tmp_path: Path,
 ) -> None:
     """ONNX Runtime's CPU computes one of both wrong: the compared model has two names."""
-    source = save(parsed(SCAN, check=False), tmp_path / "a.onnx")
-    result = compile_models(source, tmp_path / "out", "qnn", provider_options=OPTIONS)
-    (model,) = result.report.jobs[0].models
+    model = compile_for_qnn(parsed(SCAN, check=False), tmp_path)
     assert model.preparation.rewrites == ("Scan unrolled 5 times",)
     assert model.validation.status is ValidationStatus.RAN
 
 
 def test_the_limit_0_leaves_it_as_it_is(tmp_path: Path) -> None:
-    source = save(parsed(LOOP), tmp_path / "a.onnx")
     with pytest.raises(BuildError) as raised:
-        compile_models(
-            source, tmp_path / "out", "qnn", provider_options=OPTIONS, settings={"unroll-limit": 0}
-        )
+        compile_for_qnn(parsed(LOOP), tmp_path, settings={"unroll-limit": 0})
     assert "Loop" in raised.value.problems[0].message
 
 
@@ -71,14 +63,12 @@ def test_a_layer_that_qnn_computes_wrong_is_unrolled(tmp_path: Path) -> None:
     for weights in layer.graph.initializer:
         # QNN's kernel is wrong where the gates have large sums.
         weights.CopyFrom(numpy_helper.from_array(20 * numpy_helper.to_array(weights), weights.name))
-    source = save(layer, tmp_path / "a.onnx")
+    lines: list[str] = []
     for folder in ("first", "second"):
-        result = compile_models(
-            source, tmp_path / folder, "qnn", provider_options=OPTIONS, cache_dir=tmp_path / "cache"
-        )
-        (model,) = result.report.jobs[0].models
+        cache = tmp_path / "cache"
+        model = compile_for_qnn(layer, tmp_path / folder, cache_dir=cache, log=lines.append)
         assert model.preparation is not None
         assert model.preparation.rewrites == ("GRU unrolled 3 times",)
         assert "differs from the CPU's" in model.preparation.tried[0]
         assert model.validation.status is ValidationStatus.RAN
-    assert result.report.jobs[0].cached
+    assert lines[-1].endswith("from the cache")

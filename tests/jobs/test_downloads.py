@@ -37,6 +37,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         yield running
 
 
+@pytest.fixture
+def download(hub: Hub) -> Download:
+    """One file on a web server."""
+    return Download(hub.web("m.onnx"), sha256(MODEL))
+
+
 def with_data(hub: Hub) -> Download:
     files = {"m.onnx_data": sha256(DATA)}
     return Download(hub.location("onnx/m.onnx"), sha256(MODEL), files)
@@ -79,34 +85,34 @@ def test_a_model_is_downloaded_once_with_its_data(hub: Hub, tmp_path: Path) -> N
     same = Download(hub.web("m.onnx"), sha256(MODEL), with_data(hub).data)
     assert run(same, tmp_path) == (folder, [])
     assert len(hub.requests) == before
-    assert all(each.stat().st_nlink == 1 for each in folder.iterdir())
-    assert not any(each.is_symlink() for each in folder.iterdir())
+    assert all(file.stat().st_nlink == 1 for file in folder.iterdir())
+    assert not any(file.is_symlink() for file in folder.iterdir())
 
 
 def test_a_long_download_is_reported(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Heartbeat, "due", lambda self: True)
-    _, log = run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    _, log = run(download, tmp_path)
     first, *_, last = log
     assert first == f"downloading {hub.web('m.onnx')}: 0 bytes of 300.0 kB"
     assert last.startswith("downloaded ")
 
 
-def test_a_cut_download_continues(hub: Hub, tmp_path: Path) -> None:
-    hub.faults = {"onnx/m.onnx": "cut-once"}
+@pytest.mark.parametrize("fault", ["cut-once", "reset-once"])
+def test_a_connection_that_ends_early_loses_nothing_that_had_arrived(
+    hub: Hub, tmp_path: Path, fault: str
+) -> None:
+    hub.faults = {"onnx/m.onnx": fault}
     folder, _ = run(with_data(hub), tmp_path)
     assert file_sha256(folder / "m.onnx") == sha256(MODEL)
-    ranges = [
-        headers.get("Range") for _, path, headers in hub.requests if "/large/onnx/m.onnx?" in path
-    ]
-    assert ranges[0] is None
-    assert ranges[1] is not None
-    assert 0 < int(ranges[1].removeprefix("bytes=").removesuffix("-")) < len(MODEL)
+    sent = [headers for _, path, headers in hub.requests if "/large/onnx/m.onnx?" in path]
+    assert [headers.get("Range") for headers in sent] == [None, f"bytes={len(MODEL) // 2}-"]
 
 
-def test_what_a_failed_build_got_is_continued_by_the_next_one(hub: Hub, tmp_path: Path) -> None:
-    download = Download(hub.web("m.onnx"), sha256(MODEL))
+def test_what_a_failed_build_got_is_continued_by_the_next_one(
+    hub: Hub, download: Download, tmp_path: Path
+) -> None:
     hub.faults = {"m.onnx": "cut"}
     # Each attempt gets half of the rest.
     error = failure(download, tmp_path)
@@ -119,9 +125,9 @@ def test_what_a_failed_build_got_is_continued_by_the_next_one(hub: Hub, tmp_path
     assert int(headers["Range"][6:-1]) > len(MODEL) // 2
 
 
-def test_attempts_that_bring_nothing_new_end(hub: Hub, tmp_path: Path) -> None:
+def test_attempts_that_bring_nothing_new_end(hub: Hub, download: Download, tmp_path: Path) -> None:
     hub.faults = {"m.onnx": "pieces-no-range"}
-    assert failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    assert failure(download, tmp_path)
     assert len(hub.downloads) == 3
 
 
@@ -146,14 +152,6 @@ def test_a_new_version_is_not_joined_with_the_old_one(hub: Hub, tmp_path: Path) 
         part.write_bytes(MODEL[:1000])
 
 
-def test_a_continuation_of_something_else_begins_again(hub: Hub, tmp_path: Path) -> None:
-    part = tmp_path / "part"
-    part.write_bytes(MODEL[:1000])
-    hub.faults = {"m.onnx": "other-range"}
-    web.download(hub.web("m.onnx"), part, len(MODEL), lambda *_: None, pinned=True)
-    assert part.read_bytes() == MODEL
-
-
 @pytest.mark.parametrize("fault", ["unasked", 204])
 def test_an_answer_that_is_not_the_file_is_an_error(
     hub: Hub, tmp_path: Path, fault: str | int
@@ -167,22 +165,12 @@ def test_an_answer_that_is_not_the_file_is_an_error(
     assert not (tmp_path / "p").exists()
 
 
-def test_a_connection_that_is_reset_loses_nothing_that_had_arrived(
-    hub: Hub, tmp_path: Path
-) -> None:
-    hub.faults = {"m.onnx": "reset-once"}
-    run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
-    _, (_, _, second) = hub.requests
-    assert second["Range"] == f"bytes={len(MODEL) // 2}-"
-
-
 def test_a_byte_from_time_to_time_is_reported_and_then_an_error(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web, "_WINDOW", 0.5)
     monkeypatch.setattr("hatch_epcontext.jobs.processes.process._FIRST_BEAT", 0.2)
     hub.faults = {"m.onnx": "slow"}
-    download = Download(hub.web("m.onnx"), sha256(MODEL))
     log = list[str]()
     with pytest.raises(DownloadError, match="fewer than 1000 bytes a second"):
         Downloads(Store(tmp_path), False, log.append).run(download, tmp_path)
@@ -190,35 +178,39 @@ def test_a_byte_from_time_to_time_is_reported_and_then_an_error(
     assert len(hub.requests) == 1
 
 
-def test_a_complete_part_is_not_downloaded_again(hub: Hub, tmp_path: Path) -> None:
-    download = Download(hub.web("m.onnx"), sha256(MODEL))
-    part_of(download, tmp_path).write_bytes(MODEL)
-    folder, _ = run(download, tmp_path)
-    assert hub.requests == []
-    (folder / "m.onnx").unlink()
-    part_of(download, tmp_path).write_bytes(MODEL + b"more")
-    run(download, tmp_path)
-    assert (folder / "m.onnx").read_bytes() == MODEL
-
-
-def test_a_part_of_another_file_is_replaced(hub: Hub, tmp_path: Path) -> None:
-    download = Download(hub.web("m.onnx"), sha256(MODEL))
-    part_of(download, tmp_path).write_bytes(b"something else")
-    folder, _ = run(download, tmp_path)
-    assert (folder / "m.onnx").read_bytes() == MODEL
-
-
-@pytest.mark.parametrize("fault", ["no-range", "no-length", 429, 500, 503])
-def test_servers_that_fail_or_cannot_continue(hub: Hub, tmp_path: Path, fault: str | int) -> None:
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        (MODEL, ""),
+        (MODEL + b"more", ""),
+        (b"something else", ""),
+        (MODEL[:1000], "no-range"),
+        (MODEL[:1000], "no-length"),
+        (MODEL[:1000], "other-range"),
+    ],
+    ids=["whole", "longer", "of another file", "no range", "no length", "another range"],
+)
+def test_a_part_of_an_earlier_build_is_continued_or_replaced(
+    hub: Hub, download: Download, tmp_path: Path, part: bytes, fault: str
+) -> None:
+    part_of(download, tmp_path).write_bytes(part)
     hub.faults = {"m.onnx": fault}
-    download = Download(hub.web("m.onnx"), sha256(MODEL))
-    if isinstance(fault, str):
-        part_of(download, tmp_path).write_bytes(MODEL[:1000])
-        run(download, tmp_path)
-        return
+    folder, _ = run(download, tmp_path)
+    assert (folder / "m.onnx").read_bytes() == MODEL
+    assert (hub.requests == []) == (part == MODEL)
+
+
+@pytest.mark.parametrize(
+    ("status", "tries"), [(401, 1), (403, 1), (404, 1), (429, 3), (500, 3), (503, 3)]
+)
+def test_a_refusal_is_final_and_what_may_pass_is_tried_again(
+    hub: Hub, download: Download, tmp_path: Path, status: int, tries: int
+) -> None:
+    hub.faults = {"m.onnx": status}
     error = failure(download, tmp_path)
-    assert str(fault) in str(error)
-    assert len(hub.downloads) == 3
+    assert str(status) in str(error)
+    assert (".netrc" in error.hint) == (status in (401, 403))
+    assert len(hub.downloads) == tries
 
 
 @pytest.mark.parametrize("fault", ["wrong", "html"])
@@ -237,15 +229,6 @@ def test_other_bytes_are_never_used(hub: Hub, tmp_path: Path, fault: str) -> Non
     assert "m.onnx_data" in str(raised.value)
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_refusal_is_final(hub: Hub, tmp_path: Path, status: int) -> None:
-    hub.faults = {"m.onnx": status}
-    error = failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
-    assert str(status) in str(error)
-    assert (".netrc" in error.hint) == (status != 404)
-    assert len(hub.downloads) == 1
-
-
 @pytest.mark.parametrize(
     "place",
     [
@@ -257,16 +240,18 @@ def test_a_refusal_is_final(hub: Hub, tmp_path: Path, status: int) -> None:
         "http://localhost:abc/m.onnx",
     ],
 )
-def test_redirects_that_are_not_encrypted_are_refused(hub: Hub, tmp_path: Path, place: str) -> None:
+def test_redirects_that_are_not_encrypted_are_refused(
+    hub: Hub, download: Download, tmp_path: Path, place: str
+) -> None:
     hub.faults = {"m.onnx": place}
-    error = failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    error = failure(download, tmp_path)
     assert error.kind is Kind.NOT_DOWNLOADED
     assert len(hub.requests) == 1
 
 
-def test_a_redirect_in_a_circle_ends(hub: Hub, tmp_path: Path) -> None:
+def test_a_redirect_in_a_circle_ends(hub: Hub, download: Download, tmp_path: Path) -> None:
     hub.faults = {"m.onnx": hub.web("m.onnx")}
-    assert failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+    assert failure(download, tmp_path)
     assert len(hub.requests) < 20
 
 
@@ -291,8 +276,8 @@ def test_the_token_goes_to_the_hub_alone(
     hub.requests.clear()
     run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path / "other")
     assert [headers.get("Authorization") for *_, headers in hub.requests] == [None]
-    files = [each for each in tmp_path.rglob("*") if each.is_file() and "hf" not in each.parts]
-    for text in (*log, *(each.read_bytes().decode("latin-1") for each in files)):
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and "hf" not in path.parts]
+    for text in (*log, *(file.read_bytes().decode("latin-1") for file in files)):
         assert TOKEN not in text
         assert SIGNED not in text
 
@@ -336,12 +321,12 @@ def test_netrc_has_the_password_of_its_host(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_file_beyond_the_limit_is_refused(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hatch_epcontext.jobs.downloads.PROTOBUF_LIMIT", 1000)
     for fault in (None, "no-length"):
         hub.faults = {"m.onnx": fault}
-        error = failure(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
+        error = failure(download, tmp_path)
         assert "1.0 kB" in str(error)
         assert not list(tmp_path.rglob("m.onnx"))
 
@@ -376,8 +361,9 @@ def test_a_file_in_the_sdist_is_taken_if_its_hash_is_right(hub: Hub, tmp_path: P
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such pipes")
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_only_a_regular_file_is_continued(hub: Hub, tmp_path: Path, kind: str) -> None:
-    download = Download(hub.web("m.onnx"), sha256(MODEL))
+def test_only_a_regular_file_is_continued(
+    hub: Hub, download: Download, tmp_path: Path, kind: str
+) -> None:
     with Store(tmp_path).parts(download.key, lambda: None) as parts:
         pass
     parts.mkdir()
@@ -400,10 +386,10 @@ def test_builds_at_the_same_time_download_once(hub: Hub, tmp_path: Path) -> None
             errors.append(error)
 
     threads = [threading.Thread(target=build) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert errors == []
     assert sorted(hub.downloads) == ["m.onnx", "m.onnx_data"]
 

@@ -7,10 +7,9 @@ import pytest
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.config.settings import Config, Model
+from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.jobs.plan import plan
-from hatch_epcontext.serialize import from_json, to_json
 from tests.projects import GROUP
 
 BOTH = """
@@ -30,49 +29,78 @@ def config(project: Path, toml: str = BOTH, **environ: str) -> Config:
     return load(project, parse(toml), {}, variables)
 
 
-@newer_python
-def test_each_model_and_target_is_a_job_in_order(project: Path) -> None:
-    planned = plan(config(project))
-    assert [job.location for job in planned.jobs] == ["a -> npu", "a -> cpu", "b -> npu"]
-    assert [job.folder for job in planned.jobs] == ["a/npu", "a/cpu", "b/npu"]
+SHAPES = """
+models = [{ name = "det", path = "models/a.onnx", shapes = [{ x = [1] }, { x = [2] }] }]
+[targets.npu]
+provider = "qnn"
+[targets.cpu]
+provider = "cpu"
+"""
+
+SHARED_SHAPES = SHAPES.replace("shapes", 'share-weights = "both", shapes')
 
 
-def test_inputs_with_profiles_get_the_shape_to_optimize_for(project: Path) -> None:
-    toml = """
-targets.tensorrt.provider = "tensorrt"
-targets.tensorrt.profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
-models = [{ path = "models/a.onnx", shapes = { y = [4] } }]
+@pytest.mark.parametrize(
+    ("toml", "jobs"),
+    [
+        pytest.param(
+            BOTH,
+            {"a -> npu": "a/npu", "a -> cpu": "a/cpu", "b -> npu": "b/npu"},
+            marks=newer_python,
+        ),
+        pytest.param(
+            SHAPES,
+            {"det.1 -> npu": "det.1/npu", "det.2 -> npu": "det.2/npu", "det -> cpu": "det/cpu"},
+            marks=newer_python,
+        ),
+        pytest.param(
+            SHARED_SHAPES,
+            {"both (det.1 + det.2) -> npu": "both/npu", "det -> cpu": "det/cpu"},
+            marks=newer_python,
+        ),
+        pytest.param(
+            GROUP,
+            {"both (a + b) -> npu": "both/npu", "a -> cpu": "a/cpu", "b -> cpu": "b/cpu"},
+            marks=newer_python,
+        ),
+    ],
+    ids=["models", "shapes", "shapes that share", "models that share"],
+)
+def test_the_jobs_are_in_the_listed_order_each_with_a_folder(
+    project: Path, toml: str, jobs: dict[str, str]
+) -> None:
+    assert [(job.location, job.folder) for job in plan(config(project, toml)).jobs] == list(
+        jobs.items()
+    )
+
+
+@pytest.mark.parametrize(("keys", "dims"), [("", {"n": 4}), ("static-shapes = false", {})])
+def test_profiles_have_the_shape_to_optimize_for_and_win_over_sizes_that_are_not_fixed(
+    project: Path, keys: str, dims: dict[str, int]
+) -> None:
+    toml = f"""
+models = [{{ path = "models/a.onnx", shapes = {{ y = [4] }}, dims = {{ n = 4 }} }}]
+[targets.tensorrt]
+provider = "tensorrt"
+profiles = [{{ x = {{ min = [1, 3], opt = [8, 3], max = [32, 3] }} }}]
+{keys}
 """
     (model,) = config(project, toml).models
-    assert model.to_run_on(model.targets[0]).shapes == {"x": (8, 3), "y": (4,)}
-
-
-def test_a_request_carries_models_and_their_targets(project: Path) -> None:
-    for model in config(project, SHAPES).models:
-        found = from_json(to_json(model), Model)
-        assert found == model
-        assert [target.provider for target in found.targets] == [
-            target.provider for target in model.targets
-        ]
+    spec = model.to_run_on(model.targets[0])
+    assert (dict(spec.shapes), dict(spec.dims)) == ({"x": (8, 3), "y": (4,)}, dims)
+    assert model.on(model.targets[0]).dims == {"n": 4}
 
 
 @newer_python
 def test_models_that_share_weights_are_one_job_for_eps_that_can_share(project: Path) -> None:
-    planned = plan(config(project, GROUP))
-    assert [job.location for job in planned.jobs] == [
-        "both (a + b) -> npu",
-        "a -> cpu",
-        "b -> cpu",
-    ]
-    together = planned.jobs[0]
-    assert (together.folder, together.group) == ("both/npu", "both")
+    together, alone, _ = plan(config(project, GROUP)).jobs
+    assert together.group == "both"
     assert [job.location for job in together.alone] == ["a -> npu", "b -> npu"]
     only_a = GROUP.replace('b.onnx"', 'b.onnx"\nvalidate = false')
     (run_alone,) = plan(config(project, only_a)).jobs[0].alone
     assert run_alone.location == "a -> npu"
     assert together.needs_device
-    assert planned.jobs[1].group is None
-    assert (planned.jobs[1].alone, planned.jobs[1].needs_device) == ((), False)
+    assert (alone.group, alone.alone, alone.needs_device) == (None, (), False)
 
 
 def test_without_an_ep_that_can_share_there_is_no_group(project: Path) -> None:
@@ -90,6 +118,9 @@ def test_a_shared_sidecar_cannot_be_embedded(project: Path) -> None:
         "tool.epcontext.models[1].share-weights",
     ]
     plan(config(project, toml.replace("true", '"auto"')))
+    with pytest.raises(ConfigError, match="embed = true") as raised:
+        plan(config(project, SHARED_SHAPES.replace("shapes", "embed = true, shapes")))
+    assert len(raised.value.problems) == 1
 
 
 @newer_python
@@ -101,44 +132,11 @@ def test_members_of_a_group_have_the_same_settings(project: Path) -> None:
         plan(config(project, toml))
 
 
-SHAPES = """
-models = [{ name = "det", path = "models/a.onnx", shapes = [{ x = [1] }, { x = [2] }] }]
-[targets.npu]
-provider = "qnn"
-[targets.cpu]
-provider = "cpu"
-"""
-
-
-@newer_python
-def test_each_shape_is_a_job_of_its_own(project: Path) -> None:
-    planned = plan(config(project, SHAPES))
-    assert [job.location for job in planned.jobs] == ["det.1 -> npu", "det.2 -> npu", "det -> cpu"]
-    assert [job.folder for job in planned.jobs] == ["det.1/npu", "det.2/npu", "det/cpu"]
-
-
-@newer_python
-def test_the_shapes_of_one_model_can_share_weights(project: Path) -> None:
-    toml = SHAPES.replace("shapes", 'share-weights = "both", shapes')
-    planned = plan(config(project, toml))
-    assert [job.location for job in planned.jobs] == ["both (det.1 + det.2) -> npu", "det -> cpu"]
-    with pytest.raises(ConfigError, match="embed = true") as raised:
-        plan(config(project, toml.replace("shapes", "embed = true, shapes")))
-    assert len(raised.value.problems) == 1
-
-
-@newer_python
-def test_a_request_says_whether_shapes_are_fixed(project: Path) -> None:
-    one, _, plain = config(project, SHAPES).models
-    assert one.on(one.targets[0]).static_shapes
-    assert not plain.on(plain.targets[0]).static_shapes
-    assert (one.static_shapes, plain.static_shapes) == (True, False)
-
-
 @newer_python
 def test_the_facts_of_a_model_are_those_of_its_fixed_form_if_it_has_one(project: Path) -> None:
     both, only_npu = config(project).models
     assert both.static_shapes
+    assert both.on(both.targets[0]).static_shapes
     assert not both.on(both.targets[1]).static_shapes
     assert only_npu.static_shapes
     (only_cpu, nothing) = config(project, TARGETS="cpu").models
@@ -146,25 +144,9 @@ def test_the_facts_of_a_model_are_those_of_its_fixed_form_if_it_has_one(project:
     assert (nothing.targets, nothing.static_shapes) == ((), False)
 
 
-def test_profiles_win_over_sizes_that_are_not_fixed(project: Path) -> None:
-    toml = """
-targets.tensorrt.provider = "tensorrt"
-targets.tensorrt.static-shapes = false
-targets.tensorrt.profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
-models = [{ path = "models/a.onnx", dims = { n = 4 } }]
-"""
-    (model,) = config(project, toml).models
-    spec = model.to_run_on(model.targets[0])
-    assert (spec.shapes, spec.dims) == ({"x": (8, 3)}, {})
-    assert model.on(model.targets[0]).dims == {"n": 4}
-
-
 def test_an_ep_that_may_share_weights_gets_the_group_too(project: Path) -> None:
     toml = GROUP.replace('"cpu"', '"openvino"')
-    assert [job.location for job in plan(config(project, toml, TARGETS="cpu")).jobs] == [
-        "a -> cpu",
-        "b -> cpu",
-    ]
+    assert [job.group for job in plan(config(project, toml, TARGETS="cpu")).jobs] == [None, None]
     toml += "allow-unknown-options = true\n"
     (job,) = plan(config(project, toml, TARGETS="cpu")).jobs
     assert (job.location, job.group) == ("both (a + b) -> cpu", "both")
@@ -197,17 +179,9 @@ def test_a_group_for_several_chips_is_also_a_job_for_each_model_and_chip(project
     job, *_ = plan(config(project, toml)).jobs
     chips = ("soc_model 60, htp_arch 73, vtcm_mb 8", "soc_model 57, htp_arch 75, vtcm_mb 8")
     assert job.needs_device
-    assert [each.location for each in job.alone] == [
+    assert [alone.location for alone in job.alone] == [
         f"{model} -> npu ({chip})" for model in "ab" for chip in chips
     ]
-
-
-@newer_python
-def test_a_chip_alone_is_compiled_as_for_a_target_of_that_chip(project: Path) -> None:
-    several = BOTH.replace('"qnn"', f'"qnn"\n{CHIPS}')
-    one = "provider-options = { soc_model = 57, htp_arch = 75, vtcm_mb = 8 }"
-    expected = plan(config(project, several.replace(CHIPS, one))).jobs[0].target.settings
-    assert plan(config(project, several)).jobs[0].alone[1].target.settings == expected
 
 
 @newer_python

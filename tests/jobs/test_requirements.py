@@ -12,66 +12,66 @@ from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import (
     INSPECTION,
     TOOLS,
-    _relevant_distributions,
     check_environment,
     versions_of,
 )
 from hatch_epcontext.providers import DISTRIBUTIONS, Provider
-from tests.jobs.test_plan import config, newer_python
+from tests.jobs.test_plan import BOTH, config, newer_python
 
 needs_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems have other packages"
 )
 
 
-@newer_python
-def test_the_requirements_are_one_distribution_and_what_the_targets_need(project: Path) -> None:
-    assert plan(config(project)).requirements == (
-        "onnxruntime>=1.23",
-        "onnxruntime-qnn>=2.7",
-        *TOOLS,
+def using(provider: str, *keys: str) -> str:
+    """The configuration of one target with this provider and these ``keys``."""
+    return "\n".join(
+        ['models = ["models/a.onnx"]', f"[targets.{provider}]", f'provider = "{provider}"', *keys]
     )
 
 
-def test_targets_that_are_not_selected_need_nothing(project: Path) -> None:
-    planned = plan(config(project, TARGETS="cpu"))
-    assert planned.requirements == ("onnxruntime>=1.23", *TOOLS)
-
-
-def test_a_target_may_name_its_requirements(project: Path) -> None:
-    table = '[targets.cpu]\nprovider = "cpu"\nrequirements = ["onnxruntime==1.23.2"]'
-    toml = f'models = ["models/a.onnx"]\n{table}'
-    assert plan(config(project, toml)).requirements == ("onnxruntime==1.23.2", *TOOLS)
+def naming(provider: str, *requirements: str) -> str:
+    return using(provider, f"requirements = {list(requirements)}")
 
 
 @pytest.mark.parametrize(
-    ("provider", "requirement"),
-    [("cpu", "onnxruntime-gpu"), ("qnn", "onnxruntime-gpu>=1.30"), ("webgpu", "onnxruntime-rocm")],
+    ("toml", "targets", "requirements"),
+    [
+        pytest.param(BOTH, "", ("onnxruntime>=1.23", "onnxruntime-qnn>=2.7"), marks=newer_python),
+        (BOTH, "cpu", ("onnxruntime>=1.23",)),
+        # A target may name its distribution.
+        (naming("cpu", "onnxruntime==1.23.2"), "", ("onnxruntime==1.23.2",)),
+        (naming("cpu", "onnxruntime-gpu"), "", ("onnxruntime-gpu",)),
+        (naming("webgpu", "onnxruntime-rocm"), "", ("onnxruntime-rocm",)),
+        pytest.param(
+            *(naming("qnn", "onnxruntime-gpu>=1.30"), "", ("onnxruntime-gpu>=1.30",)),
+            marks=newer_python,
+        ),
+    ],
 )
-@newer_python
-def test_a_target_may_name_its_distribution(
-    project: Path, installed: dict[str, str], provider: str, requirement: str
+def test_the_requirements_are_one_distribution_and_what_the_targets_need(
+    project: Path,
+    installed: dict[str, str],
+    toml: str,
+    targets: str,
+    requirements: tuple[str, ...],
 ) -> None:
-    table = f'[targets.{provider}]\nprovider = "{provider}"\nrequirements = ["{requirement}"]'
-    toml = f'models = ["models/a.onnx"]\n{table}'
-    assert plan(config(project, toml)).requirements == (requirement, *TOOLS)
+    assert plan(config(project, toml, TARGETS=targets)).requirements == (*requirements, *TOOLS)
 
 
 @pytest.mark.parametrize(
     ("requirements", "clash"),
     [
-        ('"onnxruntime-directml"', "onnxruntime and onnxruntime-directml"),
-        ('"onnxruntime", "onnxruntime-gpu"', "onnxruntime and onnxruntime-gpu"),
+        (["onnxruntime-directml"], "onnxruntime and onnxruntime-directml"),
+        (["onnxruntime", "onnxruntime-gpu"], "onnxruntime and onnxruntime-gpu"),
     ],
 )
 @newer_python
 def test_two_distributions_are_refused(
-    project: Path, installed: dict[str, str], requirements: str, clash: str
+    project: Path, installed: dict[str, str], requirements: list[str], clash: str
 ) -> None:
-    table = f'[targets.qnn]\nprovider = "qnn"\nrequirements = [{requirements}]'
-    toml = f'models = ["models/a.onnx"]\n{table}'
     with pytest.raises(ConfigError, match=f"{clash} cannot be installed together"):
-        plan(config(project, toml))
+        plan(config(project, naming("qnn", *requirements)))
 
 
 RTX = """
@@ -180,20 +180,28 @@ def test_an_installed_distribution_is_taken_if_it_fits(
     assert plan(config(project)).requirements[0] == "onnxruntime>=1.23"
 
 
-def test_a_library_without_a_distribution_has_no_version(project: Path) -> None:
+@newer_python
+def test_only_the_versions_of_the_target_count(project: Path) -> None:
+    versions = {"onnxruntime": "1.31.1", "onnxruntime-qnn": "2.7", "numpy": "2.0"}
+    npu, cpu = config(project).models[0].targets
+    assert versions_of(npu, versions).keys() == {"onnxruntime", "onnxruntime-qnn"}
+    assert versions_of(cpu, versions) == {"onnxruntime": "1.31.1"}
+
+
+@pytest.mark.parametrize(
+    ("library", "versions"),
+    [("plugin.so", {}), ("packaging", {"packaging": metadata.version("packaging")})],
+)
+def test_a_library_counts_by_the_version_of_its_package(
+    project: Path, library: str, versions: dict[str, str]
+) -> None:
     (project / "plugin.so").write_bytes(b"one")
-    table = '[targets.plugin]\nprovider = "plugin"\nlibrary = "plugin.so"\nep-name = "X"\n'
-    toml = f'models = ["models/a.onnx"]\n{table}'
+    toml = using("plugin", f'library = "{library}"', 'ep-name = "X"')
     target = config(project, toml).models[0].targets[0]
-    versions = versions_of(target, {"onnxruntime": "1.31.1", "numpy": "2.0"})
-    assert versions == {"onnxruntime": "1.31.1"}
-
-
-def test_a_library_in_a_package_counts_by_its_version(project: Path) -> None:
-    table = '[targets.plugin]\nprovider = "plugin"\nlibrary = "packaging"\nep-name = "X"\n'
-    toml = f'models = ["models/a.onnx"]\n{table}'
-    target = config(project, toml).models[0].targets[0]
-    assert versions_of(target, {}) == {"packaging": metadata.version("packaging")}
+    assert versions_of(target, {"onnxruntime": "1.31.1", "numpy": "2.0"}) == {
+        "onnxruntime": "1.31.1",
+        **versions,
+    }
 
 
 def test_a_machine_without_packages_of_the_provider(
@@ -209,36 +217,20 @@ def test_a_machine_without_packages_of_the_provider(
         check_environment(planned.config.targets, planned.requirements)
 
 
-def test_only_the_versions_of_the_target_count(project: Path) -> None:
-    npu, cpu = config(project).models[0].targets
-    assert "onnxruntime-qnn" in _relevant_distributions(npu)
-    assert "onnxruntime-qnn" not in _relevant_distributions(cpu)
-    assert "onnxruntime" in _relevant_distributions(cpu)
+OF_TOOLS = {"onnx": "1.23.2", "onnxslim": "0.1.98", "numpy": "2.0"}
 
 
-def test_an_environment_that_has_everything(project: Path, installed: dict[str, str]) -> None:
-    installed |= {"onnxruntime": "1.31.1", "onnx": "1.23.2", "onnxslim": "0.1.98", "numpy": "2.0"}
-    planned = plan(config(project, TARGETS="cpu"))
-    versions = check_environment(planned.config.targets, planned.requirements)
-    assert versions == installed
-
-
+@pytest.mark.parametrize("distribution", ["onnxruntime", "onnxruntime-gpu"])
 def test_any_distribution_that_fits_the_targets_is_enough(
-    project: Path, installed: dict[str, str]
+    project: Path, installed: dict[str, str], distribution: str
 ) -> None:
-    installed |= {
-        "onnxruntime-gpu": "1.31.1",
-        "onnx": "1.23.2",
-        "onnxslim": "0.1.98",
-        "numpy": "2.0",
-    }
+    installed |= {distribution: "1.31.1", **OF_TOOLS}
     planned = plan(config(project, TARGETS="cpu"))
-    versions = check_environment(planned.config.targets, planned.requirements)
-    assert versions["onnxruntime-gpu"] == "1.31.1"
+    assert check_environment(planned.config.targets, planned.requirements) == installed
 
 
 def test_any_distribution_is_enough_to_read_models(installed: dict[str, str]) -> None:
-    installed |= {"onnx": "1.23.2", "onnxslim": "0.1.98", "numpy": "2.0"}
+    installed |= OF_TOOLS
     with pytest.raises(RequirementError, match=r"onnxruntime>=1\.23 \(not installed\)"):
         check_environment((), INSPECTION)
     installed["onnxruntime-gpu"] = "1.31.1"
@@ -263,7 +255,7 @@ def test_missing_and_old_packages_are_reported_with_the_pip_command(
 def test_a_missing_compiler_names_the_targets_that_can_be_built(
     project: Path, installed: dict[str, str]
 ) -> None:
-    installed |= {"onnxruntime": "1.31.1", "onnx": "1.23.2", "onnxslim": "0.1.98", "numpy": "2.0"}
+    installed |= {"onnxruntime": "1.31.1", **OF_TOOLS}
     planned = plan(config(project))
     with pytest.raises(MissingError) as raised:
         check_environment(planned.config.targets, planned.requirements)

@@ -562,14 +562,6 @@ def test_open_shapes_are_run_with_the_sizes_of_the_dummy_inputs(
     assert fixed.artifact.record.contexts[0].inputs[0].shape == (3, 1, 8, 8)
 
 
-@needs_qnn
-def test_open_shapes_are_refused_for_an_ep_of_fixed_shapes(run: Run) -> None:
-    toml = QNN.replace("dims", "static-shapes = false, dims")
-    with pytest.raises(BuildError, match="because static-shapes is false") as raised:
-        run(toml)
-    assert raised.value.problems[0].advice() == "Remove static-shapes = false."
-
-
 CHIPS = QNN.replace("soc_model = 60, htp_arch = 73", "soc_model = [60, 57]")
 
 

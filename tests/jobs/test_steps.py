@@ -23,7 +23,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.worker.results import ModelFacts, Validation
 from tests.altered_workers import workers_with
-from tests.models import model, network, save, value, weights
+from tests.models import network, parsed, save, weights
 from tests.results import configured
 
 TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
@@ -80,8 +80,8 @@ def run(steps: Steps, job: Job) -> Validation:
 def answering(staging: Path) -> list[tuple[str, str]]:
     """Each step, with the number of the process that has answered it."""
     return [
-        (each.parent.name.rpartition("-")[2], each.read_text(encoding="ascii"))
-        for each in staging.rglob("pid")
+        (file.parent.name.rpartition("-")[2], file.read_text(encoding="ascii"))
+        for file in staging.rglob("pid")
     ]
 
 
@@ -121,9 +121,8 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
 def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
     job: Job, project: Path, tmp_path: Path, workers: Workers, operator: str, requests: int
 ) -> None:
-    nodes = [helper.make_node(operator, ["x", "two"], ["y"])]
-    two = numpy_helper.from_array(np.float32(2), "two")
-    save(model(nodes, [value("x", [4])], [value("y", [4])], [two]), project / "models" / "a.onnx")
+    text = f"(float[4] x) => (float[4] y) {{ y = {operator} (x, two) }}"
+    save(parsed(text, two=np.float32(2)), project / "models" / "a.onnx")
     steps = Steps(workers, tmp_path, 1, {})
     prepared = steps.prepare(job, 0, Recipe("onnxruntime", remedies=ALWAYS))
     assert prepared.preparation.remedies == (("square",) if requests == 2 else ())
@@ -141,9 +140,8 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
 def test_more_is_allowed_for_the_target_that_needs_it(
     project: Path, tmp_path: Path, workers: Workers, targets: str, tolerance: str, only: bool
 ) -> None:
-    nodes = [helper.make_node("Relu", ["x"], ["y"])]
-    made = model(nodes, [value("x", [10])], [value("y", [10])])
-    save(made, project / "models" / "a.onnx")
+    relu = parsed("(float[10] x) => (float[10] y) { y = Relu (x) }")
+    save(relu, project / "models" / "a.onnx")
     data = project / "data"
     data.mkdir()
     x = np.linspace(1, 2, 10, dtype=np.float32)

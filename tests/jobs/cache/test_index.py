@@ -78,20 +78,9 @@ def test_a_changed_file_is_read_again_by_the_next_build(
     for look in (index.sha256, index.check):
         with pytest.raises(ModelError) as raised:
             look(file)
-        assert [(each.kind, each.location) for each in raised.value.problems] == [
+        assert [(problem.kind, problem.location) for problem in raised.value.problems] == [
             (Kind.MODEL_CHANGED, str(file))
         ]
-
-
-def test_a_build_fails_if_a_file_is_removed_or_put_back(file: Path) -> None:
-    index = Index()
-    index.sha256(file)
-    os.utime(file, (LONG_AGO, LONG_AGO))
-    with pytest.raises(ModelError, match="changed during the build"):
-        index.check(file)
-    file.unlink()
-    with pytest.raises(ModelError, match="changed during the build"):
-        index.check(file)
 
 
 def test_a_file_that_has_just_been_written_is_read_again_in_the_end(

@@ -264,17 +264,18 @@ def test_long_steps_are_reported_while_they_run(
     assert re.fullmatch(r"a -> npu: check has run for \d+ s while waiting \(for \d+ s\)", lines[-1])
 
 
+def prepare(folder: Path, workers: Workers) -> None:
+    """Let a worker run ONNX Runtime, in ``call`` below ``folder``."""
+    (folder / "prepared").mkdir(parents=True)
+    model = Model("a", save(network(), folder / "a.onnx"), KEY, {"batch": 1})
+    request = PrepareRequest(model, "onnxruntime", str(folder / "prepared"), True)
+    workers.call(request, folder / "call", location="a")
+
+
 def test_verbose_workers_print_onnx_runtimes_whole_log(tmp_path: Path, workers: Workers) -> None:
-    path = save(network(), tmp_path / "a.onnx")
-    model = Model("a", path, KEY, {"batch": 1})
-    for name, verbose in (("short", False), ("whole", True)):
-        (tmp_path / name).mkdir()
+    for verbose in (False, True):
         lines: list[str] = []
-        replace(workers, log=lines.append, verbose=verbose).call(
-            PrepareRequest(model, "onnxruntime", str(tmp_path / name), True),
-            tmp_path / f"call-{name}",
-            location="a",
-        )
+        prepare(tmp_path / str(verbose), replace(workers, log=lines.append, verbose=verbose))
         assert any("[I:onnxruntime" in line for line in lines) == verbose
 
 
@@ -345,11 +346,7 @@ def test_nothing_is_sent_that_the_user_has_not_asked_for(
     monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
     if variable is not None:
         monkeypatch.setenv("ORT_DISABLE_TELEMETRY", variable)
-    path = save(network(), tmp_path / "a.onnx")
-    (tmp_path / "prepared").mkdir()
-    model = Model("a", path, KEY, {"batch": 1})
-    request = PrepareRequest(model, "onnxruntime", str(tmp_path / "prepared"), True)
-    workers.call(request, tmp_path / "call", location="a")
+    prepare(tmp_path, workers)
     in_call = {file.name for file in (tmp_path / "call").iterdir()} - {LOG, STEP}
     assert bool(in_call or list((tmp_path / "home").rglob("*"))) == sends
 
