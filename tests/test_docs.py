@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import re
-import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,14 +11,12 @@ from typing import Any
 import pytest
 
 import hatch_epcontext
-from hatch_epcontext.cli.app import app
-from hatch_epcontext.config import tables
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import Kind
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.text import toml_key
+from tests.config.test_json_schema import validate
 from tests.conftest import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -41,37 +37,6 @@ def section(text: str, heading: str) -> str:
     """The part of ``text`` under ``heading``, up to the next heading."""
     _, found = text.split(f"{heading}\n", 1)
     return found.split("\n#", 1)[0]
-
-
-def keys_in(heading: str) -> set[str]:
-    """The keys that the section of the page about the configuration lists."""
-    listed = section(CONFIGURATION, f"## {heading}")
-    return set(re.findall(r"`([a-z0-9-]+)`", listed))
-
-
-DOCUMENTED = {
-    "`[tool.epcontext]`": tables.RootTable,
-    "`[tool.epcontext.build]`": tables.BuildTable,
-    "`[tool.epcontext.wheel]`": tables.WheelTable,
-    "`[tool.epcontext.targets.<name>]`": tables.TargetTable,
-    "`[[tool.epcontext.models]]`": tables.ModelTable,
-    "`cut`": tables.CutTable,
-    "`validate`": tables.ValidateTable,
-    "`tolerance`": tables.ToleranceTable,
-    "`quantize`": tables.QuantizeTable,
-    "`profiles`": tables.ProfileTable,
-}
-"""The tables by the headings of their sections."""
-
-
-def test_every_key_is_documented_in_its_table() -> None:
-    # The keys of a target are documented once, with the targets.
-    of_targets = {toml_key(field.name) for field in dataclasses.fields(tables.TargetTable)}
-    for heading, table in DOCUMENTED.items():
-        keys = {toml_key(field.name): field for field in dataclasses.fields(table)}
-        elsewhere = of_targets if table is tables.RootTable else set()
-        assert keys.keys() - keys_in(heading) <= elsewhere, heading
-        assert [name for name, field in keys.items() if not field.metadata["doc"]] == [], heading
 
 
 def test_every_variable_is_documented() -> None:
@@ -118,28 +83,6 @@ def test_the_page_about_commands_is_up_to_date(generate: ModuleType) -> None:
     assert PAGES["commands.md"].split() == expected, "run: python docs/generate.py"
 
 
-def test_every_command_has_a_row_in_the_page_about_commands() -> None:
-    for name in app.commands:
-        assert f"| [`epcontext {name}`](#epcontext-{name}) |" in PAGES["commands.md"]
-
-
-def test_the_page_about_other_tools_uses_flags_that_exist() -> None:
-    lines = PAGES["other-tools.md"].replace("\\\n", " ").splitlines()
-    commands = [line for line in lines if line.startswith("epcontext ")]
-    commands += [cell for line in lines for cell in re.findall(r"\| `(epcontext [^`]+)`", line)]
-    assert len(commands) >= 7
-    for command in commands:
-        name, *arguments = shlex.split(command)[1:]
-        flags = {flag for p in app.commands[name].params for flag in p.opts + p.secondary_opts}
-        assert {each for each in arguments if each.startswith("-")} <= flags
-
-
-def test_the_page_about_providers_has_every_option() -> None:
-    for provider in PROVIDERS.values():
-        found = PAGES["providers.md"].split(f"\n## {provider.name}\n")[1].split("\n## ")[0]
-        assert all(f"`{option}`" in found for option in provider.options)
-
-
 def test_every_example_is_a_valid_configuration(tmp_path: Path) -> None:
     loaded = 0
     for name, text in TEXTS.items():
@@ -150,6 +93,7 @@ def test_every_example_is_a_valid_configuration(tmp_path: Path) -> None:
             root = tmp_path / str(loaded)
             write_models(root, table)
             assert load(root, table, {}, {}).targets, f"{name}:\n{block}"
+            validate(table)
     assert loaded >= 20
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import pytest
@@ -40,18 +39,6 @@ def test_valid_configurations_pass(toml: str) -> None:
     validate(parse(toml))
 
 
-def test_all_configurations_in_the_documentation_pass() -> None:
-    found = 0
-    for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))):
-        for block in re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-            table = parse(block).get("tool", {}).get("epcontext")
-            if table is not None:
-                # A page about one key shows only its table.
-                validate({"models": ["models/a.onnx"], "targets": {}, **table})
-                found += 1
-    assert found >= 3
-
-
 def test_the_examples_configuration_passes() -> None:
     text = (REPOSITORY / "example_project" / "pyproject.toml").read_text(encoding="utf-8")
     VALIDATE()(parse(text))
@@ -62,20 +49,12 @@ def test_the_examples_configuration_passes() -> None:
     [
         {"provder": "qnn"},
         {"provider": "qnn"},
-        {"targets": {"a": {"provider": 3}}},
-        {"models": "models/a.onnx"},
         {"models": [{"name": "a"}]},
         {"models": [{"path": "a.onnx", "dims": {"batch": "one"}}]},
         {"targets": {"a": {}}},
         {"targets": {"a": {"provider": "qnn", "device": "tpu"}}},
         {"targets": {"a": {"provider": "rtx", "profiles": [{"x": {"min": [1], "opt": [1]}}]}}},
-        {"targets": {"a": {"provider": "qnn", "embed": "yes"}}},
         {"build": {"jobs": "many"}},
-        {"build": {"job": 1}},
-        {"wheel": {"tag": 3}},
-        {"jobs": 2},
-        {"max-size": 5},
-        {"models": [{"path": "a.onnx", "inputs": "ones"}]},
         {"models": [{"path": "a.onnx", "validate": "always"}]},
         {"models": [{"path": "a.onnx", "validate": {"tolerance": True}}]},
     ],
@@ -101,5 +80,6 @@ def test_the_schema_has_every_key_with_its_documentation() -> None:
     ):
         keys = {toml_key(field.name): field.metadata["doc"] for field in dataclasses.fields(table)}
         assert place["properties"].keys() == keys.keys()
+        assert all(keys.values())
         for key, doc in keys.items():
             assert place["properties"][key]["description"].startswith(doc)

@@ -156,11 +156,6 @@ def test_a_model_without_a_selected_target_is_still_a_fallback(project: Path) ->
     assert second.targets == ()
 
 
-def test_an_unknown_target_in_the_environment_is_an_error(project: Path) -> None:
-    found = problems(project, SHORT, TARGETS="npu")["HATCH_EPCONTEXT_TARGETS"]
-    assert found.kind is Kind.UNKNOWN_TARGET
-
-
 def test_targets_can_come_from_the_cache(project: Path) -> None:
     toml = MODELS + '[targets.a]\nprovider = "cpu"\n[targets.b]\nprovider = "qnn"\n'
     a, b = read(project, toml, FROM_CACHE="b").models[0].targets
@@ -169,15 +164,6 @@ def test_targets_can_come_from_the_cache(project: Path) -> None:
     assert unknown.keys() == {"HATCH_EPCONTEXT_FROM_CACHE"}
     with_both = problems(project, toml, FROM_CACHE="a", NO_CACHE="1")["HATCH_EPCONTEXT_FROM_CACHE"]
     assert "HATCH_EPCONTEXT_NO_CACHE" in with_both.message
-
-
-@pytest.mark.parametrize(
-    ("written", "size"),
-    [("1000", 1000), ('"1000"', 1000), ('"250 MB"', 250_000_000), ('"1.5GB"', 1_500_000_000)],
-)
-def test_the_largest_size_of_the_wheel_is_in_bytes(project: Path, written: str, size: int) -> None:
-    toml = MODELS + f"{CPU}wheel = {{ max-size = {written} }}"
-    assert read(project, toml).wheel.max_size == size
 
 
 def test_the_table_of_the_hook_has_only_the_keys_of_hatch(project: Path) -> None:

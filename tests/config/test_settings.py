@@ -43,10 +43,8 @@ def test_limits_of_outputs_and_targets_win(project: Path) -> None:
     ("provider", "optimization", "needs_ep"),
     [
         ("qnn", "none", True),
-        ("qnn", "basic", True),
         ("cuda", "none", False),
         ("cuda", "basic", False),
-        ("cuda", "extended", True),
         ("cuda", "all", True),
     ],
 )
@@ -58,10 +56,3 @@ def test_only_contexts_and_optimizations_of_the_ep_need_it(
         one(provider, f'optimization = "{optimization}"'),
     )
     assert found.needs_ep is needs_ep
-
-
-def test_the_targets_of_a_configuration_are_those_of_all_its_models(project: Path) -> None:
-    config = read(project, LONG)
-    assert [found.name for found in config.targets] == ["cpu", "x-elite", "x-elite"]
-    _, narrowed, whole = config.targets
-    assert (narrowed.settings.optimization, whole.settings.optimization) == ("none", "extended")

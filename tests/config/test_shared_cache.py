@@ -53,32 +53,22 @@ def test_a_shared_cache_that_is_no_folder_needs_keys(project: Path) -> None:
     assert (str(problem.key), problem.kind) == ("tool.epcontext.build.cache-keys", Kind.MISSING_KEY)
     assert "epcontext cache new-key" in str(problem)
     config = load(project, SHARED % f'cache-keys = ["{PUBLIC}"]', None, CACHE_KEY=PRIVATE)
+    assert PRIVATE not in repr(config)
     assert config.build.cache_keys == (PUBLIC,)
     assert config.build.cache_key == PRIVATE
     assert config.build.trust == (PUBLIC,)
     assert load(project, SHARED % "jobs = 1", None, CACHE="file:///mnt/cache").build.trust is None
-    assert load(project, SHARED % "jobs = 1", None, CACHE="").build.cache is None
-    assert load(project, SHARED % "jobs = 1", None, NO_CACHE="1").build.cache is None
-
-
-def test_the_private_key_is_never_printed(project: Path) -> None:
-    config = load(project, CPU, None, CACHE_KEY=PRIVATE)
-    assert config.overrides == ()
-    assert PRIVATE not in repr(config)
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        "s3://bucket",
         "s3://bucket/team/models",
-        "gs://bucket/team",
         "az://container/team",
         "abfs://container@account.dfs.core.windows.net/team",
         "file:///mnt/cache",
         "file:///C:/cache",
         "http://host:8080/cache",
-        "https://host/cache",
     ],
 )
 def test_valid_urls(url: str) -> None:
@@ -89,14 +79,11 @@ def test_valid_urls(url: str) -> None:
     ("url", "allowed"),
     [
         ("", "a URL with one of s3://"),
-        ("/mnt/cache", "a URL with one of s3://"),
-        ("s3:bucket", "a URL with one of s3://"),
         ("ftp://host/cache", "a URL with one of s3://"),
         ("simplecache::s3://bucket", "a URL with one of s3://"),
         ("s3://bucket::file:///etc", "a URL with one of s3://"),
         ("http://[host/cache", "a URL with one of s3://"),
         ("s3://", "a bucket, container or host after s3://"),
-        ("https:///cache", "a bucket, container or host after https://"),
         ("file://folder/cache", "an absolute path"),
         ("file:///", "an absolute path"),
         ("abfs://user@container/team", "without a user"),
