@@ -179,50 +179,36 @@ def test_an_artifact_is_not_replaced_while_its_files_are_there(team: Team) -> No
     assert not team.warnings
 
 
-def missing(file: Path) -> None:
-    file.unlink()
-
-
-def empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-4])
-
-
-def longer(file: Path) -> None:
-    with file.open("r+b") as content:
-        content.truncate(1 << 30)
-
-
-def changed(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
-
-
-def unsigned(file: Path) -> None:
-    file.write_bytes(b"\n" + file.read_bytes().partition(b"\n")[2])
-
-
 def by_a_stranger(file: Path) -> None:
     record = file.read_bytes().rpartition(b"\n{")[2].decode()
     file.write_bytes(sign("artifacts", KEY, "{" + record, new_keys()[0]))
 
 
-@pytest.mark.parametrize("harm", [missing, empty, cut, longer, changed, unsigned, by_a_stranger])
+HARMS: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-4]),
+    "longer": lambda file: os.truncate(file, 1 << 30),
+    "changed": lambda file: file.write_bytes(
+        file.read_bytes()[:-9] + b"?" + file.read_bytes()[-8:]
+    ),
+    "unsigned": lambda file: file.write_bytes(b"\n" + file.read_bytes().partition(b"\n")[2]),
+    "by a stranger": by_a_stranger,
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("part", ["file", "statement"])
 def test_what_is_damaged_is_a_miss_and_is_sent_again(
-    server: WebServer, team: Team, tmp_path: Path, part: str, harm: Callable[[Path], None]
+    server: WebServer, team: Team, tmp_path: Path, part: str, harm: str
 ) -> None:
     team.send(team.open(server.url))
     team.folder = server.folder / "cache"
-    harm(team.blob() if part == "file" else team.statement())
+    HARMS[harm](team.blob() if part == "file" else team.statement())
     cache = team.open(server.url)
     assert team.fetch(cache) is None
     assert not (tmp_path / "fetched").exists()
-    assert len(team.warnings) == (part == "file" or harm is not missing)
+    assert len(team.warnings) == (part == "file" or harm != "missing")
     assert all("has something damaged or forged, which is not used: " in w for w in team.warnings)
     team.send(cache)
     assert team.fetch(team.open(server.url)) == team.artifact.record
@@ -277,11 +263,11 @@ def alterations(value: Any) -> Iterator[Any]:
     yield from (other for other in others if other != value)
     if isinstance(value, dict):
         for name, part in value.items():
-            yield {other: each for other, each in value.items() if other != name}
+            yield {other: kept for other, kept in value.items() if other != name}
             yield from ({**value, name: altered} for altered in alterations(part))
     elif isinstance(value, list):
         for index, part in enumerate(value):
-            yield from ([*value[:index], each, *value[index + 1 :]] for each in alterations(part))
+            yield from ([*value[:index], other, *value[index + 1 :]] for other in alterations(part))
 
 
 def test_no_field_of_a_record_that_nobody_signed_is_a_traceback(team: Team, tmp_path: Path) -> None:
