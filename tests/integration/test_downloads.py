@@ -41,7 +41,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     save_with_data(network(1), folder / "m.onnx")
     files = {f"onnx/{path.name}": path.read_bytes() for path in folder.iterdir()}
     with model_hub(files) as running:
-        for name in [each for each in os.environ if each.startswith(("HF_", "HATCH_"))]:
+        for name in [name for name in os.environ if name.startswith(("HF_", "HATCH_"))]:
             monkeypatch.delenv(name)
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -65,11 +65,11 @@ def make_project(folder: Path, model: str) -> Path:
 
 def remote(folder: Path, hub: Hub, more: str = "") -> Path:
     """A project whose model is on the hub."""
-    made = download(hub)
-    data = ", ".join(f'"{name}" = "{digest}"' for name, digest in made.data.items())
+    model = download(hub)
+    data = ", ".join(f'"{name}" = "{digest}"' for name, digest in model.data.items())
     return make_project(
         folder,
-        f'url = "{made.url}"\nsha256 = "{made.sha256}"\ndata = {{ {data} }}\n{more}',
+        f'url = "{model.url}"\nsha256 = "{model.sha256}"\ndata = {{ {data} }}\n{more}',
     )
 
 
@@ -108,7 +108,7 @@ def wheel(project: Path) -> bytes:
 def names(project: Path) -> list[str]:
     (archive,) = (project / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as tar:
-        return [each.partition("/")[2] for each in tar.getnames()]
+        return [name.partition("/")[2] for name in tar.getnames()]
 
 
 def unpacked(project: Path, folder: Path) -> Path:
@@ -123,9 +123,9 @@ def sbom_model(content: bytes, folder: Path) -> dict[str, Any]:
     """The source model in the SBOM of a wheel."""
     (folder / "a.whl").write_bytes(content)
     with zipfile.ZipFile(folder / "a.whl") as archive:
-        (name,) = (each for each in archive.namelist() if each.endswith(".cdx.json"))
+        (name,) = (name for name in archive.namelist() if name.endswith(".cdx.json"))
         components = json.loads(archive.read(name))["components"]
-    (model,) = (each for each in components if each["bom-ref"] == "model:encoder")
+    (model,) = (part for part in components if part["bom-ref"] == "model:encoder")
     result: dict[str, Any] = model
     return result
 
@@ -134,7 +134,7 @@ def without_sbom(content: bytes, folder: Path) -> dict[str, bytes]:
     """The files of a wheel but its SBOM, which names the location, and its RECORD."""
     (folder / "b.whl").write_bytes(content)
     with zipfile.ZipFile(folder / "b.whl") as archive:
-        names = [each for each in archive.namelist() if not each.endswith((".cdx.json", "RECORD"))]
+        names = [name for name in archive.namelist() if not name.endswith((".cdx.json", "RECORD"))]
         return {name: archive.read(name) for name in names}
 
 
@@ -255,12 +255,12 @@ def test_the_model_of_an_sdist_is_no_file_of_the_app(
 def test_the_front_end_is_asked_without_any_download(hub: Hub, tmp_path: Path) -> None:
     project = remote(tmp_path / "remote", hub, "sdist = true\n")
     for target in ("wheel", "sdist"):
-        assert not any("s3fs" in each for each in hook(project, target).dependencies())
+        assert not any("s3fs" in name for name in hook(project, target).dependencies())
     file = project / "pyproject.toml"
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace(f"hf://org/repo@{COMMIT}", "s3://bucket"), encoding="utf-8")
     for target in ("wheel", "sdist"):
-        assert any("s3fs" in each for each in hook(project, target).dependencies())
+        assert any("s3fs" in name for name in hook(project, target).dependencies())
     assert not hub.requests
 
 

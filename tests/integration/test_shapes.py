@@ -74,11 +74,11 @@ Case = tuple[int | None, str | None, str]
 
 def scaled() -> onnx.ModelProto:
     """`network` with an input ``scale``, by which its output is multiplied."""
-    made = network()
-    made.graph.node[-1].output[0] = "unscaled"
-    made.graph.node.append(helper.make_node("Mul", ["unscaled", "scale"], ["y"], "scale"))
-    made.graph.input.append(value("scale", []))
-    return made
+    model = network()
+    model.graph.node[-1].output[0] = "unscaled"
+    model.graph.node.append(helper.make_node("Mul", ["unscaled", "scale"], ["y"], "scale"))
+    model.graph.input.append(value("scale", []))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +101,8 @@ def opened(app: Path, *cases: Case) -> list[dict[str, Any]]:
 def test_the_smallest_shape_that_is_large_enough_is_opened(app: Path) -> None:
     expected = {None: ("npu", 1), 1: ("npu", 1), 2: ("npu", 4), 4: ("npu", 4), 5: ("cpu", "batch")}
     answers = opened(app, *((batch, None, "cpu") for batch in expected))
-    found = [(answer["target"], answer["size"]) for answer in answers]
-    assert dict(zip(expected, found, strict=True)) == expected
+    choices = [(answer["target"], answer["size"]) for answer in answers]
+    assert dict(zip(expected, choices, strict=True)) == expected
     assert all(answer["models"] == ["net"] for answer in answers)
 
 
@@ -112,7 +112,7 @@ def test_a_frozen_input_is_taken_and_checked_on_every_target(app: Path) -> None:
     (expected,) = reference.run(None, {"x": x, "scale": np.array(2, np.float32)})
     targets = ("npu", "cpu", "source")
     for target, answer in zip(
-        targets, opened(app, *((1, each, "cpu") for each in targets)), strict=True
+        targets, opened(app, *((1, target, "cpu") for target in targets)), strict=True
     ):
         assert answer["inputs"] == ["x"], target
         assert "Invalid input name: scale" in answer["refused"], target

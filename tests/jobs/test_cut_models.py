@@ -49,16 +49,16 @@ def test_the_shipped_source_is_cut_as_the_artifact_is(
     run: Run, project: Path, tmp_path: Path
 ) -> None:
     before = (project / "models" / "a.onnx").read_bytes()
-    made = bundle(run(CUT), tmp_path, MODULES)
+    bundled = bundle(run(CUT), tmp_path, MODULES)
     package = tmp_path / "shipped"
     # As a wheel has it: the files of the bundle are links.
-    shutil.copytree(made.folder, package)
+    shutil.copytree(bundled.folder, package)
     x = np.ones((2, 4, 8, 8), np.float32)
     for target in ("cpu", "source"):
         session = loader.load("a", target=target, package=package)
-        assert [each.name for each in session.get_inputs()] == ["c"]
+        assert [value.name for value in session.get_inputs()] == ["c"]
         assert session.run(None, {"c": x})[0].shape == (2, 10)
-    assert set(made.files) >= {"a/source/a.onnx", "a/source/a.onnx.data"}
+    assert set(bundled.files) >= {"a/source/a.onnx", "a/source/a.onnx.data"}
     assert (project / "models" / "a.onnx").read_bytes() == before
 
 
@@ -132,16 +132,16 @@ def test_an_editable_install_has_the_cut_source(project: Path, tmp_path: Path) -
     folder = project / "my_app" / "epcontext"
     install(Result(read_sources(config, cache, workers, tmp_path / "check"), ()), folder)
     session = loader.load("a", package=folder)
-    assert [each.name for each in session.get_inputs()] == ["c"]
+    assert [value.name for value in session.get_inputs()] == ["c"]
     assert "a/source/a.onnx" in json.dumps(json.loads((folder / "manifest.json").read_text()))
     assert remove(folder) == []
     assert not folder.exists()
 
 
 def test_what_cannot_be_cut_is_an_error_of_the_build(run: Run, project: Path) -> None:
-    made = network()
-    made.graph.node[0].output[0] = made.graph.node[1].input[0] = "renamed"
-    onnx.save(made, project / "models" / "a.onnx")
+    renamed = network()
+    renamed.graph.node[0].output[0] = renamed.graph.node[1].input[0] = "renamed"
+    onnx.save(renamed, project / "models" / "a.onnx")
     with pytest.raises(ModelError, match="has no tensor 'c'"):
         run(CUT)
 
@@ -187,7 +187,7 @@ models = [
     for name in ("two", "three"):
         for target in ("cpu", "source"):
             session = loader.load(name, target=target, package=package)
-            assert [each.name for each in session.get_inputs()] == ["x"]
+            assert [value.name for value in session.get_inputs()] == ["x"]
             (answers[name, target],) = session.run(None, {"x": x})
             with pytest.raises(Exception, match="Invalid input name: sr"):
                 session.run(None, {"x": x, "sr": np.array([2])})

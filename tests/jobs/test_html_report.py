@@ -29,7 +29,7 @@ from tests.results import configured, resulting
 
 
 @pytest.fixture
-def made(project: Path, artifact: Artifact) -> Report:
+def report(project: Path, artifact: Artifact) -> Report:
     """A job with one uncovered node, and a failed one."""
     whole = make_report(resulting(configured(project), artifact))
     (job,) = whole.jobs
@@ -58,8 +58,8 @@ def text_of(html: str) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", body).split())
 
 
-def test_it_shows_finished_and_failed_jobs_in_one_file(made: Report, tmp_path: Path) -> None:
-    html_report.write(made, "my-app 1.0", tmp_path / "reports" / "r.html")
+def test_it_shows_finished_and_failed_jobs_in_one_file(report: Report, tmp_path: Path) -> None:
+    html_report.write(report, "my-app 1.0", tmp_path / "reports" / "r.html")
     html = (tmp_path / "reports" / "r.html").read_text(encoding="utf-8")
     assert html.startswith("<!DOCTYPE html>")
     text = text_of(html)
@@ -84,14 +84,14 @@ def badges(report: Report) -> set[str]:
     return set(re.findall(r'class="badge (\w+)"', html_report.render(report, "a")))
 
 
-def test_green_is_for_real_inputs_that_are_not_sensitive(made: Report) -> None:
-    (job,) = made.jobs
+def test_green_is_for_real_inputs_that_are_not_sensitive(report: Report) -> None:
+    (job,) = report.jobs
     agreement = Agreement("y", 0.001, 0.9995)
     sensitive = dataclasses.replace(agreement, status=AgreementStatus.SENSITIVE)
 
-    def rated(found: Agreement, *, synthetic: bool, number: int = 4) -> set[str]:
+    def rated(agreement: Agreement, *, synthetic: bool, number: int = 4) -> set[str]:
         samples = tuple("abcd"[:number])
-        validation = Validation(ValidationStatus.RAN, (found,), None, samples, synthetic)
+        validation = Validation(ValidationStatus.RAN, (agreement,), None, samples, synthetic)
         models = (dataclasses.replace(job.models[0], validation=validation),)
         return badges(Report("g", (dataclasses.replace(job, models=models),)))
 
@@ -110,8 +110,8 @@ def test_few_given_inputs_are_counted() -> None:
     assert label(*"abcd") == "ran and agrees"
 
 
-def test_the_badge_says_where_and_when(made: Report) -> None:
-    (job,) = made.jobs
+def test_the_badge_says_where_and_when(report: Report) -> None:
+    (job,) = report.jobs
     validation = Validation(ValidationStatus.RAN, simulated=True, day="2026-11-23")
     model = dataclasses.replace(job.models[0], validation=validation, chip={"soc_model": "60"})
     job = dataclasses.replace(job, models=(model,), versions={"onnxruntime-qnn": "2.7.0"})
@@ -120,8 +120,8 @@ def test_the_badge_says_where_and_when(made: Report) -> None:
 
 
 @pytest.mark.parametrize("status", ValidationStatus)
-def test_only_compared_outputs_agree(made: Report, status: ValidationStatus) -> None:
-    (job,) = made.jobs
+def test_only_compared_outputs_agree(report: Report, status: ValidationStatus) -> None:
+    (job,) = report.jobs
     models = (dataclasses.replace(job.models[0], validation=Validation(status)),)
     text = text_of(html_report.render(Report("g", (dataclasses.replace(job, models=models),)), "a"))
     assert "agrees" not in text
@@ -159,9 +159,9 @@ class Elements(HTMLParser):
         "[red]",
     ],
 )
-def test_names_are_text_whatever_they_contain(made: Report, name: str) -> None:
+def test_names_are_text_whatever_they_contain(report: Report, name: str) -> None:
     hostile, plain = (
-        Elements(html_report.render(with_text(made, text), text)) for text in (name, "plain")
+        Elements(html_report.render(with_text(report, text), text)) for text in (name, "plain")
     )
     assert hostile.tags == plain.tags
     assert hostile.attributes == plain.attributes
@@ -174,10 +174,10 @@ def with_text(value: Any, text: str) -> Any:
     if isinstance(value, Enum):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        given = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{n: with_text(v, text) for n, v in given.items()})
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{n: with_text(v, text) for n, v in fields.items()})
     if isinstance(value, tuple):
-        return tuple(with_text(each, text) for each in value)
+        return tuple(with_text(part, text) for part in value)
     if isinstance(value, dict):
-        return dict.fromkeys([text], *(with_text(each, text) for each in list(value.values())[:1]))
+        return dict.fromkeys([text], *(with_text(part, text) for part in list(value.values())[:1]))
     return text if isinstance(value, str) else value

@@ -52,9 +52,9 @@ def write_samples(folder: Path, seed: int = 0) -> None:
         np.savez(folder / f"{index}.npz", x=rng.standard_normal((1, 1, 8, 8)).astype(np.float32))
 
 
-def save_dynamic(project: Path, made: onnx.ModelProto | None = None) -> onnx.ModelProto:
-    """Save the network, or what was ``made``, with dynamic quantization as the project's model."""
-    source = save(made or network(), project / "float.onnx")
+def save_dynamic(project: Path, model: onnx.ModelProto | None = None) -> onnx.ModelProto:
+    """Save the network, or ``model``, with dynamic quantization as the project's model."""
+    source = save(model or network(), project / "float.onnx")
     logging.disable(logging.WARNING)
     try:
         quantize_dynamic(source, project / "models" / "a.onnx")
@@ -101,8 +101,8 @@ def test_dynamic_quantization_is_undone_and_compared_with_its_float_form(
     (built,) = run(f"{CPU}dequantize = {which}").built
     (preparation,) = built.artifact.record.preparations
     assert preparation.precision == "dequantized (4 operators)"
-    made = onnx.load(built.artifact.folder / "a_optimized.onnx")
-    assert not {node.op_type for node in made.graph.node} & {"ConvInteger", "MatMulInteger"}
+    optimized = onnx.load(built.artifact.folder / "a_optimized.onnx")
+    assert not {node.op_type for node in optimized.graph.node} & {"ConvInteger", "MatMulInteger"}
     (agreement,) = built.validations["a"].agreements
     assert agreement.max_abs < 1e-3
     assert 30 < (built.validations["a"].float_form_db or 0) < 100

@@ -13,15 +13,15 @@ from tests.results import configured, resulting
 
 def test_the_report_has_the_jobs_and_their_times(project: Path, artifact: Artifact) -> None:
     result = resulting(configured(project), artifact)
-    made = make_report(result)
-    (job,) = made.jobs
+    report = make_report(result)
+    (job,) = report.jobs
     assert (job.target, job.provider, job.cached) == ("cpu", "cpu", False)
     assert (job.times.compile, job.load) == (0.5, 0.2)
     assert job.size == 407
     (model,) = job.models
     assert (model.model, model.source_size) == ("a", 7)
     assert model.preparation == Preparation("onnxruntime", 5, 4)
-    assert from_json(to_json(made), Report) == made
+    assert from_json(to_json(report), Report) == report
 
 
 def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:

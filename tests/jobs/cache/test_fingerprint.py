@@ -53,8 +53,8 @@ def with_settings(job: Job, settings: CompileSettings) -> Job:
 def test_a_fingerprint_does_not_depend_on_order(job: Job) -> None:
     options = {"b": "1", "a": "2"}
     one, other = (
-        with_settings(job, dataclasses.replace(job.target.settings, provider_options=each))
-        for each in (options, dict(sorted(options.items())))
+        with_settings(job, dataclasses.replace(job.target.settings, provider_options=ordered))
+        for ordered in (options, dict(sorted(options.items())))
     )
     assert fingerprint(one, SHA256, VERSIONS) == fingerprint(other, SHA256, VERSIONS)
 
