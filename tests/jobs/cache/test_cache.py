@@ -63,7 +63,10 @@ def test_a_stored_artifact_is_found_again(
     shutil.rmtree(artifact.folder)
     assert has(cache)
     assert get(cache, tmp_path / "taken") == artifact.record
+    # What was taken survives the cache.
+    shutil.rmtree(tmp_path / "cache")
     assert record_files(tmp_path / "taken") == artifact.record.files
+    assert not has(cache)
     assert not warnings
 
 
