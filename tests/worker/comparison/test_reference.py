@@ -57,17 +57,14 @@ def table(size: int = 100, *, named: str = "ids") -> onnx.ModelProto:
     )
 
 
-def clipped(made: onnx.ModelProto, limit: float, node: int = -1) -> onnx.ModelProto:
-    """``made`` with the result of one node saturated, as in a float type that ends there."""
+def clipped(made: onnx.ModelProto, limit: float) -> onnx.ModelProto:
+    """``made`` with its last result saturated, as in a float type that ends there."""
     changed = onnx.ModelProto()
     changed.CopyFrom(made)
-    last = changed.graph.node[node]
-    name = last.output[0]
-    last.output[0] = "raw"
-    bounds = [
-        numpy_helper.from_array(np.float32(each), n) for n, each in (("lo", -limit), ("hi", limit))
-    ]
-    changed.graph.initializer.extend(bounds)
+    last = changed.graph.node[-1]
+    name, last.output[0] = last.output[0], "raw"
+    for bound, number in (("lo", -limit), ("hi", limit)):
+        changed.graph.initializer.append(numpy_helper.from_array(np.float32(number), bound))
     changed.graph.node.append(helper.make_node("Clip", ["raw", "lo", "hi"], [name]))
     return changed
 
@@ -106,6 +103,11 @@ def test_states_are_fed_back(tmp_path: Path) -> None:
     assert (len(steps.feeds), steps.on_target) == (8, True)
     assert not steps.feeds[0]["h0"].any()
     assert set(steps.feeds[1]) == {"x"}
+    check_second_step(spec, steps)
+
+
+def check_second_step(spec: Model, steps: ReferenceRun) -> None:
+    """It has the states that the first one gives."""
     session = open_session(Path(spec.path), cpu_options())
     states = {"h0": steps.outputs[0]["h1"], "c0": steps.outputs[0]["c1"]}
     second = session.run(["h1"], {**steps.feeds[1], **states})[0]
@@ -143,10 +145,7 @@ def test_given_steps_are_run_with_the_states_of_the_model(tmp_path: Path) -> Non
     assert on_target == [("a-1", 1), ("3 steps from 'a-1'", 3), ("2 steps from 'b-1'", 2)]
     steps = expected.runs[-1]
     assert steps.feeds[0]["h0"].any()
-    session = open_session(Path(spec.path), cpu_options())
-    states = {"h0": steps.outputs[0]["h1"], "c0": steps.outputs[0]["c1"]}
-    second = session.run(["h1"], {**steps.feeds[1], **states})[0]
-    assert np.array_equal(second, steps.outputs[1]["h1"])
+    check_second_step(spec, steps)
 
 
 def test_a_given_sample_that_the_model_refuses_is_an_error(tmp_path: Path) -> None:
@@ -284,46 +283,3 @@ def test_a_file_keeps_the_values_of_every_type(tmp_path: Path, array: Array) -> 
     assert {name: (each.dtype, each.tolist()) for name, each in found.items()} == {
         name: (each.dtype, each.tolist()) for name, each in tensors.items()
     }
-
-
-BROKEN = [
-    "weights swapped",
-    "bias dropped",
-    "output transposed",
-    "constant wrong",
-    "float16 saturated",
-]
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_model_that_is_broken_on_purpose_fails(tmp_path: Path, fault: str) -> None:
-    made = parsed(
-        """(float[6, 8] x) => (float[6, 6] y) <float scale = {400000}> {
-            hidden = Gemm (x, w, b)
-            large = Mul (hidden, scale)
-            y = MatMul (large, v) }""",
-        w=(8, 16),
-        b=(16,),
-        v=(16, 6),
-    )
-    spec, expected = referred(made, tmp_path)
-    assert not differences(check(made, spec, expected, tmp_path).agreements)
-    changed = onnx.ModelProto()
-    changed.CopyFrom(made)
-    stored = {tensor.name: tensor for tensor in changed.graph.initializer}
-    if fault == "output transposed":
-        changed.graph.node[-1].output[0] = "turned"
-        changed.graph.node.append(helper.make_node("Transpose", ["turned"], ["y"]))
-    elif fault == "float16 saturated":
-        changed.graph.node[2].input[0] = "short"
-        half = helper.make_node("Clip", ["large", "lo", "hi"], ["short"])
-        changed.graph.node.insert(2, half)
-        for name, limit in (("lo", -65504), ("hi", 65504)):
-            changed.graph.initializer.append(numpy_helper.from_array(np.float32(limit), name))
-    else:
-        name = {"weights swapped": "w", "bias dropped": "b", "constant wrong": "scale"}[fault]
-        array = numpy_helper.to_array(stored[name])
-        new = array[::-1] if name == "w" else np.zeros_like(array) if name == "b" else array * 1.5
-        stored[name].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(new, np.float32), name))
-    problems = differences(check(changed, spec, expected, tmp_path).agreements)
-    assert re.search(r"signal-to-noise ratio|dB in", problems[0].message)
