@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from hatch_epcontext.graph.rewrites.fused import DEFINITIONS, FUNCTIONS, FUSED
+from hatch_epcontext.graph.rewrites.fused import FUNCTIONS, FUSED
 from tests.conftest import newer_runtime
 from tests.graph.rewrites.equal import check_equal, operators, rewritten, untouched
 from tests.models import parsed
@@ -38,61 +38,6 @@ def test_a_fused_convolution_is_taken_apart(activation: str, added: bool) -> Non
     assert operators(rewritten(model, FUSED)) == expected
 
 
-@pytest.mark.parametrize(
-    ("activation", "alpha"), [("Relu", ""), ("LeakyRelu", ", activation_alpha = 0.2")]
-)
-def test_a_fused_gemm_is_taken_apart(activation: str, alpha: str) -> None:
-    model = parsed(
-        f"""(float[3, 4] x) => (float[3, 5] y) {{ y = com.microsoft.FusedGemm <alpha = 0.5, beta = 2.0,
-        transB = 1, activation = "{activation}"{alpha}> (x, w, b) }}""",
-        w=(5, 4),
-        b=(5,),
-    )
-    assert operators(rewritten(model, FUSED)) == ["Gemm", activation]
-
-
-@pytest.mark.parametrize(
-    ("attributes", "a", "b"),
-    [
-        ("alpha = 0.5", [2, 3, 4], [2, 4, 5]),
-        ("transA = 1", [2, 4, 3], [2, 4, 5]),
-        ("transB = 1", [2, 3, 4], [2, 5, 4]),
-        ("transA = 1, transB = 1, alpha = 3.0", [2, 4, 3], [2, 5, 4]),
-        ("transBatchA = 1", [3, 2, 4], [2, 4, 5]),
-        ("transBatchA = 1, transA = 1, transBatchB = 1", [4, 2, 3], [4, 2, 5]),
-    ],
-)
-def test_a_fused_product_is_taken_apart(attributes: str, a: list[int], b: list[int]) -> None:
-    model = parsed(
-        f"""(float{a} a, float{b} b) => (float[2, 3, 5] y)
-        {{ y = com.microsoft.FusedMatMul <{attributes}> (a, b) }}"""
-    )
-    assert {"Transpose", "MatMul", "Mul"} >= set(operators(rewritten(model, FUSED)))
-
-
-@pytest.mark.parametrize(
-    "node",
-    [
-        "y = com.microsoft.QuickGelu <alpha = 1.5> (x)",
-        "y = com.microsoft.QuickGelu (x)",
-        "y = com.microsoft.Gelu (x)",
-        "y = com.microsoft.BiasGelu (x, v)",
-        "y = com.microsoft.FastGelu (x)",
-        "y = com.microsoft.FastGelu (x, v)",
-        "y = com.microsoft.SkipLayerNormalization <epsilon = 0.001> (x, s, v, u)",
-        "y, , , sum = com.microsoft.SkipLayerNormalization (x, s, v, u, v)",
-        "y, , , sum = com.microsoft.SkipSimplifiedLayerNormalization (x, s, v)",
-        "y = SimplifiedLayerNormalization <axis = -1> (x, v)",
-    ],
-)
-def test_what_onnx_runtime_fuses_is_taken_apart(node: str) -> None:
-    outputs = "float[2, 3, 8] y" + ", float[2, 3, 8] sum" * ("sum" in node)
-    text = f"(float[2, 3, 8] x, float[2, 3, 8] s) => ({outputs}) {{ {node} }}"
-    # ONNX does not know `SimplifiedLayerNormalization`.
-    after = rewritten(parsed(text, check=False, v=(8,), u=(8,)), FUSED)
-    assert not {operator for operator in operators(after) if operator in node}
-
-
 def test_values_behind_a_fused_operator_have_known_shapes() -> None:
     model = parsed(
         """(float[2, 4, 3] x) => (float[2, 3, 5] y) {
@@ -102,22 +47,6 @@ def test_values_behind_a_fused_operator_have_known_shapes() -> None:
         w=(4, 5),
     )
     assert not any("com.microsoft" in each for each in operators(rewritten(model, FUSED)))
-
-
-@pytest.mark.parametrize("keepdims", [0, 1])
-@pytest.mark.parametrize(
-    ("operator", "dtype"),
-    [
-        ("ReduceLogSumExp", "float"),
-        ("ReduceL2", "float"),
-        ("ReduceL1", "int32"),
-        ("ReduceSumSquare", "int32"),
-    ],
-)
-def test_a_reduction_over_all_axes_is_a_sum(operator: str, dtype: str, keepdims: int) -> None:
-    result = f"{dtype}[1, 1]" if keepdims else dtype
-    text = f"({dtype}[3, 4] x) => ({result} y) {{ y = {operator} <keepdims = {keepdims}> (x) }}"
-    assert "ReduceSum" in operators(rewritten(parsed(text, 13), FUNCTIONS))
 
 
 def test_a_sum_of_large_powers_does_not_overflow() -> None:
@@ -141,28 +70,6 @@ def test_a_computed_batch_normalization_is_its_formula(opset: int) -> None:
         v=(8,),
     )
     assert "BatchNormalization" not in operators(rewritten(model, FUNCTIONS))
-
-
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_a_gelu_is_taken_apart(approximate: str) -> None:
-    node = f'Gelu <approximate = "{approximate}"> (x)'
-    model = parsed(f"(float[2, 8] x) => (float[2, 8] y) {{ y = {node} }}", 20)
-    assert "Gelu" not in operators(rewritten(model, FUNCTIONS))
-
-
-@pytest.mark.parametrize("axis", [-1, 1, 0])
-@pytest.mark.parametrize("opset", [17, 18])
-def test_a_layer_normalization_is_taken_apart(opset: int, axis: int) -> None:
-    shape = [2, 3, 4]
-    kept = [size if index < axis % 3 else 1 for index, size in enumerate(shape)]
-    model = parsed(
-        f"""(float{shape} x) => (float{shape} y, float{kept} mean, float{kept} inverse) {{ y, mean, inverse
-        = LayerNormalization <axis = {axis}, epsilon = 0.1> (x, scale, bias) }}""",
-        opset,
-        scale=(*shape[axis % 3 :],),
-        bias=(*shape[axis % 3 :],),
-    )
-    assert "LayerNormalization" not in operators(rewritten(model, FUNCTIONS))
 
 
 def blocks(shape: list[int], bias: str) -> onnx.ModelProto:
@@ -215,18 +122,6 @@ def test_embeddings_and_the_attention_with_their_mask_are_taken_apart(
         b=(24,),
     )
     assert not any("microsoft" in each for each in operators(rewritten(model, FUSED)))
-
-
-@pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("queries", [1, 3])
-def test_attention_to_a_part_of_a_cache_is_its_definition(causal: int, queries: int) -> None:
-    model = parsed(
-        f"""(float[2, 2, {queries}, 4] q, float[2, 2, 9, 4] k, float[2, 2, 9, 4] v)
-        => (float[2, 2, {queries}, 4] y) <int64[2] n = {{4, 7}}>
-        {{ y = Attention <is_causal = {causal}> (q, k, v, , , , n) }}""",
-        24,
-    )
-    assert "Attention" not in operators(rewritten(model, DEFINITIONS))
 
 
 def _attention(merged: bool, extras: str, attributes: str = "") -> onnx.ModelProto:

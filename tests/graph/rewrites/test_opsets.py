@@ -291,52 +291,17 @@ FORMS: Mapping[str, Forms] = {
         12: """(float[2, 3, 4] x, float[2, 4, 5] z) => (float[2, 5] y)
         { y = Einsum <equation = "bij,bjk->bk"> (x, z) }"""
     },
-    "Transpose": {
-        7: """(float[1, 2, 3, 2, 4] x) => (float[2, 2, 3, 4] y) <int64[4] n = {2, 2, 3, 4}>
-        { t = Transpose <perm = [0, 1, 3, 2, 4]> (x) y = Reshape (t, n) }"""
-    },
     "Unsqueeze": {
         7: """(float[2, 3] x) => (float[1, 2, 1, 3] y) { m = Unsqueeze <axes = [0, 2, 4]> (x)
         y = Squeeze <axes = [4]> (m) }""",
         13: """(float[2, 3] x) => (float[1, 2, 1, 3] y) <int64[3] i = {0, 2, 4}, int64[1] j = {4}>
         { m = Unsqueeze (x, i) y = Squeeze (m, j) }""",
     },
-    "Expand": {
-        8: """(float[1, 2, 3, 1, 4, 1] x) => (float[1, 2, 3, 2, 4, 2] y)
-        <int64[6] n = {1, 2, 3, 2, 4, 2}> { y = Expand (x, n) }"""
-    },
-    "Tile": {
-        7: """(float[1, 2, 3, 1, 4, 1] x) => (float[2, 2, 3, 2, 4, 2] y)
-        <int64[6] n = {2, 1, 1, 2, 1, 2}> { y = Tile (x, n) }"""
-    },
     "ReduceMean": {
         7: """(float[1, 2, 3, 2, 4, 2] x) => (float[1, 2, 3, 4] y)
         { y = ReduceMean <axes = [3, 5], keepdims = 0> (x) }""",
         18: """(float[1, 2, 3, 2, 4, 2] x) => (float[1, 2, 3, 1, 4, 1] y) <int64[2] n = {3, -1}>
         { y = ReduceMean (x, n) }""",
-    },
-    "Mul": {
-        7: """(float[1, 2, 3, 2, 4, 3] x, float[3, 1, 1, 3] z) => (float[1, 2, 3, 2, 4, 3] y)
-        { y = Mul (x, z) }"""
-    },
-    "Concat": {
-        7: """(float[1, 2, 3, 2, 4] x, float[1, 2, 1, 2, 4] z) => (float[1, 2, 4, 2, 4] y)
-        { y = Concat <axis = 2> (x, z) }"""
-    },
-    "Gather": {
-        7: """(float[1, 2, 3, 2, 4] x) => (float[1, 2, 2, 2, 4] y) <int64[2] i = {2, 0}>
-        { y = Gather <axis = 2> (x, i) }"""
-    },
-    "Reshape": {
-        7: """(float[2, 3] x) => (float[3, 2] y)
-        <int64[5] many = {1, 2, 1, 3, 1}, int64[2] few = {3, 2}>
-        { m = Reshape (x, many) y = Reshape (m, few) }"""
-    },
-    "Squeeze": {
-        7: """(float[2, 3] x) => (float[1, 2, 1, 3] y) { m = Unsqueeze <axes = [0, 2, 4]> (x)
-        y = Squeeze <axes = [4]> (m) }""",
-        13: """(float[2, 3] x) => (float[1, 2, 1, 3] y) <int64[3] i = {0, 2, 4}, int64[1] j = {4}>
-        { m = Unsqueeze (x, i) y = Squeeze (m, j) }""",
     },
     **{
         name: {
