@@ -198,4 +198,5 @@ def test_a_command_says_how_to_make_the_models(root: Path) -> None:
     done = CliRunner().invoke(app, ["build", str(root), "--dry-run"])
     assert done.exit_code == 2
     assert 'no file matches "my_app/models/*.onnx"' in done.output
+    assert "(custom)" in done.output
     assert "hatch build -t wheel --hooks-only" in done.output

@@ -20,7 +20,7 @@ from hatch_epcontext.plugin import EpcontextBuildHook
 from hatch_epcontext.text import printable
 from tests import projects
 from tests.conftest import needs
-from tests.models import network, parsed, save, save_with_data, unknown_operator
+from tests.models import network, save, save_with_data, unknown_operator
 from tests.package.conftest import opened
 
 PROJECT = (
@@ -152,34 +152,6 @@ def test_the_wheel_has_the_package(
     assert (package.layout, variants) == ("portable", {"a": ["cpu", "source"]})
 
 
-def test_the_hook_for_pyinstaller_is_there_if_the_project_names_it(root: Path) -> None:
-    configure(root, '[project.entry-points.pyinstaller40]\nhook-dirs = "my_app.hooks:folders"\n')
-    names = zipfile.ZipFile(make(root)).namelist()
-    assert "my_app/epcontext/__pyinstaller/__init__.py" in names
-    assert "my_app/epcontext/__pyinstaller/hook-my_app.epcontext.py" in names
-
-
-def test_the_source_is_not_shipped_where_any_machine_runs_a_target(root: Path) -> None:
-    names = zipfile.ZipFile(make(root)).namelist()
-    assert not [name for name in names if "source" in name]
-    configure(root, 'targets.cpu.platforms = ["win_arm64"]\n')
-    names = zipfile.ZipFile(make(root)).namelist()
-    assert "my_app/epcontext/a/source/a.onnx" in names
-
-
-def test_a_model_that_is_also_package_data_is_a_warning(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (root / "models").rename(root / "my_app" / "models")
-    text = PROJECT.replace("models/*.onnx", "my_app/models/*.onnx") + 'fallback = "source"\n'
-    (root / "pyproject.toml").write_text(text, encoding="utf-8")
-    assert "my_app/models/a.onnx" in zipfile.ZipFile(make(root)).namelist()
-    text = capsys.readouterr().err
-    assert "my_app/models/a.onnx (" in text
-    assert 'exclude = ["my_app/models/a.onnx"] in [tool.hatch.build.targets.wheel]' in text
-    assert "beside what is shipped of the model a." in text
-
-
 def test_what_has_not_changed_comes_from_the_cache(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,10 +186,6 @@ def test_without_a_cache_it_is_compiled_again(
     assert not [path for path in (tmp_path / "user-cache").rglob("*") if path.is_file()]
 
 
-def test_the_front_end_installs_the_build_requirements(root: Path) -> None:
-    assert hook(root).dependencies() == ["onnxruntime>=1.23", *TOOLS]
-
-
 KEY = f"ed25519:{'A' * 43}="
 
 
@@ -239,20 +207,14 @@ def test_the_front_end_installs_the_backend_of_the_shared_cache(
     configure(root, f'build = {{ cache = "s3://bucket/other", cache-keys = ["{KEY}"] }}\n')
     signatures = ["cryptography>=44"] if url else []
     assert hook(root).dependencies() == ["onnxruntime>=1.23", *TOOLS, *backend, *signatures]
-
-
-def test_other_targets_and_skipped_builds_need_nothing(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     assert hook(root, "sdist").dependencies() == []
-    monkeypatch.setenv("HATCH_EPCONTEXT_SKIP", "1")
-    assert hook(root).dependencies() == []
 
 
 def test_a_skipped_build_says_so_and_has_no_models(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HATCH_EPCONTEXT_SKIP", "1")
+    assert hook(root).dependencies() == []
     names = zipfile.ZipFile(make(root)).namelist()
     assert not any("epcontext" in name for name in names)
     assert "epcontext: skipped: HATCH_EPCONTEXT_SKIP is set" in capsys.readouterr().err
@@ -302,25 +264,6 @@ def test_what_onnxruntime_says_of_a_name_is_shown_as_text(
     message = failure(root, capsys)
     assert r"\x1b]0;owned\x07[red]\u202e\x9b31m" in message
     assert printable(message, lines=True) == message
-
-
-def test_all_failed_jobs_are_reported_and_the_others_are_cached(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # NaN for half of the random inputs.
-    save(
-        parsed("(float[9] x) => (float[9] y) { y = Sqrt (x) }"),
-        root / "models" / "roots.onnx",
-    )
-    text = PROJECT.replace('models = ["models/*.onnx"]\n', "")
-    for name, path in (("one", "roots"), ("two", "roots"), ("three", "a")):
-        text += f'[[tool.epcontext.models]]\nname = "{name}"\npath = "models/{path}.onnx"\n'
-        text += "validate = { tolerance = false }\n"
-    (root / "pyproject.toml").write_text(text, encoding="utf-8")
-    text = failure(root, capsys)
-    assert "one -> cpu: validation: EPC402\n    the output 'y' has NaN or Inf" in text
-    assert "two -> cpu: validation: EPC402\n    the output 'y' has NaN or Inf" in text
-    assert "epcontext: three -> cpu (cpu): optimized graph, ran, outputs finite" in text
 
 
 def test_the_tag_is_set_for_the_targets_platforms(root: Path) -> None:

@@ -166,9 +166,9 @@ def test_an_unknown_target_of_a_variable_names_the_variable(
 
 
 def test_a_folder_without_a_project_is_an_error(cli: Cli, tmp_path: Path) -> None:
-    assert "pyproject.toml: EPC025" in cli("build", tmp_path, code=2).stderr
+    assert "pyproject.toml: EPC025\n    is missing." in cli("build", tmp_path, code=2).stderr
     (tmp_path / "pyproject.toml").write_text("[project", encoding="utf-8")
-    assert "pyproject.toml: EPC025" in cli("build", tmp_path, code=2).stderr
+    assert "pyproject.toml: EPC025\n    is not TOML: " in cli("build", tmp_path, code=2).stderr
     (tmp_path / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
     assert "[tool.epcontext]" in cli("build", tmp_path, code=2).stderr
 

@@ -181,7 +181,6 @@ def test_an_edit_meanwhile_is_not_lost(
     [
         b"[tool.epcontext]\nmodels = 3\n",
         b'[tool.epcontext]\nmodels = { url = "x" }\n',
-        b'[[tool.epcontext.models]]\nurl = "a"\nurl = "b"\n',
         b"a = " + b"[" * 3000,
         b"\xff",
         b"[",

@@ -79,18 +79,6 @@ def test_other_build_backends_do_not_matter(cli: Cli, app_project: Path, tmp_pat
     assert (tmp_path / "out" / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "Missing option '-o'"),
-        (("-o", "out", "--target", "thre"), '--target: EPC009\n    "thre" is not a target.'),
-        (("-o", "out", "--model", "c"), '--model: EPC010\n    "c" is not a model.'),
-    ],
-)
-def test_wrong_usage(cli: Cli, app_project: Path, arguments: tuple[str, ...], message: str) -> None:
-    assert message in cli("export", app_project, *arguments, code=2).stderr
-
-
 @needs_qnn
 def test_contexts_are_exported_and_validated(cli: Cli, app_project: Path, tmp_path: Path) -> None:
     toml = """

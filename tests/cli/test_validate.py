@@ -208,15 +208,6 @@ def test_other_files_are_errors(cli: Cli, tmp_path: Path) -> None:
     assert "does not exist" in cli("validate", tmp_path / "b.onnx", code=2).stderr
 
 
-@pytest.mark.parametrize(
-    ("setting", "flag"),
-    [("validate=false", "validate"), ("validate.mode=structure", "validate.mode")],
-)
-def test_the_mode_cannot_be_set(cli: Cli, source: Path, setting: str, flag: str) -> None:
-    result = cli("validate", source, "-p", "cpu", "--set", setting, code=2)
-    assert problems(result) == [f"--set {flag}: EPC007"]
-
-
 def test_what_a_comparison_leaves_open_is_a_warning(cli: Cli, tmp_path: Path) -> None:
     made = parsed("(float[1, 8] x) => (float[1, 8] y) { a = Abs (x) n = Neg (a) y = Sqrt (n) }")
     path = save(made, tmp_path / "a.onnx")

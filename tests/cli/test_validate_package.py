@@ -356,20 +356,6 @@ def test_components_and_variants_can_be_chosen(cli: Cli, for_cpu: Path) -> None:
     assert '"net"?' in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "manifest.json is not JSON"),
-        ("[]", "has no manifest.json of a model package that hatch-epcontext wrote"),
-        ('{"schema_version": "1.0", "components": {}}', "ONNX Runtime's C API opens"),
-        ('{"additional_metadata": {"hatch-epcontext": 1}}', "is not as this version writes it"),
-    ],
-)
-def test_other_manifests_are_errors(cli: Cli, tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "manifest.json").write_text(text, encoding="utf-8")
-    assert message in cli("validate", tmp_path, code=1).stderr
-
-
 def test_a_missing_model_fails_its_variant(cli: Cli, for_cpu: Path) -> None:
     file = for_cpu / "net" / "cpu" / "net_optimized.onnx"
     file.rename(file.with_name("other.onnx"))

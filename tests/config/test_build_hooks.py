@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.config.build_hooks import hooks_of_project
-from hatch_epcontext.config.paths import Finder
 
 WHEEL, EVERYWHERE = "tool.hatch.build.targets.wheel.hooks", "tool.hatch.build.hooks"
 
@@ -53,11 +52,3 @@ def test_the_advice_says_how_to_change_the_order(tmp_path: Path) -> None:
     assert (
         f"write [{WHEEL}.epcontext] below [{WHEEL}.custom], and remove [{EVERYWHERE}.epcontext]"
     ) in str(other.advice())
-
-
-def test_a_command_runs_no_hooks_and_says_how_to(tmp_path: Path) -> None:
-    root = write(tmp_path, tables(f"{WHEEL}.custom", f"{WHEEL}.epcontext"))
-    advice = str(Finder(root).hooks.advice())
-    assert "(custom)" in advice
-    assert "hatch build -t wheel --hooks-only" in advice
-    assert Finder(write(tmp_path, tables(f"{WHEEL}.epcontext"))).hooks.advice() is None

@@ -95,12 +95,6 @@ def invoke(command: str, variables: Mapping[str, str] | None = None) -> Result:
     return CliRunner().invoke(app, words, env=environ, prog_name="epcontext")
 
 
-def test_every_command_exists() -> None:
-    for command in COMMANDS:
-        name = next((word for word in command.words if not word.startswith("-")), None)
-        assert name is None or name in app.commands, f"{command.place}: {command.text}"
-
-
 def test_every_setting_is_for_a_command_or_a_page() -> None:
     named = {
         *settings.OTHER_OUTPUT,

@@ -13,13 +13,6 @@ import pytest
 from tests.loader.shipped import CPU, NPU, Shipper, changed, plugin_of
 
 
-def test_sessions_can_be_opened_in_several_threads(ship: Shipper) -> None:
-    app = ship(npu=NPU, cpu=CPU)
-    with ThreadPoolExecutor(8) as pool:
-        sessions = list(pool.map(app.load, ["a"] * 16))
-    assert {app.target_of(session) for session in sessions} == {"cpu"}
-
-
 def test_models_that_share_weights_can_be_opened_in_several_threads(ship: Shipper) -> None:
     app = ship(cpu=changed(CPU, sharing={"group": "g", "members": ["a", "b"]}))
     # Threads change often, so that a set that changes while it is read is found out.

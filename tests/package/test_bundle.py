@@ -97,15 +97,6 @@ def test_the_loader_verifies_the_manifest(project: Path, tmp_path: Path) -> None
     assert reason() == changed
 
 
-def test_two_bundles_of_one_result_are_the_same(project: Path, tmp_path: Path) -> None:
-    result = compiled(configured(project, TWO), tmp_path / "artifacts")
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-    one, two = (record_files(bundle(result, folder, MODULES).folder) for folder in folders)
-    assert one == two
-
-
 def test_two_shapes_have_one_source(project: Path, tmp_path: Path) -> None:
     toml = SEVERAL.replace("[targets.cpu]", 'fallback = "source"\n[targets.cpu]')
     bundled = make(project, toml, tmp_path)

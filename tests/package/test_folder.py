@@ -107,12 +107,6 @@ load-options = { config_file = "ep.json" }
     assert (folder / name).read_text(encoding="utf-8") == "{}"
 
 
-def test_artifacts_in_the_project_are_copies(result: Result, folder: Path) -> None:
-    install(result, folder)
-    (folder / "a" / "cpu" / "a_ctx.onnx").write_bytes(b"edited")
-    assert (result.built[0].artifact.folder / "a_ctx.onnx").read_bytes() == b"context"
-
-
 def test_removing_removes_our_files_and_the_folder(result: Result, folder: Path) -> None:
     install(result, folder)
     (folder / "__pycache__").mkdir()

@@ -68,24 +68,16 @@ def test_what_is_written_is_read_again(package: ModelPackage) -> None:
     [
         (put("", schema_version="2.0"), 'schema_version: must be "1.0", not "2.0".'),
         (put("", layout=None), "layout: is missing."),
-        (put("", components=None), "components: is missing."),
         (put("components", a="det"), "components.a: must be a table"),
         (put(CPU, ep=None), f"{CPU}.ep: is missing."),
         (put(CPU, device="tpu"), f'{CPU}.device: must be "cpu" or "gpu" or "npu"'),
         (put(CPU, executor_info={"ort": "ort.json"}), "executor_info.ort: must be a table"),
-        (put(CPU, executor_info={}), "'ort'"),
         (put(CPU, additional_metadata={}), f"'{METADATA}'"),
         (put(ABOUT, settings=None), "VariantMetadata.settings: is missing."),
         (put(ORT, model_file="other.onnx"), "'a/cpu/other.onnx' is not among its files"),
         (put(ORT, model_file="../../../x.onnx"), "'a/cpu/../../../x.onnx' is not among its"),
-        (put(ORT, model_file="/etc/passwd"), "'/etc/passwd' is not among its files"),
-        (put(ORT, model_file="sha256:00/x.onnx"), "is not among its files"),
         (put(CPU, variant_directory="../a/cpu"), "is not among its files"),
-        (put(CPU, variant_directory="/"), "is not among its files"),
-        (
-            put(FILES, **{"../x": {"size": 1, "sha256": ""}}),
-            "'../x' is outside of it",
-        ),
+        (put(FILES, **{"../x": {"size": 1, "sha256": ""}}), "'../x' is outside of it"),
         (put(FILES, **{"C:\\x": {"size": 1, "sha256": ""}}), "is outside of it"),
     ],
 )
@@ -102,10 +94,8 @@ def test_an_altered_manifest_is_refused(package: ModelPackage, edit: Edit, messa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "Expecting value"),
         (b"{", "Expecting property name"),
         (b'{"a": NaN}', "Out of range float"),
-        (b'{"a": 1e999}', "Out of range float"),
         (b"\xff", "codec can't decode byte 0xff"),
         (b'["\\udfff"]', "codec can't encode character"),
         (b"[" * 100_000, ""),

@@ -157,12 +157,6 @@ def test_equal_content_has_the_same_serial_number_and_no_time(
     assert "licenses" not in third["metadata"]["component"]
 
 
-def test_what_has_no_license_is_named(project: Path, tmp_path: Path) -> None:
-    result = compiled(configured(project, TOML), tmp_path / "artifacts")
-    (warning,) = sbom.unlicensed(result.sources, KeyNames())
-    assert warning.startswith("tool.epcontext.models[1] (models/b.onnx): no license is known")
-
-
 def test_the_license_in_the_file_counts_where_none_is_configured(
     project: Path, tmp_path: Path
 ) -> None:

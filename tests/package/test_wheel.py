@@ -35,10 +35,6 @@ def test_the_default_output_is_inside_the_apps_package(paths: list[str], output:
     assert wheel.output_folder(None, tree(*paths)) == PurePosixPath(output)
 
 
-def test_the_output_can_be_configured() -> None:
-    assert wheel.output_folder(PurePosixPath("other/models"), {}) == PurePosixPath("other/models")
-
-
 @pytest.mark.parametrize(
     ("paths", "message"),
     [

@@ -233,13 +233,6 @@ def test_a_folder_with_a_source_model_is_never_replaced(
     assert (out / "a/source/a.onnx").read_bytes() == b"model a"
 
 
-def test_the_folder_can_be_inside_the_project(config: Config, run: Run, project: Path) -> None:
-    out = project / "my_app" / "epcontext"
-    export(config, out, run, loader=True, overwrite=False)
-    export(config, out, run, loader=True, overwrite=True)
-    assert {path.name for path in (project / "my_app").iterdir()} == {"__init__.py", "epcontext"}
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows needs a privilege for links")
 def test_a_link_stays_a_link(config: Config, run: Run, out: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()

@@ -132,7 +132,6 @@ def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project:
 @pytest.mark.parametrize(
     "before",
     [
-        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n',
         '[build-system]\nrequires = [\n  "hatchling", # one\n]\nbuild-backend = "hatchling.build"',
         (
             'build-system.requires = ["Hatch_EPcontext>=0", "hatchling"]\n'
@@ -144,8 +143,6 @@ def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project:
         ),
         f"[{HOOK}]\nenable-by-default = false\n[tool.ruff]\nline-length = 100\n",
         "[tool.hatch.build.hooks.epcontext]\n",
-        f'{HATCHLING}[project]\nname = "a"\n',
-        'build-system.build-backend = "hatchling.build"\n',
         "[build-system]\n",
         "# a comment at the end",
     ],
