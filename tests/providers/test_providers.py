@@ -68,36 +68,23 @@ def test_the_facts_of_each_provider_are_complete_and_consistent(provider: Provid
 
 
 @pytest.mark.parametrize(
-    ("written", "provider"),
+    ("provider", "spellings"),
     [
-        ("qnn", "qnn"),
-        ("QNNExecutionProvider", "qnn"),
-        ("NvTensorRtRtxExecutionProvider", "tensorrt-rtx"),
-        ("NvTensorRTRTXExecutionProvider", "tensorrt-rtx"),
-        ("NvTensorRTRTX", "tensorrt-rtx"),
-        ("nvtensorrtrtx", "tensorrt-rtx"),
-        ("trt_rtx", "tensorrt-rtx"),
-        ("TensorrtExecutionProvider", "tensorrt"),
-        ("OpenVINO", "openvino"),
-        ("OpenVINOExecutionProvider", "openvino"),
-        ("VitisAI", "vitisai"),
-        ("dml", "directml"),
-        ("DmlExecutionProvider", "directml"),
-        ("CUDAExecutionProvider", "cuda"),
-        ("WebGpuExecutionProvider", "webgpu"),
-        ("MIGraphXExecutionProvider", "migraphx"),
-        ("plugin", "plugin"),
+        ("qnn", ["qnn", "QNNExecutionProvider"]),
+        ("tensorrt-rtx", ["NvTensorRtRtxExecutionProvider", "NvTensorRTRTX", "nvtensorrtrtx", "trt_rtx"]),
+        ("tensorrt", ["TensorrtExecutionProvider"]),
+        ("openvino", ["OpenVINO", "OpenVINOExecutionProvider"]),
+        ("directml", ["dml", "DmlExecutionProvider"]),
+        ("webgpu", ["WebGpuExecutionProvider"]),
+        ("plugin", ["plugin"]),
+        (None, ["", "qn", "tensor", "ExecutionProvider", "OpenVINOExecutionProvider.AUTO"]),
     ],
-)
-def test_onnx_runtimes_names_and_other_spellings_are_known(written: str, provider: str) -> None:
-    assert find(written) is PROVIDERS[provider]
-
-
-@pytest.mark.parametrize(
-    "name", ["", "qn", "tensor", "ExecutionProvider", "OpenVINOExecutionProvider.AUTO"]
-)
-def test_other_names_are_unknown(name: str) -> None:
-    assert find(name) is None
+)  # fmt: skip
+def test_onnx_runtimes_names_and_other_spellings_are_known(
+    provider: str | None, spellings: list[str]
+) -> None:
+    for name in spellings:
+        assert find(name) is (PROVIDERS[provider] if provider else None)
 
 
 def test_options_that_are_keys_or_passwords_are_secret() -> None:
@@ -112,19 +99,16 @@ def test_options_that_are_keys_or_passwords_are_secret() -> None:
     assert options == secrets
 
 
-@pytest.mark.parametrize("value", ["{env:A}", "{env:_b9}"])
-def test_a_secret_is_the_name_of_a_variable(value: str) -> None:
-    assert PROVIDERS["vitisai"].options["encryption_key"].render(value) == value
-    assert variable_of(value) == value[5:-1]
-
-
-@pytest.mark.parametrize(
-    "value", ["", "x", "{env:}", "{env:A B}", " {env:A}", "{env:A}x", 5, None, True]
-)
-def test_anything_else_is_no_secret(value: Any) -> None:
-    assert variable_of(value) is None
-    with pytest.raises(ValueError, match="name of an environment variable"):
-        PROVIDERS["vitisai"].options["encryption_key"].render(value)
+def test_a_secret_is_the_name_of_a_variable() -> None:
+    secret = PROVIDERS["vitisai"].options["encryption_key"]
+    for name in ("A", "_b9"):
+        assert secret.render(f"{{env:{name}}}") == f"{{env:{name}}}"
+        assert variable_of(f"{{env:{name}}}") == name
+    others: list[Any] = ["", "x", "{env:}", "{env:A B}", " {env:A}", "{env:A}x", 5, None, True]
+    for value in others:
+        assert variable_of(value) is None
+        with pytest.raises(ValueError, match="name of an environment variable"):
+            secret.render(value)
 
 
 def test_no_two_providers_have_the_same_name() -> None:
@@ -136,68 +120,59 @@ def test_no_two_providers_have_the_same_name() -> None:
             )
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "rendered"),
-    [
-        (switch(""), True, "1"),
-        (switch(""), False, "0"),
-        (switch(""), "1", "1"),
-        (switch(""), "True", "1"),
-        (switch(""), 0, "0"),
-        (switch("", booleans=("false", "true")), True, "true"),
-        (switch("", booleans=("false", "true")), "0", "false"),
-        (number(""), 60, "60"),
-        (number(""), "60", "60"),
-        (choice("", "73", "75"), 73, "73"),
-        (text(""), "a/path", "a/path"),
-        (Option("", kind="json"), {"CPU": {"B": True, "A": 1}}, '{"CPU":{"A":1,"B":true}}'),
-        (Option("", kind="json"), '{"CPU": {}}', '{"CPU": {}}'),
-        (number("", several=True), (60, "57"), "60,57"),
-        (number("", several=True), "60, 57", "60,57"),
-        (number("", several=True), 60, "60"),
-        (choice("", "73", "75", several=True), [73, 73], "73,73"),
-        (RTX.options["nv_weight_streaming_budget"], "512M", "512M"),
-        (RTX.options["nv_weight_streaming_budget"], -1, "-1"),
-        (RTX.options["nv_weight_streaming_budget"], "100%", "100%"),
-    ],
-)
-def test_toml_values_become_the_strings_that_eps_take(
-    option: Option, value: bool | int | str, rendered: str
-) -> None:
-    assert option.render(value) == rendered
+BUDGET = RTX.options["nv_weight_streaming_budget"]
+WORDS, CHIPS = switch("", booleans=("false", "true")), number("", several=True)
+VALUES: list[tuple[Option, Any, str]] = [
+    (switch(""), True, "1"),
+    (switch(""), "True", "1"),
+    (switch(""), 0, "0"),
+    (WORDS, True, "true"),
+    (WORDS, "0", "false"),
+    (number(""), 60, "60"),
+    (number(""), "60", "60"),
+    (choice("", "73", "75"), 73, "73"),
+    (text(""), "a/path", "a/path"),
+    (Option("", kind="json"), {"CPU": {"B": True, "A": 1}}, '{"CPU":{"A":1,"B":true}}'),
+    (Option("", kind="json"), '{"CPU": {}}', '{"CPU": {}}'),
+    (CHIPS, (60, "57"), "60,57"),
+    (CHIPS, "60, 57", "60,57"),
+    (CHIPS, 60, "60"),
+    (choice("", "73", "75", several=True), [73, 73], "73,73"),
+    (BUDGET, "512M", "512M"),
+    (BUDGET, -1, "-1"),
+    (BUDGET, "100%", "100%"),
+]
+IMPOSSIBLE: list[tuple[Option, Any, str]] = [
+    (switch(""), "yes", "true or false"),
+    (switch(""), 2, "true or false"),
+    (switch(""), [True], "true or false"),
+    (number(""), "many", "a whole number"),
+    (number(""), True, "a whole number"),
+    (number(""), 1.5, "a whole number"),
+    (number(""), [60], "a whole number"),
+    (number(""), "60,57", "a whole number"),
+    (number("", maximum=3), 4, "a whole number at least 0 at most 3"),
+    (choice("", "73", "75"), 999, "one of 73, 75"),
+    (CHIPS, [], "a whole number at least 0, or a list of them"),
+    (CHIPS, [60, [57]], "or a list of them"),
+    (CHIPS, "60,,57", "or a list of them"),
+    (choice("", "73", "75", several=True), [73, 74], "one of 73, 75, or a list of them"),
+    (text(""), 3, "a string"),
+    (text(""), {}, "a string"),
+    (pointer(""), 140242, "an address in the app's memory"),
+    (Option("", kind="json"), "{bad", "a table, a string of JSON, or the path"),
+    (Option("", kind="json"), "[1]", "a table, a string of JSON, or the path"),
+    (BUDGET, "101%", "a share such as"),
+    (BUDGET, True, "a number of bytes"),
+]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "allowed"),
-    [
-        (switch(""), "yes", "true or false"),
-        (switch(""), 2, "true or false"),
-        (number(""), "many", "a whole number"),
-        (number(""), True, "a whole number"),
-        (number(""), 1.5, "a whole number"),
-        (number(""), {"a": 1}, "a whole number"),
-        (number("", maximum=3), 4, "a whole number at least 0 at most 3"),
-        (choice("", "73", "75"), 999, "one of 73, 75"),
-        (number(""), [60], "a whole number"),
-        (number(""), "60,57", "a whole number"),
-        (number("", several=True), [], "a whole number at least 0, or a list of them"),
-        (number("", several=True), [60, [57]], "or a list of them"),
-        (number("", several=True), "60,,57", "or a list of them"),
-        (choice("", "73", "75", several=True), [73, 74], "one of 73, 75, or a list of them"),
-        (text(""), ["a"], "a string"),
-        (switch(""), [True], "true or false"),
-        (text(""), 3, "a string"),
-        (text(""), {}, "a string"),
-        (pointer(""), 140242, "an address in the app's memory"),
-        (Option("", kind="json"), "{bad", "a table, a string of JSON, or the path"),
-        (Option("", kind="json"), "[1]", "a table, a string of JSON, or the path"),
-        (RTX.options["nv_weight_streaming_budget"], "101%", "a share such as"),
-        (RTX.options["nv_weight_streaming_budget"], True, "a number of bytes"),
-    ],
-)
-def test_impossible_values_are_errors(option: Option, value: Any, allowed: str) -> None:
-    with pytest.raises(ValueError, match=allowed):
-        option.render(value)
+def test_toml_values_become_the_strings_that_eps_take() -> None:
+    for option, value, rendered in VALUES:
+        assert option.render(value) == rendered
+    for option, value, allowed in IMPOSSIBLE:
+        with pytest.raises(ValueError, match=allowed):
+            option.render(value)
 
 
 def test_the_backend_follows_from_the_device_unless_a_library_is_named() -> None:
@@ -217,7 +192,6 @@ def test_directml_takes_an_adapter_of_the_targets_kind() -> None:
     ("provider", "device", "options", "contradicting"),
     [
         ("qnn", "gpu", {"backend_type": "gpu"}, []),
-        ("qnn", "any", {"backend_type": "gpu"}, []),
         ("qnn", "gpu", {"backend_path": "/lib/x.so"}, []),
         ("qnn", "gpu", {"backend_type": "htp"}, ["backend_type"]),
         ("qnn", "npu", {"backend_type": "gpu"}, ["backend_type"]),
@@ -247,26 +221,19 @@ UNSET = SEVERAL.replace("73,75", "0,0")
     [
         (ONE, {"htp_arch": "73", "soc_model": "60"}, ""),
         (ONE, {"htp_arch": "0", "soc_model": "60"}, ""),
-        (ONE, {}, ""),
         (ONE, {"htp_arch": "75"}, "htp_arch = 75 was requested, but the EP compiled for 73"),
         (ONE, {"soc_model": "43"}, "soc_model = 43 was requested, but the EP compiled for 60"),
-        (
-            ONE,
-            {"backend_type": "gpu"},
-            "gpu was requested, but the EP compiled with the backend htp",
-        ),
+        (ONE, {"backend_type": "gpu"}, "gpu was requested, but the EP compiled with the backend htp"),
         ("", {"htp_arch": "73"}, ""),
         ("v9:whatever", {"htp_arch": "73"}, ""),
         (SEVERAL, {"soc_model": "60,57", "htp_arch": "73,75"}, ""),
-        (SEVERAL, {"soc_model": "60,57"}, ""),
         (SEVERAL, {"soc_model": "57,60"}, "soc_model = 57,60"),
         (SEVERAL, {"soc_model": "60"}, "soc_model = 60"),
-        (SEVERAL, {"soc_model": "60,57,69"}, "soc_model = 60,57,69"),
         (SEVERAL, {"soc_model": "60,57", "htp_arch": "73,73"}, "htp_arch = 73,73"),
         (UNSET, {"soc_model": "60,57", "htp_arch": "73,75"}, ""),
         (UNSET, {"soc_model": "60,57", "htp_arch": "73,79"}, "htp_arch"),
     ],
-)
+)  # fmt: skip
 def test_qnns_compatibility_string_is_compared_with_the_options(
     compatibility: str, options: dict[str, str], disagreement: str
 ) -> None:
@@ -295,6 +262,9 @@ def test_a_compatibility_string_is_read() -> None:
     # "0" means that the option is not set.
     assert QNN.compiled_for("v2:6:2.51.0:5.51.0:73:0:0:0") == {"htp_arch": "73"}
     assert QNN.compiled_for("") == {}
+    assert QNN.compiled_for(SEVERAL) == {"soc_model": "60,57", "htp_arch": "73,75"}
+    assert len(QNN.chips(QNN.compiled_for(SEVERAL))) == 2
+    assert QNN.compiled_for(UNSET) == {"soc_model": "60,57"}
     openvino = OPENVINO.compiled_for(OPENVINO_COMPATIBILITY)
     assert openvino == {"OpenVINO": "2026.4.1", "ISA": "Intel AVX10.1 and Intel AMX"}
     for other in ("", "v2:6", "[]", "{}", '{"ov_compat_string": 3}'):
@@ -349,41 +319,28 @@ def test_tensorrt_writes_context_models_itself() -> None:
     }
 
 
+NOT_THERE = "cannot open shared object file: No such file or directory"
+
+
 @pytest.mark.parametrize(
     ("message", "name", "supplier"),
     [
-        (
-            (
-                "Failed to load library /site-packages/libonnxruntime_providers_x.so with error: "
-                "libcuda.so.1: cannot open shared object file: No such file or directory"
-            ),
-            "libcuda.so.1",
-            "the driver of an NVIDIA GPU",
-        ),
-        ("libcudart.so.13: cannot open shared object file", "libcudart.so.13", "CUDA's libraries"),
-        ("libnvinfer.so.10: cannot open shared object file", "libnvinfer.so.10", "TensorRT"),
-        ("libcudnn.so.9: cannot open shared object file", "libcudnn.so.9", "cuDNN"),
-        ("libof_mine.so: cannot open shared object file", "libof_mine.so", None),
-        (
-            "error: libatomic.so.1: cannot open shared object file",
-            "libatomic.so.1",
-            "libatomic1 (Debian",
-        ),
-        (
-            (
-                'LoadLibrary failed with error 126 "The specified module could not be found." when trying '
-                'to load "C:\\x y\\onnxruntime_qnn\\QnnHtp.dll"'
-            ),
-            "QnnHtp.dll",
-            "the package of the QNN execution provider",
-        ),
+        (f"Failed to load library /x/libonnxruntime_providers_x.so with error: libcuda.so.1: {NOT_THERE}",
+         "libcuda.so.1", "the driver of an NVIDIA GPU"),
+        (f"libcudart.so.13: {NOT_THERE}", "libcudart.so.13", "CUDA's libraries"),
+        (f"libnvinfer.so.10: {NOT_THERE}", "libnvinfer.so.10", "TensorRT"),
+        (f"libcudnn.so.9: {NOT_THERE}", "libcudnn.so.9", "cuDNN"),
+        (f"error: libatomic.so.1: {NOT_THERE}", "libatomic.so.1", "libatomic1 (Debian"),
+        (f"libof_mine.so: {NOT_THERE}", "libof_mine.so", "apt-file search libof_mine.so "),
+        ('LoadLibrary failed with error 126 "No module." when trying to load "C:\\x y\\QnnHtp.dll"',
+         "QnnHtp.dll", "the package of the QNN execution provider"),
     ],
-)
-def test_the_supplier_of_a_missing_library(message: str, name: str, supplier: str | None) -> None:
+)  # fmt: skip
+def test_the_supplier_of_a_missing_library(message: str, name: str, supplier: str) -> None:
     found = missing(message)
     assert found is not None
     assert found.name == name
-    assert (supplier or f"apt-file search {name} ") in found.advice
+    assert supplier in found.advice
 
 
 def declared(header: str) -> Mapping[str, tuple[str, str]]:
@@ -492,9 +449,3 @@ def test_the_architectures_of_chips_follow_unless_they_are_set() -> None:
     assert QNN.complete("npu", {"soc_model": "57,88", "htp_arch": "75,81"})["htp_arch"] == "75,81"
     for socs in ("88", "60,88", "0", "0,0"):
         assert "htp_arch" not in QNN.complete("npu", {"soc_model": socs})
-
-
-def test_the_compatibility_string_of_several_chips_is_read() -> None:
-    assert QNN.compiled_for(SEVERAL) == {"soc_model": "60,57", "htp_arch": "73,75"}
-    assert len(QNN.chips(QNN.compiled_for(SEVERAL))) == 2
-    assert QNN.compiled_for(UNSET) == {"soc_model": "60,57"}

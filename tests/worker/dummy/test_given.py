@@ -37,7 +37,14 @@ def test_each_archive_and_each_folder_of_test_data_is_a_sample(tmp_path: Path) -
         onnx.save_tensor(tensor, tmp_path / "more" / "set_0" / f"input_{index}.pb")
     (tmp_path / "notes.txt").touch()
     assert found(tmp_path) == [((1, 3), ())] * 3
-    assert found(tmp_path / "more" / "set_0") == [((1, 3), ())]
+    data = tmp_path / "more" / "set_0"
+    output = onnx.numpy_helper.from_array(np.zeros(9, np.float32), "x")
+    onnx.save_tensor(output, data / "output_0.pb")
+    assert found(data) == [((1, 3), ())]
+    # A name counts more than a number.
+    for index, (name, array) in enumerate([*arrays((1, 3), ()).items()][::-1]):
+        onnx.save_tensor(onnx.numpy_helper.from_array(array, name), data / f"input_{index}.pb")
+    assert found(data) == [((1, 3), ())]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"])

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import numpy_helper
 
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Kind, ModelError
@@ -19,7 +17,6 @@ from hatch_epcontext.worker.dummy.inputs import dummy_inputs
 from tests.worker.dummy.test_samples import spec
 
 X = TensorFacts("x", "float32", (2, "n"))
-I = TensorFacts("i", "int64", (3,))  # noqa: E741
 
 
 @pytest.mark.parametrize(
@@ -92,44 +89,6 @@ def test_an_input_that_is_too_large_is_an_error(size: int) -> None:
         ModelError, match=f"the input 'x' \\({size} x 8\\) is too large to be generated"
     ):
         dummy_inputs([TensorFacts("x", "float32", (size, 8))], spec("random"))
-
-
-def test_inputs_from_an_npz(tmp_path: Path) -> None:
-    path = tmp_path / "inputs.npz"
-    np.savez(path, x=np.full((2, 7), 3, np.float32), i=np.arange(3), more=np.zeros(1))
-    arrays = dummy_inputs([X, I], spec(path))
-    assert arrays.keys() == {"x", "i"}
-    assert arrays["x"].shape == (2, 7)
-    assert dummy_inputs([X], spec("ones"))["x"].shape == (2, 1)
-
-
-def test_inputs_from_onnx_test_data_by_name_or_by_number(tmp_path: Path) -> None:
-    first = numpy_helper.from_array(np.arange(3), "i")
-    second = numpy_helper.from_array(np.zeros((2, 2), np.float32))
-    onnx.save_tensor(second, tmp_path / "input_0.pb")
-    onnx.save_tensor(first, tmp_path / "input_1.pb")
-    onnx.save_tensor(first, tmp_path / "output_0.pb")
-    arrays = dummy_inputs([X, I], spec(tmp_path))
-    assert arrays["i"].tolist() == [0, 1, 2]
-    assert arrays["x"].shape == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"i": np.arange(3)}, "has no array for the input 'x'"),
-        ({"x": np.zeros((2, 2)), "i": np.arange(3)}, r"has float64 \[2, 2\] for the input 'x'"),
-        ({"x": np.zeros((3, 2), np.float32), "i": np.arange(3)}, "takes float32 2 x n"),
-        ({"x": np.zeros(2, np.float32), "i": np.arange(3)}, "takes float32 2 x n"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_an_error(
-    tmp_path: Path, arrays: dict[str, np.ndarray[Any, Any]], message: str
-) -> None:
-    path = tmp_path / "inputs.npz"
-    np.savez(path, **arrays)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=message):
-        dummy_inputs([X, I], spec(path))
 
 
 def test_an_invalid_file_is_an_error(tmp_path: Path) -> None:

@@ -106,16 +106,6 @@ def test_states_are_zero_in_the_first_step_and_fed_back_then() -> None:
     assert not np.array_equal(second.steps[0]["x"], second.steps[1]["x"])
 
 
-@pytest.mark.parametrize(("cost", "steps"), [(1, 16), (4 * 10**7, 12), (10**9, 8)])
-def test_costly_models_get_fewer_steps(cost: int, steps: int) -> None:
-    assert number_of_steps(cost) == steps
-
-
-@pytest.mark.parametrize(("cost", "number"), [(1, 80), (10**8, 40), (10**11, 8), (10**13, 2)])
-def test_costly_models_get_fewer_samples(cost: int, number: int) -> None:
-    assert number_of_samples(cost) == number
-
-
 @pytest.mark.parametrize(
     ("left", "cost", "nodes", "steps"),
     [
@@ -132,6 +122,14 @@ def test_states_that_last_get_four_times_the_steps_that_they_do(
     left: float, cost: int, nodes: int, steps: int
 ) -> None:
     assert number_of_long_steps(left, 16, cost, nodes) == pytest.approx(steps, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("cost", "steps", "number"),
+    [(1, 16, 80), (4 * 10**7, 12, 80), (10**8, 8, 40), (10**11, 8, 8), (10**13, 8, 2)],
+)
+def test_costly_models_get_fewer_steps_and_samples(cost: int, steps: int, number: int) -> None:
+    assert (number_of_steps(cost), number_of_samples(cost)) == (steps, number)
 
 
 def test_equal_samples_are_left_out() -> None:
@@ -158,22 +156,6 @@ def test_chosen_values_are_the_only_sample(inputs: str) -> None:
     (sample,) = samples([X], spec(inputs), {})
     assert (sample.name, sample.usual) == (inputs, True)
     assert set(sample.feeds["x"].ravel().tolist()) == {float(inputs == "ones")}
-
-
-def test_inputs_from_a_file_are_the_only_sample(tmp_path: Path) -> None:
-    np.savez(tmp_path / "inputs.npz", x=np.full((2, 50), 3, np.float32))
-    (sample,) = samples([X], spec(tmp_path / "inputs.npz"), {})
-    assert sample.name == "given"
-    assert (sample.feeds["x"] == 3).all()
-
-
-def test_each_file_of_a_folder_is_a_sample_with_its_name(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        np.savez(tmp_path / f"{name}.npz", x=np.zeros((2, 50), np.float32))
-    assert [(each.name, each.usual) for each in samples([X], spec(tmp_path), {})] == [
-        ("a", True),
-        ("b", True),
-    ]
 
 
 def test_an_archive_of_very_many_samples_is_read_in_part(tmp_path: Path) -> None:
