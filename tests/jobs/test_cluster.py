@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +167,10 @@ LOCAL = {"EXECUTOR": "local"}
 
 
 class Builder:
-    """Builds the project in ``root`` on a cluster; all builds share one cache of this machine."""
+    """Builds the project in ``root`` on a cluster, also ``aside``; all share one cache of this machine."""
 
-    def __init__(self, root: Path, folder: Path, cluster: Cluster) -> None:
-        self.root, self.folder, self.cluster = root, folder, cluster
+    def __init__(self, root: Path, folder: Path, cluster: Cluster, aside: Executor) -> None:
+        self.root, self.folder, self.cluster, self.aside = root, folder, cluster, aside
         self.shared = folder / "shared"
         self.log: list[str] = []
         self.lines: list[str] = []
@@ -208,19 +208,13 @@ def named(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(project: Path, tmp_path: Path, started: Cluster) -> Builder:
+def run(project: Path, tmp_path: Path, started: Cluster) -> Iterator[Builder]:
     save(network(1), project / "models" / "a.onnx")
     # The workers have done nothing before.
     shutil.rmtree(started.folder / "caches", ignore_errors=True)
     started.wait()
-    return Builder(project, tmp_path, started)
-
-
-@pytest.fixture
-def aside() -> Iterator[Callable[..., Future[Any]]]:
-    """Runs something in another thread."""
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit
+        yield Builder(project, tmp_path, started, pool)
 
 
 def entries(cache: Path) -> set[tuple[str, ...]]:
@@ -294,7 +288,7 @@ def test_only_the_build_signs_what_it_has_checked(
     assert (problem.kind, problem.where()) == (Kind.UNUSABLE_CACHE, "a -> x")
     assert "has other content" in problem.message
     shutil.rmtree(run.shared)
-    other = Builder(run.root, tmp_path / "other", run.cluster)
+    other = Builder(run.root, tmp_path / "other", run.cluster, run.aside)
     other.folder.mkdir()
     other.shared = run.shared
     assert other.problem(toml, {"FROM_CACHE": "x"}).kind is Kind.NOT_CACHED
@@ -385,11 +379,9 @@ def test_a_scheduler_that_cannot_be_reached_is_an_error(
 
 
 @needs_qnn
-def test_another_worker_takes_up_the_job_of_one_that_was_killed(
-    run: Builder, aside: Callable[..., Future[Any]]
-) -> None:
+def test_another_worker_takes_up_the_job_of_one_that_was_killed(run: Builder) -> None:
     hold = run.cluster.hold("SLOW=1", "slow-1", "slow-2")
-    building = aside(run, SLOW)
+    building = run.aside.submit(run, SLOW)
     (first,) = run.cluster.held()
     run.cluster.kill(first)
     while len(run.cluster.held()) == 1:
@@ -403,15 +395,11 @@ def test_another_worker_takes_up_the_job_of_one_that_was_killed(
 @needs_qnn
 @pytest.mark.parametrize(("workers", "kind"), [(1, Kind.NO_WORKER), (4, Kind.WORKER_LOST)])
 def test_a_job_whose_workers_are_lost_fails(
-    run: Builder,
-    aside: Callable[..., Future[Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    workers: int,
-    kind: Kind,
+    run: Builder, monkeypatch: pytest.MonkeyPatch, workers: int, kind: Kind
 ) -> None:
     monkeypatch.setattr(cluster_module, "WORKER_SECONDS", 4.0)
     run.cluster.hold(f"FRAGILE{workers}=1", *(f"fragile-{n}-of-{workers}" for n in range(workers)))
-    building = aside(run.problem, SLOW.replace("SLOW", f"FRAGILE{workers}"))
+    building = run.aside.submit(run.problem, SLOW.replace("SLOW", f"FRAGILE{workers}"))
     killed: list[str] = []
     while len(killed) < workers:
         for name in run.cluster.held().keys() - set(killed):
@@ -447,11 +435,9 @@ def test_the_steps_of_a_build_that_is_gone_end(run: Builder, *, is_killed: bool)
 
 
 @needs_qnn
-def test_a_crash_of_a_compiler_does_not_end_the_dask_worker(
-    run: Builder, aside: Callable[..., Future[Any]]
-) -> None:
+def test_a_crash_of_a_compiler_does_not_end_the_dask_worker(run: Builder) -> None:
     hold = run.cluster.hold("SLOW=1", "slow-1", "slow-2")
-    building = aside(run.problem, SLOW)
+    building = run.aside.submit(run.problem, SLOW)
     ((name, pid),) = run.cluster.held().items()
     os.kill(pid, signal.SIGSEGV)
     problem = building.result()
