@@ -13,7 +13,6 @@ import copy
 import os
 import posixpath
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +21,8 @@ if TYPE_CHECKING:
 
     from hatch_epcontext.loader import Opener, Variant
 
-CACHE_LIMIT = 4 * 2**30
-"""The size in bytes that the contexts which were compiled on this machine may have together."""
-
-_DAY = 24 * 60 * 60.0
-
 # With the files of a context, beside them.
 _RECORD = "files.json"
-
-# What Windows reports of a device, and may change when it starts again.
-_VOLATILE_FACTS = ("LUID", "DxgiAdapterNumber", "DxgiHighPerformanceIndex")
 
 
 def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
@@ -44,8 +35,6 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
     # It is that of the context that was shipped.
     variant.compatibility = ""
     opener.check(variant.about.get("secrets") or ())
-    if not hasattr(opener.ort, "ModelCompiler"):
-        raise loader.SkipTargetError(f"onnxruntime {opener.ort.__version__} cannot compile models")
     prepared = copy.copy(variant)
     prepared.folder, prepared.file = posixpath.dirname(variant.prepared), variant.prepared
     if request.verify:
@@ -64,13 +53,9 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
         except Exception as error:
             if file.parent.exists():
                 loader.log("warning", f"{file} cannot be opened any more: {error}")
-                _remove(file.parent)
             _compile(loader, opener, prepared, file)
             session, runs_on = opener.open(file)
-    # The folder may have become read-only.
-    with contextlib.suppress(OSError):
-        os.utime(file.parent)
-        _remove_oldest(folder, keep=key)
+    loader.mark_used(file.parent)
     return session, f"{runs_on}, compiled on this machine"
 
 
@@ -81,9 +66,6 @@ def _check_record(loader: Any, folder: Path, *, verify: bool) -> None:
     record = json.loads((folder / _RECORD).read_bytes())
     if reason := loader.damage(folder, record, verify=verify):
         raise loader.LoadError(reason)
-    for path in folder.iterdir():
-        if verify and path.name != _RECORD and path.name not in record:
-            raise loader.LoadError(f"{path.name} is not in {_RECORD}")
 
 
 def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
@@ -91,23 +73,17 @@ def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
     import hashlib
     import json
     from importlib.metadata import PackageNotFoundError, version
-    from pathlib import Path
 
     ort, variant, device = opener.ort, opener.variant, opener.find_devices()[0]
-    installed: Any = None
-    # Some libraries have no package, and Python refuses an empty name with a ValueError.
+    facts = dict(device.ep_metadata)
+    installed: list[Any] = []
+    # The app may have registered a library that no package contains. A frozen app may unpack it at each
+    # start, so neither its path nor its time counts.
+    with contextlib.suppress(OSError):
+        installed.append(os.stat(facts.pop("library_path", "")).st_size)  # noqa: PTH116
+    # Python refuses an empty name with a ValueError.
     with contextlib.suppress(PackageNotFoundError, ValueError):
-        installed = version(variant.plugin.get("package", ""))
-    facts = {**dict(device.ep_metadata), **dict(device.device.metadata)}
-    library = facts.pop("library_path", None)
-    for name in _VOLATILE_FACTS:
-        facts.pop(name, None)
-    # The app may have registered a library that no package contains.
-    with contextlib.suppress(OSError, TypeError):
-        stat = Path(library).stat()
-        # A frozen app that is one file unpacks its libraries at each start.
-        time = None if getattr(sys, "frozen", False) else stat.st_mtime_ns
-        installed = [installed, stat.st_size, time]
+        installed.append(version(variant.plugin.get("package", "")))
     content = {
         "model": {n: each["sha256"] for n, each in variant.package.files_of(prepared).items()},
         "settings": variant.settings,
@@ -140,9 +116,7 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
     what = f"{prepared.component} is compiled for {prepared.target}"
     loader.log("warning", f"{what} on this machine, once")
     parent = file.parent.parent
-    with tempfile.TemporaryDirectory(
-        prefix=".new-", dir=parent, ignore_cleanup_errors=True
-    ) as made:
+    with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as made:
         result = parent / made / file.parent.name
         result.mkdir()
         provider_options: dict[str, str] = {}
@@ -174,6 +148,9 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
             for each in result.iterdir()
         }
         (result / _RECORD).write_text(json.dumps(record), encoding="utf-8")
+        # What cannot be opened any more; on Windows what a process has open stays.
+        with contextlib.suppress(OSError):
+            file.parent.rename(parent / made / "old")
         result.rename(file.parent)
 
 
@@ -191,64 +168,12 @@ def _named_elsewhere(loader: Any, variant: Variant, options: Mapping[str, str]) 
 def _locked(file: Path) -> Iterator[None]:
     """Hold ``file`` locked: of several processes one compiles, and the others wait for it.
 
-    The system unlocks it when a process ends in any way.
+    It is an empty database: SQLite locks files on every system, which unlocks them when a process ends in
+    any way.
     """
-    with file.open("ab") as opened:
-        if sys.platform == "win32":
-            import msvcrt
-            import time
+    import sqlite3
 
-            while True:
-                # The mode that waits gives up after ten seconds, and a compiler may take minutes.
-                with contextlib.suppress(OSError):
-                    msvcrt.locking(opened.fileno(), msvcrt.LK_NBLCK, 1)
-                    break
-                time.sleep(0.1)
-            try:
-                yield
-            finally:
-                msvcrt.locking(opened.fileno(), msvcrt.LK_UNLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(opened, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                # A process that was forked meanwhile has the file open too.
-                fcntl.flock(opened, fcntl.LOCK_UN)
-
-
-def _remove_oldest(folder: Path, keep: str) -> None:
-    """Remove what was unused for the longest time, beyond `CACHE_LIMIT` bytes."""
-    import shutil
-    import time
-
-    contexts = []
-    for each in folder.iterdir():
-        # Another process may remove it meanwhile.
-        with contextlib.suppress(OSError):
-            used = each.stat().st_mtime
-            if each.name.startswith("."):
-                # It belongs to a process that compiles, or that was killed long ago.
-                if used < time.time() - _DAY:
-                    shutil.rmtree(each, ignore_errors=True)
-            elif each.is_dir():
-                size = sum(file.stat().st_size for file in each.rglob("*"))
-                contexts.append((each.name == keep, used, size, each))
-    total = 0
-    for is_kept, _, size, each in sorted(contexts, reverse=True):
-        total += size
-        if total > CACHE_LIMIT and not is_kept:
-            _remove(each)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder, which another process finds as a whole or not at all."""
-    import shutil
-
-    # On Windows one that is open stays.
-    trash = folder.with_name(f".old-{folder.name}-{os.getpid()}")
-    with contextlib.suppress(OSError):
-        folder.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
+    # A compiler may take hours.
+    with contextlib.closing(sqlite3.connect(file, timeout=1e6)) as database:
+        database.execute("BEGIN EXCLUSIVE")
+        yield

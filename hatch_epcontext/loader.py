@@ -49,7 +49,7 @@ PREPARED = "prepared"  # The folder of the prepared model in that of its target,
 CPU_EP = "CPUExecutionProvider"
 
 _MANIFEST = "manifest.json"
-_UNUSED = 30 * 24 * 60 * 60.0  # The seconds until a copy from an archive is removed.
+_UNUSED = 30 * 24 * 60 * 60.0  # The seconds until an unused folder in the user's cache is removed.
 _CHANGED = "was changed: its sha256 differs from the recorded one"
 
 _LOCK = "_epcontext_lock"  # The attribute of onnxruntime with the lock of this process.
@@ -314,12 +314,7 @@ class Package:
                     if not is_whole():
                         with contextlib.suppress(OSError):
                             source.rename(target)
-            for each in parent.iterdir():
-                with contextlib.suppress(OSError):
-                    if each.stat().st_mtime < folder.stat().st_mtime - _UNUSED:
-                        shutil.rmtree(each)
-        with contextlib.suppress(OSError):
-            os.utime(folder)
+        mark_used(folder)
         return folder
 
 
@@ -701,6 +696,18 @@ def user_folder() -> Path:
         maker = os.getpid()
         atexit.register(lambda: maker == os.getpid() and shutil.rmtree(folder, True))  # type: ignore[func-returns-value]
     return folder
+
+
+def mark_used(folder: Path) -> None:
+    """Keep ``folder``, which is in the user's cache, and remove what was unused for long beside it."""
+    import shutil
+
+    # It may have become read-only, and another process may remove the same.
+    with contextlib.suppress(OSError):
+        os.utime(folder)
+        for other in folder.parent.iterdir():
+            if other.stat().st_mtime < folder.stat().st_mtime - _UNUSED:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _register_ready() -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -38,11 +35,7 @@ from tests.loader.shipped import (
 from tests.models import parsed, save
 
 
-def test_without_a_prepared_model_nothing_can_be_compiled(ship: Shipper) -> None:
-    app = ship(npu=NPU, cpu=CPU)
-    with pytest.raises(app.LoadError, match="recompile = true"):
-        app.load("a", fallback="jit")
-    # As in an editable install.
+def test_an_editable_install_may_have_the_source_alone(ship: Shipper) -> None:
     app = ship()
     assert app.target_of(app.load("a", fallback="jit")) == "source"
 
@@ -70,8 +63,12 @@ def broken(qnn: Shipper) -> Any:
 @needs_qnn
 def test_a_target_is_compiled_before_the_next_one_is_opened(qnn: Shipper) -> None:
     app = qnn(npu=QNN, cpu=CPU)
+    assert app.target_of(jit(app)) == "npu"
+    assert kept(app) == [], "what opens is not compiled again"
     damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    assert app.target_of(app.load("a", device="any")) == "cpu"
+    for fallback in ("cpu", None):
+        assert app.target_of(app.load("a", device="any", fallback=fallback)) == "cpu"
+    assert kept(app) == [], "only on request"
     assert app.target_of(jit(app)) == "npu"
     steps = app.explain("a", device="any", fallback="jit")
     assert outcomes(steps) == [
@@ -105,30 +102,6 @@ def test_options_that_name_files_have_those_of_the_package(qnn: Shipper) -> None
     assert app.target_of(jit(app, target="npu", provider_options={"elsewhere": "z"})) == "npu"
 
 
-@needs_qnn
-def test_a_prepared_model_that_was_changed_is_not_compiled(broken: Any, qnn: Shipper) -> None:
-    (prepared,) = (qnn.folder / "a/npu/prepared").glob("*.onnx")
-    content = bytearray(prepared.read_bytes())
-    content[-1] ^= 1
-    prepared.write_bytes(content)
-    with pytest.raises(
-        broken.LoadError, match=r"compiling it on this machine: .*prepared/a\.onnx was changed"
-    ):
-        jit(broken, target="npu")
-    assert kept(broken) == []
-
-
-@needs_qnn
-def test_a_context_that_opens_is_not_compiled_again(qnn: Shipper) -> None:
-    app = qnn(npu=QNN)
-    assert app.target_of(jit(app)) == "npu"
-    assert outcomes(app.explain("a", device="any", fallback="jit")) == [
-        ("npu", "opened"),
-        ("source", "not tried"),
-    ]
-    assert kept(app) == []
-
-
 def test_on_a_machine_without_the_device_nothing_is_compiled(ship: Shipper) -> None:
     app = ship(npu=changed(NPU, prepared="prepared/a.onnx"))
     steps = app.explain("a", fallback="jit")
@@ -140,9 +113,8 @@ def test_on_a_machine_without_the_device_nothing_is_compiled(ship: Shipper) -> N
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("a_ctx.onnx", "truncated"),
+        ("a_ctx.onnx", "missing"),
         ("a_ctx_qnn.bin", "altered"),
-        ("a_ctx_qnn.bin", "missing"),
         # The source opens only when it is compiled, which is forbidden.
         ("a_ctx.onnx", "not compiled"),
     ],
@@ -196,74 +168,31 @@ def test_openvino_compiles_again_what_does_not_fit_any_more(
 
 
 @needs_qnn
-def test_the_prepared_model_matters_only_where_it_is_compiled(qnn: Shipper) -> None:
-    app = qnn(npu=QNN)
-    damage(qnn.folder / "a/npu/prepared/a.onnx", "truncated")
-    assert app.target_of(app.load("a", device="any", verify=True)) == "npu"
-
-
-@needs_qnn
 @pytest.mark.parametrize(
-    ("file", "how", "arguments"),
+    ("file", "how", "verify", "reason"),
     [
-        ("a_ctx_qnn.bin", "truncated", {}),
-        ("a_ctx_qnn.bin", "altered", {}),
-        ("a_ctx_qnn.bin", "altered", {"verify": True}),
-        ("a_ctx.onnx", "missing", {}),
-        ("files.json", "truncated", {}),
-        ("files.json", "altered", {}),
+        ("a_ctx_qnn.bin", "truncated", False, "bytes, and"),
+        ("a_ctx_qnn.bin", "altered", False, "INVALID_GRAPH"),
+        ("a_ctx_qnn.bin", "altered", True, "its sha256 differs"),
+        ("a_ctx.onnx", "missing", False, "is missing"),
+        ("files.json", "truncated", False, "line 1"),
     ],
 )
 def test_a_damaged_context_of_this_machine_is_compiled_again(
-    broken: Any, caplog: pytest.LogCaptureFixture, file: str, how: str, arguments: Table
+    broken: Any, caplog: pytest.LogCaptureFixture, file: str, how: str, verify: bool, reason: str
 ) -> None:
     jit(broken)
     (folder,) = kept(broken)
     damage(folder / file, how)
     caplog.clear()
-    assert broken.target_of(jit(broken, **arguments)) == "npu"
-    assert "cannot be opened any more" in caplog.text
+    assert broken.target_of(jit(broken, verify=verify)) == "npu"
+    (message,) = (each for each in caplog.messages if "cannot be opened any more" in each)
+    assert reason in message
     assert caplog.text.count("is compiled for npu") == 1
     assert kept(broken) == [folder]
     caplog.clear()
     jit(broken, verify=True)
     assert "is compiled" not in caplog.text
-
-
-@needs_qnn
-def test_an_altered_context_of_this_machine_is_found_on_request(
-    broken: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    jit(broken)
-    (folder,) = kept(broken)
-    record = json.loads((folder / "files.json").read_text("utf-8"))
-    assert record.keys() == {"a_ctx.onnx", "a_ctx_qnn.bin"}
-    record["a_ctx_qnn.bin"]["sha256"] = "of other bytes"
-    (folder / "files.json").write_text(json.dumps(record), encoding="utf-8")
-    caplog.clear()
-    jit(broken)
-    assert "is compiled for npu" not in caplog.text
-    jit(broken, verify=True)
-    assert "a_ctx_qnn.bin was changed" in caplog.text
-    assert caplog.text.count("is compiled for npu") == 1
-
-
-AT_ONCE = """
-import json, logging, sys, time
-from pathlib import Path
-logging.basicConfig(stream=sys.stderr, format="%(message)s")
-import onnxruntime_qnn
-from shipped import explain
-Path(sys.argv[1]).touch()
-while not Path(sys.argv[2]).exists():
-    time.sleep(0.001)
-records = []
-logging.getLogger("shipped").addHandler(
-    type("Handler", (logging.Handler,), {"emit": lambda self, record: records.append(record.msg)})()
-)
-steps = explain("a", device="any", fallback="jit")
-print(json.dumps([[str(each) for each in steps], sum("is compiled" in each for each in records)]))
-"""
 
 
 @needs_qnn
@@ -277,23 +206,19 @@ def test_a_changed_manifest_is_found_on_request_also_where_it_was_compiled(
     assert {step.outcome for step in steps} == {"failed"}
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
-    import fcntl
-
-    reads, writes = os.pipe()
-    with _recompile._locked(tmp_path / "lock"):
-        if (child := os.fork()) == 0:
-            os.close(writes)
-            os.read(reads, 1)
-            os._exit(0)
-    try:
-        with (tmp_path / "lock").open("ab") as opened:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.close(writes)
-        os.waitpid(child, 0)
-        os.close(reads)
+AT_ONCE = """
+import json, logging, sys, time
+from pathlib import Path
+import onnxruntime_qnn
+from shipped import explain
+Path(sys.argv[1]).touch()
+while not Path(sys.argv[2]).exists():
+    time.sleep(0.001)
+records = []
+logging.getLogger("shipped").addFilter(lambda record: records.append(record.msg))
+steps = explain("a", device="any", fallback="jit")
+print(json.dumps([[str(each) for each in steps], sum("is compiled" in each for each in records)]))
+"""
 
 
 @needs_qnn
@@ -313,6 +238,33 @@ def test_of_two_processes_one_compiles(qnn: Shipper, broken: Any, tmp_path: Path
     assert len(kept(broken)) == 1
 
 
+KILLED = """
+import os, signal
+import onnxruntime
+from shipped import load
+def compile_to_file(self, file):
+    with open(file, "wb") as opened:
+        opened.write(b"half of it")
+    os.kill(os.getpid(), signal.SIGTERM)
+onnxruntime.ModelCompiler.compile_to_file = compile_to_file
+load("a", device="any", fallback="jit")
+"""
+
+
+@needs_qnn
+def test_a_process_that_is_killed_leaves_nothing_that_is_used(qnn: Shipper, broken: Any) -> None:
+    process = qnn.start(KILLED)
+    process.communicate(timeout=120)
+    assert process.returncode
+    (left,) = kept(broken)
+    assert broken.target_of(jit(broken)) == "npu"
+    (own,) = (each for each in kept(broken) if each != left)
+    for unused in (own, left):
+        os.utime(unused, (0, 0))
+        jit(broken)
+    assert kept(broken) == [own]
+
+
 @needs_qnn
 def test_of_several_threads_one_compiles(broken: Any, caplog: pytest.LogCaptureFixture) -> None:
     with ThreadPoolExecutor(4) as pool:
@@ -322,34 +274,33 @@ def test_of_several_threads_one_compiles(broken: Any, caplog: pytest.LogCaptureF
 
 
 @needs_qnn
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("altered", "a/npu/prepared/a.onnx was changed"),
+        ("truncated", "a/npu/prepared/a.onnx has"),
+        ("not for QNN", "Unable to compile any nodes"),
+    ],
+)
 def test_a_prepared_model_that_cannot_be_compiled_is_a_failure(
-    qnn: Shipper, caplog: pytest.LogCaptureFixture
+    qnn: Shipper, how: str, reason: str
 ) -> None:
+    prepared = qnn.folder / "a/npu/prepared/a.onnx"
+    if how == "not for QNN":
+        save(parsed("(float[2, 4] x) => (int64[2, ?] y) { y = NonZero (x) }"), prepared)
     app = qnn(npu=QNN)
+    if how != "not for QNN":
+        damage(prepared, how)
+    # It matters only where it is compiled.
+    assert app.target_of(app.load("a", device="any", verify=True)) == "npu"
     damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    damage(qnn.folder / "a/npu/prepared/a.onnx")
     steps = app.explain("a", device="any", fallback="jit")
     assert outcomes(steps) == [("npu", "failed"), ("npu", "failed"), ("source", "opened")]
-    assert kept(app) == []
-    damage(qnn.folder / "a/npu/prepared/a.onnx", "truncated")
-    steps = app.explain("a", device="any", fallback="jit")
-    assert "a/npu/prepared/a.onnx has" in steps[1].reason
+    assert steps[1].reason.startswith("compiling it on this machine: ")
+    assert reason in steps[1].reason
     # Nothing is left over but the lock.
     (lock,) = (app.user_folder() / "compiled").iterdir()
     assert lock.suffix == ".lock"
-
-
-@needs_qnn
-def test_a_model_of_which_the_ep_compiles_nothing_is_a_failure(qnn: Shipper) -> None:
-    (prepared,) = (qnn.folder / "a/npu/prepared").iterdir()
-    made = parsed("(float[2, 4] x) => (int64[2, ?] y) { y = NonZero (x) }")
-    save(made, prepared)
-    app = qnn(npu=QNN)
-    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    steps = app.explain("a", device="any", fallback="jit")
-    assert steps[1].outcome == "failed"
-    assert "Unable to compile any nodes" in steps[1].reason
-    assert kept(app) == []
 
 
 @needs_qnn
@@ -377,92 +328,32 @@ def test_another_version_or_device_needs_another_context(
 ) -> None:
     own = opener(broken)
 
-    def key(each: Any = None) -> str:
-        own.find_devices = lambda: [each or device("NPU", driver="1")]
+    def key(device: Any) -> str:
+        own.find_devices = lambda: [device]
         return str(_recompile._key_of_compiled(own, own.variant))
 
-    keys = {key(), key(device("NPU", driver="2")), key(device("NPU", "Other", driver="1"))}
-    other = device("NPU", driver="1")
-    other.device.device_id = 3
-    keys.add(key(other))
+    library = tmp_path / "library.so"
+    library.write_bytes(b"library")
+    npu = device("NPU", driver="1", library_path=str(library))
+    first = key(npu)
+    # A frozen app unpacks its libraries at each start, and the same vendor has other names.
+    moved = device("NPU", "Other", driver="1", library_path=str(library.rename(tmp_path / "moved")))
+    os.utime(tmp_path / "moved", (1, 1))
+    assert key(moved) == first
+    keys = {first, key(device("NPU", driver="2")), key(device("NPU", driver="1"))}
+    moved.device.device_id = 3
+    keys.add(key(moved))
+    (tmp_path / "moved").write_bytes(b"another library")
+    keys.add(key(moved))
     monkeypatch.setattr(onnxruntime, "__version__", "99.0")
-    keys.add(key())
-    import importlib.metadata
-
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0")
-    keys.add(key())
-    # The same vendor has another name.
-    assert len(keys) == 5
-    # Windows may say that otherwise when it starts again, and a path is not a version.
-    moved = device("NPU", driver="1", library_path="/elsewhere")
-    moved.device.metadata = {"LUID": "5", "DxgiAdapterNumber": "1", "DxgiHighPerformanceIndex": "0"}
-    assert key(moved) == key()
-    # A library that no package contains has a time, and that of a frozen app a new one at each start.
-    for frozen, number in ((False, 2), (True, 1)):
-        monkeypatch.setattr(sys, "frozen", frozen, raising=False)
-        library = tmp_path / "library.so"
-        found_keys = set()
-        for seconds in (1, 2):
-            library.write_bytes(b"library")
-            os.utime(library, (seconds, seconds))
-            found_keys.add(key(device("NPU", library_path=str(library))))
-        assert len(found_keys) == number
-
-
-@needs_qnn
-def test_an_ep_without_a_package_has_no_version(qnn: Shipper) -> None:
-    app = qnn(npu=changed(QNN, plugin=None))
-    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    app.load("a", device="any", fallback="jit", target="npu")
-    assert len(kept(app)) == 1
-
-
-@needs_qnn
-def test_the_oldest_contexts_make_room(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    jit(broken)
-    (own,) = kept(broken)
-    size = sum(file.stat().st_size for file in own.iterdir())
-    folder = own.parent
-    now = time.time()
-    for index, name in enumerate(("oldest", "middle", "newest")):
-        (folder / name / "inside").mkdir(parents=True)
-        (folder / name / "inside" / "context.bin").write_bytes(bytes(10_000))
-        os.utime(folder / name, (now - 1000 + index, now - 1000 + index))
-    # Unused for longer than the others, and kept because it is opened now.
-    os.utime(own, (now - 5000, now - 5000))
-    monkeypatch.setattr(_recompile, "CACHE_LIMIT", size + 35_000)
-    jit(broken)
-    assert [each.name for each in kept(broken)] == sorted(["middle", "newest", own.name])
-    assert own.stat().st_mtime >= now - 60, "its use counts"
-    monkeypatch.setattr(_recompile, "CACHE_LIMIT", 1)
-    jit(broken)
-    assert kept(broken) == [own]
-
-
-@needs_qnn
-def test_what_killed_processes_left_is_removed_after_a_day(broken: Any) -> None:
-    jit(broken)
-    (own,) = kept(broken)
-    old, new = own.parent / ".new-old", own.parent / ".new-new"
-    for each in (old, new):
-        each.mkdir()
-        (each / "half.bin").write_bytes(b"half")
-    os.utime(old, (0, 0))
-    jit(broken)
-    assert kept(broken) == sorted([new, own])
-
-
-@needs_qnn
-def test_a_folder_that_vanishes_while_the_sizes_are_counted_does_not_matter(
-    broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jit(broken)
-    (own,) = kept(broken)
-    monkeypatch.setattr(
-        Path, "rglob", lambda self, pattern: iter([self / "removed by another process"])
-    )
-    assert broken.target_of(jit(broken)) == "npu"
-    assert kept(broken) == [own]
+    keys.add(key(moved))
+    # Of an EP without a package.
+    plugin, own.variant.plugin = own.variant.plugin, {}
+    keys.add(key(moved))
+    own.variant.plugin = plugin
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0")
+    keys.add(key(moved))
+    assert len(keys) == 8
 
 
 @needs_qnn
@@ -477,16 +368,6 @@ def test_a_context_is_compiled_from_a_zip_archive(
     assert folder.parent.parent.name == "zipped"
     gc.collect()
     assert not list((tmp_path / "temp").iterdir())
-
-
-@needs_qnn
-def test_an_onnxruntime_that_cannot_compile_skips_it(
-    broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(onnxruntime, "ModelCompiler")
-    steps = broken.explain("a", device="any", fallback="jit")
-    assert outcomes(steps) == [("npu", "failed"), ("npu", "skipped"), ("source", "opened")]
-    assert "cannot compile models" in steps[1].reason
 
 
 @needs_qnn
@@ -505,23 +386,3 @@ def test_a_kept_context_whose_ep_is_missing_is_not_thrown_away(
     assert str(step) == "npu: skipped, the session was opened without it"
     assert kept(broken) == [own]
     assert "is compiled" not in caplog.text
-
-
-def test_windows_locks_and_unlocks_the_first_byte(
-    ship: Shipper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ship(cpu=CPU)
-    calls: list[tuple[str, int]] = []
-
-    def locking(descriptor: int, mode: str, count: int) -> None:
-        assert os.lseek(descriptor, 0, os.SEEK_CUR) == 0
-        calls.append((mode, count))
-        if len(calls) == 1:
-            raise PermissionError("another process has it")
-
-    fake = SimpleNamespace(LK_NBLCK="lock", LK_UNLCK="unlock", locking=locking)
-    monkeypatch.setitem(sys.modules, "msvcrt", fake)
-    monkeypatch.setattr(sys, "platform", "win32")
-    with _recompile._locked(tmp_path / "some.lock"):
-        assert calls == [("lock", 1), ("lock", 1)]
-    assert calls[2:] == [("unlock", 1)]
