@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
+from tests.models import parsed
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 STEPS, BATCH, FEATURES, HIDDEN = 3, 2, 4, 5
@@ -38,14 +40,7 @@ def recurrent(
     """
     rng = np.random.default_rng(0)
     directions = 2 if direction == "bidirectional" else 1
-    dtype = helper.tensor_dtype_to_np_dtype(elem_type)
     swapped = attributes.get("layout", 0) == 1
-
-    def state(*sizes: int) -> list[int]:
-        first, *others = sizes
-        return [others[0], first, *others[1:]] if swapped else list(sizes)
-
-    states = state(directions, BATCH, HIDDEN)
     gates = GATES[op] * HIDDEN
     shapes = {
         "W": (directions, gates, FEATURES),
@@ -53,53 +48,38 @@ def recurrent(
         "B": (directions, 2 * gates),
         "P": (directions, 3 * HIDDEN),
     }
-    stored = [
-        numpy_helper.from_array((rng.standard_normal(shape) * 0.4).astype(dtype), name)
+    dtype = helper.tensor_dtype_to_np_dtype(elem_type)
+    stored: dict[str, Any] = {
+        name: (rng.standard_normal(shape) * 0.4).astype(dtype)
         for name, shape in shapes.items()
         if name in (*inputs, "W", "R")
-    ]
-    if lengths:
-        stored.append(numpy_helper.from_array(np.asarray(lengths, np.int32), "lengths"))
-    order = ["x", "W", "R", "B", "lengths", "h", "c", "P"]
-    present = {"x", "W", "R", *inputs, *(["lengths"] if lengths else [])}
-    names = [name if name in present else "" for name in order]
-    fed = {"x": state(steps, BATCH, FEATURES)} | {
-        name: states for name in ("h", "c") if name in inputs
     }
+    if lengths:
+        stored["lengths"] = np.asarray(lengths, np.int32)
+    states = [BATCH, directions, HIDDEN] if swapped else [directions, BATCH, HIDDEN]
+    fed = {"x": [BATCH, steps, FEATURES] if swapped else [steps, BATCH, FEATURES]}
+    fed |= {name: states for name in ("h", "c") if name in inputs}
     every = {"Y": [steps, directions, BATCH, HIDDEN], "Y_h": states, "Y_c": states}
     if swapped:
         every["Y"] = [BATCH, steps, directions, HIDDEN]
     if op != "LSTM":
         del every["Y_c"]
-    node = helper.make_node(
-        op,
-        _without_end(names),
-        _without_end([name if name in outputs else "" for name in every]),
-        "layer",
-        direction=direction,
-        hidden_size=HIDDEN,
-        **attributes,
+    made = {name: shape for name, shape in every.items() if name in outputs}
+    type_ = "double" if elem_type == TensorProto.DOUBLE else "float"
+    given, results = (
+        ", ".join(f"{type_}{shape} {name}" for name, shape in values.items())
+        for values in (fed, made)
     )
-    main = helper.make_graph(
-        [node],
-        "graph",
-        [helper.make_tensor_value_info(name, elem_type, shape) for name, shape in fed.items()],
-        [
-            helper.make_tensor_value_info(name, elem_type, shape)
-            for name, shape in every.items()
-            if name in outputs
-        ],
-        stored,
-    )
-    model = helper.make_model(main, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
-    onnx.checker.check_model(model)
-    return model
+    attributes |= {"direction": direction, "hidden_size": HIDDEN}
+    written = ", ".join(f"{name} = {json.dumps(each)}" for name, each in attributes.items())
+    order = ["x", "W", "R", "B", "lengths", "h", "c", "P"]
+    node = f"{_listed(every, made)} = {op} <{written}> ({_listed(order, [*fed, *stored])})"
+    return parsed(f"({given}) => ({results}) {{ [layer] {node} }}", opset, **stored)
 
 
-def _without_end(names: list[str]) -> list[str]:
-    while not names[-1]:
-        names = names[:-1]
-    return names
+def _listed(names: Iterable[str], present: Iterable[str]) -> str:
+    """``names`` with gaps for those that are not ``present``, except at the end."""
+    return ", ".join(name if name in present else "" for name in names).rstrip(", ")
 
 
 def unrolled(model: onnx.ModelProto, limit: int = 5000) -> tuple[onnx.ModelProto, tuple[str, ...]]:
