@@ -226,30 +226,19 @@ def test_hatchs_entry_point_loads_nothing_of_the_package_and_its_dependencies() 
     assert not {"packaging", "platformdirs"} & loaded
 
 
-def test_the_hook_loads_the_core_only_when_it_is_used() -> None:
-    loaded = loaded_after("from hatch_epcontext.hooks import hatch_register_build_hook as h; h()")
-    assert not {name for name in loaded if name.startswith("hatch_epcontext.config")}
-
-
-def test_the_hook_needs_no_dependency_of_the_command_line() -> None:
-    assert not loaded_after("import hatch_epcontext.plugin, hatch_epcontext.jobs.run") & {
-        "click",
-        "rich",
-        "tomlkit",
-    }
-
-
-def test_a_build_without_a_shared_cache_loads_no_backend_for_one() -> None:
-    core = "import hatch_epcontext.plugin, hatch_epcontext.jobs.run"
-    loaded = loaded_after(core)
-    assert not loaded & {"fsspec", "s3fs", "aiohttp", "hatch_epcontext.jobs.cache.shared"}
-    assert not loaded_after("import hatch_epcontext.jobs.cache.shared") & {
-        "fsspec",
-        "s3fs",
-        "aiohttp",
-    }
-
-
-def test_the_core_loads_neither_onnx_nor_onnxruntime() -> None:
-    core = "import hatch_epcontext.plugin, hatch_epcontext.package.folder"
-    assert not loaded_after(core) & HEAVY
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        (
+            "from hatch_epcontext.hooks import hatch_register_build_hook as hook; hook()",
+            {"hatch_epcontext.config"},
+        ),
+        (
+            "import hatch_epcontext.plugin, hatch_epcontext.jobs.run, hatch_epcontext.package.folder",
+            HEAVY | {"click", "rich", "tomlkit", "hatch_epcontext.jobs.cache.shared"},
+        ),
+        ("import hatch_epcontext.jobs.cache.shared", {"fsspec", "s3fs", "aiohttp"}),
+    ],
+)
+def test_what_is_needed_later_or_never_is_not_loaded(code: str, unwanted: set[str]) -> None:
+    assert not loaded_after(code) & unwanted

@@ -103,7 +103,6 @@ def test_each_kind_is_used() -> None:
         (Key() / "build" / "max-size", "tool.epcontext.build.max-size"),
         (Key() / "models" / 0 / "shapes" / "a b", 'tool.epcontext.models[0].shapes."a b"'),
         (Key() / "models" / 12 / "platforms" / 3, "tool.epcontext.models[12].platforms[3]"),
-        (Key() / "targets" / "a.b", 'tool.epcontext.targets."a.b"'),
         (Key() / "targets" / "", 'tool.epcontext.targets.""'),
         (Key() / "targets" / '"', r'tool.epcontext.targets."\""'),
         (Key() / "dims" / "0", "tool.epcontext.dims.0"),
@@ -111,16 +110,6 @@ def test_each_kind_is_used() -> None:
 )
 def test_a_key_is_written_as_in_toml(key: Key, text: str) -> None:
     assert str(key) == text
-
-
-def test_a_key_contains_itself_and_what_is_inside() -> None:
-    key = Key() / "models" / 1
-    assert key.contains(key)
-    assert key.contains(key / "shapes" / "x")
-    assert Key().contains(key)
-    assert not key.contains(Key() / "models")
-    assert not key.contains(Key() / "models" / 10)
-    assert not (Key() / "model").contains(Key() / "models")
 
 
 def test_a_setting_without_a_value_is_for_the_user_to_choose() -> None:

@@ -15,16 +15,12 @@ from hatch_epcontext import files
 from hatch_epcontext.files import (
     _OURS,
     MAX_BYTES,
-    FileRecord,
     file_sha256,
     is_inside,
-    is_intact,
     is_portable,
     is_regular,
     link_or_copy,
     patiently,
-    record_file,
-    record_files,
     remove,
     sweep,
     temp_dir,
@@ -111,14 +107,10 @@ def test_what_a_killed_process_left_is_removed(system_folder: Path, precious: Pa
 @pytest.mark.parametrize(
     "name",
     [
-        "hatch-epcontext-examples",
         "hatch-epcontext-mine",
         "hatch-epcontext-abcdefgh",
-        "hatch-epcontext-8zk_q3x1",
         "hatch-epcontext-",
         ".epcontext-datasets",
-        ".epcontext-settings",
-        ".epcontext-notes",
         ".epcontext-abcd1234",
     ],
 )
@@ -372,31 +364,6 @@ def test_the_old_text_stays_when_the_new_one_cannot_be_written(
 
 def test_characters_that_are_not_unicode_are_escaped(tmp_path: Path) -> None:
     assert write_atomically(tmp_path / "a.txt", "caf\udce9").read_bytes() == b"caf\\udce9"
-
-
-def test_files_are_recorded_by_their_path_in_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "b").write_bytes(b"12")
-    (tmp_path / "a").write_bytes(b"1")
-    files = record_files(tmp_path)
-    assert list(files) == ["a", "sub/b"]
-    assert files["sub/b"].size == 2
-    assert files["a"] == record_file(tmp_path / "a")
-    assert files["a"] == FileRecord(1, hashlib.sha256(b"1").hexdigest())
-
-
-def test_each_changed_or_missing_file_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    file = tmp_path / "sub" / "a"
-    file.write_bytes(b"blob" * 100)
-    files = record_files(tmp_path)
-    assert is_intact(tmp_path, files)
-    (tmp_path / "other").touch()
-    assert is_intact(tmp_path, files)
-    file.write_bytes(b"blub" * 100)
-    assert not is_intact(tmp_path, files)
-    file.unlink()
-    assert not is_intact(tmp_path, files)
 
 
 def test_the_hash_of_a_file_larger_than_a_piece(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from hatch_epcontext.errors import Key, Kind, Problem, Setting, collect
 from hatch_epcontext.serialize import (
-    describe_type,
     from_json,
     from_plain,
     from_text,
@@ -69,7 +68,6 @@ def test_toml_becomes_dataclasses() -> None:
     [
         ({"how-many": "many"}, "tool.how-many", 'a whole number or "auto", not "many"'),
         ({"how-many": True}, "tool.how-many", "not true"),
-        ({"how-many": 1.5}, "tool.how-many", "not 1.5"),
         ({"seconds": "1"}, "tool.seconds", "must be a number"),
         ({"switch": 1}, "tool.switch", "must be true or false, not 1"),
         ({"kind": 0}, "tool.kind", '"a" or "b" or false, not 0'),
@@ -78,9 +76,7 @@ def test_toml_becomes_dataclasses() -> None:
         ({"items": [3]}, "tool.items[0]", "must be a string or a table"),
         ({"items": [{"sizes": {"i": ["1"]}}]}, "tool.items[0].sizes.i[0]", "must be a whole number"),
         ({"tables": {"x y": {"path": 1}}}, 'tool.tables."x y".path', "must be a string"),
-        ({"tables": {"x": 1}}, "tool.tables.x", "must be a table"),
         ({"options": {"a": [1]}}, "tool.options.a", "not [1]"),
-        ({"names": [{}]}, "tool.names[0]", "must be a string, not {}"),
         ({"how_many": 1}, "tool.how_many", "not a known key"),
         (3, "tool", "must be a table, not 3"),
     ],
@@ -114,7 +110,6 @@ def test_an_unknown_key_has_a_suggestion() -> None:
         ("3", int, 3),
         ("3", float, 3.0),
         ("2.5", float, 2.5),
-        ("3", str, "3"),
         ("auto", int | Literal["auto"], "auto"),
         ("3", int | Literal["auto"], 3),
     ],
@@ -127,19 +122,6 @@ def test_text_becomes_a_value(text: str, type_: Any, value: Any) -> None:
 def test_text_that_stands_for_no_value_is_an_error_with_what_is_allowed() -> None:
     with pytest.raises(ValueError, match=r'^a whole number or "auto"$'):
         from_text("1.5", int | Literal["auto"])
-
-
-@pytest.mark.parametrize(
-    ("type_", "words"),
-    [
-        (bool | None, "true or false"),
-        (tuple[int, ...], "a list"),
-        (Mapping[str, int], "a table"),
-        (Inner | Literal[False], "a table or false"),
-    ],
-)
-def test_types_in_words(type_: Any, words: str) -> None:
-    assert describe_type(type_) == words
 
 
 def test_json_returns_what_was_written_and_is_stable() -> None:
@@ -210,7 +192,6 @@ def test_plain_values_are_what_json_has() -> None:
     [
         ({"name": "x", "new": 1, "inner": {"new": 2}}, []),
         ({}, ["Needed.name: is missing."]),
-        ({"name": None}, ["Needed.name: must be a string, not null."]),
         (
             {"inner": {"path": 1, "sizes": {"a": [1, "2"]}}},
             [
@@ -220,7 +201,6 @@ def test_plain_values_are_what_json_has() -> None:
             ],
         ),
         ([], ["Needed: must be a table, not []."]),
-        (None, ["Needed: must be a table, not null."]),
     ],
 )
 def test_each_wrong_place_in_plain_values_has_its_reason(value: Any, reasons: list[str]) -> None:

@@ -31,11 +31,9 @@ from hatch_epcontext.text import (
 @pytest.mark.parametrize(
     ("size", "text"),
     [
-        (0, "0 bytes"),
         (999, "999 bytes"),
         (1000, "1.0 kB"),
         (2_150_000, "2.1 MB"),
-        (250_000_000, "250.0 MB"),
         (3_000_000_000, "3.0 GB"),
         (5 * 10**12, "5000.0 GB"),
         (10**400, "more than 10^24 bytes"),
@@ -49,9 +47,7 @@ def test_sizes_have_decimal_units(size: int, text: str) -> None:
     ("text", "size"),
     [
         (250000, 250_000),
-        ("250000", 250_000),
         ("12 B", 12),
-        ("3kB", 3000),
         ("3 KB", 3000),
         ("250 MB", 250_000_000),
         (" 1.5GB ", 1_500_000_000),
@@ -69,21 +65,12 @@ def test_text_that_is_no_size_is_an_error(text: int | str) -> None:
         parse_size(text)
 
 
-def test_a_suggestion_names_the_nearest_and_all() -> None:
-    assert suggestion("jbs", ["timeout", "jobs"]) == 'Did you mean "jobs"? Allowed: timeout, jobs.'
-    assert suggestion("zzz", ["a", "b"]) == "Allowed: a, b."
-    assert suggestion("jbs", (name for name in ["jobs"])) == 'Did you mean "jobs"? Allowed: jobs.'
-
-
 @pytest.mark.parametrize(
     "value",
     [
         3,
-        -1.5,
         1e-07,
-        1e300,
         math.inf,
-        -math.inf,
         True,
         "text",
         'quotes " and \\ and \n and \t and \x00 and \x7f and é and 💡',
@@ -132,12 +119,10 @@ def test_names_in_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("a.b-c_9", "a.b-c_9"),
         ("a b/c\\d", "a_b_c_d"),
         ("../é x", "x"),
         ("..", "model"),
         ("", "model"),
-        ("-x-", "x"),
         ("Con.v2", "model_Con.v2"),
     ],
 )
@@ -145,11 +130,11 @@ def test_file_names_are_portable(text: str, name: str) -> None:
     assert file_name(text, "_") == name
 
 
-def test_a_long_list_is_left_out_beside_a_near_name() -> None:
+def test_a_suggestion_names_the_nearest_and_all_unless_the_list_is_long() -> None:
+    assert suggestion("jbs", ["timeout", "jobs"]) == 'Did you mean "jobs"? Allowed: timeout, jobs.'
     names = [f"name-{index}" for index in range(20)]
     assert suggestion("name-1x", names) == 'Did you mean "name-1"?'
     assert suggestion("other", names).startswith("Allowed: name-0, name-1,")
-    assert suggestion("on", ["one", "two"]) == 'Did you mean "one"? Allowed: one, two.'
     assert suggestion("ned", ["net"]) == 'Did you mean "net"? Allowed: net.'
     assert suggestion("npu", ["qnn", "cpu"]) == "Allowed: qnn, cpu."
     assert suggestion("dimensions", ["dims", "cut"]).startswith('Did you mean "dims"?')
@@ -201,11 +186,9 @@ def test_values_are_hidden_however_they_are_written(form: str) -> None:
         ("s3://bucket/a, s3://other", "s3://bucket/a, s3://other"),
         ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
         ("'s3://key:se/c@ret@bucket'", "'s3://***@bucket'"),
-        ("s3://key:secret", "s3://***"),
         ('"https://host/a?sig=secret" 404', '"https://host/a?***" 404'),
         ("https://host/a#secret", "https://host/a#***"),
         ("https://host/a;token=secret", "https://host/a;***"),
-        ("https://host/a&token=secret", "https://host/a&***"),
         ("https://host/a%3Fsig=secret", "https://host/a%3F***"),
         (
             "tcp://[::1]:8786 and tls://[fe80::1%eth0]:1/",

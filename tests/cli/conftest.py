@@ -4,10 +4,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 from click.testing import CliRunner, Result
 from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
+from onnx import helper
 
 from hatch_epcontext.cli.app import app
 from tests.models import network, save
@@ -43,6 +45,22 @@ def cli() -> Cli:
 def problems(result: Result) -> list[str]:
     """The place and the id of each problem that a command printed, such as ``--dim batch: EPC005``."""
     return re.findall(r"^\S.*\bEPC\d{3}$", result.stderr, re.MULTILINE)
+
+
+def zeroed() -> onnx.ModelProto:
+    """The network, with zeros as its first weights."""
+    made = network()
+    made.graph.initializer[0].raw_data = bytes(len(made.graph.initializer[0].raw_data))
+    return made
+
+
+def scaled() -> onnx.ModelProto:
+    """The network with an input ``scale``, by which its output is multiplied."""
+    made = network()
+    made.graph.input.append(helper.make_tensor_value_info("scale", onnx.TensorProto.FLOAT, []))
+    made.graph.node[-1].output[0] = "before"
+    made.graph.node.append(helper.make_node("Mul", ["before", "scale"], ["y"], "scaled"))
+    return made
 
 
 @pytest.fixture

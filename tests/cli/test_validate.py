@@ -7,11 +7,10 @@ from pathlib import Path
 import onnx
 import onnxruntime
 import pytest
-from onnx import helper
 
-from tests.cli.conftest import Cli, problems
+from tests.cli.conftest import Cli, problems, scaled, zeroed
 from tests.conftest import needs, needs_qnn
-from tests.models import network, parsed, save, transformer
+from tests.models import parsed, save, transformer
 
 
 @pytest.fixture
@@ -104,9 +103,7 @@ def test_a_difference_from_the_source_is_an_error(cli: Cli, context: Path, sourc
     strict = ("--set", "validate.tolerance={atol=0.0, rtol=0.0}")
     differs = [f"{context}: EPC401"]
     assert problems(cli("validate", context, "-s", source, *strict, code=1)) == differs
-    other = network()
-    other.graph.initializer[0].raw_data = bytes(len(other.graph.initializer[0].raw_data))
-    save(other, source)
+    save(zeroed(), source)
     assert problems(cli("validate", context, "-s", source, code=1)) == differs
 
 
@@ -170,11 +167,7 @@ def test_contexts_that_share_weights_do_not_crash_the_simulator(cli: Cli, tmp_pa
 
 @needs_qnn
 def test_constants_must_be_given_again(cli: Cli, context: Path, source: Path) -> None:
-    made = network()
-    made.graph.input.append(helper.make_tensor_value_info("scale", onnx.TensorProto.FLOAT, []))
-    made.graph.node[-1].output[0] = "before"
-    made.graph.node.append(helper.make_node("Mul", ["before", "scale"], ["y"], "scaled"))
-    save(made, source)
+    save(scaled(), source)
     result = cli("validate", context, "-s", source, code=1)
     (problem,) = problems(result)
     assert problem.endswith("EPC206")

@@ -12,11 +12,10 @@ from typing import Any
 import onnx
 import pytest
 from click.testing import CliRunner
-from onnx import helper
 
 from hatch_epcontext.cli.app import app
 from hatch_epcontext.shipped import METADATA
-from tests.cli.conftest import Cli, problems
+from tests.cli.conftest import Cli, problems, scaled, zeroed
 from tests.conftest import needs_qnn
 from tests.models import network, save, transformer
 from tests.projects import make_project
@@ -90,9 +89,7 @@ def test_each_variant_is_run_and_compared_with_the_source(cli: Cli, package: Pat
 
 @needs_qnn
 def test_nothing_is_compared_with_a_damaged_source(cli: Cli, package: Path) -> None:
-    other = network()
-    other.graph.initializer[0].raw_data = bytes(len(other.graph.initializer[0].raw_data))
-    save(other, package / "net" / "source" / "net.onnx")
+    save(zeroed(), package / "net" / "source" / "net.onnx")
     result = cli("validate", package, code=1)
     assert result.stdout == "net -> qnn: FAILED\nnet -> source: FAILED\n"
     assert result.stderr.count("EPC506") == 1
@@ -137,9 +134,7 @@ def test_the_manifest_and_the_context_must_agree(
 
 @needs_qnn
 def test_outputs_that_differ_from_the_source_fail(cli: Cli, package: Path, tmp_path: Path) -> None:
-    other = network()
-    other.graph.initializer[0].raw_data = bytes(len(other.graph.initializer[0].raw_data))
-    save(other, tmp_path / "other.onnx")
+    save(zeroed(), tmp_path / "other.onnx")
     printed = cli("validate", package, "-s", tmp_path / "other.onnx", code=1).stderr
     assert f"{package}: net -> qnn: EPC401" in printed.splitlines()
     assert "tool.epcontext" not in printed
@@ -158,15 +153,6 @@ def test_contexts_that_share_weights_are_not_opened_on_the_simulator(
     assert result.stdout.count("cannot open contexts that share weights on this machine") == 2
     assert result.stderr.count("EPC404") == 2
     cli("validate", out, "--allow-not-run")
-
-
-def scaled() -> onnx.ModelProto:
-    """The network with an input ``scale``, by which its output is multiplied."""
-    made = network()
-    made.graph.input.append(helper.make_tensor_value_info("scale", onnx.TensorProto.FLOAT, []))
-    made.graph.node[-1].output[0] = "before"
-    made.graph.node.append(helper.make_node("Mul", ["before", "scale"], ["y"], "scaled"))
-    return made
 
 
 def test_the_source_in_a_package_has_its_constants(cli: Cli, tmp_path: Path) -> None:

@@ -43,10 +43,6 @@ class Command:
     """From the word ``epcontext`` on, with single spaces between its words: what a setting names it by."""
     words: tuple[str, ...]
     """The arguments after ``epcontext``, without the quotes of the shell."""
-    variables: tuple[tuple[str, str], ...] = ()
-    """What is set in front of it, such as ``NO_COLOR=1``."""
-    writes: str | None = None
-    """The file that its output goes into."""
     output: tuple[str, ...] = ()
     """The lines that the page shows below it."""
 
@@ -72,7 +68,7 @@ def steps_of(page: str, text: str) -> list[Command | File | Line]:
         commands = list(_commands(step)) if isinstance(step, Line) else []
         found += commands or [step]
     blank = _FENCE.sub(lambda match: re.sub(r"[^\n]", "", match[0]), text)
-    for match in re.finditer(r"`((?:[A-Z_]+=\S+ )*epcontext\s[^`]+)`", blank):
+    for match in re.finditer(r"`(epcontext\s[^`]+)`", blank):
         line = Line(page, blank.count("\n", 0, match.start()) + 1, match[1])
         found += [each for each in _commands(line) if len(each.words) > 1]
     return sorted(found, key=lambda step: step.line)
@@ -154,27 +150,13 @@ def _commands(step: Line) -> Iterator[Command]:
     lexer.whitespace_split = True
     lexer.commenters = "#"
     call: list[str] = []
-    variables: list[tuple[str, str]] = []
     for word in [*lexer, ";"]:
         if word in _OPERATORS:
             if call:
-                yield _command(step, call, variables)
-            call, variables = [], []
+                yield Command(step.page, step.line, shlex.join(call), tuple(call[1:]), step.output)
+            call = []
         elif call or word == "epcontext":
             call.append(word)
-        elif assigned := re.fullmatch(r"([A-Z_]+)=(.*)", word):
-            variables.append((assigned[1], assigned[2]))
-
-
-def _command(step: Line, call: list[str], variables: list[tuple[str, str]]) -> Command:
-    writes = None
-    if ">" in call:
-        where = call.index(">")
-        writes, call = call[where + 1], call[:where]
-    text = shlex.join(call)
-    return Command(
-        step.page, step.line, text, tuple(call[1:]), tuple(variables), writes, step.output
-    )
 
 
 def pages(repository: Path) -> dict[str, list[Command | File | Line]]:
