@@ -7,7 +7,6 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from hatch_epcontext.graph.unrolling import unroll
 from tests.conftest import newer_runtime
 from tests.graph.unrolling.models import (
     BATCH,
@@ -144,12 +143,6 @@ def test_a_layer_of_unknown_length_stays() -> None:
     model = recurrent("LSTM", outputs=("Y_h",))
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "steps"
     assert_unchanged(model)
-
-
-def test_only_what_is_refused_is_unrolled() -> None:
-    model = recurrent("LSTM")
-    assert unroll(model, frozenset({"GRU", "Loop"}), 5000, {}) == ()
-    assert [node.op_type for node in model.graph.node] == ["LSTM"]
 
 
 def test_no_function_follows_a_sum_at_once() -> None:
