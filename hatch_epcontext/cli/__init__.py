@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 
@@ -13,6 +14,10 @@ def main() -> None:
     except KeyboardInterrupt:
         # As click ends commands; an interruption can come while click is imported.
         print("Aborted!", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+    except BrokenPipeError:
+        # Nobody reads standard error, to which Python writes at its end what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         sys.exit(1)
 
 
