@@ -397,6 +397,7 @@ def test_the_first_request_without_an_answer_in_time_is_the_last_one(
     assert "cannot be used (0.5 s without an answer); this build goes on without it" in warning
 
 
+@pytest.mark.slow
 def test_a_transfer_that_progresses_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(400_000))
     file = record_file(tmp_path / "file")
@@ -404,11 +405,12 @@ def test_a_transfer_that_progresses_is_waited_for(tmp_path: Path) -> None:
     def send(connection: socket.socket) -> None:
         connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {file.size}\r\n\r\n".encode())
         for _ in range(10):
-            time.sleep(0.2)
+            time.sleep(0.4)
             connection.sendall(bytes(40_000))
 
     with serving(send) as url:
-        Transport(url, timeout=1).fetch_file(file.sha256, file.size, tmp_path / "fetched")
+        # The first answer waits for imports too.
+        Transport(url, timeout=3).fetch_file(file.sha256, file.size, tmp_path / "fetched")
     assert record_file(tmp_path / "fetched") == file
 
 
