@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, InterruptedBuildError, Key, Kind, Problem, Setting
+from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import (
@@ -35,6 +35,7 @@ from hatch_epcontext.jobs.cache.fingerprint import fingerprint, value_sha256
 from hatch_epcontext.jobs.cache.index import Index, changed_error
 from hatch_epcontext.jobs.coverage import low_coverage
 from hatch_epcontext.jobs.plan import Job
+from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.processes.process import Heartbeat
 from hatch_epcontext.jobs.search import Attempt, Search, most_complete, next_recipe, notes
 from hatch_epcontext.jobs.steps import Steps
@@ -360,8 +361,7 @@ class JobRunner:
 
         def wait() -> None:
             if self.steps.stopped:
-                message = "the build was interrupted."
-                raise InterruptedBuildError(Problem(Kind.INTERRUPTED, "", message))
+                raise interrupted()
             if not printed:
                 printed.append(line)
                 self.log(line)

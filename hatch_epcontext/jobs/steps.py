@@ -39,7 +39,7 @@ from hatch_epcontext.worker.results import Context, Precision, Validation
 
 if TYPE_CHECKING:
     # A build that finds everything in the cache makes no requests, and imports none.
-    from hatch_epcontext.worker.requests import CompileReply
+    from hatch_epcontext.worker.requests import CompileReply, ReplyT, WorkerRequest
 
 
 @dataclass(frozen=True)
@@ -283,13 +283,7 @@ class Steps:
             precision=_precision(job, model),
             fuse=recipe.fuse,
         )
-        call = worker.call
-        reply = call(
-            request,
-            scratch.with_name(f"{scratch.name}-call"),
-            location=job.location,
-            step="preparation",
-        )
+        reply = _ask(worker, request, job, scratch)
         preparation = Preparation(
             recipe.simplifier,
             reply.nodes_before,
@@ -330,13 +324,7 @@ class Steps:
             remedies=recipe.remedies,
             target=job.target if recipe.remedies else None,
         )
-        call = worker.call
-        reply = call(
-            request,
-            scratch.with_name(f"{scratch.name}-call"),
-            location=job.location,
-            step="preparation",
-        )
+        reply = _ask(worker, request, job, scratch)
         preparation = replace(before.preparation, remedies=reply.remedies)
         if reply.path is None:
             return replace(before, preparation=preparation, changed=False, dropped=reply.dropped)
@@ -437,6 +425,14 @@ def _made(folder: Path) -> str:
     with writing("a prepared model", folder):
         folder.mkdir(parents=True)
     return str(folder)
+
+
+def _ask(
+    worker: Worker | Workers, request: WorkerRequest[ReplyT], job: Job, scratch: Path
+) -> ReplyT:
+    """The reply to a ``request`` that prepares a model of ``job`` in the folder ``scratch``."""
+    folder = scratch.with_name(f"{scratch.name}-call")
+    return worker.call(request, folder, location=job.location, step="preparation")
 
 
 def _precision(job: Job, model: Model) -> Precision | None:
