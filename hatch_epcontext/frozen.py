@@ -47,11 +47,11 @@ class _Fields:
 
     def __init__(self, cls: type[Any]) -> None:
         fields, missing = dataclasses.fields(cls), dataclasses.MISSING
-        self.names = dict.fromkeys(each.name for each in fields)
-        self.compared = [each.name for each in fields if each.compare]
-        self.positional = [each.name for each in fields if not each.kw_only]
-        self.defaults = {each.name: each.default for each in fields if each.default is not missing}
-        factories = ((each.name, each.default_factory) for each in fields)
+        self.names = dict.fromkeys(item.name for item in fields)
+        self.compared = [item.name for item in fields if item.compare]
+        self.positional = [item.name for item in fields if not item.kw_only]
+        self.defaults = {item.name: item.default for item in fields if item.default is not missing}
+        factories = ((item.name, item.default_factory) for item in fields)
         self.factories = [(name, factory) for name, factory in factories if factory is not missing]
 
 
@@ -68,5 +68,5 @@ def _hash(self: Any) -> int:
 
 
 def _repr(self: Any) -> str:
-    shown = (each.name for each in dataclasses.fields(self) if each.repr)
+    shown = (item.name for item in dataclasses.fields(self) if item.repr)
     return f"{type(self).__qualname__}({', '.join(f'{n}={getattr(self, n)!r}' for n in shown)})"

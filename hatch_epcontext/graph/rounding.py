@@ -170,7 +170,7 @@ class _EmulatedGraph:
         readers = [self._scope.nodes[index] for index in self._scope.readers.get(name, ())]
         if not readers or name in self._outputs:
             return False
-        if all(graph.operator(each) in operators.QUANTIZES for each in readers):
+        if all(graph.operator(reader) in operators.QUANTIZES for reader in readers):
             return True
         if len(readers) > 1 or node.op_type not in FUSING:
             return False

@@ -88,8 +88,8 @@ class Findings:
     def decided(self) -> Decided | None:
         """The inputs that decide all refused nodes; None if data decides one, or nothing that is known."""
         inputs: dict[str, tuple[Any, ...]] = {}
-        for each in self.refused:
-            by = decided(self.flow, each.decider) if each.decider else None
+        for refusal in self.refused:
+            by = decided(self.flow, refusal.decider) if refusal.decider else None
             if by is None:
                 return None
             inputs |= by.inputs
@@ -106,7 +106,7 @@ class Findings:
 
     @property
     def _results(self) -> set[str]:
-        return {name for each in self.refused for name in each.node.output if name}
+        return {name for refusal in self.refused for name in refusal.node.output if name}
 
     def part(self, model: onnx.ModelProto) -> Cut:
         """The cut that keeps the nodes of ``model`` before or after all refused ones; empty if none does."""
@@ -114,7 +114,7 @@ class Findings:
         made = {name for node in rest for name in node.output if name}
         cut = Cut()
         if refused.isdisjoint(self.flow.ancestors(made)):
-            read = {name for each in self.refused for name in each.node.input}
+            read = {name for refusal in self.refused for name in refusal.node.input}
             read |= {value.name for value in model.graph.output} - refused
             cut = Cut(outputs=tuple(n for node in rest for n in node.output if n in read))
         elif made.isdisjoint(self.flow.ancestors(refused)):
@@ -144,8 +144,8 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
 def describe(refused: Sequence[RefusedNode]) -> str:
     """The reasons of refused nodes, each once, with its operators."""
     reasons: dict[str, list[RefusedNode]] = {}
-    for each in refused:
-        reasons.setdefault(each.why, []).append(each)
+    for refusal in refused:
+        reasons.setdefault(refusal.why, []).append(refusal)
     parts = [_describe(why, some) for why, some in reasons.items()]
     more = len(parts) - _MAX_NAMES
     shown = "; ".join(parts[:_MAX_NAMES])
@@ -153,8 +153,8 @@ def describe(refused: Sequence[RefusedNode]) -> str:
 
 
 def _describe(why: str, refused: Sequence[RefusedNode]) -> str:
-    numbers = Counter(graph.operator(each.node) for each in refused)
-    deciders = dict.fromkeys(repr(each.decider) for each in refused if each.decider)
+    numbers = Counter(graph.operator(refusal.node) for refusal in refused)
+    deciders = dict.fromkeys(repr(refusal.decider) for refusal in refused if refusal.decider)
     which = listing(deciders, _MAX_NAMES) if deciders else ""
     reason = f"{why} {which}".rstrip()
     return f"{listing(numbered(numbers), _MAX_NAMES)} ({reason})"
@@ -235,10 +235,10 @@ _CLASSES = frozenset({"classlabels_strings", "values_strings", "cats_strings"})
 
 
 def _has_string_classes(node: onnx.NodeProto) -> bool:
-    given = {each.name for each in node.attribute if len(each.strings)}
+    names = {attribute.name for attribute in node.attribute if len(attribute.strings)}
     if node.op_type == "LabelEncoder":
-        return "values_strings" in given
-    return node.op_type.endswith("Classifier") and not given.isdisjoint(_CLASSES)
+        return "values_strings" in names
+    return node.op_type.endswith("Classifier") and not names.isdisjoint(_CLASSES)
 
 
 def _fixed_values(main: onnx.GraphProto) -> frozenset[str]:

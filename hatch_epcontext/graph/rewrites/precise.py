@@ -360,7 +360,9 @@ def applicable(main: onnx.GraphProto) -> tuple[RewriteName, ...]:
     if "ReduceSum" not in operators:
         # No sum is divided.
         operators -= PRECISE["mean"].operators
-    return tuple(n for n, each in PRECISE.items() if not operators.isdisjoint(each.operators))
+    return tuple(
+        name for name, rewrite in PRECISE.items() if not operators.isdisjoint(rewrite.operators)
+    )
 
 
 def remedy(
@@ -371,5 +373,5 @@ def remedy(
     ``types``: the known types of its values. Returns the names of those that changed something.
     """
     wanted = frozenset(names)
-    found = ((name, each) for name, each in PRECISE.items() if name in wanted)
-    return tuple(name for name, each in found if each.apply(model, types, each.operators))
+    chosen = ((name, rewrite) for name, rewrite in PRECISE.items() if name in wanted)
+    return tuple(name for name, rewrite in chosen if rewrite.apply(model, types, rewrite.operators))

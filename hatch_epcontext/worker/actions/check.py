@@ -156,9 +156,9 @@ def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
 
 
 def _check_types(inputs: tuple[TensorFacts, ...], model: Model) -> Iterator[Problem]:
-    for each in inputs:
-        if _is_no_tensor(each):
-            message = f"the input {each.name!r} is not a tensor: {each.dtype}."
+    for tensor in inputs:
+        if _is_no_tensor(tensor):
+            message = f"the input {tensor.name!r} is not a tensor: {tensor.dtype}."
             yield Problem.at(model.key, Kind.UNSUPPORTED_INPUT, message)
     yield from _check_dtypes(inputs, "input", model)
 

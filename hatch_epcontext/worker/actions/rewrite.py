@@ -142,7 +142,7 @@ def _not_unrolled(model: onnx.ModelProto, refused: frozenset[str]) -> tuple[str,
 def _reply(path: Path, done: Iterable[str]) -> RewriteReply:
     main = onnx.load(path, load_external_data=False).graph
     nodes, names = len(graph.compute_nodes(main)), tuple(dict.fromkeys(done))
-    remedies = tuple(name for name, each in PRECISE.items() if each.name in names)
+    remedies = tuple(name for name, precise in PRECISE.items() if precise.name in names)
     return RewriteReply(
         str(path),
         nodes,
