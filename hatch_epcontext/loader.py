@@ -600,16 +600,17 @@ class Opener:
         """Add the EP to ``options``; return what a session will run on."""
         # Listed again each time: onnxruntime forgets the devices of a library that is unregistered.
         device, ep, answer = self.find_devices()[0], self.variant.ep, None
-        made = self.variant.compatibility
-        # Python sessions do not compare it. Not with QNN, which crashes after a session was closed.
-        if made and ep.startswith(("OpenVINO", "NvTensorRTRTX")):
+        compatibility = self.variant.compatibility
+        # Python sessions do not compare it. The manifest says which EPs can: QNN crashes after a session was
+        # closed.
+        if compatibility and self.variant.about.get("compares"):
             # Also an onnxruntime that is too old, or an EP that gives no answer, may be able to run it.
             with contextlib.suppress(Exception):
                 module = importlib.import_module("onnxruntime.capi._pybind_state")
-                answer = module.get_model_compatibility_for_ep_devices([device], made).name
+                answer = module.get_model_compatibility_for_ep_devices([device], compatibility).name
         if answer == "EP_UNSUPPORTED":
             gpus = ", ".join(map(str, get(self.variant.settings, "compute_capabilities", list, [])))
-            raise SkipTargetError(f"{ep} here cannot run what is for {gpus or made[:40]}")
+            raise SkipTargetError(f"{ep} here cannot run what is for {gpus or compatibility[:40]}")
         # The devices are interchangeable, and a session takes one.
         options.add_provider_for_devices([device], provider_options)
         return f"{ep} on {device.device.type.name.lower()}"

@@ -91,7 +91,7 @@ def _show(diagnosis: Diagnosis) -> None:
         if state.library and provider.compiler_library:
             gpus = ", ".join(provider.compiler_library.capabilities)
             echo(f"    {state.library} compile without a GPU, for the compute capabilities {gpus}")
-        is_simulated = provider.simulates and provider.runs_on(sys.platform, platform.machine())
+        is_simulated = provider.simulator and provider.runs_on(sys.platform, platform.machine())
         if state.devices and not state.reason and is_simulated:
             echo(f"    compiles for {provider.title}; a simulator runs the results here")
     if diagnosis.problems:

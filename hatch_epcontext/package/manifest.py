@@ -82,9 +82,10 @@ class VariantMetadata:
     ``settings``: how it was compiled; ``load_options``: provider options that only the loader
     understands; ``compiled_with``: the versions of the packages that compiled it. ``needs_device``:
     only the EP's own device can open it, because a simulator refuses it or crashes. ``needs_code_page``: on
-    Windows the EP crashes where the code page lacks a letter of the path. ``prepared``: the
-    path of the prepared model in the variant's folder, if it is shipped. ``secrets``: the provider options
-    that the app has to give, because their values are not shipped.
+    Windows the EP crashes where the code page lacks a letter of the path. ``compares``: the loader
+    asks the EP whether it can run the context. ``prepared``: the path of the prepared model in the variant's
+    folder, if it is shipped. ``secrets``: the provider options that the app has to give, because their values
+    are not shipped.
     """
 
     product: Product
@@ -101,6 +102,7 @@ class VariantMetadata:
     validation: Validation
     needs_device: bool = False
     needs_code_page: bool = False
+    compares: bool = False
     prepared: str | None = None
     secrets: tuple[str, ...] = ()
     sharing: Sharing | None = None
@@ -308,6 +310,7 @@ def _variant(built: Built, model: str) -> Variant:
         secrets=tuple(from_app),
         needs_device=job.needs_device,
         needs_code_page=target.provider.needs_code_page and not settings.embed,
+        compares=target.provider.compares,
         sharing=Sharing(job.group, members) if job.group is not None else None,
     )
     return Variant(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import replace
 
 from hatch_epcontext.providers.base import (
     HEADER,
@@ -69,8 +68,8 @@ def _registered() -> dict[str, Provider]:
         importlib.import_module(f"{__name__}.{module.name}")
         for module in pkgutil.iter_modules(__path__)
     )
-    found = [module.PROVIDER for module in modules if hasattr(module, "PROVIDER")]
-    return {provider.name: provider for provider in sorted(found, key=lambda p: p.name)}
+    providers = [module.PROVIDER for module in modules if hasattr(module, "PROVIDER")]
+    return {provider.name: provider for provider in sorted(providers, key=lambda p: p.name)}
 
 
 PROVIDERS: Mapping[str, Provider] = _registered()
@@ -109,8 +108,7 @@ def configured(
     """
     provider = PROVIDERS[name]
     if by_library and provider.compiler_library is not None:
-        provider = replace(
-            provider,
+        provider = provider.changed(
             by_library=True,
             requirements=provider.compiler_library.requirements,
             conflicts=(),
@@ -119,8 +117,7 @@ def configured(
         )
     if (ep, plugin) != (provider.ep, provider.plugin):
         own = ("onnxruntime", "onnxruntime-gpu")
-        provider = replace(
-            provider,
+        provider = provider.changed(
             ep=ep,
             plugin=plugin,
             distributions=tuple(dict.fromkeys((*own, *provider.distributions))),
@@ -131,5 +128,5 @@ def configured(
     no_sharing = provider.product == "context" and not provider.shares_weights
     if unchecked and no_sharing and not provider.by_library:
         # Only an attempt shows whether the machine can open its contexts.
-        provider = replace(provider, shares_weights=True, loads_shared=True)
+        provider = provider.changed(shares_weights=True, loads_shared=True)
     return provider

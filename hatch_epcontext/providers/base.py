@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from hatch_epcontext.frozen import dataclass
@@ -110,25 +112,28 @@ class MoreCoverage:
 class CompilerLibrary:
     """A vendor's library that compiles what an EP runs, on machines without the EP's device.
 
-    ``module``: its Python module. ``capabilities``: the compute capabilities of the GPUs that it compiles
-    for. ``options``: the EP's options that it has; the EP's others for compiling are errors. ``ep_versions``:
-    the start of the versions of the EP's package that contain a release of the library, by the start of the
-    library's version. Only they run what it compiles.
+    ``module``: its Python module. ``compiler``: the worker's module that calls it. ``capabilities``: the
+    compute capabilities of the GPUs that it compiles for. ``options``: the EP's options that it has; the EP's
+    others for compiling are errors. ``ep_versions``: the start of the versions of the EP's package that
+    contain a release of the library, by the start of the library's version. Only they run what it compiles.
     """
 
     module: str
+    compiler: str
     requirements: tuple[str, ...]
     capabilities: tuple[str, ...]
     options: frozenset[str]
     ep_versions: Mapping[str, str]
 
 
-@dataclass(frozen=True)
 class Provider:
-    """Facts about one execution provider.
+    """Facts about one execution provider, and what it alone can say.
 
-    To add one, add a module to this package with a `Provider` named ``PROVIDER``.
+    To add one, add a module to this package with a subclass, and an instance of that named ``PROVIDER``. It
+    sets the attributes that have no value here, and what is different from the others.
     """
+
+    # Identity
 
     name: str
     """The name in ``provider = "..."``."""
@@ -136,62 +141,18 @@ class Provider:
     ep: str
     """ONNX Runtime's name of the EP."""
 
-    title: str
-    """A short description for the documentation, such as ``"AMD GPUs through MIGraphX"``."""
+    aliases: tuple[str, ...] = ()
+    """Other names. Spellings of ``name`` and ``ep`` need not be listed."""
 
     product: Product
     """``"context"``: models become EP-context models. ``"optimized"``: the EP compiles nothing
     ahead of time, so ONNX Runtime's optimized graph is shipped."""
 
+    # Packages
+
     distributions: tuple[str, ...]
     """ONNX Runtime distributions that the EP works with, best first. They share one import package,
     so an environment can contain only one of them."""
-
-    devices: tuple[Device, ...]
-    """The kinds of devices that the EP runs on. The first is the default of ``device``."""
-
-    tolerance: Tolerance
-    """The default tolerance, for the precision in which the EP computes."""
-
-    verified: str
-    """How far compiling, loading and running was tested, and where; for the documentation."""
-
-    hardware: str = "not verified on hardware"
-    """How far it was tested on the hardware itself; for the documentation."""
-
-    more_coverage: MoreCoverage | None = None
-    """Options that are tried where the EP leaves nodes to the CPU, unless the configuration sets them."""
-
-    quantized_activation: Literal["uint8", "uint16"] = "uint16"
-    """The integers to which activations are quantized by default."""
-
-    number_format: Callable[[Device, Mapping[str, str]], NumberFormat | None] = (
-        lambda device, options: None
-    )
-    """(device, options) -> the format to which it rounds floats; None if it computes in float32, or if that
-    is unknown."""
-
-    computes_float16: bool = True
-    """Whether it has kernels for float16; ONNX Runtime inserts casts to float32 for an EP without them."""
-
-    needs: str | None = None
-    """The hardware and the driver that it needs to offer a device."""
-
-    runtime_cache: str | None = None
-    """The load option for the folder in which the EP caches what it compiles while it opens an
-    artifact, if it has one."""
-
-    example: str | None = None
-    """A line of TOML for a new configuration, with the options that most models need."""
-
-    notes: tuple[str, ...] = ()
-    """Limits and advice, for the documentation."""
-
-    sources: tuple[str, ...] = ()
-    """The documents that list the options."""
-
-    aliases: tuple[str, ...] = ()
-    """Other names. Spellings of ``name`` and ``ep`` need not be listed."""
 
     requirements: tuple[str, ...] = ()
     """What to install in addition to ONNX Runtime."""
@@ -205,11 +166,12 @@ class Provider:
     systems: tuple[str, ...] = ()
     """The values of ``sys.platform`` for which ``requirements`` have wheels; empty for all."""
 
-    platform: str = "win_amd64"
-    """The platform tag of wheels for machines that often have its hardware, as an example."""
-
     plugin: Plugin | None = None
     """None for an EP that is part of ONNX Runtime's own distribution."""
+
+    needs_library: bool = False
+    """Whether it stands for any EP: the configuration has to name the EP's library, and its options are not
+    checked."""
 
     compiler_library: CompilerLibrary | None = None
     """The vendor's own compiler, which a target can use instead of the EP."""
@@ -217,8 +179,10 @@ class Provider:
     by_library: bool = False
     """Whether the target uses it: the EP is only needed to run what was compiled."""
 
-    needs_library: bool = False
-    """Whether the configuration has to name the EP's library."""
+    # Devices
+
+    devices: tuple[Device, ...]
+    """The kinds of devices that the EP runs on. The first is the default of ``device``."""
 
     virtual_devices: bool = False
     """Whether the EP offers virtual devices, to compile for hardware that the machine does not have."""
@@ -227,56 +191,26 @@ class Provider:
     """The kinds of devices for which it compiles on any device that it offers, because its options name the
     chip."""
 
-    options: Mapping[str, Option] = field(default_factory=dict)
-    any_options: bool = False
-    """Whether all options are accepted, because the EP is unknown."""
-
-    deprecated: Mapping[str, str] = field(default_factory=dict)
-    """Options of older releases, which the EP ignores, each with its replacement."""
-
-    reserved: Mapping[str, str] = field(default_factory=dict)
-    """Options that the build or the loader sets, each with the reason or with what to use instead."""
-
-    limits: Limits | None = None
-    """The nodes that the EP cannot compile; None if unknown."""
-
-    lacks_dtypes: frozenset[str] = frozenset()
-    """NumPy's names of types that the EP supports only inside quantized nodes, or not at all."""
-
-    max_rank: int | None = None
-    """The largest rank of a tensor that the EP supports; None if unknown."""
-
-    reasons: Callable[[str], Mapping[str, str]] | None = None
-    """(the EP's whole log) -> the reason for each node that the EP leaves to the CPU, by the node's name,
-    empty if the log has none; None for an EP that logs no reasons."""
-
-    error_in_words: Callable[[str], str | None] = lambda message: None
-    """(a compiler's error) -> a sentence about what it means for the model; None for an unknown error."""
-
-    exclusive: tuple[frozenset[str], ...] = ()
-    """Sets of options that exclude each other."""
-
-    simulates: bool = False
-    """Whether a build machine runs its contexts on a simulator, which uses all cores."""
-
-    needs_code_page: bool = False
-    """Whether on Windows it crashes if a sidecar's path has letters that the system's code page lacks."""
-
     simulator: tuple[str, ...] = ()
-    """The simulator's libraries in the package of ``plugin``: they are slow to load, and forks share them."""
+    """The libraries in the package of ``plugin`` with which a build machine simulates the device, on all
+    cores. They are slow to load, and forks share them."""
 
     exclusive_device: bool = False
     """Whether concurrent steps disturb each other on its device: they measure kernels to choose the fastest,
     or need its whole memory."""
 
-    shares_weights: bool = False
-    """Whether models that are compiled in one process can share a sidecar."""
+    # Compiling
 
-    loads_shared: bool = False
-    """Whether contexts that share a sidecar can be opened on the machine that compiled them."""
+    options: Mapping[str, Option] = MappingProxyType({})
 
-    embeds_one: bool = False
-    """Whether it loads an embedded context only if that is the model's only context."""
+    deprecated: Mapping[str, str] = MappingProxyType({})
+    """Options of older releases, which the EP ignores, each with its replacement."""
+
+    reserved: Mapping[str, str] = MappingProxyType({})
+    """Options that the build or the loader sets, each with the reason or with what to use instead."""
+
+    exclusive: tuple[frozenset[str], ...] = ()
+    """Sets of options that exclude each other."""
 
     profiles: ProfileOptions | None = None
     """The options for optimization profiles, if the EP has profiles."""
@@ -287,44 +221,155 @@ class Provider:
     open_shapes_on: tuple[Device, ...] = ()
     """The kinds of devices for which shapes stay open by default."""
 
-    context_sources: frozenset[str] = frozenset()
-    """What else than `ep` it accepts as the ``source`` of an EPContext node: in lower case, and in any."""
+    limits: Limits | None = None
+    """The nodes that the EP cannot compile; None if unknown."""
+
+    lacks_dtypes: frozenset[str] = frozenset()
+    """NumPy's names of types that the EP supports only inside quantized nodes, or not at all."""
+
+    max_rank: int | None = None
+    """The largest rank of a tensor that the EP supports; None if unknown."""
+
+    more_coverage: MoreCoverage | None = None
+    """Options that are tried where the EP leaves nodes to the CPU, unless the configuration sets them."""
+
+    tolerance: Tolerance
+    """The default tolerance, for the precision in which the EP computes."""
+
+    computes_float16: bool = True
+    """Whether it has kernels for float16; ONNX Runtime inserts casts to float32 for an EP without them."""
+
+    quantized_activation: Literal["uint8", "uint16"] = "uint16"
+    """The integers to which activations are quantized by default."""
+
+    shares_weights: bool = False
+    """Whether models that are compiled in one process can share a sidecar."""
+
+    loads_shared: bool = False
+    """Whether contexts that share a sidecar can be opened on the machine that compiled them."""
+
+    embeds_one: bool = False
+    """Whether it loads an embedded context only if that is the model's only context."""
 
     several_chips: str | None = None
     """The attribute of EPContext nodes that is 1 where the context is for several chips. Such contexts
     cannot be opened on the machine that compiled them."""
 
-    own_context_options: Callable[[str, bool], dict[str, str]] | None = None
-    """(path of the context model, embed) -> provider options with which a plain session writes it.
-    For EPs that write context models themselves, and that ModelCompiler does not support."""
+    # In apps
 
-    implied: Callable[[Device, Mapping[str, str]], dict[str, str]] = lambda device, options: {}
-    """(device, options) -> the options that follow from them, which the EP gets unless they are set."""
+    runtime_cache: str | None = None
+    """The load option for the folder in which the EP caches what it compiles while it opens an
+    artifact, if it has one."""
 
-    missing_chip: Callable[[Mapping[str, str]], str | None] = lambda options: None
-    """(options) -> a warning if they name no chip, and the EP compiles for one."""
+    needs_code_page: bool = False
+    """Whether on Windows it crashes if a sidecar's path has letters that the system's code page lacks."""
 
-    contradictions: Callable[[Device, Mapping[str, str]], dict[str, str]] = lambda device, options: {}
-    """(device, options) -> a message for each option that contradicts another one, or the device."""
+    compares: bool = False
+    """Whether the loader asks the EP if it can run a context with a compatibility string."""
 
-    wrong_blobs: Callable[[str, Sequence[tuple[str, int]]], str | None] = (
-        lambda compatibility, blobs: None
-    )
-    """(compatibility string, the blobs of a model: the first `HEADER` bytes of each in hexadecimal, and its
-    size in bytes) -> what is wrong with them, as a sentence without its period; None if nothing is, or if
-    their format is unknown."""
+    # Documentation
 
-    compiled_for: Callable[[str], dict[str, str]] = lambda compatibility: {}
-    """(compatibility string) -> what it was compiled for, by name; empty if the format is unknown. Options
-    have values in the EP's form: ``"60,57"`` for two chips."""
+    title: str
+    """A short description, such as ``"AMD GPUs through MIGraphX"``."""
 
-    disagreement: Callable[[str, str, Mapping[str, str]], str | None] = lambda *_: None
-    """(compatibility string, ep_sdk_version, options) -> how the context disagrees with the options, or the
-    first two with each other; None if all agree."""
+    needs: str | None = None
+    """The hardware and the driver that it needs to offer a device."""
 
-    runs_on: Callable[[str, str], bool] = lambda system, machine: True
-    """(sys.platform, platform.machine()) -> whether such a machine can run, or simulate, a context for any
-    of the EP's chips."""
+    verified: str
+    """How far compiling, loading and running was tested, and where."""
+
+    hardware: str = "not verified on hardware"
+    """How far it was tested on the hardware itself."""
+
+    platform: str = "win_amd64"
+    """The platform tag of wheels for machines that often have its hardware, as an example."""
+
+    example: str | None = None
+    """A line of TOML for a new configuration, with the options that most models need."""
+
+    notes: tuple[str, ...] = ()
+    """Limits and advice."""
+
+    sources: tuple[str, ...] = ()
+    """The documents that list the options."""
+
+    def number_format(self, device: Device, options: Mapping[str, str]) -> NumberFormat | None:
+        """The format to which it rounds floats; None if it computes in float32, or if that is unknown."""
+        return None
+
+    def implied(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
+        """The options that follow from the ``device`` and from ``options``, which win over them."""
+        return {}
+
+    def contradictions(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
+        """A message for each option that contradicts another one, or the device."""
+        return {}
+
+    def missing_chip(self, options: Mapping[str, str]) -> str | None:
+        """A warning if ``options`` name no chip, and the EP compiles for one."""
+        return None
+
+    def own_context_options(self, path: str, embed: bool) -> dict[str, str]:
+        """The options with which a plain session writes the context model ``path``.
+
+        For EPs that write context models themselves; empty for those that ModelCompiler supports.
+        """
+        return {}
+
+    def reasons(self, log: str) -> dict[str, str] | None:
+        """The reason for each node that the EP leaves to the CPU, by the node's name, from its whole log.
+
+        None for an EP that logs no reasons.
+        """
+        return None
+
+    def error_in_words(self, message: str) -> str | None:
+        """What a compiler's error means for the model, as a sentence; None for an unknown error."""
+        return None
+
+    def compiled_for(self, compatibility: str) -> dict[str, str]:
+        """What a context with this compatibility string was compiled for, by name; empty if it is unknown.
+
+        Options have values in the EP's form: ``"60,57"`` for two chips.
+        """
+        return {}
+
+    def disagreement(
+        self, compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
+    ) -> str | None:
+        """How a context disagrees with ``options``, or the first two with each other; None if all agree."""
+        return None
+
+    def wrong_blobs(self, compatibility: str, blobs: Sequence[tuple[str, int]]) -> str | None:
+        """What is wrong with the blobs of a model, as a sentence without its period.
+
+        ``blobs``: the first `HEADER` bytes of each in hexadecimal, and its size in bytes. None if nothing is
+        wrong, or if their format is unknown.
+        """
+        return None
+
+    def runs_on(self, system: str, machine: str) -> bool:
+        """Whether a machine can run, or simulate, a context for any of the EP's chips.
+
+        ``system`` is its `sys.platform`, ``machine`` its `platform.machine`.
+        """
+        return True
+
+    def reads(self, source: str) -> bool:
+        """Whether the EP opens EPContext nodes with this ``source``."""
+        return source == self.ep
+
+    def changed(self, **facts: Any) -> Provider:
+        """A copy with other ``facts``."""
+        provider = copy.copy(self)
+        vars(provider).update(facts)
+        return provider
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def leaves_shapes_open(self, device: Device) -> bool:
         """Whether shapes stay open by default when models are compiled for ``device``."""
@@ -377,19 +422,15 @@ class Provider:
         if self.by_library and machine.lower() not in ("", "x86_64", "amd64"):
             return f"has a library for x86-64 only, and this is {machine}"
         if python < self.python:
-            needed, found = (".".join(map(str, version)) for version in (self.python, python))
-            return f"needs Python {needed} or newer, and this is {found}"
+            oldest, this = (".".join(map(str, version)) for version in (self.python, python))
+            return f"needs Python {oldest} or newer, and this is {this}"
         if self.systems and system not in self.systems:
             return f"has no packages for this system, {system}"
         return None
 
-    def reads(self, source: str) -> bool:
-        """Whether the EP opens EPContext nodes with this ``source``."""
-        return source == self.ep or source.lower() in self.context_sources
-
     def has_name(self, name: str) -> bool:
         """Whether ``name`` is one of its names, in any case and with or without "ExecutionProvider"."""
-        own = {_normalized(each) for each in (self.name, self.ep, *self.aliases)} - {""}
+        own = {_normalized(spelling) for spelling in (self.name, self.ep, *self.aliases)} - {""}
         return _normalized(name) in own
 
 

@@ -53,23 +53,26 @@ _OPTIONS: Mapping[str, Option] = {
     "sdpa_kernel": number("Attention kernels, as a bit mask", scope="load"),
 }
 
-PROVIDER = Provider(
-    name="cuda",
-    ep="CUDAExecutionProvider",
-    title="NVIDIA GPUs through CUDA and cuDNN",
-    product="optimized",
-    distributions=("onnxruntime-gpu",),
-    devices=("gpu",),
-    open_shapes_on=("gpu",),
+
+class Cuda(Provider):
+    name = "cuda"
+    ep = "CUDAExecutionProvider"
+    title = "NVIDIA GPUs through CUDA and cuDNN"
+    product = "optimized"
+    distributions = ("onnxruntime-gpu",)
+    devices = ("gpu",)
+    open_shapes_on = ("gpu",)
     # TF32 has ten bits of mantissa.
-    tolerance=Tolerance(snr=30, cosine=0.999),
-    needs="an NVIDIA GPU, CUDA and cuDNN",
-    verified="Optimized, loaded and run on Linux x86-64. Without a GPU the graph runs on the CPU instead.",
-    hardware="Verified on an NVIDIA H200.",
-    systems=("linux", "win32"),
-    options=_OPTIONS,
-    sources=("onnxruntime.ai", "onnxruntime-gpu 1.31.1"),
-    notes=(
+    tolerance = Tolerance(snr=30, cosine=0.999)
+    needs = "an NVIDIA GPU, CUDA and cuDNN"
+    verified = "Optimized, loaded and run on Linux x86-64. Without a GPU the graph runs on the CPU instead."
+    hardware = "Verified on an NVIDIA H200."
+    systems = ("linux", "win32")
+    options = _OPTIONS
+    sources = ("onnxruntime.ai", "onnxruntime-gpu 1.31.1")
+    notes = (
         "onnxruntime-gpu 1.31 needs CUDA 13 and cuDNN 9. Its extras `[cuda,cudnn]` install them.",
-    ),
-)
+    )
+
+
+PROVIDER = Cuda()

@@ -25,35 +25,33 @@ _OPTIONS: Mapping[str, Option] = {
 }
 
 
-def _implied(device: Device, options: Mapping[str, str]) -> dict[str, str]:
-    # By default it takes a GPU, whatever the target is for.
-    is_named = device == "gpu" or not options.keys().isdisjoint({"device_filter", "device_id"})
-    return {} if is_named else {"device_filter": device}
+class DirectML(Provider):
+    name = "directml"
+    ep = "DmlExecutionProvider"
+    title = "GPUs and NPUs on Windows through DirectML"
+    product = "optimized"
+    distributions = ("onnxruntime-directml", "onnxruntime-windowsml")
+    devices = ("gpu", "npu")
+    open_shapes_on = ("gpu",)
+    tolerance = Tolerance(snr=30, cosine=0.999)
+    needs = "Windows and a GPU or NPU with a DirectX 12 driver"
+    verified = "Only the options."
+    aliases = ("dml", "directml")
+    systems = ("win32",)
+    options = _OPTIONS
+    sources = ("onnxruntime.ai",)
+    notes = ("`optimization` above `basic` needs the EP at build time, and so Windows.",)
+
+    def implied(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
+        # By default it takes a GPU, whatever the target is for.
+        is_named = device == "gpu" or not options.keys().isdisjoint({"device_filter", "device_id"})
+        return {} if is_named else {"device_filter": device}
+
+    def contradictions(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
+        kind = options.get("device_filter", device)
+        if device in ("any", kind):
+            return {}
+        return {"device_filter": f"is {kind}, and the target's device is {device}"}
 
 
-def _contradictions(device: Device, options: Mapping[str, str]) -> dict[str, str]:
-    kind = options.get("device_filter", device)
-    if device in ("any", kind):
-        return {}
-    return {"device_filter": f"is {kind}, and the target's device is {device}"}
-
-
-PROVIDER = Provider(
-    name="directml",
-    ep="DmlExecutionProvider",
-    title="GPUs and NPUs on Windows through DirectML",
-    product="optimized",
-    distributions=("onnxruntime-directml", "onnxruntime-windowsml"),
-    devices=("gpu", "npu"),
-    open_shapes_on=("gpu",),
-    tolerance=Tolerance(snr=30, cosine=0.999),
-    needs="Windows and a GPU or NPU with a DirectX 12 driver",
-    verified="Only the options.",
-    aliases=("dml", "directml"),
-    systems=("win32",),
-    options=_OPTIONS,
-    implied=_implied,
-    contradictions=_contradictions,
-    sources=("onnxruntime.ai",),
-    notes=("`optimization` above `basic` needs the EP at build time, and so Windows.",),
-)
+PROVIDER = DirectML()

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from hatch_epcontext.graph.number_format import FLOAT16
-from hatch_epcontext.providers.base import Provider, Tolerance
+from collections.abc import Mapping
 
-PROVIDER = Provider(
-    name="plugin",
-    ep="",
-    title="any other plugin EP",
-    product="context",
-    distributions=("onnxruntime", "onnxruntime-gpu"),
-    devices=("any", "npu", "gpu", "cpu"),
-    tolerance=Tolerance(snr=20, cosine=0.99, unit=0.1),
-    # As most of them do.
-    number_format=lambda device, options: FLOAT16 if device in ("npu", "any") else None,
-    verified="On Linux x86-64 with the libraries of QNN and OpenVINO.",
-    needs_library=True,
-    virtual_devices=True,
-    shares_weights=True,
-    loads_shared=True,
-    any_options=True,
-    notes=(
+from hatch_epcontext.graph.number_format import FLOAT16, NumberFormat
+from hatch_epcontext.providers.base import Provider, Tolerance
+from hatch_epcontext.shipped import Device
+
+
+class AnyPlugin(Provider):
+    name = "plugin"
+    ep = ""
+    title = "any other plugin EP"
+    product = "context"
+    distributions = ("onnxruntime", "onnxruntime-gpu")
+    devices = ("any", "npu", "gpu", "cpu")
+    tolerance = Tolerance(snr=20, cosine=0.99, unit=0.1)
+    verified = "On Linux x86-64 with the libraries of QNN and OpenVINO."
+    needs_library = True
+    virtual_devices = True
+    shares_weights = True
+    loads_shared = True
+    notes = (
         "Its options are unknown, so they are not checked.",
         "[Plugin EPs](plugin-eps.md) shows how to try one.",
         (
             "If `library` is a path, your app must register the library with "
             "`onnxruntime.register_execution_provider_library` before it calls `load`."
         ),
-    ),
-)
+    )
+
+    def number_format(self, device: Device, options: Mapping[str, str]) -> NumberFormat | None:
+        # As most of them do.
+        return FLOAT16 if device in ("npu", "any") else None
+
+
+PROVIDER = AnyPlugin()

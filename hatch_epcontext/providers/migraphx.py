@@ -32,28 +32,31 @@ _OPTIONS: Mapping[str, Option] = {
     "migraphx_external_empty_cache": pointer("The app's allocator: function to empty the cache"),
 }
 
-PROVIDER = Provider(
-    name="migraphx",
-    ep="MIGraphXExecutionProvider",
-    title="AMD GPUs through MIGraphX",
-    product="optimized",
-    distributions=("onnxruntime-migraphx",),
-    devices=("gpu",),
-    open_shapes_on=("gpu",),
-    runtime_cache="migraphx_model_cache_dir",
+
+class MIGraphX(Provider):
+    name = "migraphx"
+    ep = "MIGraphXExecutionProvider"
+    title = "AMD GPUs through MIGraphX"
+    product = "optimized"
+    distributions = ("onnxruntime-migraphx",)
+    devices = ("gpu",)
+    open_shapes_on = ("gpu",)
+    runtime_cache = "migraphx_model_cache_dir"
     # Its builder measures kernels on the GPU, and two at once would disturb each other.
-    exclusive_device=True,
-    tolerance=Tolerance(snr=30, cosine=0.999),
-    needs="an AMD GPU and ROCm",
-    verified="Only the options.",
-    systems=("linux",),
-    platform="manylinux_2_28_x86_64",
-    options=_OPTIONS,
-    sources=("onnxruntime-migraphx 1.27.1",),
-    notes=(
+    exclusive_device = True
+    tolerance = Tolerance(snr=30, cosine=0.999)
+    needs = "an AMD GPU and ROCm"
+    verified = "Only the options."
+    systems = ("linux",)
+    platform = "manylinux_2_28_x86_64"
+    options = _OPTIONS
+    sources = ("onnxruntime-migraphx 1.27.1",)
+    notes = (
         (
             "The EP returns no EP contexts. It has its own cache for what it compiles on the user's "
             "machine: set `migraphx_model_cache_dir` in `load-options`."
         ),
-    ),
-)
+    )
+
+
+PROVIDER = MIGraphX()

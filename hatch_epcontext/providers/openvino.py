@@ -39,92 +39,58 @@ def _facts(compatibility: str) -> Mapping[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _compiled_for(compatibility: str) -> dict[str, str]:
-    """Read ``{"ovep_ver": ..., "ov_compat_string": "meta=1.0;ov=2026.4.1;isa=..."}``."""
-    text = str(_facts(compatibility).get("ov_compat_string", ""))
-    fields = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
-    titles = {"ov": "OpenVINO", "isa": "ISA"}
-    return {title: fields[name] for name, title in titles.items() if name in fields}
-
-
-def _disagreement(
-    compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
-) -> str | None:
-    """Compare the OpenVINO version of the compatibility string with that of the context."""
-    compiled = _compiled_for(compatibility).get("OpenVINO")
-    if not compiled or not ep_sdk_version or f"{compiled}.".startswith(f"{ep_sdk_version}."):
-        return None
-    return f"the context names OpenVINO {ep_sdk_version}, but its compatibility string names {compiled}"
-
-
 _NOT_CONVERTED = re.compile(
     r"While validating ONNX node '<Node\((?P<op>\w+)\): (?P<name>.*?)>':(?P<reason>.*?)(?:\n\s*\n|$)",
     re.DOTALL,
 )
 
 
-def _error_in_words(message: str) -> str | None:
-    """Read an error of the frontend that converts ONNX models, which names a node by its first output."""
-    if (found := _NOT_CONVERTED.search(message)) is None:
-        return None
-    # The last line has the reason, and those before it the checks that failed.
-    lines = [line.strip() for line in found["reason"].splitlines() if line.strip()]
-    reason = f": {lines[-1].rstrip('.')}" if lines else ""
-    return f"OpenVINO cannot convert the node {found['op']} that makes {found['name']!r}{reason}."
+_DEPRECATED: Mapping[str, str] = {
+    "device_type": 'device = "npu", "gpu" or "cpu"',
+    "device_id": "device-filter",
+    "device_luid": "device-filter",
+    "precision": _CONFIG.format('CPU = { INFERENCE_PRECISION_HINT = "f32" }'),
+    "num_of_threads": _CONFIG.format('CPU = { INFERENCE_NUM_THREADS = "1" }'),
+    "num_streams": _CONFIG.format('CPU = { NUM_STREAMS = "1" }'),
+    "cache_dir": _CONFIG.format('CPU = { CACHE_DIR = "..." }'),
+    "model_priority": _CONFIG.format('NPU = { MODEL_PRIORITY = "LOW" }'),
+    "enable_qdq_optimizer": _CONFIG.format('NPU = { NPU_QDQ_OPTIMIZATION = "YES" }'),
+    "enable_opencl_throttling": _CONFIG.format('GPU = { PLUGIN_THROTTLE = "1" }'),
+    "disable_dynamic_shapes": "static-shapes = true, with dims or shapes in the model's table",
+    "layout": "a model that is exported with this layout",
+}
 
 
-def _number_format(device: Device, options: Mapping[str, str]) -> NumberFormat | None:
-    if '"f32"' in options.get("load_config", ""):
-        return None
-    return FLOAT16 if device in ("gpu", "npu", "any") else None
-
-
-PROVIDER = Provider(
-    name="openvino",
-    ep="OpenVINOExecutionProvider",
-    title="Intel CPUs, GPUs and NPUs through OpenVINO",
-    product="context",
-    limits=NUMBERS_ONLY,
-    distributions=("onnxruntime", "onnxruntime-gpu"),
-    devices=("cpu", "gpu", "npu"),
-    open_shapes_on=("cpu", "gpu"),
+class OpenVINO(Provider):
+    name = "openvino"
+    ep = "OpenVINOExecutionProvider"
+    title = "Intel CPUs, GPUs and NPUs through OpenVINO"
+    product = "context"
+    limits = NUMBERS_ONLY
+    distributions = ("onnxruntime", "onnxruntime-gpu")
+    devices = ("cpu", "gpu", "npu")
+    open_shapes_on = ("cpu", "gpu")
     # CPUs with AMX compute in bfloat16 unless INFERENCE_PRECISION_HINT is set. Measured on a real
     # model: probabilities that differ by 0.056, with a cosine of 0.9989.
-    tolerance=Tolerance(snr=20, cosine=0.99),
-    number_format=_number_format,
+    tolerance = Tolerance(snr=20, cosine=0.99)
     # With 16 bits its CPU device computes wrong: -2 dB in a small network, and 37 dB with 8 bits.
-    quantized_activation="uint8",
-    needs="Intel hardware: on other processors it offers no device, not even the CPU",
-    verified="The CPU device, on an Intel Xeon with Linux: compiled, loaded and run, external and embedded.",
-    hardware="CPU: verified. GPU and NPU: not verified on hardware.",
-    requirements=("onnxruntime-ep-openvino>=1.8",),
-    systems=("linux", "win32"),
-    plugin=Plugin(
+    quantized_activation = "uint8"
+    needs = "Intel hardware: on other processors it offers no device, not even the CPU"
+    verified = "The CPU device, on an Intel Xeon with Linux: compiled, loaded and run, external and embedded."
+    hardware = "CPU: verified. GPU and NPU: not verified on hardware."
+    requirements = ("onnxruntime-ep-openvino>=1.8",)
+    systems = ("linux", "win32")
+    plugin = Plugin(
         "onnxruntime_ep_openvino", "onnxruntime-ep-openvino", "OpenVINOExecutionProvider"
-    ),
-    virtual_devices=True,
+    )
+    virtual_devices = True
     # The library 1.8.1: "Multiple embedded native EPContext main contexts are not supported".
-    embeds_one=True,
-    options=_OPTIONS,
-    deprecated={
-        "device_type": 'device = "npu", "gpu" or "cpu"',
-        "device_id": "device-filter",
-        "device_luid": "device-filter",
-        "precision": _CONFIG.format('CPU = { INFERENCE_PRECISION_HINT = "f32" }'),
-        "num_of_threads": _CONFIG.format('CPU = { INFERENCE_NUM_THREADS = "1" }'),
-        "num_streams": _CONFIG.format('CPU = { NUM_STREAMS = "1" }'),
-        "cache_dir": _CONFIG.format('CPU = { CACHE_DIR = "..." }'),
-        "model_priority": _CONFIG.format('NPU = { MODEL_PRIORITY = "LOW" }'),
-        "enable_qdq_optimizer": _CONFIG.format('NPU = { NPU_QDQ_OPTIMIZATION = "YES" }'),
-        "enable_opencl_throttling": _CONFIG.format('GPU = { PLUGIN_THROTTLE = "1" }'),
-        "disable_dynamic_shapes": "static-shapes = true, with dims or shapes in the model's table",
-        "layout": "a model that is exported with this layout",
-    },
-    error_in_words=_error_in_words,
-    compiled_for=_compiled_for,
-    disagreement=_disagreement,
-    sources=("onnxruntime-ep-openvino 1.8.1",),
-    notes=(
+    embeds_one = True
+    compares = True
+    options = _OPTIONS
+    deprecated = _DEPRECATED
+    sources = ("onnxruntime-ep-openvino 1.8.1",)
+    notes = (
         "`share-weights` has no effect: the CPU device wrote a sidecar for each model of a group.",
         (
             "A context for the CPU needs a processor with the instructions of the build machine, which the "
@@ -135,5 +101,39 @@ PROVIDER = Provider(
             '`device-filter = { npu_platform = "4000" }` chooses one (4000, 5010, 5020, 6010). The Linux '
             "package 1.8.1 does not contain the NPU's compiler: the build reports it as missing."
         ),
-    ),
-)
+    )
+
+    def number_format(self, device: Device, options: Mapping[str, str]) -> NumberFormat | None:
+        if '"f32"' in options.get("load_config", ""):
+            return None
+        return FLOAT16 if device in ("gpu", "npu", "any") else None
+
+    def error_in_words(self, message: str) -> str | None:
+        """Read an error of the frontend that converts ONNX models, which names a node by its first output."""
+        if (match := _NOT_CONVERTED.search(message)) is None:
+            return None
+        # The last line has the reason, and those before it the checks that failed.
+        lines = [line.strip() for line in match["reason"].splitlines() if line.strip()]
+        reason = f": {lines[-1].rstrip('.')}" if lines else ""
+        return (
+            f"OpenVINO cannot convert the node {match['op']} that makes {match['name']!r}{reason}."
+        )
+
+    def compiled_for(self, compatibility: str) -> dict[str, str]:
+        """Read ``{"ovep_ver": ..., "ov_compat_string": "meta=1.0;ov=2026.4.1;isa=..."}``."""
+        text = str(_facts(compatibility).get("ov_compat_string", ""))
+        fields = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+        titles = {"ov": "OpenVINO", "isa": "ISA"}
+        return {title: fields[name] for name, title in titles.items() if name in fields}
+
+    def disagreement(
+        self, compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
+    ) -> str | None:
+        """Compare the OpenVINO version of the compatibility string with that of the context."""
+        compiled = self.compiled_for(compatibility).get("OpenVINO")
+        if not compiled or not ep_sdk_version or f"{compiled}.".startswith(f"{ep_sdk_version}."):
+            return None
+        return f"the context names OpenVINO {ep_sdk_version}, but its compatibility string names {compiled}"
+
+
+PROVIDER = OpenVINO()

@@ -148,42 +148,11 @@ def _backend(options: Mapping[str, str]) -> str | None:
     return library[1].lower() if library else options.get("backend_type")
 
 
-def _missing_chip(options: Mapping[str, str]) -> str | None:
-    is_named = any(_is_set(options.get(name, "0")) for name in ("soc_model", "htp_arch"))
-    if is_named or _backend(options) != "htp":
-        return None
-    return (
-        "no soc_model is set, so the context is for no particular chip; set it in the provider options, "
-        "such as 60 for a Snapdragon X Elite"
-    )
-
-
-def _implied(device: Device, options: Mapping[str, str]) -> dict[str, str]:
-    # Without a backend the EP cannot be created, and its error message does not name the cause.
-    backend = {} if "backend_path" in options else {"backend_type": _BACKENDS.get(device, "htp")}
-    return {**backend, **_implied_arch(options)}
-
-
 def _implied_arch(options: Mapping[str, str]) -> dict[str, str]:
     # The EP also finds an architecture itself, but then its compatibility string does not name it.
     socs = options.get("soc_model", "").split(",")
     archs = [_ARCH_OF_SOC[soc] for soc in socs if soc in _ARCH_OF_SOC]
     return {"htp_arch": ",".join(archs)} if len(archs) == len(socs) else {}
-
-
-def _contradictions(device: Device, options: Mapping[str, str]) -> dict[str, str]:
-    backend = _backend(options)
-    if device != "any" and backend not in (None, _BACKENDS.get(device, backend)):
-        option = "backend_path" if "backend_path" in options else "backend_type"
-        return {
-            option: f"names the backend {backend}, and the device is {device}: "
-            "set the device alone, and the backend follows"
-        }
-    chips = PROVIDER.chips(options)
-    found = _contradictions_of_lists(options) if len(chips) > 1 else {}
-    for chip in chips if not found else ():
-        found = {**_contradictions_of_one(chip), **found}
-    return found
 
 
 def _contradictions_of_lists(options: Mapping[str, str]) -> dict[str, str]:
@@ -231,32 +200,8 @@ def _chip(compatibility: str) -> dict[str, str]:
     return {"soc_model": fields[5], "htp_arch": fields[4]}
 
 
-def _compiled_for(compatibility: str) -> dict[str, str]:
-    return {name: value for name, value in _chip(compatibility).items() if _is_set(value)}
-
-
 def _is_set(value: str) -> bool:
-    return any(each != "0" for each in value.split(","))
-
-
-def _disagreement(
-    compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
-) -> str | None:
-    backend, number = _backend(options), f"{compatibility}::".split(":")[1]
-    if backend and _chip(compatibility) and (backend == "htp") != (number == _HTP):
-        compiled = "htp" if number == _HTP else f"number {number}"
-        return (
-            f"the backend {backend} was requested, but the EP compiled with the backend {compiled}"
-        )
-    # The EP does not write architectures that it found itself.
-    implied = _implied_arch(options).items()
-    differences = [
-        f"{name} = {options[name]} was requested, but the EP compiled for {value}"
-        for name, value in _chip(compatibility).items()
-        if options.get(name, "0") not in ("0", value)
-        and (_is_set(value) or (name, options[name]) not in implied)
-    ]
-    return "; ".join(differences) or None
+    return any(chip != "0" for chip in value.split(","))
 
 
 _NODE = r"[ \t]*Operator type: \S+ Node name: (.*?) Node index: \d+\n"
@@ -289,27 +234,11 @@ _WORDS = (
 other reasons are shown as they are."""
 
 
-def _reasons(log: str) -> dict[str, str]:
-    """Read the results of ``LogNodeSupport``: the nodes of each refused unit, and the reason."""
-    return {
-        name: _in_words(reason)
-        for nodes, reason in _REFUSED.findall(log)
-        for name in _NAME.findall(nodes)
-        if name
-    }
-
-
 def _in_words(reason: str) -> str:
     for pattern, words in _WORDS:
         if match := re.search(pattern, reason):
             return match.expand(words)
     return reason.strip().rstrip(".")
-
-
-def _runs_on(system: str, machine: str) -> bool:
-    # The x86-64 packages contain a simulator of the NPU. On Arm a context runs only on its own chip, and a
-    # build machine may have another one.
-    return system in ("linux", "win32") and machine.lower() in ("x86_64", "amd64")
 
 
 _SEEN = "the simulator of onnxruntime-qnn 2.7.0"
@@ -369,8 +298,8 @@ _FLOAT16 = dataclasses.replace(
         Fault("Mish", "returns arbitrary values below -88", None, 0, -_LIMIT, -88.03, _LIMIT),
         Fault("Mish", "is off by up to 0.024 between -8 and 4", None, 0, -8.0, 4.0),
         *(
-            Fault(each, "is off by about |x| / 900, and is arbitrary beyond 1000", None, 0, *_WIDE)
-            for each in ("Sin", "Cos", "Tan")
+            Fault(operator, "is off by about |x| / 900, and is arbitrary beyond 1000", None, 0, *_WIDE)
+            for operator in ("Sin", "Cos", "Tan")
         ),
         *_symmetric("Atan", "is 131008, with x's sign, for |x| above 32768", 0, 32769.0, _LIMIT),
         *_symmetric("Reciprocal", "is 0 for |x| above 16384", 0, 16385.0, 0.0),
@@ -425,50 +354,42 @@ _FLOAT16 = dataclasses.replace(
 ``benchmarks/faults-qnn.json``."""
 
 
-def _number_format(device: Device, options: Mapping[str, str]) -> NumberFormat | None:
-    if device not in ("npu", "any") or _backend(options) not in (None, "htp"):
-        return None
-    if options.get("htp_bf16_enable") == "1":
-        return BFLOAT16
-    return None if options.get("enable_htp_fp16_precision") == "0" else _FLOAT16
-
-
-PROVIDER = Provider(
-    name="qnn",
-    ep="QNNExecutionProvider",
-    title="Qualcomm's NPU (HTP) and GPU",
-    product="context",
-    limits=dataclasses.replace(
+class Qnn(Provider):
+    name = "qnn"
+    ep = "QNNExecutionProvider"
+    title = "Qualcomm's NPU (HTP) and GPU"
+    product = "context"
+    limits = dataclasses.replace(
         FIXED_SHAPES,
         known=frozenset({"ai.onnx.ml.ArrayFeatureExtractor"}),
         # Seen with onnxruntime-qnn 2.7.0: SIGFPE.
         empty=False,
-    ),
-    distributions=("onnxruntime", "onnxruntime-gpu"),
-    devices=("npu", "gpu"),
-    requirements=("onnxruntime-qnn>=2.7",),
-    python=(3, 11),
-    systems=("linux", "win32"),
-    platform="win_arm64",
+    )
+    distributions = ("onnxruntime", "onnxruntime-gpu")
+    devices = ("npu", "gpu")
+    requirements = ("onnxruntime-qnn>=2.7",)
+    python = (3, 11)
+    systems = ("linux", "win32")
+    platform = "win_arm64"
     # The EP is named after its registration: another name would be another EP.
-    plugin=Plugin("onnxruntime_qnn", "onnxruntime-qnn", "QNNExecutionProvider"),
-    cross_compiles=("npu",),
+    plugin = Plugin("onnxruntime_qnn", "onnxruntime-qnn", "QNNExecutionProvider")
+    cross_compiles = ("npu",)
     # But the simulator refuses contexts that share weights, with QNN_COMMON_ERROR_NOT_SUPPORTED.
-    shares_weights=True,
-    simulates=True,
+    shares_weights = True
     # Seen with onnxruntime-qnn 2.7.0, under Wine: 0xC0000409. Contexts inside the model load.
-    needs_code_page=True,
-    simulator=("libQnnSystem.so", "libQnnHtp.so"),
-    options=_OPTIONS,
-    exclusive=(frozenset({"backend_type", "backend_path"}),),
-    static_shapes=True,
-    example="provider-options = { soc_model = 60, htp_arch = 73 }  # the chip: a Snapdragon X Elite",
+    needs_code_page = True
+    simulator = ("libQnnSystem.so", "libQnnHtp.so")
+    options = _OPTIONS
+    exclusive = (frozenset({"backend_type", "backend_path"}),)
+    static_shapes = True
+    example = (
+        "provider-options = { soc_model = 60, htp_arch = 73 }  # the chip: a Snapdragon X Elite"
+    )
     # The NPU computes in float16, and a Sigmoid in steps of 0.004. On real models right outputs have 25 dB
     # and more, wrong ones less than 20.
-    tolerance=Tolerance(snr=20, cosine=0.99, unit=0.1),
-    number_format=_number_format,
+    tolerance = Tolerance(snr=20, cosine=0.99, unit=0.1)
     # Statically quantized models: their inputs and outputs are quantized on the CPU by default.
-    more_coverage=MoreCoverage(
+    more_coverage = MoreCoverage(
         frozenset(
             {
                 "QuantizeLinear",
@@ -478,27 +399,20 @@ PROVIDER = Provider(
             }
         ),
         {"offload_graph_io_quantization": "0"},
-    ),
-    # Other tools write "Qnn" and "QNN".
-    context_sources=frozenset({"qnn", "qnnexecutionprovider"}),
-    several_chips="is_multi_soc_ep_context",
-    implied=_implied,
-    missing_chip=_missing_chip,
-    contradictions=_contradictions,
-    compiled_for=_compiled_for,
-    disagreement=_disagreement,
-    runs_on=_runs_on,
-    reasons=_reasons,
+    )
+    several_chips = "is_multi_soc_ep_context"
     # Tried with Transpose, Cast, Mul, Relu and Add.
-    lacks_dtypes=frozenset({"float64", "bfloat16", "int8", "int16", "uint16", "uint64"}),
-    max_rank=5,
-    needs="an x86-64 processor, or an Arm processor from Qualcomm",
-    verified="Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (HTP 73).",
-    sources=(
+    lacks_dtypes = frozenset({"float64", "bfloat16", "int8", "int16", "uint16", "uint64"})
+    max_rank = 5
+    needs = "an x86-64 processor, or an Arm processor from Qualcomm"
+    verified = (
+        "Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (HTP 73)."
+    )
+    sources = (
         "the documentation of onnxruntime-qnn 2.x",
         "ONNX Runtime's `ep_weight_sharing_ctx_gen`",
-    ),
-    notes=(
+    )
+    notes = (
         (
             "It leaves the quantization of inputs and outputs to the CPU. If a model would not be whole "
             "because of that, the build sets `offload_graph_io_quantization = 0`, and reports it."
@@ -521,5 +435,81 @@ PROVIDER = Provider(
             '`device = "gpu"` compiles for the Adreno GPU of the build machine, and needs one. (Not verified '
             "on hardware.)"
         ),
-    ),
-)
+    )
+
+    def number_format(self, device: Device, options: Mapping[str, str]) -> NumberFormat | None:
+        if device not in ("npu", "any") or _backend(options) not in (None, "htp"):
+            return None
+        if options.get("htp_bf16_enable") == "1":
+            return BFLOAT16
+        return None if options.get("enable_htp_fp16_precision") == "0" else _FLOAT16
+
+    def implied(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
+        # Without a backend the EP cannot be created, and its error message does not name the cause.
+        backend = (
+            {} if "backend_path" in options else {"backend_type": _BACKENDS.get(device, "htp")}
+        )
+        return {**backend, **_implied_arch(options)}
+
+    def missing_chip(self, options: Mapping[str, str]) -> str | None:
+        is_named = any(_is_set(options.get(name, "0")) for name in ("soc_model", "htp_arch"))
+        if is_named or _backend(options) != "htp":
+            return None
+        return (
+            "no soc_model is set, so the context is for no particular chip; set it in the provider options, "
+            "such as 60 for a Snapdragon X Elite"
+        )
+
+    def contradictions(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
+        backend = _backend(options)
+        if device != "any" and backend not in (None, _BACKENDS.get(device, backend)):
+            option = "backend_path" if "backend_path" in options else "backend_type"
+            return {
+                option: f"names the backend {backend}, and the device is {device}: "
+                "set the device alone, and the backend follows"
+            }
+        chips = self.chips(options)
+        if len(chips) > 1 and (messages := _contradictions_of_lists(options)):
+            return messages
+        return {name: text for chip in chips for name, text in _contradictions_of_one(chip).items()}
+
+    def compiled_for(self, compatibility: str) -> dict[str, str]:
+        return {name: value for name, value in _chip(compatibility).items() if _is_set(value)}
+
+    def disagreement(
+        self, compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
+    ) -> str | None:
+        backend, number = _backend(options), f"{compatibility}::".split(":")[1]
+        if backend and _chip(compatibility) and (backend == "htp") != (number == _HTP):
+            compiled = "htp" if number == _HTP else f"number {number}"
+            return f"the backend {backend} was requested, but the EP compiled with the backend {compiled}"
+        # The EP does not write architectures that it found itself.
+        implied = _implied_arch(options).items()
+        differences = [
+            f"{name} = {options[name]} was requested, but the EP compiled for {value}"
+            for name, value in _chip(compatibility).items()
+            if options.get(name, "0") not in ("0", value)
+            and (_is_set(value) or (name, options[name]) not in implied)
+        ]
+        return "; ".join(differences) or None
+
+    def runs_on(self, system: str, machine: str) -> bool:
+        # The x86-64 packages contain a simulator of the NPU. On Arm a context runs only on its own chip, and
+        # a build machine may have another one.
+        return system in ("linux", "win32") and machine.lower() in ("x86_64", "amd64")
+
+    def reads(self, source: str) -> bool:
+        # Other tools write "Qnn" and "QNN".
+        return source.lower() in ("qnn", self.ep.lower())
+
+    def reasons(self, log: str) -> dict[str, str]:
+        """Read the results of ``LogNodeSupport``: the nodes of each refused unit, and the reason."""
+        return {
+            name: _in_words(reason)
+            for nodes, reason in _REFUSED.findall(log)
+            for name in _NAME.findall(nodes)
+            if name
+        }
+
+
+PROVIDER = Qnn()

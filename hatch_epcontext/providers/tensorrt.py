@@ -79,44 +79,28 @@ _RESERVED: Mapping[str, str] = {
 }
 
 
-def _number_format(device: Device, options: Mapping[str, str]) -> NumberFormat | None:
-    if options.get("trt_fp16_enable") == "1":
-        return FLOAT16
-    return BFLOAT16 if options.get("trt_bf16_enable") == "1" else None
-
-
-def _own_context_options(path: str, embed: bool) -> dict[str, str]:
-    # The EP writes the engine next to the context model, unless another folder is set.
-    return {
-        "trt_dump_ep_context_model": "1",
-        "trt_ep_context_file_path": path,
-        "trt_ep_context_embed_mode": "1" if embed else "0",
-        "trt_engine_cache_enable": "0" if embed else "1",
-    }
-
-
-PROVIDER = Provider(
-    name="tensorrt",
-    ep="TensorrtExecutionProvider",
-    title="NVIDIA GPUs through TensorRT",
-    product="context",
-    limits=NUMBERS_ONLY,
-    distributions=("onnxruntime-gpu",),
-    devices=("gpu",),
+class TensorRT(Provider):
+    name = "tensorrt"
+    ep = "TensorrtExecutionProvider"
+    title = "NVIDIA GPUs through TensorRT"
+    product = "context"
+    limits = NUMBERS_ONLY
+    distributions = ("onnxruntime-gpu",)
+    devices = ("gpu",)
     # Its builder measures kernels on the GPU, and two at once would disturb each other.
-    exclusive_device=True,
-    tolerance=Tolerance(snr=20, cosine=0.99),
-    needs="an NVIDIA GPU, CUDA and TensorRT",
-    verified="On Linux x86-64 up to the error that the libraries of TensorRT and CUDA are missing.",
-    aliases=("trt",),
-    systems=("linux", "win32"),
-    options=_OPTIONS,
-    number_format=_number_format,
-    reserved=_RESERVED,
-    profiles=_PROFILES,
-    own_context_options=_own_context_options,
-    sources=("onnxruntime.ai", "onnxruntime-gpu 1.31.1"),
-    notes=(
+    exclusive_device = True
+    tolerance = Tolerance(snr=20, cosine=0.99)
+    needs = "an NVIDIA GPU, CUDA and TensorRT"
+    verified = (
+        "On Linux x86-64 up to the error that the libraries of TensorRT and CUDA are missing."
+    )
+    aliases = ("trt",)
+    systems = ("linux", "win32")
+    options = _OPTIONS
+    reserved = _RESERVED
+    profiles = _PROFILES
+    sources = ("onnxruntime.ai", "onnxruntime-gpu 1.31.1")
+    notes = (
         (
             "An engine is for the GPU on which it was built, unless `trt_engine_hw_compatible = true`. "
             "On another GPU the EP only logs a warning."
@@ -125,5 +109,21 @@ PROVIDER = Provider(
             "onnxruntime-gpu 1.31 needs TensorRT 10, CUDA 13 and cuDNN 9. Install TensorRT from NVIDIA; "
             "the extras `[cuda,cudnn]` install the others."
         ),
-    ),
-)
+    )
+
+    def number_format(self, device: Device, options: Mapping[str, str]) -> NumberFormat | None:
+        if options.get("trt_fp16_enable") == "1":
+            return FLOAT16
+        return BFLOAT16 if options.get("trt_bf16_enable") == "1" else None
+
+    def own_context_options(self, path: str, embed: bool) -> dict[str, str]:
+        # The EP writes the engine next to the context model, unless another folder is set.
+        return {
+            "trt_dump_ep_context_model": "1",
+            "trt_ep_context_file_path": path,
+            "trt_ep_context_embed_mode": "1" if embed else "0",
+            "trt_engine_cache_enable": "0" if embed else "1",
+        }
+
+
+PROVIDER = TensorRT()

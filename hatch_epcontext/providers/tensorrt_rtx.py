@@ -46,52 +46,6 @@ def sdk_version(version: str) -> str:
     return str(10_000 * major + 100 * minor + patch)
 
 
-def _compiled_for(compatibility: str) -> dict[str, str]:
-    """Read the compatibility string, which is the header of an engine in hexadecimal digits."""
-    try:
-        header = bytes.fromhex(compatibility)
-    except ValueError:
-        return {}
-    if len(header) != HEADER or not header.startswith(_MAGIC):
-        return {}
-    bits = int.from_bytes(header[_GPUS : _GPUS + 4], "little")
-    gpus = [each for bit, each in enumerate(_CAPABILITIES) if bits >> bit & 1]
-    return {
-        "compute capability": ", ".join(gpus),
-        "TensorRT RTX": ".".join(map(str, header[_VERSION : _VERSION + 4])),
-    }
-
-
-def _wrong_blobs(compatibility: str, blobs: Sequence[tuple[str, int]]) -> str | None:
-    """Compare engines with their headers, and these with the compatibility string, which is one of them."""
-    written = _compiled_for(compatibility)
-    for header, size in blobs:
-        compiled_for = _compiled_for(header)
-        if not compiled_for and (written or not size):
-            return f"an engine of {size} bytes has no header that is known"
-        if compiled_for and (counted := engine_size(bytes.fromhex(header))) != size:
-            return f"an engine has {size} bytes, and its header counts {counted}"
-        for name, value in written.items():
-            if value != (own := compiled_for[name]):
-                return f"an engine is for {name} {own}, and the compatibility string says {value}"
-    named = engine_size(bytes.fromhex(compatibility)) if written else None
-    if blobs and named not in (None, *(size for _, size in blobs)):
-        return f"the compatibility string is of an engine of {named} bytes, which is not there"
-    return None
-
-
-def _disagreement(
-    compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
-) -> str | None:
-    """Compare the version in the engine's header with that of the context, such as ``"10701"``."""
-    version = _compiled_for(compatibility).get("TensorRT RTX")
-    if version is None or not ep_sdk_version:
-        return None
-    if ep_sdk_version == sdk_version(version):
-        return None
-    return f"the context names the version {ep_sdk_version}, and its engine is of {version}"
-
-
 _OPTIONS: Mapping[str, Option] = {
     "device_id": number("Number of the GPU", scope="both"),
     "has_user_compute_stream": switch("Use the stream in `user_compute_stream`", scope="load"),
@@ -134,36 +88,53 @@ _OPTIONS: Mapping[str, Option] = {
     "VkExternalComputeQueueDataParamsNV_data": pointer("The app's Vulkan queue data"),
 }
 
-PROVIDER = Provider(
-    name="tensorrt-rtx",
-    ep="NvTensorRTRTXExecutionProvider",
-    title="NVIDIA RTX GPUs through TensorRT for RTX",
-    example='# compute-capabilities = ["8.6", "8.9", "12.0"]  # without a GPU, for RTX 30, 40 and 50',
-    product="context",
-    limits=NUMBERS_ONLY,
-    distributions=("onnxruntime-gpu", "onnxruntime"),
-    devices=("gpu",),
+
+_DEPRECATED: Mapping[str, str] = {
+    "profile_min_shapes": "nv_profile_min_shapes, or a table in profiles",
+    "profile_opt_shapes": "nv_profile_opt_shapes, or a table in profiles",
+    "profile_max_shapes": "nv_profile_max_shapes, or a table in profiles",
+}
+
+
+_RESERVED: Mapping[str, str] = {
+    "nv_weight_stripped_engine_enable_experimental": "an engine without weights can only be opened "
+    "together with the source model",
+}
+
+
+class TensorRTRTX(Provider):
+    name = "tensorrt-rtx"
+    ep = "NvTensorRTRTXExecutionProvider"
+    title = "NVIDIA RTX GPUs through TensorRT for RTX"
+    example = (
+        '# compute-capabilities = ["8.6", "8.9", "12.0"]  # without a GPU, for RTX 30, 40 and 50'
+    )
+    product = "context"
+    limits = NUMBERS_ONLY
+    distributions = ("onnxruntime-gpu", "onnxruntime")
+    devices = ("gpu",)
     # Its builder measures kernels on the GPU, and two at once would disturb each other.
-    exclusive_device=True,
-    tolerance=Tolerance(snr=20, cosine=0.99),
-    needs="an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer",
-    verified=(
-        "On Linux x86-64 without an RTX GPU: on an H100 that was reported to it as one, the EP read every "
-        "context, up to the loading of GPU code."
-    ),
-    aliases=("nv-tensorrt-rtx", "trt-rtx", "trtrtx"),
-    requirements=("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5",),
-    conflicts=(
+    exclusive_device = True
+    tolerance = Tolerance(snr=20, cosine=0.99)
+    needs = "an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer"
+    verified = (
+        "On Linux x86-64 without an RTX GPU: on an H100 that was reported to it as one, the EP read "
+        "every context, up to the loading of GPU code."
+    )
+    aliases = ("nv-tensorrt-rtx", "trt-rtx", "trtrtx")
+    requirements = ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5",)
+    conflicts = (
         frozenset({"onnxruntime-ep-nv-tensorrt-rtx-cu12", "onnxruntime-ep-nv-tensorrt-rtx-cu13"}),
-    ),
-    systems=("linux", "win32"),
-    plugin=Plugin(
+    )
+    systems = ("linux", "win32")
+    plugin = Plugin(
         "onnxruntime_ep_nv_tensorrt_rtx",
         "onnxruntime-ep-nv-tensorrt-rtx-cu13",
         "NvTensorRTRTXExecutionProvider",
-    ),
-    compiler_library=CompilerLibrary(
+    )
+    compiler_library = CompilerLibrary(
         module="tensorrt_rtx_bindings.tensorrt_rtx",
+        compiler="hatch_epcontext.worker.rtx_library",
         requirements=("tensorrt-rtx-cu13-bindings>=1.7,<1.8", "tensorrt-rtx-cu13-libs>=1.7,<1.8"),
         capabilities=_CAPABILITIES,
         options=frozenset(
@@ -177,24 +148,15 @@ PROVIDER = Provider(
             }
         ),
         ep_versions={"1.7.": "0.5"},
-    ),
-    options=_OPTIONS,
-    deprecated={
-        "profile_min_shapes": "nv_profile_min_shapes, or a table in profiles",
-        "profile_opt_shapes": "nv_profile_opt_shapes, or a table in profiles",
-        "profile_max_shapes": "nv_profile_max_shapes, or a table in profiles",
-    },
-    reserved={
-        "nv_weight_stripped_engine_enable_experimental": "an engine without weights can only be opened "
-        "together with the source model",
-    },
-    profiles=_PROFILES,
-    runtime_cache="nv_runtime_cache_path",
-    wrong_blobs=_wrong_blobs,
-    compiled_for=_compiled_for,
-    disagreement=_disagreement,
-    sources=("onnxruntime.ai", "onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0"),
-    notes=(
+    )
+    options = _OPTIONS
+    deprecated = _DEPRECATED
+    reserved = _RESERVED
+    profiles = _PROFILES
+    compares = True
+    runtime_cache = "nv_runtime_cache_path"
+    sources = ("onnxruntime.ai", "onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0")
+    notes = (
         (
             'For CUDA 12: `requirements = ["onnxruntime-ep-nv-tensorrt-rtx-cu12>=0.5"]`. The two packages '
             "contain the same files, so an environment can have only one."
@@ -207,5 +169,52 @@ PROVIDER = Provider(
             "Set `nv_runtime_cache_path` in `load-options`: it is a folder on the user's machine, such as "
             '`"{user-cache}/rtx"`, which the loader creates.'
         ),
-    ),
-)
+    )
+
+    def wrong_blobs(self, compatibility: str, blobs: Sequence[tuple[str, int]]) -> str | None:
+        """Compare engines with their headers, and these with the compatibility string, one of them."""
+        written = self.compiled_for(compatibility)
+        for header, size in blobs:
+            compiled_for = self.compiled_for(header)
+            if not compiled_for and (written or not size):
+                return f"an engine of {size} bytes has no header that is known"
+            if compiled_for and (counted := engine_size(bytes.fromhex(header))) != size:
+                return f"an engine has {size} bytes, and its header counts {counted}"
+            for name, value in written.items():
+                if value != (own := compiled_for[name]):
+                    return (
+                        f"an engine is for {name} {own}, and the compatibility string says {value}"
+                    )
+        named = engine_size(bytes.fromhex(compatibility)) if written else None
+        if blobs and named not in (None, *(size for _, size in blobs)):
+            return f"the compatibility string is of an engine of {named} bytes, which is not there"
+        return None
+
+    def compiled_for(self, compatibility: str) -> dict[str, str]:
+        """Read the compatibility string, which is the header of an engine in hexadecimal digits."""
+        try:
+            header = bytes.fromhex(compatibility)
+        except ValueError:
+            return {}
+        if len(header) != HEADER or not header.startswith(_MAGIC):
+            return {}
+        bits = int.from_bytes(header[_GPUS : _GPUS + 4], "little")
+        gpus = [capability for bit, capability in enumerate(_CAPABILITIES) if bits >> bit & 1]
+        return {
+            "compute capability": ", ".join(gpus),
+            "TensorRT RTX": ".".join(map(str, header[_VERSION : _VERSION + 4])),
+        }
+
+    def disagreement(
+        self, compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
+    ) -> str | None:
+        """Compare the version in the engine's header with that of the context, such as ``"10701"``."""
+        version = self.compiled_for(compatibility).get("TensorRT RTX")
+        if version is None or not ep_sdk_version:
+            return None
+        if ep_sdk_version == sdk_version(version):
+            return None
+        return f"the context names the version {ep_sdk_version}, and its engine is of {version}"
+
+
+PROVIDER = TensorRTRTX()

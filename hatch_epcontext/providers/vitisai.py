@@ -29,32 +29,38 @@ _OPTIONS: Mapping[str, Option] = {
     ),
 }
 
-PROVIDER = Provider(
-    name="vitisai",
-    ep="VitisAIExecutionProvider",
-    title="AMD NPUs (Ryzen AI) through Vitis AI",
-    product="context",
-    limits=NUMBERS_ONLY,
-    distributions=("onnxruntime-vitisai", "onnxruntime-windowsml"),
-    devices=("npu",),
+
+_RESERVED: Mapping[str, str] = {
+    "cache_dir": "the build has its own cache",
+    "cache_key": "the build has its own cache",
+}
+
+
+class VitisAI(Provider):
+    name = "vitisai"
+    ep = "VitisAIExecutionProvider"
+    title = "AMD NPUs (Ryzen AI) through Vitis AI"
+    product = "context"
+    limits = NUMBERS_ONLY
+    distributions = ("onnxruntime-vitisai", "onnxruntime-windowsml")
+    devices = ("npu",)
     # Models for it are quantized.
-    tolerance=Tolerance(snr=15, cosine=0.98, unit=0.1),
-    needs="an AMD Ryzen AI processor and its driver",
-    verified="Only the options: its packages are not on PyPI.",
-    systems=("linux", "win32"),
-    options=_OPTIONS,
-    reserved={
-        "cache_dir": "the build has its own cache",
-        "cache_key": "the build has its own cache",
-    },
-    static_shapes=True,
+    tolerance = Tolerance(snr=15, cosine=0.98, unit=0.1)
+    needs = "an AMD Ryzen AI processor and its driver"
+    verified = "Only the options: its packages are not on PyPI."
+    systems = ("linux", "win32")
+    options = _OPTIONS
+    reserved = _RESERVED
+    static_shapes = True
     # `runs_on` is the default: only the NPU runs contexts, and without it the EP offers no device.
-    sources=("AMD's Ryzen AI documentation",),
-    notes=(
+    sources = ("AMD's Ryzen AI documentation",)
+    notes = (
         (
             "onnxruntime-vitisai is part of AMD's Ryzen AI software, and not on PyPI: build without "
             "isolation in its environment, or configure AMD's index in the build front end."
         ),
         "If the EP is a library of its own (Windows ML), set `library`.",
-    ),
-)
+    )
+
+
+PROVIDER = VitisAI()

@@ -57,20 +57,23 @@ _OPTIONS: Mapping[str, Option] = {
     "dawnProcTable": pointer("The app's own Dawn procedure table"),
 }
 
-PROVIDER = Provider(
-    name="webgpu",
-    ep="WebGpuExecutionProvider",
-    title="any GPU through WebGPU (D3D12, Vulkan, Metal)",
-    product="optimized",
-    distributions=("onnxruntime", "onnxruntime-gpu"),
-    devices=("gpu",),
-    open_shapes_on=("gpu",),
-    tolerance=Tolerance(snr=30, cosine=0.999),
-    needs="a GPU, and on Linux its Vulkan driver",
-    verified="Optimized on Linux x86-64. Without a GPU the graph runs on the CPU instead.",
-    requirements=("onnxruntime-ep-webgpu>=0.4",),
-    python=(3, 11),
-    plugin=Plugin("onnxruntime_ep_webgpu", "onnxruntime-ep-webgpu", "WebGpuExecutionProvider"),
-    options=_OPTIONS,
-    sources=("onnxruntime-ep-webgpu 0.4.0",),
-)
+
+class WebGpu(Provider):
+    name = "webgpu"
+    ep = "WebGpuExecutionProvider"
+    title = "any GPU through WebGPU (D3D12, Vulkan, Metal)"
+    product = "optimized"
+    distributions = ("onnxruntime", "onnxruntime-gpu")
+    devices = ("gpu",)
+    open_shapes_on = ("gpu",)
+    tolerance = Tolerance(snr=30, cosine=0.999)
+    needs = "a GPU, and on Linux its Vulkan driver"
+    verified = "Optimized on Linux x86-64. Without a GPU the graph runs on the CPU instead."
+    requirements = ("onnxruntime-ep-webgpu>=0.4",)
+    python = (3, 11)
+    plugin = Plugin("onnxruntime_ep_webgpu", "onnxruntime-ep-webgpu", "WebGpuExecutionProvider")
+    options = _OPTIONS
+    sources = ("onnxruntime-ep-webgpu 0.4.0",)
+
+
+PROVIDER = WebGpu()

@@ -148,7 +148,7 @@ def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider
     if chosen is not None and not sources and chosen.product == "optimized":
         return chosen
     if chosen is not None and sources and chosen.needs_library:
-        return replace(chosen, ep=sources[0])
+        return chosen.changed(ep=sources[0])
     known = chosen or (find(sources[0]) if sources else None)
     contexts = f"has contexts of {listing(map(repr, sources or ['']))}"
     if not sources:

@@ -81,12 +81,11 @@ def _compile(
             for name in external_data(loaded, prepared, prepared.name)
         }
         result.write_bytes(compile_buffers(prepared.read_bytes(), data, target, session_options))
-    elif provider.own_context_options is None:
-        _with_model_compiler(prepared, result, target, session_options)
-    else:
-        own = provider.own_context_options(near(result), target.settings.embed)
+    elif own := provider.own_context_options(near(result), target.settings.embed):
         provider_options = {**target.settings.provider_options, **own}
         _with_session(prepared, options(target, provider_options, session_options), target)
+    else:
+        _with_model_compiler(prepared, result, target, session_options)
 
 
 def _compile_with_bodies(

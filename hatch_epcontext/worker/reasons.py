@@ -124,7 +124,7 @@ def ask(prepared: Path, target: Target) -> Mapping[str, str]:
     A reason is empty if the EP gives none. Nothing is compiled.
     """
     provider = target.provider
-    if provider.reasons is None:
+    if provider.reasons("") is None:
         return {}
     step(f"asking {provider.ep} why it refuses nodes")
     settings = target.settings
@@ -136,7 +136,7 @@ def ask(prepared: Path, target: Target) -> Mapping[str, str]:
         with contextlib.suppress(Exception):
             open_session(prepared, session_options)
         file.seek(0)
-        return provider.reasons(narrow(file.read()).decode("utf-8", "replace"))
+        return provider.reasons(narrow(file.read()).decode("utf-8", "replace")) or {}
 
 
 @contextlib.contextmanager

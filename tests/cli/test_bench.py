@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -58,7 +57,7 @@ def test_a_runtime_cache_is_filled_before_it_is_measured(
     targets.x.provider-options = { soc_model = 60, htp_arch = 73 }
     """
     # QNN has no runtime cache; this option stands for one, and does nothing here.
-    stand_in = dataclasses.replace(PROVIDERS["qnn"], runtime_cache="json_qnn_graph_dir")
+    stand_in = PROVIDERS["qnn"].changed(runtime_cache="json_qnn_graph_dir")
     monkeypatch.setitem(PROVIDERS, "qnn", stand_in)
     sent: list[tuple[str, str]] = []
     call = Workers.call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -251,7 +250,7 @@ def cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def reason(job: Job) -> str | None:
         name = job.target.settings.provider
-        nowhere = dataclasses.replace(PROVIDERS[name], runs_on=lambda *_: False)
+        nowhere = PROVIDERS[name].changed(runs_on=lambda *_: False)
         with pytest.MonkeyPatch.context() as own:
             own.setitem(PROVIDERS, name, nowhere)
             return find(job)
@@ -386,7 +385,7 @@ def overlaps(log: list[str], action: str) -> bool:
 def test_only_one_step_at_once_uses_a_device_for_one_user(
     run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch, exclusive_device: bool
 ) -> None:
-    provider = dataclasses.replace(PROVIDERS["cpu"], exclusive_device=exclusive_device)
+    provider = PROVIDERS["cpu"].changed(exclusive_device=exclusive_device)
     monkeypatch.setitem(PROVIDERS, "cpu", provider)
     run("build.jobs = 4\n" + TWO, workers=Workers(120, log.append))
     together = overlaps(log, "compile") or overlaps(log, "validate")

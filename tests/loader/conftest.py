@@ -74,6 +74,7 @@ def openvino_context(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ta
         },
         prepared="prepared/a.onnx",
         settings={"ep": OPENVINO_EP, "device": "cpu"},
+        compares=True,
     )
     entry["compatibility_string"] = reply.contexts[0].compatibility
     return Path(request.folder), entry

@@ -196,6 +196,7 @@ def test_the_json_has_the_keys_that_the_loader_reads(project: Path, tmp_path: Pa
     variant = written["components"]["a"]["variants"]["z"]
     about = variant["additional_metadata"][METADATA]
     assert about.keys() >= {
+        "compares",
         "inputs",
         "load_options",
         "needs_device",

@@ -36,14 +36,30 @@ def test_each_module_with_a_provider_is_registered() -> None:
     assert named == modules - {
         "base",
         "generic",
-        "limits",
         "log",
         "missing_libraries",
         "option",
     } | {"plugin"}
 
 
-@pytest.mark.parametrize("provider", PROVIDERS.values(), ids=lambda provider: provider.name)
+def example() -> Provider:
+    """The provider that CONTRIBUTING.md shows."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
+    (code,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if "PROVIDER =" in block
+    )
+    module: dict[str, Any] = {}
+    exec(code, module)
+    provider = module["PROVIDER"]
+    assert isinstance(provider, Provider)
+    return provider
+
+
+@pytest.mark.parametrize(
+    "provider", [*PROVIDERS.values(), example()], ids=lambda provider: provider.name
+)
 def test_the_facts_of_each_provider_are_complete_and_consistent(provider: Provider) -> None:
     assert set(provider.distributions) <= set(DISTRIBUTIONS)
     assert provider.devices
@@ -310,7 +326,6 @@ def test_profiles_are_rendered_as_options() -> None:
 
 
 def test_tensorrt_writes_context_models_itself() -> None:
-    assert PROVIDERS["tensorrt"].own_context_options is not None
     assert PROVIDERS["tensorrt"].own_context_options("/made/a_ctx.onnx", True) == {
         "trt_dump_ep_context_model": "1",
         "trt_ep_context_file_path": "/made/a_ctx.onnx",

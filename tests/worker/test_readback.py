@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import onnx
@@ -85,7 +84,7 @@ def test_two_embedded_contexts_are_an_error_for_an_ep_that_loads_one(
 ) -> None:
     path = save(interrupted(), tmp_path / "a.onnx")
     compiled(path, target("qnn", X_ELITE, embed=True), tmp_path / "fine")
-    one = dataclasses.replace(PROVIDERS["qnn"], embeds_one=True)
+    one = PROVIDERS["qnn"].changed(embeds_one=True)
     monkeypatch.setitem(PROVIDERS, "qnn", one)
     with pytest.raises(BuildError, match="became 2 contexts, and QNNExecutionProvider loads only"):
         compiled(path, target("qnn", X_ELITE, embed=True), tmp_path / "refused")

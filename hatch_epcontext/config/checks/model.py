@@ -149,7 +149,7 @@ _APPLIES: Mapping[str, Callable[[Provider, Any], bool]] = {
 
 def _is_option(name: str, provider: Provider) -> bool:
     known = (provider.options, provider.deprecated, provider.reserved)
-    return provider.any_options or any(name in names for names in known)
+    return provider.needs_library or any(name in names for names in known)
 
 
 def check_narrowing(

@@ -86,7 +86,7 @@ def check_options(
                 message = f"must be a folder in {USER_CACHE}, not {show(value)}."
                 example = Setting(place, f"{USER_CACHE}/{name}")
                 yield Problem.at(place, Kind.INVALID_OPTION, message, "For example:", example)
-    if target.unchecked or provider.any_options:
+    if target.unchecked or provider.needs_library:
         return
     allowed = Setting(target.key / "allow-unknown-options", True)
     yield from _check_values(key / "provider-options", options, provider, allowed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import time
 from dataclasses import replace
@@ -23,7 +24,6 @@ from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.reasons import with_reasons
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.results import Context
-from hatch_epcontext.worker.rtx_library import compile_with_library
 from hatch_epcontext.worker.sharing import compile_group
 
 
@@ -94,8 +94,9 @@ def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
     target, provider = request.target, request.target.provider
     result = Path(request.folder) / provider.result_file(model.name)
     if provider.product == "context":
-        if provider.by_library:
-            compile_with_library(prepared, result, target, model)
+        if provider.by_library and provider.compiler_library is not None:
+            compiler = importlib.import_module(provider.compiler_library.compiler)
+            compiler.compile_with_library(prepared, result, target, model)
         else:
             try:
                 compile_context(prepared, result, target, model=model)

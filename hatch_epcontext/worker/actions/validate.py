@@ -71,7 +71,7 @@ def handle(request: ValidateRequest) -> Validation:
         ValidationStatus.RAN,
         reason=unavailable,
         synthetic=request.model.validate.inputs in SYNTHETIC,
-        simulated=provider.simulates,
+        simulated=bool(provider.simulator),
     )
     if unavailable is not None:
         # An optimized graph is plain ONNX, which the CPU EP runs instead.
