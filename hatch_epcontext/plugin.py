@@ -142,25 +142,19 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._warning(message)
         build_data["force_include"].update(package.entries(output))
         if config.wheel.sbom:
-            build_data["sbom_files"].append(
-                str(self._write_sbom(result, package.package, output, staging))
-            )
+            build_data["sbom_files"].append(str(self._write_sbom(result, package.package, staging)))
         self._wheel = config, output, package, result.sources
         self._set_tag(config, build_data)
 
-    def _write_sbom(
-        self, result: Result, package: ModelPackage, output: PurePosixPath, staging: Path
-    ) -> Path:
+    def _write_sbom(self, result: Result, package: ModelPackage, staging: Path) -> Path:
         from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.package import sbom
 
         core = self.metadata.core
-        project = sbom.ProjectMetadata(
-            core.name, self.metadata.version, core.license_expression or None
-        )
         for message in sbom.unlicensed(result.sources, PyprojectNames(Path(self.root))):
             self._warning(message)
-        return sbom.write(result.sources, package, output, project, staging)
+        project = core.name, self.metadata.version, core.license_expression or None
+        return sbom.write(result.sources, package, project, staging)
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext.jobs.artifact import Result

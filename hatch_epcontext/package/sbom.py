@@ -1,16 +1,15 @@
 """The wheel's SBOM: a CycloneDX ML-BOM of the models, in ``.dist-info/sboms/`` (PEP 770).
 
 It has no times, and its serial number comes from its content: equal builds write equal files. What the
-manifest says of an artifact is not repeated.
+manifest says of an artifact, such as its files, is not repeated.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
@@ -18,9 +17,8 @@ from packaging.utils import canonicalize_name
 
 import hatch_epcontext
 from hatch_epcontext.errors import KeyNames
-from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import GENERATOR, Source
-from hatch_epcontext.package.manifest import ModelPackage, Variant, VariantMetadata, source_folders
+from hatch_epcontext.package.manifest import ModelPackage, source_folders
 from hatch_epcontext.system import writing
 
 FILE = "epcontext.cdx.json"
@@ -29,16 +27,6 @@ FILE = "epcontext.cdx.json"
 _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "https://github.com/hatch-epcontext/hatch-epcontext")
 
 _Json = dict[str, Any]
-Files = Mapping[str, FileRecord]
-
-
-@dataclass(frozen=True)
-class ProjectMetadata:
-    """The project whose wheel it is. ``license``: an SPDX expression, if it has one."""
-
-    name: str
-    version: str
-    license: str | None
 
 
 def unlicensed(sources: Iterable[Source], names: KeyNames) -> Iterator[str]:
@@ -54,31 +42,47 @@ def unlicensed(sources: Iterable[Source], names: KeyNames) -> Iterator[str]:
 def write(
     sources: Iterable[Source],
     package: ModelPackage,
-    output: PurePosixPath,
-    project: ProjectMetadata,
+    project: tuple[str, str, str | None],
     staging: Path,
 ) -> Path:
-    """Write the SBOM of ``package``, which is at ``output`` in the wheel, into ``staging``."""
+    """Write the SBOM of ``package`` into ``staging``.
+
+    ``project``: the name, the version and the license, if it has one, of the wheel.
+    """
     models = _by_name(sources)
     folders = source_folders(models.values())
     components, needed = list[_Json](), {"wheel": list[str]()}
-    for source in models.values():
-        folder = PurePosixPath(folders[source.model.name])
-        is_shipped = str(folder / source.model.path.name) in package.files
-        components.append(_model(source, output / folder if is_shipped else None))
+    for name, source in models.items():
+        file, hub = source.model.path.name, source.model.download and source.model.download.hub
+        is_shipped = f"{folders[source.model.name]}/{file}" in package.files
+        components.append(
+            {
+                **_component(f"model:{name}", source),
+                "scope": "required" if is_shipped else "excluded",
+                "hashes": [{"alg": "SHA-256", "content": source.records[file].sha256}],
+                # As in https://github.com/package-url/purl-spec. No other location is named.
+                **(
+                    {"purl": f"pkg:huggingface/{hub.repo}@{hub.revision}#{hub.path}"} if hub else {}
+                ),
+            }
+        )
     for name, component in package.components.items():
-        source = models[component.about.model]
         for target, variant in component.variants.items():
-            if variant.about is not None:
-                names = [n for n in package.files if n.startswith(f"{variant.variant_directory}/")]
-                files = {str(output / n): package.files[n] for n in names}
-                components.append(
-                    _artifact(f"{name}/{target}", variant, variant.about, source, files)
-                )
-                needed[components[-1]["bom-ref"]] = [f"model:{component.about.model}"]
+            if (about := variant.about) is not None:
+                artifact = _component(f"artifact:{name}/{target}", models[component.about.model])
+                tools = {**about.compiled_with, f"SDK of {variant.ep}": about.ep_sdk_version}
+                artifact["properties"] = [
+                    {"name": f"{GENERATOR}:compiled-with", "value": f"{tool} {version}"}
+                    for tool, version in tools.items()
+                    if version
+                ]
+                components.append(artifact)
+                needed[artifact["bom-ref"]] = [f"model:{component.about.model}"]
     needed["wheel"] = [part["bom-ref"] for part in components if part["scope"] == "required"]
-    tool = {"type": "application", **_package(GENERATOR, hatch_epcontext.__version__)}
-    wheel = {"type": "library", "bom-ref": "wheel", **_package(project.name, project.version)}
+    name, version, license_ = project
+    purl = f"pkg:pypi/{canonicalize_name(name)}@{version}"
+    wheel = {"type": "library", "bom-ref": "wheel", "name": name, "version": version, "purl": purl}
+    tool = {"type": "application", "name": GENERATOR, "version": hatch_epcontext.__version__}
     content = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
@@ -86,16 +90,16 @@ def write(
         "version": 1,
         "metadata": {
             "tools": {"components": [tool]},
-            "component": {**wheel, **_licenses(project.license)},
+            "component": {**wheel, **_licenses(license_)},
         },
         "components": components,
         "dependencies": [{"ref": part, "dependsOn": parts} for part, parts in needed.items()],
     }
     content["serialNumber"] = f"urn:uuid:{uuid.uuid5(_NAMESPACE, json.dumps(content))}"
-    file = staging / FILE
-    with writing("the SBOM", file):
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
-    return file
+    path = staging / FILE
+    with writing("the SBOM", path):
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
+    return path
 
 
 def _by_name(sources: Iterable[Source]) -> dict[str, Source]:
@@ -103,50 +107,14 @@ def _by_name(sources: Iterable[Source]) -> dict[str, Source]:
     return {source.model.configured_name: source for source in sources}
 
 
-def _model(source: Source, folder: PurePosixPath | None) -> _Json:
-    """The source model, which is required in the wheel only where it is shipped, in ``folder``."""
-    model = source.model
-    hub = model.download and model.download.hub
-    files = {str((folder or PurePosixPath()) / name): f for name, f in source.records.items()}
+def _component(reference: str, source: Source) -> _Json:
     return {
         "type": "machine-learning-model",
-        "bom-ref": f"model:{model.configured_name}",
-        "name": model.configured_name,
-        "description": "The source model.",
-        "scope": "required" if folder else "excluded",
-        "hashes": [{"alg": "SHA-256", "content": source.records[model.path.name].sha256}],
-        **_licenses(source.license),
-        # As in https://github.com/package-url/purl-spec. No other location is named.
-        **({"purl": f"pkg:huggingface/{hub.repo}@{hub.revision}#{hub.path}"} if hub else {}),
-        "properties": _files(files),
-    }
-
-
-def _artifact(
-    name: str, variant: Variant, about: VariantMetadata, source: Source, files: Files
-) -> _Json:
-    """What was compiled of ``source``, with its files and what compiled it."""
-    tools = {**about.compiled_with, f"SDK of {variant.ep}": about.ep_sdk_version}
-    used = [f"{name} {version}" for name, version in tools.items() if version]
-    product = "Compiled from" if about.product == "context" else "The optimized graph of"
-    return {
-        "type": "machine-learning-model",
-        "bom-ref": f"artifact:{name}",
-        "name": name,
-        "description": f"{product} the source model for {variant.ep}.",
+        "bom-ref": reference,
+        "name": reference.partition(":")[2],
         "scope": "required",
         **_licenses(source.license),
-        "properties": [*_files(files), *(_property("compiled-with", tool) for tool in used)],
     }
-
-
-def _files(files: Files) -> list[_Json]:
-    return [_property("file", f"{path} sha256:{file.sha256}") for path, file in files.items()]
-
-
-def _package(name: str, version: str) -> _Json:
-    purl = f"pkg:pypi/{canonicalize_name(name)}@{version}"
-    return {"name": name, "version": version, "purl": purl}
 
 
 def _licenses(text: str | None) -> _Json:
@@ -157,7 +125,3 @@ def _licenses(text: str | None) -> _Json:
         return {"licenses": [{"expression": canonicalize_license_expression(text)}]}
     except InvalidLicenseExpression:
         return {"licenses": [{"license": {"name": text}}]}
-
-
-def _property(name: str, value: str) -> _Json:
-    return {"name": f"{GENERATOR}:{name}", "value": value}

@@ -76,17 +76,15 @@ def test_the_samples_of_an_app_are_kept_and_validate_its_models(
     # The first one, and others of the whole range.
     assert 1.0 in images
     assert max(images) > 2.0**15
-    names = {file.name for file in (samples / "speech").glob("*.npz")}
-    assert names == {f"{sample}-{step}.npz" for sample in (1, 2) for step in range(1, 6)}
-    assert not arrays(samples / "speech" / "2-1.npz")["h0"].any()
-    assert arrays(samples / "speech" / "2-2.npz")["h0"].any()
-    assert "image: kept 8 samples of 31 runs" in printed
-    assert "1 run of 31 had inputs" in printed
-    assert "speech: kept 2 samples with 10 steps of 10 runs" in printed
+    files = {file.stem.partition("-")[2]: file for file in (samples / "speech").glob("*.npz")}
+    assert set(files) == {f"{sample}-{step}" for sample in (0, 1) for step in range(1, 6)}
+    assert not arrays(files["1-1"])["h0"].any()
+    assert arrays(files["1-2"])["h0"].any()
+    assert "image: kept 8 samples" in printed
+    assert "speech: kept 2 samples" in printed
     (line,) = [each for each in printed.splitlines() if '.epcontext-samples/speech"' in each]
     (image,) = [each for each in printed.splitlines() if '.epcontext-samples/image"' in each]
     assert 'states = { h0 = "h1", c0 = "c1" }' in line
-    assert "personal data" in printed
     toml = TOML.replace("dims = { batch = 1 }\n", f"dims = {{ batch = 1 }}\n{image}\n")
     (app_project / "pyproject.toml").write_text(toml + line, encoding="utf-8")
     built = cli("build").stderr
@@ -97,18 +95,16 @@ def test_the_samples_of_an_app_are_kept_and_validate_its_models(
 def test_only_this_user_may_read_samples_and_git_ignores_them(cli: Cli, app_project: Path) -> None:
     cli("record", "--", sys.executable, "app.py", code=3)
     samples = app_project / ".epcontext-samples"
-    folders = [samples, samples / "image"]
-    assert {each.stat().st_mode & 0o777 for each in folders} == {0o700}
-    assert {each.stat().st_mode & 0o777 for each in samples.rglob("*.npz")} == {0o600}
+    assert samples.stat().st_mode & 0o777 == 0o700
     subprocess.run(["git", "init", "-q", app_project], check=True)
     status = ["git", "-C", str(app_project), "status", "--short", "-uall"]
     assert ".epcontext-samples" not in subprocess.check_output(status, text=True)
 
 
 def test_nothing_is_overwritten(cli: Cli, app_project: Path) -> None:
-    for _ in range(2):
-        cli("record", "-m", "image", "-o", "kept", "--", sys.executable, "app.py", code=3)
-    assert {each.name for each in (app_project / "kept").iterdir()} == {"image", "image-2"}
+    (app_project / ".epcontext-samples").mkdir()
+    printed = cli("record", "--", sys.executable, "app.py", code=2).stderr
+    assert ".epcontext-samples exists" in printed
 
 
 def test_the_loaders_models_run_on_the_cpu_and_are_recorded(cli: Cli, app_project: Path) -> None:
@@ -118,34 +114,25 @@ def test_the_loaders_models_run_on_the_cpu_and_are_recorded(cli: Cli, app_projec
         "s.run(None, {'x': np.ones((1, 1, 8, 8), np.float32)}); print(target_of(s))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "cpu\n"
-    printed = cli("record", "-m", "image", "--", sys.executable, "-c", code).stderr
-    assert "image: kept 1 sample of 1 run" in printed
+    printed = cli("record", "--", sys.executable, "-c", code).stderr
+    assert "image: kept 1 sample" in printed
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "message"),
+    "command",
     [
-        (("-c", "pass"), 0, "the app did not import onnxruntime"),
-        (("-I", "-c", "pass"), 0, "no Python that reads PYTHONPATH"),
-        (("-c", "import onnxruntime"), 0, "image: the app opened no session"),
-        (
-            ("-c", "import onnxruntime as o; o.InferenceSession('other.onnx')"),
-            0,
-            "speech: the app opened no session",
-        ),
-        (
-            ("-c", "import onnxruntime as o; o.InferenceSession('models/image.onnx')"),
-            0,
-            "image: the app opened a session, but did not call its run()",
-        ),
+        ("-c", "pass"),
+        ("-I", "-c", "pass"),
+        ("-c", "import onnxruntime as o; o.InferenceSession('other.onnx')"),
+        ("-c", "import onnxruntime as o; o.InferenceSession('models/image.onnx')"),
     ],
-)  # fmt: skip
-def test_what_was_not_recorded_is_said(
-    cli: Cli, app_project: Path, command: tuple[str, ...], code: int, message: str
+)
+def test_a_model_of_which_nothing_was_recorded_is_named(
+    cli: Cli, app_project: Path, command: tuple[str, ...]
 ) -> None:
     save(network(2), app_project / "other.onnx")
-    printed = cli("record", "--", sys.executable, *command, code=code)
-    assert message in printed.stderr
+    printed = cli("record", "--", sys.executable, *command)
+    assert "image: the app did not call run()" in printed.stderr
     assert not (app_project / ".epcontext-samples").exists()
 
 
@@ -191,8 +178,8 @@ def test_each_process_of_an_app_is_recorded(cli: Cli, app_project: Path) -> None
         "len(sys.argv) > 1 or subprocess.check_call([sys.executable, __file__, 'again'])\n"
     )
     (app_project / "app.py").write_text(code, encoding="utf-8")
-    printed = cli("record", "-m", "image", "--", sys.executable, "app.py").stderr
-    assert "image: kept 2 samples of 2 runs" in printed
+    printed = cli("record", "--", sys.executable, "app.py").stderr
+    assert "image: kept 2 samples" in printed
     files = sorted((app_project / ".epcontext-samples" / "image").glob("*.npz"))
     assert {arrays(file)["x"].max() for file in files} == {1, 2}
 
@@ -208,16 +195,17 @@ def test_a_forked_process_is_recorded_as_its_own(cli: Cli, app_project: Path) ->
         "s.run(None, {'x': np.full((1, 1, 8, 8), 1 + bool(child), np.float32)})\n"
         "child and os.waitpid(child, 0)\n"
     )
-    printed = cli("record", "-m", "image", "--", sys.executable, "-c", code).stderr
-    assert "image: kept 2 samples of 2 runs" in printed
+    printed = cli("record", "--", sys.executable, "-c", code).stderr
+    assert "image: kept 2 samples" in printed
 
 
-def test_an_app_runs_on_where_nothing_can_be_recorded(cli: Cli, app_project: Path) -> None:
-    folder = "os.path.join(os.environ['PYTHONPATH'].split(os.pathsep)[0], str(os.getpid()))"
-    block = f"import os; open(os.path.join({folder}, 'image'), 'w').close()\n"
-    (app_project / "app.py").write_text(block + APP, encoding="utf-8")
+def test_an_app_runs_on_where_nothing_can_be_recorded(
+    cli: Cli, app_project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = "os.path.join(os.environ['PYTHONPATH'].split(os.pathsep)[0], 'image')"
+    (app_project / "app.py").write_text(f"import os; os.rmdir({folder})\n" + APP, encoding="utf-8")
     printed = cli("record", "--", sys.executable, "app.py", code=3).stderr
-    assert "the recorder failed: " in printed
+    assert "epcontext record: FileNotFoundError" in capfd.readouterr().err
     assert "speech: kept 2 samples" in printed
 
 
@@ -227,7 +215,7 @@ def test_the_environments_own_sitecustomize_still_counts(
     (app_project / "own").mkdir()
     (app_project / "own" / "sitecustomize.py").write_text("print('own')", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(app_project / "own"))
-    cli("record", "-m", "image", "--", sys.executable, "app.py", code=3)
+    cli("record", "--", sys.executable, "app.py", code=3)
     assert capfd.readouterr().out.splitlines()[0] == "own"
-    assert (app_project / ".epcontext-samples" / "image" / "1.npz").exists()
+    assert list(app_project.glob(".epcontext-samples/image/*.npz"))
     shutil.rmtree(app_project / "own")
