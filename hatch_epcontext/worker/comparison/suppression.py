@@ -2,25 +2,34 @@
 
 Rounding changes which boxes overlap too much, and with one of them all that follow. So its inputs are
 compared with the CPU's; and from these inputs it must select what the CPU selects from the same ones.
+Inside a context its inputs are unknown: then only rows may be others that a little noise changes.
 """
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.parts import Part, extract
 from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.worker.comparison.rows import LOST, WRONG, Columns, Rows, Selected
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
+
+_NOISE = 0.01
+"""The noise of values that agree well, as a part of their size."""
+
+_NOISY_RUNS = 8
 
 _MAX_REST = 2**24
 """The most bytes of the rest of a model that is kept with the reference."""
@@ -51,10 +60,56 @@ class Rest:
         feeds |= {name: own[name].astype(candidates[name].dtype) for name in self.reads}
         return run(_opened(self.model), feeds)
 
+    def outputs_with_noise(self, candidates: Arrays) -> Iterator[dict[str, Array]]:
+        """Its outputs for ``candidates`` with a little noise: rows come and go that are at a limit."""
+        rng = np.random.default_rng(0)
+        for _ in range(_NOISY_RUNS):
+            own = dict(candidates)
+            for name in self.reads:
+                if is_float((array := candidates[name]).dtype):
+                    noise = rng.standard_normal(array.shape) * np.sqrt(
+                        np.mean(np.square(array, dtype=np.float64))
+                    )
+                    own[name] = array + _NOISE * noise
+            yield self.outputs_of(own, candidates)
+
 
 @lru_cache(maxsize=2)
 def _opened(model: str) -> ort.InferenceSession:
     return open_session(base64.b64decode(model), cpu_options())
+
+
+def compare_possible(
+    columns: Sequence[Columns], outputs: Arrays, result: Selected, runs: Sequence[Arrays]
+) -> None:
+    """Compare the rows of ``outputs`` with those of the first of ``runs``, as a set.
+
+    Rows that another one lacks may be missing, and rows that it adds may be there.
+    """
+    first, *others = runs
+    result.wanted |= {name: first[name] for name in first.keys() & result.wanted.keys()}
+    groups: dict[tuple[int, ...], list[Columns]] = {}
+    for its in columns:
+        if its.output in outputs and outputs[its.output].dtype.kind in "biuf":
+            sizes = [its.of(arrays).shape[:2] for arrays in (outputs, first)]
+            # The rows of several samples are not counted apart.
+            if all(map(all, sizes)) and (sizes[0][0] == 1 or len(set(sizes)) == 1):
+                groups.setdefault((*sizes[0], *sizes[1]), []).append(its)
+    for group in groups.values():
+        rows = Rows(group, first)
+        own, possible = rows.of(outputs), rows.of(first)
+        is_needed = np.ones(possible.shape[:2], bool)
+        for other in others if len(own) == 1 else ():
+            places, _, noise = rows.match(rows.of(other), rows.of(first))
+            is_same = np.asarray(noise.max(axis=0).ravel() < LOST, bool)
+            is_needed &= np.isin(np.arange(is_needed.size), places.ravel()[is_same])
+            possible = np.concatenate([possible, rows.of(other)[:, ~is_same]], axis=1)
+        places, values, noise = rows.match(own, possible)
+        for index, needed in enumerate(is_needed):
+            if not set(np.flatnonzero(needed)) <= set(places[index]):
+                # The row that is the farthest from any is in the place of the missing one.
+                noise[:, index, noise[:, index].max(axis=0).argmax()] = WRONG
+        rows.put(result, outputs, values, noise)
 
 
 def rest_of(model: onnx.ModelProto) -> Rest | None:

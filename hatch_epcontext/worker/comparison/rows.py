@@ -1,0 +1,168 @@
+"""Rows of outputs, such as the boxes of a detector, as a set: each is compared with the source's nearest one.
+
+Rounding swaps rows with nearly the same scores, and others come and go at a limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.worker.comparison.measures import SIGNAL_PART, Numbers
+
+LOST = 0.01
+"""The noise from which a row is another row."""
+
+TINY = 1e-30
+"""The signal of zeros."""
+
+WRONG = 1e3
+"""The noise of a whole number that is not the right one, and of a row that is in no other output."""
+
+_FAR = 1e100
+"""How far NaN and Inf are from other numbers."""
+
+Places = NDArray[np.intp]
+"""Numbers of rows."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Indices of the largest ``candidates``, a value inside the model, along ``axis``; with ``least`` of the
+    smallest. They may be counted from another number than 0.
+
+    ``indices``: of rows, the value inside the model that says which ones of all these are.
+    """
+
+    candidates: str
+    axis: int = 0
+    least: bool = False
+    indices: str = ""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of ``output``, whose rows are along ``axis``: from ``start`` to ``stop`` along its last axis.
+
+    ``is_score``: the scores by which the rows are selected. ``is_whole``: whole numbers, equal or not.
+    ``choice``: how their classes are chosen, if they are classes.
+    """
+
+    output: str
+    axis: int = 0
+    start: int = 0
+    stop: int | None = None
+    is_score: bool = False
+    is_whole: bool = False
+    choice: Choice | None = None
+
+    def of(self, arrays: Arrays) -> Numbers:
+        """These columns in ``arrays``: batch x rows x columns."""
+        part = arrays[self.output][..., self.start : self.stop]
+        before, behind = part.shape[: self.axis], part.shape[self.axis + 1 :]
+        shape = (math.prod(before), part.shape[self.axis], math.prod(behind))
+        return np.asarray(part, np.float64).reshape(shape)
+
+
+@dataclass
+class Selected:
+    """The values to compare after a selection: ``wanted``, with rows in the order of the compared outputs.
+
+    ``rows``: for outputs the signal-to-noise ratio of each row in decibels, batch x rows.
+    """
+
+    wanted: dict[str, Array]
+    rows: dict[str, Numbers] = field(default_factory=dict)
+
+    def add(self, output: str, noise: Numbers) -> None:
+        """Add the ``noise`` of rows of ``output``, batch x rows, in parts of the signal."""
+        ratios: Numbers = -10 * np.log10(np.clip(noise, TINY, 1 / TINY))
+        self.rows[output] = np.minimum(self.rows.get(output, ratios), ratios)
+
+
+class Rows:
+    """Rows of ``columns`` in outputs: batch x rows x all columns. The source's, in ``ref``, give the signal.
+
+    ``unit``: that of the limits of scores. Without one each column has a signal of its own.
+    """
+
+    def __init__(self, columns: Sequence[Columns], ref: Arrays, unit: float | None = None) -> None:
+        self.columns = columns
+        parts = [its.of(ref) for its in columns]
+        self._ends = np.cumsum([part.shape[2] for part in parts])[:-1]
+        weights = [_weights(its, part, unit) for its, part in zip(columns, parts, strict=True)]
+        self._weights = np.concatenate(weights)
+        # A class is judged by the scores of its row: it does not say which row that is.
+        telling = [part * (its.choice is None) for its, part in zip(columns, weights, strict=True)]
+        self._telling = np.concatenate(telling)
+
+    def of(self, arrays: Arrays) -> Numbers:
+        """The rows in ``arrays``."""
+        return np.concatenate([its.of(arrays) for its in self.columns], axis=2)
+
+    def split(self, rows: Numbers) -> list[Numbers]:
+        """Views of ``rows``, one for each of the columns."""
+        return np.split(rows, self._ends, axis=2)
+
+    def noise(self, own: Numbers, ref: Numbers) -> Numbers:
+        """That of each row of ``own``: columns x batch x rows."""
+        is_same = (own == ref) | (np.isnan(own) & np.isnan(ref))
+        with np.errstate(invalid="ignore"):
+            differences = np.nan_to_num(own - ref, nan=_FAR, posinf=_FAR, neginf=_FAR)
+        parts = self.split((np.where(is_same, 0.0, differences) * self._weights) ** 2)
+        return np.stack([part.sum(axis=2) for part in parts])
+
+    def match(self, own: Numbers, ref: Numbers) -> tuple[Places, Numbers, Numbers]:
+        """For each row of ``own`` one of ``ref``, the nearest pairs first: its place, its values, its noise.
+
+        The place is -1, and the noise large, where none is left.
+        """
+        telling = (np.nan_to_num(rows, posinf=0, neginf=0) * self._telling for rows in (own, ref))
+        places = np.stack([_nearest(*rows) for rows in zip(*telling, strict=True)])
+        values = np.take_along_axis(ref, places[..., None], axis=1)
+        return places, values, np.where(places < 0, WRONG, self.noise(own, values))
+
+    def put(self, result: Selected, outputs: Arrays, rows: Numbers, noise: Numbers) -> None:
+        """Compare ``outputs`` with ``rows``, which have ``noise``."""
+        for its, part, ratios in zip(self.columns, self.split(rows), noise, strict=True):
+            own, ref = outputs[its.output], result.wanted[its.output]
+            ref = np.array(ref if ref.shape == own.shape else own, ref.dtype)
+            ref[..., its.start : its.stop] = part.reshape(ref[..., its.start : its.stop].shape)
+            result.wanted[its.output] = ref
+            result.add(its.output, ratios)
+
+
+def _weights(columns: Columns, ref: Numbers, unit: float | None) -> Numbers:
+    """The factor of the differences in each column, with which their squares add up to the noise."""
+    count = ref.shape[2]
+    if columns.is_whole:
+        return np.full(count, math.sqrt(WRONG))
+    power = np.nan_to_num(ref, posinf=0, neginf=0) ** 2
+    signal = power.mean(axis=(0, 1)) if unit is None else np.full(count, count * power.mean())
+    floor = floor_of(ref, unit) if unit and columns.is_score else SIGNAL_PART * power.max() ** 0.5
+    return np.asarray(1 / np.sqrt(np.maximum(signal, max(floor**2, TINY))))
+
+
+def _nearest(own: Numbers, ref: Numbers) -> Places:
+    distances = (own**2).sum(axis=1)[:, None] + (ref**2).sum(axis=1) - 2 * own @ ref.T
+    places, is_free = np.full(len(own), -1), np.ones(len(ref), bool)
+    left = min(distances.shape)
+    for pair in map(int, np.argsort(distances, axis=None, kind="stable")):
+        row, place = divmod(pair, len(ref))
+        if places[row] < 0 and is_free[place]:
+            places[row], is_free[place], left = place, False, left - 1
+            if not left:
+                break
+    return places
+
+
+def floor_of(scores: Numbers, unit: float) -> float:
+    """The floor of the signal: scores between 0 and 1 come from a Sigmoid or a Softmax."""
+    finite = scores[np.isfinite(scores)]
+    largest = float(np.abs(finite).max(initial=0))
+    return unit if largest <= 1 and finite.min(initial=0) >= 0 else SIGNAL_PART * largest
