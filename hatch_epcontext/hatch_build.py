@@ -26,7 +26,6 @@ from hatch_epcontext.jobs.requirements import (
     INSPECTION,
     cache_requirements,
     check_environment,
-    download_requirements,
 )
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file, writing
@@ -65,22 +64,14 @@ class HatchBuild:
     def requirements(self) -> list[str]:
         """What the front end has to install: the compilers of the selected targets, clients for URLs."""
         if self._target == "sdist":
-            return list(download_requirements(self._sdist().downloaded))
+            return []
         # Hatch asks before other hooks have made their files.
         config = self._config(pending=bool(self._hooks))
-        return [
-            *plan(config).requirements,
-            *cache_requirements(config.build),
-            *(() if config.only_from_cache else download_requirements(config.models)),
-        ]
+        return [*plan(config).requirements, *cache_requirements(config.build)]
 
     def fill_sdist(self, build_data: dict[str, Any]) -> None:
         """Add the files that the wheel is built from."""
-        from hatch_epcontext.jobs.downloads import download_models
-
         sdist = self._sdist()
-        if models := sdist.downloaded:
-            download_models(models, sdist.config, self._info)
         for path, file in sdist.additions(self._selection, build_data).items():
             self._info(f"added to the sdist: {path} ({show_size(file.stat().st_size)})")
             build_data["force_include"][str(file)] = path
@@ -100,7 +91,7 @@ class HatchBuild:
             *itertools.chain.from_iterable(core.optional_dependencies.values()),
         ]
         check_app(config.targets, needed)
-        packed = self._without_downloads(config, wheel.packed_files(self._selection, build_data))
+        packed = wheel.packed_files(self._selection, build_data)
         selected = wheel.selected_files(self._selection)
         output = self._output_folder(config, selected, packed)
         staging = self._staging.enter_context(temp_dir())
@@ -200,17 +191,6 @@ class HatchBuild:
         environ = {name: text for name, text in os.environ.items() if name not in wheels}
         config = self._config(pending=True, environ=environ)
         return Sdist(config, self._hooks, hooks_of_project(self._root))
-
-    def _without_downloads(self, config: Config, packed: dict[str, Path]) -> dict[str, Path]:
-        """``packed`` without the models from elsewhere that an sdist may contain: no files of the app."""
-        folders = [
-            config.root / model.download.place_in_sdist for model in config.models if model.download
-        ]
-        of_sdist = {path for path, file in packed.items() if any(map(file.is_relative_to, folders))}
-        for path in map(str, map(Path, of_sdist)):
-            # With only-include = ["."] Hatch's own paths begin with that.
-            self._selection.build_reserved_paths |= {path, f"{os.curdir}{os.sep}{path}"}
-        return {path: file for path, file in packed.items() if path not in of_sdist}
 
     def _output_folder(
         self, config: Config, selected: dict[str, Path], packed: dict[str, Path]

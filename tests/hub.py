@@ -35,9 +35,9 @@ class Hub:
     of paths below ``/web/``, or of the hub's large files by their names: a status code, ``"cut"``,
     ``"cut-once"``, ``"reset-once"``, ``"pieces-no-range"``, ``"slow"`` (a byte at a time),
     ``"wrong"`` (other bytes of the same size), ``"html"``, ``"no-range"``, ``"no-length"``,
-    ``"other-range"``, ``"unasked"`` (a 206 to a request without a range), or a URL to redirect to. With
-    ``private`` the hub wants the token. ``answer``: that to questions about the repository. ``requests``:
-    the method, path and headers of each.
+    ``"other-range"`` (from the next byte), ``"unasked"`` (a 206 to a request without a range), or a URL to
+    redirect to. With ``private`` the hub wants the token. ``answer``: that to questions about the repository.
+    ``requests``: the method, path and headers of each.
     """
 
     files: dict[str, bytes]
@@ -151,8 +151,8 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
         if start >= len(data):
             _send(handler, 416, {"Content-Range": f"bytes */{len(data)}"})
             return
-        first = start + (fault == "other-range")
-        headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+        start += fault == "other-range"
+        headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
     if fault == "unasked":
         status, headers["Content-Range"] = 206, f"bytes 0-{len(data) - 1}/{len(data)}"
     headers["ETag"] = f'"{sha256(data)}"'

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store, warn
+from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store
 from hatch_epcontext.cli._flag_errors import use_lines
 from hatch_epcontext.cli.init import add_tables, chosen_providers, tables_options
+from hatch_epcontext.config.location import Download
 from hatch_epcontext.config.pyproject import FILE, tool_table
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Kind, Problem
 from hatch_epcontext.jobs.downloads import Downloads
@@ -17,7 +18,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.text import file_name, show
 from hatch_epcontext.tools.initializing import listed_models, new_model
 from hatch_epcontext.tools.inspecting import TIMEOUT
-from hatch_epcontext.tools.pinning import pin_location
+from hatch_epcontext.tools.pinning import pin_location, pinned_line
 
 
 @click.command("add")
@@ -36,20 +37,20 @@ def command(
     """Add a model from elsewhere to pyproject.toml.
 
     URL is a location such as hf://org/repo/onnx/model.onnx, a link that you copy from a page of the model
-    hub, or https://, s3://, gs:// or az://. It is downloaded into the user's cache, and gets a table with
-    its hashes, as from epcontext init.
+    hub, or another https:// URL. It is downloaded into the user's cache, and gets a table with its hashes,
+    as from epcontext init.
     """
     root, store = project.resolve(), open_store(cache_dir)
     _check(root, name)
     try:
-        pinned = pin_location(url, Downloads(store, is_offline(), log))
+        table = pin_location(url, Downloads(store, log, offline=is_offline()))
     except DownloadError as error:
         raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
-    for warning in pinned.warnings:
-        warn(warning)
+    log(pinned_line(table))
+    path = Download(table["url"], table["sha256"], table.get("data", {})).path(store.root)
     with Workers(TIMEOUT) as workers:
-        model = new_model(root, str(pinned.path), workers)
-    model = replace(model, path=pinned.download.url, pinned=pinned, name=name)
+        model = new_model(root, str(path), workers)
+    model = replace(model, path=table["url"], pinned=table, name=name)
     add_tables(root, [model], chosen_providers(root, providers), dry_run=dry_run)
 
 

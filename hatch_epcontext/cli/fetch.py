@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store, warn
+from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store
 from hatch_epcontext.cli._flag_errors import ExistingPath, use_lines
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, tool_table
-from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.files import write_atomically
 from hatch_epcontext.jobs.downloads import Downloads, download_models
 from hatch_epcontext.text import count
-from hatch_epcontext.tools.pinning import pin
+from hatch_epcontext.tools.pinning import pin, pinned_line
 
 
 @click.command("fetch")
@@ -37,34 +38,32 @@ def command(project: Path, pins: bool, cache_dir: Path | None) -> None:
     use_lines(project)
     store = open_store(cache_dir)
     environ = {**os.environ, f"{PREFIX}CACHE_DIR": str(store.root)}
-    if pins:
-        _pin(root, environ, Downloads(store, is_offline(), log))
     # Other files may be missing: hooks may make them.
-    config = load(root, tool_table(root), {}, environ, pending=True)
+    read = partial(load, root, hook_table={}, environ=environ, pending=True)
+    try:
+        config = read(tool_table(root))
+    except ConfigError as error:
+        keys = [problem.key for problem in error.problems if problem.kind is Kind.NOT_PINNED]
+        if not pins or len(keys) < len(error.problems):
+            raise
+        _pin(root / FILE, filter(None, keys), Downloads(store, log, offline=is_offline()))
+        config = read(tool_table(root))
+    else:
+        if pins:
+            echo("all models from elsewhere are pinned")
     download_models(config.models, config, log)
     paths = {model.path for model in config.models if model.download}
     echo(f"{count(len(paths), 'model')} from elsewhere in {store.root}")
 
 
-def _pin(root: Path, environ: Mapping[str, str], downloads: Downloads) -> None:
-    try:
-        load(root, tool_table(root), {}, environ, pending=True)
-    except ConfigError as error:
-        if any(problem.kind is not Kind.NOT_PINNED for problem in error.problems):
-            raise
-    file = root / FILE
+def _pin(file: Path, keys: Iterable[Key], downloads: Downloads) -> None:
     before = file.read_bytes()
-    text, done = pin(before.decode(), downloads)
-    if text.encode() == before:
-        echo("all models from elsewhere are pinned")
-        return
+    text, tables = pin(before.decode(), keys, downloads)
     if file.read_bytes() != before:
         message = "was changed meanwhile, and nothing is written."
         hint = "Run epcontext fetch --pin again."
         raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), message, hint))
     # A link stays a link.
     write_atomically(file.resolve(), text)
-    for pinned in done:
-        for warning in pinned.warnings:
-            warn(warning)
-        echo(f"pinned {pinned.download.url}")
+    for table in tables:
+        echo(pinned_line(table))

@@ -107,7 +107,7 @@ class Resolver:
             # There are problems: nothing is downloaded.
             is_valid = check_url(table.url or "") is None
             return self._root / (file_of(table.url or "") if is_valid else f"{key.parts[-1]}.onnx")
-        return download.folder(folder) / next(iter(download.files))
+        return download.path(folder)
 
     def _selected(self, model: Model) -> Model:
         """``model`` with those of its targets that the environment selects."""
@@ -260,7 +260,7 @@ def _download(table: ModelTable) -> Download | None:
     """Where the model of ``table`` comes from, if that is not the project, and is valid and pinned."""
     if table.url is None or table.sha256 is None or check_url(table.url) is not None:
         return None
-    return Download(table.url, table.sha256, table.data, table.sdist)
+    return Download(table.url, table.sha256, table.data)
 
 
 def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:

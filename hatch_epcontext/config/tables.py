@@ -380,8 +380,8 @@ class ModelTable(NarrowableTable):
         "The ONNX file, relative to `pyproject.toml`. Either `path` or `url` is required.", ""
     )
     url: str | None = _key(
-        "Where the model is downloaded from, instead of `path`: `hf://`, `https://`, `s3://`, `gs://` or "
-        "`az://`. `epcontext fetch --pin` fixes its contents: see `docs/downloads.md`.",
+        "Where the model is downloaded from, instead of `path`: `hf://` or `https://`. `epcontext fetch "
+        "--pin` fixes its contents: see `docs/downloads.md`.",
         check=check_url,
         is_url=True,
     )
@@ -393,7 +393,6 @@ class ModelTable(NarrowableTable):
         dict,
         check=_data,
     )
-    sdist: bool = _key("Whether sdists contain the model at `url`.", False)
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
     targets: tuple[str, ...] | None = _key("Targets by name.", when_missing="all")
     fallback: Fallback | None = _key(

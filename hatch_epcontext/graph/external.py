@@ -153,7 +153,8 @@ def refuse_too_large(model: onnx.ModelProto, path: Path) -> None:
 _OUTSIDE = Rejection("is outside the model's folder.", "Save the model with relative locations.")
 _MISSING = Rejection(
     "is missing.",
-    "It belongs beside the model, in the sdist too. With a url: remove data, and run epcontext fetch --pin.",
+    "It belongs beside the model, in the sdist too. With a url: remove sha256 and data, and run epcontext "
+    "fetch --pin.",
 )
 _NO_FILE = Rejection("is not a regular file.", "Save the model and its data again.")
 _LFS_POINTER = Rejection("is a Git LFS pointer, not the data itself.", "Run: git lfs pull")

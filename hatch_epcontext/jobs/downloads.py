@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.location import BUCKETS, Download, beside, hub_file
+from hatch_epcontext.config.location import Download, beside, hub_file
 from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, DownloadError, Kind, Problem
-from hatch_epcontext.files import MAX_BYTES, FileRecord, file_sha256, is_regular, remove
-from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.files import (
+    MAX_BYTES,
+    FileRecord,
+    file_sha256,
+    is_lfs_pointer,
+    is_regular,
+    remove,
+)
 from hatch_epcontext.jobs.cache.store import DamagedError, Files, Store, untrusted
 from hatch_epcontext.jobs.processes.process import Heartbeat
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import show_size
-
-_BUCKET_TIMEOUT = 60.0
-"""Seconds without a byte after which a bucket counts as unreachable."""
 
 Log = Callable[[str], None]
 
@@ -42,33 +41,39 @@ def download_models(
     BuildError with the problems of all models.
     """
     problems: list[Problem] = []
-    root, beat = config.cache_dir or default_root(), pulse or Heartbeat()
-    for model in {model.path: model for model in models}.values():
-        # Without a folder for it a location is a problem of the configuration.
-        if model.download is None or root is None:
-            continue
+    root, remote = config.cache_dir or default_root(), [model for model in models if model.download]
+    # Without a folder for it a location is a problem of the configuration.
+    if root is None or not remote:
+        return
+    downloads = Downloads(Store(root), log, offline=config.offline, beat=pulse)
+    for model in {model.path: model for model in remote}.values():
+        assert model.download is not None, "only such models are remote"
         try:
-            Downloads(Store(root), config.offline, log, beat).run(model.download, config.root)
+            downloads.run(model.download)
         except DownloadError as error:
             problems.append(Problem.at(model.key / "url", error.kind, str(error), error.hint))
     if problems:
         raise BuildError(*problems)
 
 
-@dataclass(frozen=True)
 class Downloads:
-    """Downloads into the user's cache; all methods raise DownloadError, and BuildError for OSErrors."""
+    """Downloads into the user's cache; all methods raise DownloadError, and BuildError for OSErrors.
 
-    store: Store
-    offline: bool
-    log: Log
-    beat: Heartbeat = field(default_factory=Heartbeat)
+    Raises BuildError if other users could change what is there.
+    """
 
-    def run(self, download: Download, project: Path) -> None:
-        """Put the files of ``download`` into the cache, unless they are there.
+    def __init__(
+        self, store: Store, log: Log, *, offline: bool, beat: Heartbeat | None = None
+    ) -> None:
+        self.store = store
+        self._log, self._offline, self._beat = log, offline, beat or Heartbeat()
+        if reason := untrusted(store.root):
+            message = f"is not used, because {reason}."
+            hint = f"{PREFIX}CACHE_DIR names another folder."
+            raise BuildError(Problem(Kind.NOT_DOWNLOADED, str(store.root), message, hint))
 
-        ``project`` may be an sdist that contains them.
-        """
+    def run(self, download: Download) -> None:
+        """Put the files of ``download`` into the cache, unless they are there."""
         if self._has(download):
             return
         with self.parts(download.key) as parts:
@@ -76,22 +81,20 @@ class Downloads:
             if self._has(download):
                 return
             for name, digest in download.files.items():
-                own = download.folder(self.store.root) / name
-                shipped = project / download.place_in_sdist / name
-                limit = MAX_BYTES if name in download.data else PROTOBUF_LIMIT
-                url = beside(download.url, name)
-                self.get(url, parts / name, digest, limit, [own, shipped])
+                self.get(beside(download.url, name), parts / name, digest)
             self.keep(download, parts)
 
     def _has(self, download: Download) -> bool:
-        with self.writing(), contextlib.suppress(DamagedError):
+        with contextlib.suppress(DamagedError, OSError):
             return self.store.get("models", download.key, Files) is not None
         return False
 
     def keep(self, download: Download, parts: Path) -> None:
         """Store the files of ``download``, which are complete, from the folder ``parts``."""
-        sizes = {name: (parts / name).stat().st_size for name in download.files}
-        files = {name: FileRecord(sizes[name], sha256) for name, sha256 in download.files.items()}
+        files = {
+            name: FileRecord((parts / name).stat().st_size, sha256)
+            for name, sha256 in download.files.items()
+        }
         self.store.put("models", download.key, Files(files), parts)
 
     @contextlib.contextmanager
@@ -99,44 +102,29 @@ class Downloads:
         """The locked folder for the files of the download ``key`` while they arrive."""
 
         def wait() -> None:
-            if self.beat.due():
-                self.log("waiting for another process, which downloads")
+            if self._beat.due():
+                self._log("waiting for another process, which downloads")
 
-        with self.writing(), self.store.parts(key, wait) as folder:
+        with writing("a downloaded model", self.store.root), self.store.parts(key, wait) as folder:
             yield folder
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Raise BuildError in place of OSErrors, and DownloadError if others could change what is there."""
-        with writing("a downloaded model", self.store.root):
-            if reason := untrusted(self.store.root):
-                hint = f"{PREFIX}CACHE_DIR names another folder."
-                raise DownloadError(
-                    f"the cache folder {self.store.root} is not used, because {reason}.", hint
-                )
-            yield
+    def check_online(self, url: str) -> None:
+        """Raise DownloadError if the environment forbids to download ``url``."""
+        if self._offline:
+            message = f"{url} is not in the cache, and {PREFIX}OFFLINE forbids downloads."
+            raise DownloadError(message, "Run this where there is a network: epcontext fetch")
 
-    def get(
-        self, url: str, part: Path, digest: str | None, limit: int, near: Iterable[Path] = ()
-    ) -> str:
-        """Put the file at ``url`` into ``part``, and return its hex sha256: ``digest``, unless that is None.
-
-        ``near``: files of this machine that are copied if they have that hash.
-        """
+    def get(self, url: str, part: Path, digest: str | None) -> str:
+        """Put the file at ``url`` into ``part``, and return its hex sha256: ``digest``, if that is known."""
         part.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(part) and (part.is_symlink() or not is_regular(part)):
             raise DownloadError(f"{part} is no regular file.", "Remove it.")
-        # The part may be whole: then the last build was ended before it had all parts.
-        for file in (part, *near):
-            if digest and is_regular(file) and file_sha256(file) == digest:
-                if file != part:
-                    shutil.copyfile(file, part)
-                # The file of another program may change meanwhile.
-                if file_sha256(part) == digest:
-                    return digest
-        check_allowed(url, offline=self.offline)
+        # The last build may have been ended before it had all parts.
+        if digest and part.exists() and file_sha256(part) == digest:
+            return digest
+        self.check_online(url)
         continues = digest is not None and part.exists()
-        self._fetch(url, part, limit, pinned=digest is not None)
+        self._fetch(url, part, pinned=digest is not None)
         actual = file_sha256(part)
         if digest is None or actual == digest:
             return actual
@@ -144,60 +132,31 @@ class Downloads:
         remove(part)
         if continues:
             # What had arrived before may be of something else.
-            return self.get(url, part, digest, limit)
+            return self.get(url, part, digest)
         raise DownloadError(
             f"{url} has the sha256 {actual}, and not {digest}.{what}",
             "Find out why. If the new file is wanted: remove sha256 and data, and run epcontext fetch --pin.",
             Kind.OTHER_CONTENT,
         )
 
-    def _fetch(self, url: str, part: Path, limit: int, *, pinned: bool) -> None:
+    def _fetch(self, url: str, part: Path, *, pinned: bool) -> None:
         from hatch_epcontext.jobs import web
 
-        def progress(arrived: int, total: int | None = None) -> None:
-            if self.beat.due():
+        def progress(arrived: int, total: int | None) -> None:
+            if self._beat.due():
                 of = "" if total is None else f" of {show_size(total)}"
-                self.log(f"downloading {url}: {show_size(arrived)}{of}")
+                self._log(f"downloading {url}: {show_size(arrived)}{of}")
 
-        if urlsplit(url).scheme in BUCKETS:
-            _fetch_from_bucket(url, part, limit, progress)
-        else:
-            hub = hub_file(url)
-            address = web.hub_url(hub) if hub else url
-            web.download(address, part, limit, progress, pinned=pinned)
-        self.log(f"downloaded {url} ({show_size(part.stat().st_size)})")
-
-
-def _fetch_from_bucket(url: str, part: Path, limit: int, progress: Callable[[int], None]) -> None:
-    from hatch_epcontext.jobs.cache.shared import Transport, TransportError
-
-    folder, _, name = url.rpartition("/")
-    remove(part)
-    try:
-        Transport(folder, _BUCKET_TIMEOUT).fetch(name, part, limit, progress)
-    except DamagedError as error:
-        message = f"{url} has more than {show_size(limit)}."
-        raise DownloadError(message, "Choose another file.", Kind.OTHER_CONTENT) from error
-    except TransportError as error:
-        hint = "Check the location, and the credentials in the environment."
-        if isinstance(error.__cause__, ImportError):
-            hint = "Or build with isolation: then the front end installs it."
-        raise DownloadError(f"{url} cannot be downloaded: {error}.", hint) from error
+        hub = hub_file(url)
+        address, token = (web.hub_url(hub), web.hub_token()) if hub else (url, "")
+        web.download(address, part, MAX_BYTES, progress, token, pinned=pinned)
+        self._log(f"downloaded {url} ({show_size(part.stat().st_size)})")
 
 
 def described(file: Path) -> str:
     """What a file looks like that is not the expected one; empty if it may be anything."""
-    with file.open("rb") as opened:
-        start = opened.read(64).lstrip()
-    if start.startswith(b"version https://git-lfs"):
+    if is_lfs_pointer(file):
         return " It is a Git LFS pointer, and not the file itself."
-    return " It is a web page: the server may want a login." if start.startswith(b"<") else ""
-
-
-def check_allowed(url: str, *, offline: bool) -> None:
-    """Raise DownloadError if a variable forbids to download ``url``; ``offline``: whether our own does."""
-    hub_is_off = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
-    if offline or (hub_is_off and hub_file(url)):
-        variable = f"{PREFIX}OFFLINE" if offline else "HF_HUB_OFFLINE"
-        message = f"{url} is not in the cache, and {variable} forbids downloads."
-        raise DownloadError(message, "Run this where there is a network: epcontext fetch")
+    with file.open("rb") as opened:
+        is_page = opened.read(64).lstrip().startswith(b"<")
+    return " It is a web page: the server may want a login." if is_page else ""

@@ -11,8 +11,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hatch_epcontext.config.location import BUCKETS
-from hatch_epcontext.config.settings import BuildSettings, Model, Target
+from hatch_epcontext.config.settings import BuildSettings, Target
 from hatch_epcontext.config.shared_cache import REQUIREMENTS, SIGNATURES
 from hatch_epcontext.errors import (
     ConfigError,
@@ -157,13 +156,6 @@ def cache_requirements(settings: BuildSettings) -> tuple[str, ...]:
     signed = settings.trust is not None or settings.cache_key is not None
     backend = REQUIREMENTS[settings.cache.partition("://")[0]]
     return (backend, SIGNATURES) if signed else (backend,)
-
-
-def download_requirements(models: Iterable[Model]) -> tuple[str, ...]:
-    """What a front end installs to download ``models`` from buckets."""
-    urls = (model.download.url for model in models if model.download is not None)
-    schemes = dict.fromkeys(url.partition("://")[0] for url in urls)
-    return tuple(REQUIREMENTS[scheme] for scheme in schemes if scheme in BUCKETS)
 
 
 def _fits(distribution: str, targets: Iterable[Target]) -> bool:

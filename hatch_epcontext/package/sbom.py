@@ -16,6 +16,7 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 from packaging.utils import canonicalize_name
 
 import hatch_epcontext
+from hatch_epcontext.config.location import hub_file
 from hatch_epcontext.errors import KeyNames
 from hatch_epcontext.jobs.artifact import GENERATOR, Source
 from hatch_epcontext.package.manifest import ModelPackage, source_folders
@@ -53,7 +54,8 @@ def write(
     folders = source_folders(models.values())
     components, needed = list[_Json](), {"wheel": list[str]()}
     for name, source in models.items():
-        file, hub = source.model.path.name, source.model.download and source.model.download.hub
+        file, download = source.model.path.name, source.model.download
+        hub = download and hub_file(download.url)
         is_shipped = f"{folders[source.model.name]}/{file}" in package.files
         components.append(
             {

@@ -50,19 +50,10 @@ class Sdist:
     hooks: BuildHooks
     wheel_hooks: BuildHooks
 
-    @property
-    def downloaded(self) -> tuple[Model, ...]:
-        """The models from elsewhere that the sdist contains; the shapes of one are one model."""
-        models = {model.path: model for model in self.config.models}
-        return tuple(model for model in models.values() if model.download and model.download.sdist)
-
     def not_contained(self) -> str | None:
-        """A line about the models from elsewhere that the sdist does not contain, if there are any."""
-        names = dict.fromkeys(
-            model.configured_name
-            for model in self.config.models
-            if model.download and not model.download.sdist
-        )
+        """A line about the models from elsewhere, which the sdist does not contain, if there are any."""
+        models = self.config.models
+        names = dict.fromkeys(model.configured_name for model in models if model.download)
         if not names:
             return None
         return (
@@ -102,11 +93,6 @@ class Sdist:
             for needed in (*its, *_inputs_of(model), *self._named_by_targets(model)):
                 path = Path(os.path.relpath(needed.file, self.config.root)).as_posix()
                 files.setdefault(path, needed)
-        for model in self.downloaded:
-            assert model.download is not None, "only such models are downloaded"
-            for name in model.download.files:
-                path = f"{model.download.place_in_sdist}/{name}"
-                files[path] = Needed(model.key, model.path.parent / name)
         return files
 
     def _named_by_targets(self, model: Model) -> Iterator[Needed]:

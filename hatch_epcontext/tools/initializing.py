@@ -27,7 +27,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
 from hatch_epcontext.tools.inspecting import inspect_model
-from hatch_epcontext.tools.pinning import Pinned, table_of
+from hatch_epcontext.tools.pinning import Table
 from hatch_epcontext.tools.project import HATCHLING, Project, requirements
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
 
@@ -45,14 +45,14 @@ _TABLES = (
 @dataclass(frozen=True)
 class NewModel:
     """A model to add: its path in the project, with forward slashes, the facts of its file, and suggestions.
-    ``pinned``: where a model comes from that is not in the project; ``path`` is then its location. ``name``:
-    the one that the user chose.
+    ``pinned``: the keys of a model from elsewhere; ``path`` is then its location. ``name``: the one that the
+    user chose.
     """
 
     path: str
     facts: InspectReply
     suggested: SuggestReply = SuggestReply()
-    pinned: Pinned | None = None
+    pinned: Table | None = None
     name: str | None = None
 
     @property
@@ -230,7 +230,7 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
     if model.pinned is None:
         lines.append(f"path = {tomlkit.item(model.path).as_string()}")
     else:
-        lines += [f"{key} = {to_toml(value)}" for key, value in table_of(model.pinned).items()]
+        lines += [f"{key} = {to_toml(value)}" for key, value in model.pinned.items()]
     for line, is_open, ones in _size_lines(model):
         # Dummy inputs have the size 1 anyway.
         lines.append(f"# {line}" if is_open or (ones and not static) else line)

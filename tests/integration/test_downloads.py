@@ -17,7 +17,6 @@ from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 
 from hatch_epcontext.config.location import LAYOUT, Download
-from hatch_epcontext.plugin import EpcontextBuildHook
 from tests.hub import COMMIT, TOKEN, Hub, model_hub, sha256
 from tests.integration.conftest import run, tool
 from tests.models import network, save_with_data
@@ -44,7 +43,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         for name in [name for name in os.environ if name.startswith(("HF_", "HATCH_"))]:
             monkeypatch.delenv(name)
         monkeypatch.setenv("HF_ENDPOINT", running.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
         running.private = True
@@ -162,24 +160,6 @@ def test_the_wheel_is_that_of_a_local_model_also_from_an_sdist(hub: Hub, tmp_pat
     assert wheel(again) == first
 
 
-def test_an_sdist_may_contain_the_model(hub: Hub, tmp_path: Path) -> None:
-    project = remote(tmp_path / "remote", hub, "sdist = true\n")
-    assert "added to the sdist" in build(project, tmp_path / "cache")
-    place = download(hub).place_in_sdist
-    assert {f"{place}/m.onnx", f"{place}/network.data"} <= set(names(project))
-    first = wheel(project)
-    requests = len(hub.requests)
-    again = unpacked(project, tmp_path / "unpacked")
-    assert (again / place / "m.onnx").read_bytes() == hub.files["onnx/m.onnx"]
-    build(again, tmp_path / "other", "-w", OFFLINE="1")
-    assert wheel(again) == first
-    assert len(hub.requests) == requests
-    # A changed file is not taken.
-    (again / place / "m.onnx").write_bytes(b"other")
-    build(again, tmp_path / "third", "-w")
-    assert wheel(again) == first
-
-
 def test_a_build_from_the_cache_needs_no_model_unless_it_ships_it(hub: Hub, tmp_path: Path) -> None:
     project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
     build(project, cache, "-w")
@@ -230,43 +210,6 @@ def test_an_editable_install_has_a_copy(
     assert copy.read_bytes() == hub.files["onnx/m.onnx"]
     code = "from my_app.epcontext import load; print(load('encoder').get_inputs()[0].name)"
     assert run(sys.executable, "-c", code, cwd=project, env=os.environ) == "x\n"
-
-
-@pytest.mark.parametrize(
-    "selection",
-    [
-        'include = ["**/*"]',
-        'only-include = ["."]',
-        'include = ["**/*"]\n[tool.hatch.build.targets.wheel.sources]\n"" = "my_app"',
-    ],
-)
-def test_the_model_of_an_sdist_is_no_file_of_the_app(
-    hub: Hub, tmp_path: Path, selection: str
-) -> None:
-    project = remote(tmp_path / "remote", hub, "sdist = true\n")
-    with (project / "pyproject.toml").open("a", encoding="utf-8") as file:
-        file.write(f"[tool.hatch.build.targets.wheel]\n{selection}\n")
-        file.write('[tool.hatch.build]\nexclude = ["dist"]\n')
-    build(project, tmp_path / "cache")
-    names = without_sbom(wheel(project), tmp_path)
-    assert not any(download(hub).place_in_sdist in name for name in names)
-
-
-def test_the_front_end_is_asked_without_any_download(hub: Hub, tmp_path: Path) -> None:
-    project = remote(tmp_path / "remote", hub, "sdist = true\n")
-    for target in ("wheel", "sdist"):
-        assert not any("s3fs" in name for name in hook(project, target).dependencies())
-    file = project / "pyproject.toml"
-    text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace(f"hf://org/repo@{COMMIT}", "s3://bucket"), encoding="utf-8")
-    for target in ("wheel", "sdist"):
-        assert any("s3fs" in name for name in hook(project, target).dependencies())
-    assert not hub.requests
-
-
-def hook(root: Path, target: str) -> EpcontextBuildHook:
-    builder = WheelBuilder(str(root), plugin_manager=PluginManager())
-    return EpcontextBuildHook(str(root), {}, builder.config, builder.metadata, "", target)
 
 
 def test_a_location_on_the_web_is_not_in_the_sbom(hub: Hub, tmp_path: Path) -> None:

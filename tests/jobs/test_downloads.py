@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.config.location import LAYOUT, Download
-from hatch_epcontext.errors import DownloadError, Kind
+from hatch_epcontext.errors import BuildError, DownloadError, Kind
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.jobs import web
 from hatch_epcontext.jobs.cache.store import Files, Store
 from hatch_epcontext.jobs.downloads import Downloads
 from hatch_epcontext.jobs.processes.process import Heartbeat
-from tests import remotes
 from tests.hub import SIGNED, TOKEN, Hub, model_hub, sha256
 
 MODEL = os.urandom(300_000)
@@ -25,15 +24,12 @@ DATA = os.urandom(200_000)
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with model_hub({"onnx/m.onnx": MODEL, "onnx/m.onnx_data": DATA, "m.onnx": MODEL}) as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
         monkeypatch.setattr(web, "_PAUSE", 0.01)
-        for name in ("HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE"):
-            monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
         yield running
 
 
@@ -48,13 +44,11 @@ def with_data(hub: Hub) -> Download:
     return Download(hub.location("onnx/m.onnx"), sha256(MODEL), files)
 
 
-def run(
-    download: Download, root: Path, project: Path | None = None, *, offline: bool = False
-) -> tuple[Path, list[str]]:
+def run(download: Download, root: Path, *, offline: bool = False) -> tuple[Path, list[str]]:
     """Download into the cache at ``root``; the folder with the files, and the lines of its log."""
     log = list[str]()
-    Downloads(Store(root), offline, log.append).run(download, project or root / "project")
-    return download.folder(root), log
+    Downloads(Store(root), log.append, offline=offline).run(download)
+    return download.path(root).parent, log
 
 
 def part_of(download: Download, root: Path) -> Path:
@@ -68,7 +62,7 @@ def failure(download: Download, root: Path, *, offline: bool = False) -> Downloa
     with pytest.raises(DownloadError) as raised:
         run(download, root, offline=offline)
     for name in download.files:
-        assert not (download.folder(root) / name).exists()
+        assert not download.path(root).with_name(name).exists()
     return raised.value
 
 
@@ -117,7 +111,6 @@ def test_what_a_failed_build_got_is_continued_by_the_next_one(
     # Each attempt gets half of the rest.
     error = failure(download, tmp_path)
     assert error.kind is Kind.NOT_DOWNLOADED
-    assert "kept" in str(error)
     hub.faults = {}
     hub.requests.clear()
     run(download, tmp_path)
@@ -140,7 +133,7 @@ def test_a_new_version_is_not_joined_with_the_old_one(hub: Hub, tmp_path: Path) 
             hub.files["m.onnx"] = changed
 
     hub.faults = {"m.onnx": "cut-once"}
-    web.download(hub.web("m.onnx"), part, len(MODEL), progress, pinned=False)
+    web.download(hub.web("m.onnx"), part, len(MODEL), progress)
     assert part.read_bytes() == changed
     # What another run has left may be anything, and only a hash shows that.
     part.write_bytes(MODEL[:1000])
@@ -165,6 +158,15 @@ def test_an_answer_that_is_not_the_file_is_an_error(
     assert not (tmp_path / "p").exists()
 
 
+def test_an_answer_that_continues_at_another_byte_is_not_joined(hub: Hub, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    part.write_bytes(MODEL[:1000])
+    hub.faults = {"m.onnx": "other-range"}
+    web.download(hub.web("m.onnx"), part, len(MODEL), lambda *_: None, pinned=True)
+    assert part.read_bytes() == MODEL
+    assert [headers.get("Range") for *_, headers in hub.requests] == ["bytes=1000-", None]
+
+
 def test_a_byte_from_time_to_time_is_reported_and_then_an_error(
     hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +175,7 @@ def test_a_byte_from_time_to_time_is_reported_and_then_an_error(
     hub.faults = {"m.onnx": "slow"}
     log = list[str]()
     with pytest.raises(DownloadError, match="fewer than 1000 bytes a second"):
-        Downloads(Store(tmp_path), False, log.append).run(download, tmp_path)
+        Downloads(Store(tmp_path), log.append, offline=False).run(download)
     assert "bytes of 300.0 kB" in log[0]
     assert len(hub.requests) == 1
 
@@ -209,7 +211,7 @@ def test_a_refusal_is_final_and_what_may_pass_is_tried_again(
     hub.faults = {"m.onnx": status}
     error = failure(download, tmp_path)
     assert str(status) in str(error)
-    assert (".netrc" in error.hint) == (status in (401, 403))
+    assert ("HF_TOKEN" in error.hint) == (status in (401, 403))
     assert len(hub.downloads) == tries
 
 
@@ -262,8 +264,7 @@ def test_the_token_goes_to_the_hub_alone(
     error = failure(with_data(hub), tmp_path)
     assert "GatedRepo" in str(error)
     assert "HF_TOKEN" in error.hint
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "token").write_text("hf_another\n", encoding="utf-8")
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
     assert "terms" in failure(with_data(hub), tmp_path).hint
     monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
     hub.requests.clear()
@@ -276,7 +277,7 @@ def test_the_token_goes_to_the_hub_alone(
     hub.requests.clear()
     run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path / "other")
     assert [headers.get("Authorization") for *_, headers in hub.requests] == [None]
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and "hf" not in path.parts]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
     for text in (*log, *(file.read_bytes().decode("latin-1") for file in files)):
         assert TOKEN not in text
         assert SIGNED not in text
@@ -309,21 +310,10 @@ def test_nothing_for_this_machine_goes_through_a_proxy(
         assert proxy.requests == []
 
 
-def test_netrc_has_the_password_of_its_host(hub: Hub, tmp_path: Path) -> None:
-    netrc = "machine 127.0.0.1 login me password pw\ndefault login all password all-pw\n"
-    (tmp_path / "netrc").write_text(netrc, encoding="utf-8")
-    (tmp_path / "netrc").chmod(0o600)
-    hub.faults = {"m.onnx": f"{hub.storage}/large/onnx/m.onnx"}
-    url = hub.web("m.onnx")
-    run(Download(url, sha256(MODEL)), tmp_path)
-    authorizations = [headers.get("Authorization") for *_, headers in hub.requests]
-    assert authorizations == ["Basic bWU6cHc=", None]
-
-
 def test_a_file_beyond_the_limit_is_refused(
     hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.jobs.downloads.PROTOBUF_LIMIT", 1000)
+    monkeypatch.setattr("hatch_epcontext.jobs.downloads.MAX_BYTES", 1000)
     for fault in (None, "no-length"):
         hub.faults = {"m.onnx": fault}
         error = failure(download, tmp_path)
@@ -331,32 +321,12 @@ def test_a_file_beyond_the_limit_is_refused(
         assert not list(tmp_path.rglob("m.onnx"))
 
 
-def test_nothing_is_downloaded_offline(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_downloaded_offline(hub: Hub, tmp_path: Path) -> None:
     error = failure(with_data(hub), tmp_path, offline=True)
     assert "epcontext fetch" in error.hint
     assert not hub.requests
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE" in str(failure(with_data(hub), tmp_path))
-    run(Download(hub.web("m.onnx"), sha256(MODEL)), tmp_path)
-    monkeypatch.delenv("HF_HUB_OFFLINE")
     folder, _ = run(with_data(hub), tmp_path)
     assert run(with_data(hub), tmp_path, offline=True) == (folder, [])
-
-
-def test_a_file_in_the_sdist_is_taken_if_its_hash_is_right(hub: Hub, tmp_path: Path) -> None:
-    download = Download(hub.web("m.onnx"), sha256(MODEL))
-    shipped = tmp_path / "project" / download.place_in_sdist / "m.onnx"
-    shipped.parent.mkdir(parents=True)
-    shipped.write_bytes(MODEL)
-    folder, log = run(download, tmp_path / "cache", tmp_path / "project", offline=True)
-    assert (log, hub.requests) == ([], [])
-    assert (folder / "m.onnx").read_bytes() == MODEL
-    shipped.write_bytes(b"changed")
-    folder, _ = run(download, tmp_path / "other", tmp_path / "project")
-    assert (folder / "m.onnx").read_bytes() == MODEL
-    assert hub.downloads == ["m.onnx"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such pipes")
@@ -400,7 +370,7 @@ def test_a_damaged_file_is_downloaded_again(hub: Hub, tmp_path: Path) -> None:
     hub.requests.clear()
     run(with_data(hub), tmp_path)
     assert (folder / "m.onnx").read_bytes() == MODEL
-    assert hub.downloads == ["m.onnx"]
+    assert sorted(hub.downloads) == ["m.onnx", "m.onnx_data"]
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no such modes")
@@ -408,38 +378,6 @@ def test_a_folder_that_others_can_write_to_is_not_used(hub: Hub, tmp_path: Path)
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    assert "chmod" in str(failure(with_data(hub), shared))
+    with pytest.raises(BuildError, match="chmod"):
+        run(with_data(hub), shared)
     assert not hub.requests
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    pytest.importorskip("s3fs")
-    with remotes.s3_server() as server:
-        yield server
-
-
-def test_a_bucket(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import s3fs  # type: ignore[import-untyped]
-
-    remotes.use_s3(s3, monkeypatch)
-    bucket = remotes.make_bucket(s3)
-    files = s3fs.S3FileSystem(skip_instance_cache=True)
-    files.pipe_file(f"{bucket}/dir/m.onnx", MODEL)
-    files.pipe_file(f"{bucket}/dir/m.onnx_data", DATA)
-    url = f"s3://{bucket}/dir/m.onnx"
-    folder, log = run(Download(url, sha256(MODEL), {"m.onnx_data": sha256(DATA)}), tmp_path)
-    assert (folder / "m.onnx_data").read_bytes() == DATA
-    assert len(log) == 2
-    assert failure(Download(url, sha256(b"x")), tmp_path).kind is Kind.OTHER_CONTENT
-    missing = failure(Download(f"s3://{bucket}/no.onnx", sha256(MODEL)), tmp_path)
-    assert missing.kind is Kind.NOT_DOWNLOADED
-    monkeypatch.setattr("hatch_epcontext.jobs.downloads.PROTOBUF_LIMIT", 1000)
-    assert failure(Download(url, sha256(MODEL)), tmp_path)
-
-
-def test_a_bucket_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("gcsfs", "fsspec.callbacks"):
-        monkeypatch.setitem(sys.modules, module, None)
-        error = failure(Download("gs://bucket/m.onnx", sha256(MODEL)), tmp_path)
-        assert "gcsfs" in str(error)

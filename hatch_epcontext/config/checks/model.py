@@ -53,7 +53,7 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
 def check_location(key: Key, table: ModelTable) -> Iterator[Problem]:
     """``url`` with its keys, or none of them. The path is checked when it is read."""
     if table.url is None:
-        for name in ("sha256", "data", "sdist"):
+        for name in ("sha256", "data"):
             if getattr(table, name):
                 message = "is for models with a url."
                 yield Problem.at(key / name, Kind.NOT_APPLICABLE, message)

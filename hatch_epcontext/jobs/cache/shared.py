@@ -133,10 +133,8 @@ class Transport:
         file = str(source)
         self._ask(name, lambda fs, path, back: fs.put_file(file, path, callback=back, **options))
 
-    def fetch(
-        self, name: str, target: Path, limit: int, arrived: Callable[[int], None] = lambda _: None
-    ) -> None:
-        """Download the file ``name`` to ``target``, which must not exist; ``arrived`` gets the bytes so far.
+    def fetch(self, name: str, target: Path, limit: int) -> None:
+        """Download the file ``name`` to ``target``, which must not exist.
 
         Raises OSError, and DamagedError for more than ``limit`` bytes.
         """
@@ -147,7 +145,6 @@ class Transport:
         def check(size: int) -> None:
             if size > limit:
                 raise DamagedError(f"{name} has more than {show_size(limit)}")
-            arrived(size)
 
         def get(fs: Any, path: str, callback: Any) -> None:
             fs.get_file(path, str(target), callback=callback, **options)
