@@ -246,9 +246,8 @@ class HatchBuild:
 
     def _read(self, config: Config, staging: Path) -> Result:
         """The sources of an editable install that compiles nothing."""
-        from hatch_epcontext.jobs.cut_models import cut_models
         from hatch_epcontext.jobs.run import open_cache
-        from hatch_epcontext.jobs.sources import read_sources
+        from hatch_epcontext.jobs.sources import cut_models, read_sources
 
         cache, workers = open_cache(config, self._warn), self._workers(config)
         config = cut_models(config, cache, workers, staging)

@@ -41,7 +41,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if reason := self._reason_to_skip():
             self.app.display_info(f"epcontext: skipped: {reason}")
             return
-        from hatch_epcontext.jobs.termination import terminated_as_error
+        from hatch_epcontext.system import terminated_as_error
 
         with terminated_as_error(), self._errors_as_message():
             self._build = self._new_build()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -291,3 +292,9 @@ def to_json(value: Any, *, indent: int | None = 2) -> str:
     # The only control character that JSON does not escape.
     text = json.dumps(to_plain(value), indent=indent, sort_keys=True).replace("\x7f", "\\u007f")
     return text + "\n"
+
+
+def value_sha256(value: Any) -> str:
+    """The hex sha256 of a dataclass, or of plain values; the order of keys does not matter."""
+    text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

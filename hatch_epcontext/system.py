@@ -1,4 +1,4 @@
-"""Messages for errors of the operating system: a full disk, no write permission, too many open files."""
+"""The operating system: its errors in messages, such as a full disk, and its signals as errors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import errno
 import os
 import re
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from hatch_epcontext.errors import AccidentError, EpcontextError, Kind, OutputError, Problem
 from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, is_generated, is_in_use
@@ -173,3 +176,33 @@ def _advice(folder: Path, *, full: bool) -> str:
     if full:
         return f"Free space there, or {other}, on another file system."
     return f"Let this user write there, or {other}."
+
+
+_SIGNALS = (signal.SIGTERM, *(number for number in signal.Signals if number.name == "SIGBREAK"))
+"""Those that end a process, and that a shell or a service sends."""
+
+
+@contextlib.contextmanager
+def terminated_as_error() -> Iterator[None]:
+    """In this context SIGTERM raises SystemExit with the exit code of a shell, 143; a second one kills.
+
+    So does Ctrl-Break on Windows, which has no SIGTERM. It does nothing if the process has a handler of its
+    own, or outside of the main thread, which handles signals. The earlier handlers are restored.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    unhandled = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    if not in_main_thread or not unhandled:
+        yield
+        return
+    for number in unhandled:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(signal_number: int, frame: FrameType | None) -> None:
+    signal.signal(signal_number, signal.SIG_DFL)
+    raise SystemExit(128 + signal_number)

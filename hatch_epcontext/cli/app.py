@@ -10,8 +10,7 @@ import click
 
 import hatch_epcontext
 from hatch_epcontext.errors import ConfigError, EpcontextError
-from hatch_epcontext.jobs.termination import terminated_as_error
-from hatch_epcontext.system import os_error_text
+from hatch_epcontext.system import os_error_text, terminated_as_error
 from hatch_epcontext.text import printable
 
 SUMMARIES: Mapping[str, str] = {

@@ -21,10 +21,10 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.artifact import GENERATOR, Artifact, Recipe
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.plan import Job, Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import download_sources, job_runner
+from hatch_epcontext.jobs.sources import cut_plan
 from hatch_epcontext.jobs.steps import Prepared, Steps
 from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.serialize import to_json
@@ -152,7 +152,7 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int, from_memo
     download_sources(planned.config, workers)
     cut = cut_plan(planned, cache, workers, staging)
     runner = job_runner(cut, staging, cache, workers)
-    steps = Steps(workers, staging / "sources", 1, {})
+    steps = Steps(workers, staging / "sources", {})
     versions = dict[str, str]()
     requests = list[tuple[Opening, TimeOpeningRequest]]()
     for job in cut.jobs:

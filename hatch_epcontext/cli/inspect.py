@@ -11,7 +11,7 @@ import click
 from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._output import echo, show_table
 from hatch_epcontext.graph.facts import Size
-from hatch_epcontext.jobs.coverage import describe_coverage
+from hatch_epcontext.jobs.report import describe_coverage
 from hatch_epcontext.package.manifest import ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain

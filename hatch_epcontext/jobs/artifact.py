@@ -14,6 +14,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
+from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.worker.results import Context, ModelFacts, Simplifier, Validation
 
 GENERATOR = "hatch-epcontext"
@@ -87,6 +88,10 @@ class Recipe:
         """Whether the models are compiled as the target requires, with its options."""
         changed = self.changes or self.options or self.last_remedies or self.dequantize
         return self.fuse and not changed
+
+    def key(self, search: str) -> str:
+        """The key of an attempt with it, in the search with that key."""
+        return value_sha256([search, self])
 
     def form_of(self, job: Job) -> Job:
         """``job`` as this recipe compiles and validates it: one of its `Job.forms`."""

@@ -118,7 +118,9 @@ class Cluster:
         self._client = _connect(settings.scheduler)
         self._client.subscribe_topic(_NAME, self._report)
         threads = sum(self._client.nthreads().values())
-        self.at_once = min(max(4, 2 * threads), 1000) if settings.jobs == "auto" else settings.jobs
+        self.jobs_at_once = (
+            min(max(4, 2 * threads), 1000) if settings.jobs == "auto" else settings.jobs
+        )
 
     def run(self, job: Job) -> Built:
         """The job's result: from the cache, if it has that of the versions on a worker; or from a worker.
@@ -132,10 +134,6 @@ class Cluster:
             answers = self._client.run(look, to_json(job), own, workers=[address])
             versions = _read(answers[address]).versions
             return self._known(job, versions) or self._run(job, versions)
-
-    def stop(self) -> None:
-        """End all tasks, and start no more: each job then raises BuildError."""
-        self._workers.stop()
 
     def close(self) -> None:
         """End the connection; dask then cancels the tasks of the build."""
@@ -380,7 +378,7 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
         sources = {source.model.name: source for source in task.sources}
         workers.expect([task.job.target.provider])
         with workers:
-            steps = Steps(workers, folder, 1, versions, _devices)
+            steps = Steps(workers, folder, versions, _devices)
             steps.expect([task.job])
             built = JobRunner(sources, cache, cache.index, steps, folder, progress).run(task.job)
         record = built.artifact.record

@@ -9,8 +9,13 @@ from string import Template
 
 from hatch_epcontext.errors import OutputError, Problem
 from hatch_epcontext.files import write_atomically
-from hatch_epcontext.jobs.coverage import describe_coverage
-from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report
+from hatch_epcontext.jobs.report import (
+    FailureReport,
+    JobReport,
+    ModelReport,
+    Report,
+    describe_coverage,
+)
 from hatch_epcontext.jobs.validation import describe_emulation, validation_warnings
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file, writing

@@ -5,13 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.requirements import FARM, requirements
+from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import file_name, pairs
+
+FORMAT = 14
+"""Increased when workers compile or validate the same request differently."""
+
+_NOT_COMPILED = frozenset(
+    {
+        *("path", "key", "listed", "validate", "targets", "share_weights"),
+        *("shape_set", "fallback", "cut", "license", "download", "origin"),
+    }
+)
+"""Fields of a model that do not change what is compiled. All others count, including future ones."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,19 @@ class Job:
         """The artifact's folder below the output folder, where the jobs of `alone` are not shipped."""
         folder = f"{self.name}/{self.target.name}"
         return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
+
+    def key(self, sha256: Mapping[str, str], calibration: str = "") -> str:
+        """The hex sha256 that identifies what the job compiles to, with any versions: no paths, no times.
+
+        ``sha256``: of each model's contents, by its name; ``calibration``: identifies the inputs for which
+        models are quantized.
+        """
+        models = [
+            # Without a comparison, preparation may accept the result of another simplifier.
+            (sha256[model.name], model_settings(model.on(self.target)), model.is_compared)
+            for model in self.models
+        ]
+        return value_sha256([FORMAT, models, self.target.settings, calibration])
 
     def _chips(self) -> Mapping[str, Mapping[str, str]]:
         """The options that name a chip, by their text, for each distinct chip; one chip has no text."""
@@ -190,6 +216,11 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
                 f"the target {target.name} than {members[0][0].name}.",
                 "Set these keys in the target and not in the model, or give both models the same.",
             )
+
+
+def model_settings(model: Model) -> dict[str, Any]:
+    """What the configuration fixes in ``model``."""
+    return {name: value for name, value in vars(model).items() if name not in _NOT_COMPILED}
 
 
 def with_options(target: Target, options: Mapping[str, str]) -> Target:

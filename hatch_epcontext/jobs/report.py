@@ -18,9 +18,8 @@ from hatch_epcontext.jobs.artifact import (
     Source,
     Times,
 )
-from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.validation import describe_validation
-from hatch_epcontext.text import pairs, show_size
+from hatch_epcontext.text import count, pairs, show_size
 from hatch_epcontext.worker.results import Context, Coverage, Validation
 
 _MAX_CHARACTERS = 90
@@ -132,6 +131,14 @@ def _job(built: Built, sources: Mapping[str, Source]) -> JobReport:
         files=record.files,
         versions=record.versions,
     )
+
+
+def describe_coverage(coverage: Coverage | None) -> str:
+    """The coverage for a summary; an optimized graph has none."""
+    if coverage is None:
+        return "optimized graph"
+    contexts = count(coverage.partitions, "context")
+    return f"{coverage.compiled}/{coverage.nodes} nodes in {contexts}"
 
 
 def summarize(built: Built, sources: Mapping[str, Source]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.config.settings import Config, Model, Target
@@ -15,24 +17,28 @@ from hatch_epcontext.errors import BuildError, InterruptedBuildError, Problem, m
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.downloads import download_models
 from hatch_epcontext.jobs.job import JobRunner
-from hatch_epcontext.jobs.machine import jobs_at_once
 from hatch_epcontext.jobs.plan import Job, Plan, ships_source
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.requirements import check_environment
-from hatch_epcontext.jobs.sources import read_sources
+from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import validation_warnings
 from hatch_epcontext.text import count
 
-if TYPE_CHECKING:
-    from hatch_epcontext.jobs.cluster import Cluster
-
 _STEP = 0.5
 """Seconds that a build waits for a job before it checks for an interruption."""
+
+_JOB_MEMORY = 1 << 30
+"""Bytes that a job needs besides its model: for ONNX Runtime, the EP's compiler, and its log."""
+
+_MODEL_COPIES = 4
+"""The most copies of its model that a job has in memory: read, simplified and compiled."""
+
+_OWN_GROUP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 class IncompleteError(BuildError):
@@ -123,8 +129,7 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     installed = check_environment(plan.local_targets, plan.requirements)
     read = read_sources(config, cache, workers, staging / "check")
     sources = {source.model.name: source for source in read}
-    largest = max((source.size for source in read), default=0)
-    steps = Steps(workers, staging, jobs_at_once(config.build.jobs, largest), installed)
+    steps = Steps(workers, staging, installed)
     steps.expect(plan.jobs)
     return JobRunner(sources, cache, cache.index, steps, staging, workers.progress or _ignore)
 
@@ -156,12 +161,15 @@ def build(
         runner = job_runner(plan, staging, cache, started)
         # A build entirely from the cache contacts no scheduler.
         if settings.scheduler is None or all(job.target.from_cache for job in plan.jobs):
-            built, failures = _run(runner, runner.run, runner.steps, plan, log, warn or log)
+            largest = max((source.size for source in runner.sources.values()), default=0)
+            at_once = jobs_at_once(settings.jobs, largest)
+            built, failures = _run(runner, runner.run, at_once, plan, log, warn or log)
         else:
             from hatch_epcontext.jobs.cluster import Cluster
 
             with contextlib.closing(Cluster(settings, started, runner)) as cluster:
-                built, failures = _run(runner, cluster.run, cluster, plan, log, warn or log)
+                at_once = cluster.jobs_at_once
+                built, failures = _run(runner, cluster.run, at_once, plan, log, warn or log)
     for warning in dict.fromkeys(_missing_chips(plan)):
         (warn or log)(warning)
     result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
@@ -179,22 +187,22 @@ def _missing_chips(plan: Plan) -> Iterator[str]:
 def _run(
     runner: JobRunner,
     run: Callable[[Job], Built],
-    machines: Steps | Cluster,
+    at_once: int,
     plan: Plan,
     log: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> tuple[list[Built], list[FailedJob]]:
-    """``run`` all jobs on ``machines``; with ``fail-fast`` only up to the first that fails."""
+    """``run`` all jobs, several ``at_once``; with ``fail-fast`` only up to the first that fails."""
     fail_fast = plan.config.build.fail_fast
     built: list[Built] = []
     failures: list[FailedJob] = []
     # Its threads only wait for workers.
-    with ThreadPoolExecutor(machines.at_once) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
 
         def stop() -> None:
             # Start no waiting job, and end the running ones.
             pool.shutdown(wait=False, cancel_futures=True)
-            machines.stop()
+            runner.steps.workers.stop()
             runner.cache.stop()
 
         def stop_if_failed(future: Future[Built]) -> None:
@@ -239,3 +247,48 @@ def _warnings(built: Built) -> Iterator[str]:
     """What the validations of a finished job leave open."""
     for name, validation in built.validations.items():
         yield from validation_warnings(f"{built.job.target.name}: {name}", validation)
+
+
+def jobs_at_once(configured: int | Literal["auto"], largest_model: int) -> int:
+    """How many jobs to run at once: the ``configured`` number, or for "auto" as many as fit.
+
+    ``largest_model``: bytes of the largest source model.
+    """
+    if configured != "auto":
+        return configured
+    memory = free_memory()
+    fit = cores() if memory is None else memory // (_JOB_MEMORY + _MODEL_COPIES * largest_model)
+    return max(1, min(cores(), fit))
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_memory() -> int | None:
+    """Bytes of free memory, within the limits of this process's control groups; None if unknown."""
+    if sys.platform != "linux":
+        return None
+    return min((*_system_memory(), *_group_memory()), default=None)
+
+
+def _system_memory() -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+
+
+def _group_memory() -> Iterator[int]:
+    """The bytes left in this process's control group, and in those around it (version 2)."""
+    with contextlib.suppress(OSError):
+        for line in _OWN_GROUP.read_text(encoding="utf-8").splitlines():
+            own = _GROUPS / line.removeprefix("0::/")
+            for group in (own, *own.parents) if line.startswith("0::/") else ():
+                with contextlib.suppress(OSError, ValueError):
+                    limit = int((group / "memory.max").read_text(encoding="ascii"))
+                    used = int((group / "memory.current").read_text(encoding="ascii"))
+                    yield max(0, limit - used)

@@ -25,8 +25,8 @@ from hatch_epcontext.graph.number_format import (
     RewriteName,
 )
 from hatch_epcontext.jobs.artifact import Operators, Recipe, Record, Refused
-from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,

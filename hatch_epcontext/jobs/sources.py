@@ -1,33 +1,117 @@
-"""The source models of a build: their facts and their sha256, from the index or from a worker."""
+"""The source models of a build, cut as configured: their facts and sha256, from the index or a worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.config.tables import ToleranceTable
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, merged
 from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_file, too_large
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.fingerprint import FORMAT, model_settings, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.plan import FORMAT, Plan, model_settings, plan
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.jobs.validation import inputs_digest
-from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.serialize import to_plain, value_sha256
+from hatch_epcontext.system import writing
 from hatch_epcontext.text import show_size, suggestion
-from hatch_epcontext.worker.results import ModelFacts
+from hatch_epcontext.worker.results import CutResult, ModelFacts
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _REQUESTS = 16
 """The most requests to a shared cache at once."""
+
+
+@dataclass(frozen=True)
+class _CutModel:
+    """A cut model: its files, the hex sha256 of each file of the external data of the whole model, and what
+    each form fixes.
+    """
+
+    files: Mapping[str, FileRecord]
+    data: Mapping[str, str]
+    forms: tuple[CutResult, ...]
+
+
+def cut_plan(whole: Plan, cache: Cache, workers: Workers, staging: Path) -> Plan:
+    """The plan with all models as the configuration changes them; see `cut_models`."""
+    config = cut_models(whole.config, cache, workers, staging)
+    return whole if config is whole.config else plan(config)
+
+
+def cut_models(config: Config, cache: Cache, workers: Workers, staging: Path) -> Config:
+    """``config`` with the paths of cut models, and of those with their constants in them, below ``staging``,
+    and with those keys that still fit them.
+
+    A worker writes a model, unless ``cache`` has the result of an earlier build. Raises ModelError when a
+    model cannot be cut or a constant does not fit, and RequirementError when nothing can read the model.
+    """
+    groups: dict[tuple[Any, ...], list[Model]] = {}
+    for model in config.models:
+        if model.is_changed:
+            group = model.path, model.cut, value_sha256(model.constants)
+            groups.setdefault(group, []).append(model)
+    if not groups:
+        return config
+    done: dict[str, Model] = {}
+    for number, forms in enumerate(groups.values()):
+        folder, first = staging / "cut" / str(number), forms[0]
+        cut = _cut_model(forms, cache, workers, folder)
+        for model, fixed in zip(forms, cut.forms, strict=True):
+            done[model.name] = replace(
+                model,
+                path=folder / "model" / first.path.name,
+                dims=fixed.dims,
+                shapes=fixed.shapes,
+                constants={},
+                origin=model.path,
+            )
+    return replace(config, models=tuple(done.get(model.name, model) for model in config.models))
+
+
+def _cut_model(forms: Sequence[Model], cache: Cache, workers: Workers, scratch: Path) -> _CutModel:
+    """One model, cut in all its ``forms``, in the folder ``model`` of ``scratch``."""
+    source, index, folder = forms[0].path, cache.index, scratch / "model"
+    key = value_sha256(
+        [
+            *(hatch_epcontext.__version__, FORMAT, index.sha256(source), source.name, forms[0].cut),
+            [[model.dims, model.shapes, model.constants] for model in forms],
+        ]
+    )
+    cut = cache.get("cut", key, _CutModel, folder)
+    data = {} if cut is None else {source.parent / name: sha for name, sha in cut.data.items()}
+    # The external data of the whole model may have changed since it was cut.
+    if cut and all(is_regular(file) and index.sha256(file) == sha for file, sha in data.items()):
+        return cut
+    check_environment((), INSPECTION)
+    shutil.rmtree(folder, ignore_errors=True)
+    with writing("a cut model", scratch):
+        folder.mkdir(parents=True)
+    # Imported here: a build that has its models in the cache makes no requests.
+    from hatch_epcontext.worker.requests import CutRequest
+
+    request = CutRequest(tuple(forms), str(folder))
+    reply = workers.call(request, scratch / "call", location=f"{forms[0].name}: cutting")
+    # The files that were cut must be those that were hashed.
+    index.check(source)
+    sha256 = {name: index.sha256(source.parent / name) for name in reply.data}
+    files = {name: record_file(folder / name) for name in reply.files}
+    cut = _CutModel(files, sha256, reply.forms)
+    cache.put("cut", key, cut, folder)
+    return cut
 
 
 def read_sources(

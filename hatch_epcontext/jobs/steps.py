@@ -7,12 +7,12 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import (
@@ -29,32 +29,25 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.graph.number_format import ALWAYS, RewriteName
 from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Refused, Times
-from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.requirements import versions_of
-from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import Context, Precision, Validation
-
-if TYPE_CHECKING:
-    # A build that finds everything in the cache makes no requests, and imports none.
-    from hatch_epcontext.worker.requests import CompileReply, ReplyT, WorkerRequest
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A prepared model: its absolute path, how it was prepared, and the ranges of its dummy inputs.
 
-    ``reference``: the absolute path of the file with the outputs of its source, if there is one. ``changed``:
-    whether the last step of its recipe changed it; ``dropped``: changes that were wrong and left out;
-    ``applicable``: the rewrites for a number format that may change it.
+    ``changed``: whether the last step of its recipe changed it; ``dropped``: changes that were wrong and left
+    out; ``applicable``: the rewrites for a number format that may change it.
     """
 
     path: str
     preparation: Preparation
     ranges: Mapping[str, Range]
-    reference: str | None = None
     changed: bool = True
     dropped: tuple[str, ...] = ()
     applicable: tuple[RewriteName, ...] = ()
@@ -64,19 +57,14 @@ class _Shared:
     """What is prepared of a model below ``folder`` for the ``jobs`` with these folders, which need it alike.
 
     ``prepared``: by the steps of a recipe. The first job that needs one makes it, and the others wait.
+    ``reference``: the file with the outputs of the source on the CPU, if there is one.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, key: str, folder: Path) -> None:
+        self.key, self.folder = key, folder
         self.jobs: set[str] = set()
         self.prepared: dict[tuple[object, ...], Future[Prepared]] = {}
-
-    @property
-    def reference(self) -> str | None:
-        """The file with the outputs of the source on the CPU, if there is one."""
-        done = [future for future in list(self.prepared.values()) if future.done()]
-        prepared = (future.result() for future in done if future.exception() is None)
-        return next((model.reference for model in prepared if model.reference), None)
+        self.reference: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,6 @@ class Steps:
 
     workers: Workers
     staging: Path
-    at_once: int
     installed: Mapping[str, str]
     devices: dict[str, threading.Lock] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -104,14 +91,16 @@ class Steps:
             for form, model in _needs(job):
                 self._shared_by(form, model)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self.workers.stopped
-
-    def stop(self) -> None:
-        """Kill all workers, and start no more: each step then raises BuildError."""
-        self.workers.stop()
+    def finished(self, job: Job) -> None:
+        """Remove the models that were prepared for ``job``, which has ended, and that no other job needs."""
+        for form, model in _needs(job):
+            shared = self._shared_by(form, model)
+            with self._lock:
+                shared.jobs.discard(form.folder)
+                if shared.jobs:
+                    continue
+                self._shared.pop(shared.key, None)
+            shutil.rmtree(shared.folder, ignore_errors=True)
 
     def versions(self, job: Job) -> Mapping[str, str]:
         """The versions of everything installed that can change what is compiled for ``job``."""
@@ -122,25 +111,21 @@ class Steps:
             self._versions[key] = versions_of(target, self.installed)
         return self._versions[key]
 
-    def finished(self, job: Job) -> None:
-        """Remove the models that were prepared for ``job``, which has ended, and that no other job needs."""
-        for form, model in _needs(job):
-            shared = self._shared_by(form, model)
-            with self._lock:
-                shared.jobs.discard(form.folder)
-                if shared.jobs:
-                    continue
-                self._shared.pop(self._key(form, model), None)
-            shutil.rmtree(shared.folder, ignore_errors=True)
+    def scratch(self, step: str) -> Path:
+        """A new path for files of a ``step``."""
+        return self.staging / "steps" / f"{next(self._numbers)}-{step}"
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Prepare and compile ``job`` with ``recipe`` in one process into ``folder``, which is made.
 
         Raises BuildError for problems that no other recipe can avoid.
         """
+        # Imported here: a build that finds everything in the cache makes no requests.
+        from hatch_epcontext.worker.requests import CompileRequest
+
         start = time.monotonic()
         with self.workers.process() as worker:
-            prepared = self._prepared(job, recipe, worker)
+            prepared = self._prepare_all(job, recipe, worker)
             if isinstance(prepared, Refused):
                 return prepared
             dropped = tuple(f"{name} (not taken)" for model in prepared for name in model.dropped)
@@ -153,47 +138,62 @@ class Steps:
             preparations = tuple(
                 replace(model.preparation, options=options, tried=dropped) for model in prepared
             )
+            with writing("an artifact", folder):
+                folder.mkdir(parents=True)
+            target = with_options(job.target, dict(recipe.options))
+            if not recipe.fuse:
+                # ONNX Runtime would fuse what preparation has deliberately not fused.
+                settings = replace(target.settings, optimization="none")
+                target = replace(target, settings=settings)
+            models = tuple(model.on(job.target) for model in job.models)
+            paths = tuple(model.path for model in prepared)
+            request = CompileRequest(models, paths, target, str(folder))
+            call = self.scratch("compile")
             try:
-                reply = self._compile(job, recipe, prepared, folder, worker)
+                # Hashed and validated when it is complete, and the device is free.
+                with self._device(job.target), contextlib.closing(worker):
+                    reply = worker.call(request, call, location=job.location, step="")
             except BuildError as error:
-                rewrites = (name for made in preparations for name in made.rewrites)
+                rewrites = (name for model in preparations for name in model.rewrites)
                 names = tuple(dict.fromkeys((*options, *rewrites)))
                 return replace(_refused("compile", error, recipe), rewrites=names)
-        return Record(
-            recipe,
-            reply.product,
-            preparations,
-            reply.contexts,
-            record_files(folder),
-            self.versions(job),
-            Times(prepare_seconds, reply.seconds),
-        )
+        files, times = record_files(folder), Times(prepare_seconds, reply.seconds)
+        versions = self.versions(job)
+        return Record(recipe, reply.product, preparations, reply.contexts, files, versions, times)
 
     def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
         """Run a moved copy of the artifact in a process that has compiled nothing."""
         from hatch_epcontext.worker.requests import ValidateRequest
 
-        scratch = self._scratch("validate")
+        target, record = job.target, artifact.record
+        settings, prepared = target.settings, None
+        # Its number format is emulated on the file that was compiled, which an earlier build may have done.
+        if target.provider.number_format(settings.device, settings.provider_options) is not None:
+            index = job.models.index(model)
+            again = self.prepare(job, index, record.recipe)
+            # With other samples, other rewrites are worthwhile.
+            is_same = again.preparation.rewrites == record.preparations[index].rewrites
+            prepared = again.path if is_same else None
+        scratch = self.scratch("validate")
         moved = scratch.with_name(f"{scratch.name}-moved")
         with writing("a copy to validate", moved):
             shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
-        to_run, record = model.to_run_on(job.target), artifact.record
+        to_run = model.to_run_on(target)
+        # Other inputs give other outputs.
+        has_reference = to_run == model.on(target)
         request = ValidateRequest(
             to_run,
-            job.target,
+            target,
             record.product,
             context,
             str(moved),
-            model.tolerance_for(job.target),
+            model.tolerance_for(target),
             record.contexts if job.group else (),
-            # Other inputs give other outputs.
-            reference=self._shared_by(job, model).reference
-            if to_run == model.on(job.target)
-            else None,
-            prepared=self._prepared_path(job, model, artifact),
-            only_target=job.target.name if model.has_other_limits(job.target) else None,
+            reference=self._shared_by(job, model).reference if has_reference else None,
+            prepared=prepared,
+            only_target=target.name if model.has_other_limits(target) else None,
         )
-        with self._device(job.target):
+        with self._device(target):
             call = self.workers.call
             validation = call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
@@ -221,7 +221,9 @@ class Steps:
                 future.set_exception(error)
         return future.result()
 
-    def _prepared(self, job: Job, recipe: Recipe, worker: Worker) -> tuple[Prepared, ...] | Refused:
+    def _prepare_all(
+        self, job: Job, recipe: Recipe, worker: Worker
+    ) -> tuple[Prepared, ...] | Refused:
         """The models of ``job``, prepared and changed; or why they are not."""
         remedies = tuple(name for name in recipe.remedies if name in ALWAYS)
         plain = replace(recipe, changes=(), fuse=True, remedies=remedies)
@@ -254,36 +256,39 @@ class Steps:
             shorter = replace(recipe, changes=recipe.changes[:-1])
             before = self.prepare(job, index, shorter, worker)
             return self._change(job, index, before, recipe, worker)
+        try:
+            prepared = self._simplify(job, index, recipe, worker)
+        except CrashError:
+            # It may be transient; a second one is the simplifier's own fault.
+            prepared = self._simplify(job, index, recipe, worker)
         if recipe.fuse:
-            try:
-                return self._prepare(job, index, recipe, worker)
-            except CrashError:
-                # It may be transient; a second one is the simplifier's own fault.
-                return self._prepare(job, index, recipe, worker)
+            return prepared
         fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
-        unfused = self._prepare(job, index, recipe, worker)
         rewrites = ("nothing folded into convolutions",)
-        preparation = replace(unfused.preparation, rewrites=rewrites)
+        preparation = replace(prepared.preparation, rewrites=rewrites)
         changed = preparation.nodes != fused.preparation.nodes
-        return replace(unfused, preparation=preparation, changed=changed)
+        return replace(prepared, preparation=preparation, changed=changed)
 
-    def _prepare(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
+    def _simplify(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
         """Fix and simplify the model."""
         from hatch_epcontext.worker.requests import PrepareRequest
 
         model = job.models[index]
         shared = self._shared_by(job, model)
-        scratch = shared.folder / str(next(self._numbers))
+        folder = shared.folder / str(next(self._numbers))
         request = PrepareRequest(
             model.on(job.target),
             recipe.simplifier,
-            _made(scratch),
+            str(folder),
             model.is_compared,
             shared.reference,
             precision=_precision(job, model),
             fuse=recipe.fuse,
         )
-        reply = _ask(worker, request, job, scratch)
+        # Which makes both folders.
+        call = folder / "call"
+        reply = worker.call(request, call, location=job.location, step="preparation")
+        shared.reference = reply.reference
         preparation = Preparation(
             recipe.simplifier,
             reply.nodes_before,
@@ -291,13 +296,7 @@ class Steps:
             reply.control_flow,
             precision=reply.precision,
         )
-        return Prepared(
-            reply.path,
-            preparation,
-            reply.ranges,
-            reply.reference,
-            applicable=reply.applicable,
-        )
+        return Prepared(reply.path, preparation, reply.ranges, applicable=reply.applicable)
 
     def _change(
         self, job: Job, index: int, before: Prepared, recipe: Recipe, worker: Worker | Workers
@@ -310,21 +309,23 @@ class Steps:
         if refused == ():
             return replace(before, changed=False, dropped=())
         model, limit = job.models[index], job.target.settings.unroll_limit
-        scratch = self._shared_by(job, model).folder / str(next(self._numbers))
+        shared = self._shared_by(job, model)
+        folder = shared.folder / str(next(self._numbers))
         request = RewriteRequest(
             model.on(job.target),
             before.path,
             refused,
-            _made(scratch),
+            str(folder),
             simplify=before.preparation.simplifier != "none",
             compare=model.is_compared,
-            reference=before.reference,
+            reference=shared.reference,
             precision=_precision(job, model) if before.preparation.precision else None,
             unroll_limit=limit if last and last.kind == "unroll" else None,
             remedies=recipe.remedies,
             target=job.target if recipe.remedies else None,
         )
-        reply = _ask(worker, request, job, scratch)
+        call = folder / "call"
+        reply = worker.call(request, call, location=job.location, step="preparation")
         preparation = replace(before.preparation, remedies=reply.remedies)
         if reply.path is None:
             return replace(before, preparation=preparation, changed=False, dropped=reply.dropped)
@@ -343,69 +344,19 @@ class Steps:
             applicable=reply.applicable,
         )
 
-    def _compile(
-        self,
-        job: Job,
-        recipe: Recipe,
-        prepared: Sequence[Prepared],
-        folder: Path,
-        worker: Worker,
-    ) -> CompileReply:
-        """Compile the ``prepared`` models of ``job`` into ``folder``, which is made."""
-        from hatch_epcontext.worker.requests import CompileRequest
-
-        with writing("an artifact", folder):
-            folder.mkdir(parents=True)
-        target = with_options(job.target, dict(recipe.options))
-        if not recipe.fuse:
-            # ONNX Runtime would fuse what preparation has deliberately not fused.
-            target = replace(target, settings=replace(target.settings, optimization="none"))
-        request = CompileRequest(
-            models=tuple(model.on(job.target) for model in job.models),
-            prepared=tuple(model.path for model in prepared),
-            target=target,
-            folder=str(folder),
-        )
-        # Hashed and validated when it is complete, and the device is free.
-        with self._device(job.target), contextlib.closing(worker):
-            return worker.call(request, self._scratch("compile"), location=job.location, step="")
-
-    def _prepared_path(self, job: Job, model: Model, artifact: Artifact) -> str | None:
-        """The file that was compiled, for EPs whose number format is known.
-
-        It is prepared again if an earlier build compiled it; None if the result differs.
-        """
-        settings, provider = job.target.settings, job.target.provider
-        if provider.number_format(settings.device, settings.provider_options) is None:
-            return None
-        index, record = job.models.index(model), artifact.record
-        prepared = self.prepare(job, index, record.recipe)
-        # With other samples, other rewrites are worthwhile.
-        is_same = prepared.preparation.rewrites == record.preparations[index].rewrites
-        return prepared.path if is_same else None
-
     def _shared_by(self, job: Job, model: Model) -> _Shared:
         """What is prepared of ``model`` for ``job``, and for others that need it alike."""
-        key = self._key(job, model)
-        with self._lock:
-            if key not in self._shared:
-                # Of its own: an earlier one may be removed at the moment.
-                folder = self.staging / "prepared" / str(next(self._numbers))
-                self._shared[key] = _Shared(folder)
-            self._shared[key].jobs.add(job.folder)
-            return self._shared[key]
-
-    def _key(self, job: Job, model: Model) -> str:
-        """What identifies how ``job`` needs ``model`` prepared, whatever the recipe."""
         name = (job.folder, model.name, job.target.settings.dequantize)
         if name not in self._keys:
-            precision = to_plain(_precision(job, model))
-            plain = [to_plain(model.on(job.target)), model.is_compared, precision]
-            self._keys[name] = value_sha256(plain)
-        return self._keys[name]
-
-    def _scratch(self, step: str) -> Path:
-        return self.staging / "steps" / f"{next(self._numbers)}-{step}"
+            needed = [model.on(job.target), model.is_compared, _precision(job, model)]
+            self._keys[name] = value_sha256(needed)
+        key = self._keys[name]
+        with self._lock:
+            if key not in self._shared:
+                # In a folder of its own: an earlier one may be removed at the moment.
+                self._shared[key] = _Shared(key, self.scratch("prepared"))
+            self._shared[key].jobs.add(job.folder)
+            return self._shared[key]
 
     def _device(self, target: Target) -> AbstractContextManager[object]:
         """The lock of a step that uses the target's EP: other steps wait if its device is exclusive."""
@@ -418,21 +369,6 @@ def _needs(job: Job) -> Iterator[tuple[Job, Model]]:
     """The models that ``job``, or a job whose result is run instead, may need prepared, in all forms."""
     for needed in (job, *job.alone):
         yield from itertools.product(needed.forms, needed.models)
-
-
-def _made(folder: Path) -> str:
-    """The new ``folder`` for a prepared model."""
-    with writing("a prepared model", folder):
-        folder.mkdir(parents=True)
-    return str(folder)
-
-
-def _ask(
-    worker: Worker | Workers, request: WorkerRequest[ReplyT], job: Job, scratch: Path
-) -> ReplyT:
-    """The reply to a ``request`` that prepares a model of ``job`` in the folder ``scratch``."""
-    folder = scratch.with_name(f"{scratch.name}-call")
-    return worker.call(request, folder, location=job.location, step="preparation")
 
 
 def _precision(job: Job, model: Model) -> Precision | None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import platform
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hatch_epcontext.config.settings import SYNTHETIC, CompileSettings, Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
-from hatch_epcontext.jobs.artifact import Record
-from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
+from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.plan import Job
+from hatch_epcontext.jobs.plan import FORMAT, Job
 from hatch_epcontext.providers import QUANTIZED, Provider
+from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
     NOTHING,
@@ -131,23 +129,15 @@ def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
     )
 
 
-def validation_key(job: Job, model: Model, record: Record, index: Index) -> str:
-    """What identifies the validation of a model: the artifact's files, inputs, tolerance and options."""
-    files = {name: file.sha256 for name, file in record.files.items()}
-    return value_sha256({**validation_settings(job, model, index), "files": files})
-
-
-def validation_settings(job: Job, model: Model, index: Index) -> dict[str, Any]:
-    """What decides whether an artifact of ``model`` agrees with the CPU."""
-    tolerance = model.tolerance_for(job.target)
-    return {
-        "format": FORMAT,
-        "model": model.name,
-        "inputs": inputs_digest(model.validate.inputs, index),
-        "tolerance": asdict(tolerance) if tolerance else None,
-        "states": dict(model.validate.states),
-        "load_options": dict(job.target.load_options),
-    }
+def validation_key(job: Job, model: Model, files: Mapping[str, FileRecord], index: Index) -> str:
+    """What identifies the validation of ``model`` in an artifact with these ``files``."""
+    return value_sha256(
+        [
+            *(FORMAT, model.name, inputs_digest(model.validate.inputs, index)),
+            *(model.tolerance_for(job.target), model.validate.states, job.target.load_options),
+            {name: file.sha256 for name, file in files.items()},
+        ]
+    )
 
 
 def inputs_digest(inputs: str, index: Index) -> str:
@@ -175,26 +165,27 @@ def input_files(inputs: str) -> list[Path]:
     return [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else []
 
 
-def validation_without_run(job: Job, model: Model, reason: str | None) -> Validation | None:
-    """The validation of a model that must not be run, or cannot be run for ``reason``; else None."""
-    mode = model.validate.mode
+def validation_without_run(
+    job: Job, model: Model, stored: Validation | None = None
+) -> Validation | None:
+    """The validation of ``model`` if it must not be run, cannot be run here, or has a ``stored`` one."""
+    from_cache, mode = job.target.from_cache, model.validate.mode
+    if stored is not None and from_cache:
+        return stored
     if mode is False:
         return Validation(ValidationStatus.NOT_VALIDATED)
     if mode == "structure":
         return Validation(ValidationStatus.STRUCTURE, reason='validate = "structure"')
-    if reason is None:
-        return None
-    if mode == "require" and not job.target.from_cache:
-        raise not_run_error(job, model, reason)
-    return Validation(ValidationStatus.STRUCTURE, reason=reason)
+    if reason := reason_not_to_run(job.target.provider, job.target.settings):
+        if mode == "require" and not from_cache:
+            raise not_run_error(job, model, reason)
+        return Validation(ValidationStatus.STRUCTURE, reason=reason)
+    # If it was not run, the EP's device may be here now.
+    alone = () if mode == "require" else (ValidationStatus.RAN_ALONE,)
+    return stored if stored and stored.status in (ValidationStatus.RAN, *alone) else None
 
 
-def reason_not_to_run(job: Job) -> str | None:
-    """Why the job's result cannot be run on this machine, if that is known without the EP."""
-    return reason_not_to_run_here(job.target.provider, job.target.settings)
-
-
-def reason_not_to_run_here(provider: Provider, settings: CompileSettings) -> str | None:
+def reason_not_to_run(provider: Provider, settings: CompileSettings) -> str | None:
     """Why artifacts of ``provider`` cannot be run on this machine, if that is known without the EP."""
     if settings.virtual_devices:
         return f"{provider.ep} compiled for a virtual device"

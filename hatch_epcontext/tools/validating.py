@@ -24,11 +24,10 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment
-from hatch_epcontext.jobs.sources import unknown_outputs
+from hatch_epcontext.jobs.sources import cut_plan, unknown_outputs
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.text import listing, pairs, show, suggestion
@@ -219,7 +218,9 @@ def _run(
     itself. Raises BuildError when it cannot be run on this machine, or fails.
     """
     to_run = job.models[0].to_run_on(job.target)
-    if reason := reason_not_to_run(job) or reason_not_to_open(path, model, job.target.provider):
+    if reason := reason_not_to_run(job.target.provider, job.target.settings) or reason_not_to_open(
+        path, model, job.target.provider
+    ):
         hint = "Check only the structure of its files (on the command line: --structure)."
         raise UnavailableError(Problem(Kind.NOT_RUN, str(path), f"{reason}.", hint))
     if problems := list(unknown_outputs(job.models[0], model.outputs)):

@@ -22,7 +22,7 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
-from hatch_epcontext.jobs.validation import reason_not_to_run_here
+from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.package.manifest import FILE, ModelPackage, Variant
 from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
 from hatch_epcontext.providers import PROVIDERS, Provider, secrets_in
@@ -299,7 +299,7 @@ class _Validator:
     ) -> Validation:
         """Open and run a variant from a moved copy; raises EpcontextError if it fails."""
         found = self._components[component].variants[target.name]
-        reason = reason_not_to_run_here(target.provider, target.settings)
+        reason = reason_not_to_run(target.provider, target.settings)
         reason = reason or reason_not_to_open(file, opened, target.provider)
         if found.about is not None and found.about.needs_device:
             reason = reason or f"only the device itself can open it, and no simulator of {found.ep}"

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hatch_epcontext.graph.facts import Cut
-from hatch_epcontext.jobs.coverage import low_coverage
+from hatch_epcontext.jobs.failure import low_coverage
 from hatch_epcontext.worker.results import Coverage, NodeFacts
 from tests.results import configured
 

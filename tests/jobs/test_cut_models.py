@@ -21,11 +21,10 @@ from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.store import Store
-from hatch_epcontext.jobs.cut_models import cut_models
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build
-from hatch_epcontext.jobs.sources import check_unchanged, read_sources
+from hatch_epcontext.jobs.sources import check_unchanged, cut_models, read_sources
 from hatch_epcontext.package.bundle import bundle
 from hatch_epcontext.package.folder import remove
 from tests.jobs.conftest import Run

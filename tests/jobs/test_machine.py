@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.jobs import machine
-from hatch_epcontext.jobs.machine import cores, free_memory, jobs_at_once
+from hatch_epcontext.jobs import run as machine
+from hatch_epcontext.jobs.run import cores, free_memory, jobs_at_once
 
 GIB = 1 << 30
 

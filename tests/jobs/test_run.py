@@ -13,6 +13,7 @@ import pytest
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs import job as job_module
@@ -21,10 +22,10 @@ from hatch_epcontext.jobs import steps as steps_module
 from hatch_epcontext.jobs import validation as validation_module
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.store import Store
-from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 from hatch_epcontext.jobs.run import IncompleteError, build
-from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ValidationStatus
 from tests.altered_workers import workers_with
@@ -248,14 +249,10 @@ def cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this a build machine on which no provider can run its artifacts."""
     find = validation_module.reason_not_to_run
 
-    def reason(job: Job) -> str | None:
-        name = job.target.settings.provider
-        nowhere = PROVIDERS[name].changed(runs_on=lambda *_: False)
-        with pytest.MonkeyPatch.context() as own:
-            own.setitem(PROVIDERS, name, nowhere)
-            return find(job)
+    def reason(provider: Provider, settings: CompileSettings) -> str | None:
+        return find(provider.changed(runs_on=lambda *_: False), settings)
 
-    monkeypatch.setattr(job_module, "reason_not_to_run", reason)
+    monkeypatch.setattr(validation_module, "reason_not_to_run", reason)
 
 
 @pytest.mark.skipif(
@@ -418,8 +415,11 @@ def test_all_jobs_are_run_although_one_fails_unless_that_ends_the_build(
     assert (log[-1] == end) == fail_fast
 
 
-def test_two_builds_at_once_compile_a_job_once(run: Run, log: list[str]) -> None:
+def test_two_builds_at_once_compile_a_job_once(
+    run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits = threading.Event()
+    monkeypatch.setattr(Heartbeat, "due", lambda self: True)
 
     def compiles(line: str) -> None:
         log.append(line)
@@ -427,7 +427,7 @@ def test_two_builds_at_once_compile_a_job_once(run: Run, log: list[str]) -> None
             assert waits.wait(60)
 
     def waiting(line: str) -> None:
-        if line == "a -> cpu: waiting for another job or build, which compiles the same":
+        if line == "a -> cpu: waits for another job or build, which compiles the same":
             waits.set()
 
     workers = [Workers(120, compiles, progress=waiting) for _ in range(2)]
@@ -650,7 +650,7 @@ def test_nothing_is_compiled_alone_that_is_not_run(
 ) -> None:
     if mode == '"auto"':
         reason = "this machine cannot"
-        monkeypatch.setattr(validation_module, "reason_not_to_run_here", lambda *_: reason)
+        monkeypatch.setattr(validation_module, "reason_not_to_run", lambda *_: reason)
     group = SHARED.replace('"lm"', f'"lm"\nvalidate = {mode}')
     for toml in (group, CHIPS.replace("dims =", f"validate = {mode}, dims =")):
         (built,) = run(toml).built

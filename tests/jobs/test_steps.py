@@ -90,7 +90,7 @@ def test_a_job_has_a_process_that_prepares_and_compiles_and_one_that_validates(
 ) -> None:
     save(network(), project / "models" / "a.onnx")
     (one, _) = plan(configured(project, TWO_TARGETS)).jobs
-    run(Steps(workers, tmp_path / "alone", 1, {}), one)
+    run(Steps(workers, tmp_path / "alone", {}), one)
     numbers = dict(answering(tmp_path / "alone"))
     assert numbers["call"] == numbers["compile"] != numbers["validate"]
 
@@ -106,7 +106,7 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
     save(network(1), project / "models" / "b.onnx")
     toml = TOML.replace('"models/a.onnx"', '"models/a.onnx", "models/b.onnx"')
     folded, other = plan(configured(project, toml)).jobs
-    steps = Steps(workers, tmp_path, 1, {})
+    steps = Steps(workers, tmp_path, {})
     unfused = Recipe("onnxruntime", fuse=False)
     before = steps.prepare(folded, 0, Recipe("onnxruntime"))
     after = steps.prepare(folded, 0, unfused)
@@ -123,7 +123,7 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
 ) -> None:
     text = f"(float[4] x) => (float[4] y) {{ y = {operator} (x, two) }}"
     save(parsed(text, two=np.float32(2)), project / "models" / "a.onnx")
-    steps = Steps(workers, tmp_path, 1, {})
+    steps = Steps(workers, tmp_path, {})
     prepared = steps.prepare(job, 0, Recipe("onnxruntime", remedies=ALWAYS))
     assert prepared.preparation.remedies == (("square",) if requests == 2 else ())
     assert [step for step, _ in answering(steps.staging)] == ["call"] * requests
@@ -151,7 +151,7 @@ def test_more_is_allowed_for_the_target_that_needs_it(
     table = f"{{ path = 'models/a.onnx', targets = {targets}, validate = {validate} }}"
     toml = f"models = [{table}]\n{TWO_TARGETS.split('models', maxsplit=1)[0]}"
     job, *_ = plan(configured(project, toml)).jobs
-    (problem,) = run(Steps(workers, tmp_path / "staging", 1, {}), job).problems
+    (problem,) = run(Steps(workers, tmp_path / "staging", {}), job).problems
     (setting,) = problem.settings
     assert (problem.kind, setting.key) == (
         Kind.OUTPUT_DIFFERS,
@@ -173,7 +173,7 @@ def prepared(job: Job, tmp_path: Path, workers: Workers) -> Preparation:
     record = record_file(model.path)
     source = Source(model, ModelFacts((), (), ()), record.sha256, {model.path.name: record})
     cache = Cache(None, pytest.fail)
-    steps = Steps(workers, tmp_path, 1, {})
+    steps = Steps(workers, tmp_path, {})
     runner = JobRunner({"a": source}, cache, cache.index, steps, tmp_path, pytest.fail)
     (preparation,) = runner.run(job).artifact.record.preparations
     return preparation

@@ -155,14 +155,16 @@ def test_the_mode_decides_whether_a_model_is_run(
     job: Job, mode: Any, status: ValidationStatus | None
 ) -> None:
     job = with_validate(job, mode=mode)
-    found = validation_without_run(job, job.models[0], None)
+    found = validation_without_run(job, job.models[0])
     assert (found.status if found else None) is status
 
 
 def test_a_virtual_device_is_a_reason_not_to_run(job: Job) -> None:
     settings = dataclasses.replace(job.target.settings, virtual_devices=True)
-    job = dataclasses.replace(job, target=dataclasses.replace(job.target, settings=settings))
-    assert reason_not_to_run(job) == "CPUExecutionProvider compiled for a virtual device"
+    assert (
+        reason_not_to_run(job.target.provider, settings)
+        == "CPUExecutionProvider compiled for a virtual device"
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
     job: Job, artifact: Artifact, tmp_path: Path
 ) -> None:
     def key_of(job: Job, record: Record = artifact.record) -> str:
-        return validation_key(job, job.models[0], record, Index())
+        return validation_key(job, job.models[0], record.files, Index())
 
     file = tmp_path / "x.npz"
     np.savez(file, x=np.ones(1))

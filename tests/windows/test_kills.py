@@ -16,7 +16,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind
 from hatch_epcontext.files import STAGING_PREFIX
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.termination import terminated_as_error
+from hatch_epcontext.system import terminated_as_error
 from hatch_epcontext.worker.requests import CheckRequest
 from tests.altered_workers import write_start_code
 from tests.models import network, save

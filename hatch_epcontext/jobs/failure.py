@@ -1,14 +1,18 @@
-"""How much of a graph was compiled: in words, and whether it is enough."""
+"""Why a job has no artifact: outputs that differ, nodes that are left to the CPU, or a refusal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
+from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import Key, Kind, Problem, Setting
+from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
-from hatch_epcontext.text import count, listing
+from hatch_epcontext.jobs.plan import Job
+from hatch_epcontext.jobs.search import Attempt, notes
+from hatch_epcontext.text import listing
 from hatch_epcontext.worker.advice import Advice, keep, on_weights
 from hatch_epcontext.worker.results import Coverage, NodeFacts
 
@@ -19,12 +23,73 @@ _MAX_GROUPS = 20
 """The most groups that are shown as they are; with more, those that differ only in tensors are merged."""
 
 
-def describe_coverage(coverage: Coverage | None) -> str:
-    """The coverage for a summary; an optimized graph has none."""
-    if coverage is None:
-        return "optimized graph"
-    contexts = count(coverage.partitions, "context")
-    return f"{coverage.compiled}/{coverage.nodes} nodes in {contexts}"
+def failure(job: Job, tried: Sequence[Attempt]) -> BuildError:
+    """Why no attempt that was ``tried`` wins: the disagreement nearest to the limits, the nodes that are left
+    to the CPU, or the EP's refusal, in that order.
+    """
+    compiled = [attempt for attempt in tried if attempt.record is not None]
+    if differing := [attempt for attempt in compiled if attempt.differences]:
+        cause = max(differing, key=lambda a: a.verdict.margin if a.verdict else 0.0)
+        problems = cause.differences
+    elif covering := [attempt for attempt in compiled if attempt.may_ship]:
+        # The best of all forms: it leaves the user least to solve.
+        cause = max(covering, key=lambda a: a.share)
+        problems = _low_coverage(job, cause)
+    else:
+        # Without dynamic quantization, if that was undone; or of the last simplifier, if none works.
+        refused = [attempt for attempt in tried if attempt.stopped_in == "compile"]
+        refused.sort(key=lambda attempt: not attempt.recipe.dequantize)
+        cause = (refused or tried[-1:])[0]
+        problems = _refusal(job, cause)
+    first, *others = (_with_own_keys(job, problem) for problem in problems)
+    if cause.day and not job.target.from_cache:
+        again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
+        first = replace(first, message=f"{first.message}\n{again}")
+    return BuildError(replace(first, tried=notes(tried, cause)), *others)
+
+
+def _with_own_keys(job: Job, problem: Problem) -> Problem:
+    """``problem``, which may come from a build of another project, with the keys of this one."""
+
+    def own(key: Key) -> Key:
+        kind, *rest = key.parts or ("",)
+        if kind == "targets":
+            return Key(("targets", job.target.name, *rest[1:]))
+        if kind != "models" or any(
+            model.key.contains(key) and model.key.model == key.model for model in job.models
+        ):
+            return key
+        model = job.models[0].key
+        return replace(model, parts=(*model.parts, *rest[1:]))
+
+    settings = (replace(setting, key=own(setting.key)) for setting in problem.settings)
+    return replace(problem, settings=tuple(settings))
+
+
+def _low_coverage(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
+    """The problem of the first model of which less was compiled than the job's target requires."""
+    form, contexts = attempt.recipe.form_of(job), attempt.record.contexts if attempt.record else ()
+    problems = (
+        low_coverage(context.coverage, form.target, model)
+        for model, context in zip(form.models, contexts, strict=True)
+    )
+    return tuple(filter(None, problems))[:1]
+
+
+def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
+    """The EP's problems with ``attempt``, or those of the last simplifier, if none works."""
+    first, *others = attempt.refused.problems if attempt.refused else ()
+    has_sizes = all(model.dims or model.shapes for model in job.models)
+    if attempt.stopped_in == "compile" and has_sizes and not job.target.settings.static_shapes:
+        # Only the user knows whether the model may have fixed sizes.
+        cause = (
+            "The target leaves dimensions open; the EP may compile the model with the configured sizes (not "
+            "tried):"
+        )
+        fixed = Setting(job.target.key / "static-shapes", True)
+        settings = (*first.settings, fixed)
+        first = replace(first, causes=(*first.causes, cause), settings=settings)
+    return first, *others
 
 
 def low_coverage(coverage: Coverage | None, target: Target, model: Model) -> Problem | None:
@@ -35,32 +100,23 @@ def low_coverage(coverage: Coverage | None, target: Target, model: Model) -> Pro
     if coverage is None or coverage.share >= target.min_coverage:
         return None
     hint, settings = _advice(coverage, target, model.key)
+    accept = "Or accept it:"
+    if coverage.largest is not None:
+        settings = (*settings, keep(coverage.largest.within(model.cut), model.key))
+        part = "Or keep the largest part that is compiled, and let the app do the rest (not tried)"
+        accept = f"{part}; or accept it:"
     return Problem(
         Kind.LOW_COVERAGE,
         "",
         f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
         f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
         f"Left to the CPU: {'; '.join(_describe_nodes(coverage.uncovered))}.",
-        f"{hint} {_choices(coverage)}",
+        f"{hint} {accept}",
         settings=(
             *settings,
-            *_cut(coverage, model),
             Setting(target.key / "min-coverage", math.floor(100 * coverage.share) / 100),
         ),
     )
-
-
-def _choices(coverage: Coverage) -> str:
-    if coverage.largest is None:
-        return "Or accept it:"
-    return "Or keep the largest part that is compiled, and let the app do the rest (not tried); or accept it:"
-
-
-def _cut(coverage: Coverage, model: Model) -> Iterator[Setting]:
-    """The setting that keeps the largest covered part of the model, if there is one."""
-    if (largest := coverage.largest) is None:
-        return
-    yield keep(largest.within(model.cut), model.key)
 
 
 def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:

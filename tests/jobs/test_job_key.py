@@ -8,12 +8,10 @@ import pytest
 
 from hatch_epcontext.config.settings import CompileSettings, Quantize
 from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
-from hatch_epcontext.jobs.cache.fingerprint import fingerprint
 from hatch_epcontext.jobs.plan import Job, plan
 from tests.results import configured
 
 SHA256 = {"a": "00"}
-VERSIONS = {"onnxruntime": "1.31.1"}
 
 CHANGED: dict[str, Any] = {
     "provider": "other",
@@ -56,7 +54,7 @@ def test_a_fingerprint_does_not_depend_on_order(job: Job) -> None:
         with_settings(job, dataclasses.replace(job.target.settings, provider_options=ordered))
         for ordered in (options, dict(sorted(options.items())))
     )
-    assert fingerprint(one, SHA256, VERSIONS) == fingerprint(other, SHA256, VERSIONS)
+    assert one.key(SHA256) == other.key(SHA256)
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CompileSettings)])
@@ -64,7 +62,7 @@ def test_every_compile_setting_changes_the_fingerprint(job: Job, name: str) -> N
     settings = dataclasses.replace(job.target.settings, **{name: CHANGED[name]})
     assert settings != job.target.settings
     changed = with_settings(job, settings)
-    assert fingerprint(changed, SHA256, VERSIONS) != fingerprint(job, SHA256, VERSIONS)
+    assert changed.key(SHA256) != job.key(SHA256)
 
 
 @pytest.mark.parametrize(
@@ -87,15 +85,14 @@ def test_what_is_fixed_in_a_model_counts_and_where_it_is_and_how_it_is_validated
 ) -> None:
     (model,) = job.models
     changed = dataclasses.replace(job, models=(dataclasses.replace(model, **changes),))
-    assert (fingerprint(changed, SHA256, VERSIONS) != fingerprint(job, SHA256, VERSIONS)) is counts
+    assert (changed.key(SHA256) != job.key(SHA256)) is counts
 
 
-def test_contents_members_and_versions_change_the_fingerprint(job: Job) -> None:
-    same = fingerprint(job, SHA256, VERSIONS)
-    assert fingerprint(job, {"a": "01"}, VERSIONS) != same
-    assert fingerprint(job, SHA256, {"onnxruntime": "1.32"}) != same
+def test_contents_and_members_change_the_fingerprint(job: Job) -> None:
+    same = job.key(SHA256)
+    assert job.key({"a": "01"}) != same
     twice = dataclasses.replace(job, models=job.models * 2)
-    assert fingerprint(twice, SHA256, VERSIONS) != same
+    assert twice.key(SHA256) != same
 
 
 def test_how_it_is_loaded_and_where_it_is_compiled_does_not_count(job: Job) -> None:
@@ -103,4 +100,4 @@ def test_how_it_is_loaded_and_where_it_is_compiled_does_not_count(job: Job) -> N
         job.target, load_options={"a": "1"}, min_coverage=0.1, resources={"NPU": 1}
     )
     changed = dataclasses.replace(job, target=target)
-    assert fingerprint(changed, SHA256, VERSIONS) == fingerprint(job, SHA256, VERSIONS)
+    assert changed.key(SHA256) == job.key(SHA256)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.jobs.termination import terminated_as_error
+from hatch_epcontext.system import terminated_as_error
 from tests.altered_workers import write_start_code
 from tests.conftest import REPOSITORY
 from tests.models import network, save
