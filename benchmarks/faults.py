@@ -29,7 +29,6 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph, reading
 from hatch_epcontext.graph.arrays import Arrays
-from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.comparison.compare import compare_outputs
@@ -108,7 +107,7 @@ def _outputs(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
 
 def _inner(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
     """The floats inside ``model`` that depend on ``feeds``."""
-    scope, flow = Scope.of(model), Dependencies(model.graph)
+    scope, flow = Scope.of(model), Scope(model.graph)
     outputs = {value.name for value in model.graph.output}
     names = [
         name

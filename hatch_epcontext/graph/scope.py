@@ -1,6 +1,7 @@
 """What is known of the values that a graph can use: its own, and those of the graphs around it.
 
-Types and stored tensors include those of the graphs around it; nodes are only the graph's own.
+Types and stored tensors include those of the graphs around it; nodes, and what depends on what, are only the
+graph's own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.facts import TensorFacts
+
+_MAX_SETTINGS = 4
+"""The most numbers in an input with settings."""
 
 Types = Mapping[str, onnx.TypeProto]
 """Types of values by their names."""
@@ -141,6 +146,55 @@ class Scope:
         """The value of which nodes of the operators ``through`` make ``name``, each of its first operand."""
         return self.trace(name, through)[0]
 
+    @cached_property
+    def _inputs(self) -> Mapping[str, frozenset[str]]:
+        """The inputs on whose values, and not only on their shapes, each value depends."""
+        inputs = {value.name: frozenset([value.name]) for value in graph.inputs(self.part)}
+        for node, reads in zip(self.nodes, self.reads, strict=True):
+            behind = frozenset().union(*(inputs.get(name, ()) for name in reads))
+            if behind and node.op_type not in operators.SHAPES:
+                inputs.update((name, behind) for name in node.output if name)
+        return inputs
+
+    def inputs_of(self, name: str) -> frozenset[str]:
+        """The inputs on whose values a value depends."""
+        return self._inputs.get(name, frozenset())
+
+    def depends(self, names: Iterable[str]) -> bool:
+        """Whether one of the values called ``names`` depends on the values of inputs."""
+        return not self._inputs.keys().isdisjoint(names)
+
+    def behind(self, name: str) -> list[onnx.NodeProto]:
+        """The nodes that compute the value ``name`` from inputs, the last ones first."""
+        return [self.nodes[index] for index in self.above([name], self._inputs.__contains__)]
+
+    @cached_property
+    def counted(self) -> tuple[onnx.NodeProto, ...]:
+        """The nodes that depend on the values of inputs, and that an output of the graph needs.
+
+        Preparation computes all others once, or removes them.
+        """
+        needed = sorted(self.above(value.name for value in self.part.output))
+        return tuple(
+            self.nodes[index] for index in needed if self.depends(self.nodes[index].output)
+        )
+
+    @cached_property
+    def settings(self) -> frozenset[str]:
+        """The inputs that can be settings, such as a rate or a length, and not data: a few integers.
+
+        An index is data: a token, for example.
+        """
+        indices = {
+            self.origin(graph.operand(node, 1), operators.MOVES | {"Cast"})
+            for node in self.nodes
+            if node.op_type in operators.GATHERS
+        }
+        inputs = map(graph.facts, graph.inputs(self.part))
+        return frozenset(
+            value.name for value in inputs if _is_few(value) and value.name not in indices
+        )
+
     def constant(self, name: str) -> NDArray[Any] | None:
         """The values of a stored tensor; None if it is computed, or if they are in another file."""
         return graph.array_of(self.stored.get(name))
@@ -186,3 +240,12 @@ class Scope:
             return np.dtype(helper.tensor_dtype_to_np_dtype(self.elem_type(name) or 0))
         except KeyError:
             return None
+
+
+def _is_few(facts: TensorFacts) -> bool:
+    few = (
+        facts.shape is not None
+        and len(facts.shape) <= 1
+        and all(isinstance(size, int) and size <= _MAX_SETTINGS for size in facts.shape)
+    )
+    return few and (facts.dtype == "bool" or "int" in facts.dtype)

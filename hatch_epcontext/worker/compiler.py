@@ -26,9 +26,9 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.bodies import keep_weights, remove_readers
-from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker.advice import keep, on_conditions
 from hatch_epcontext.worker.reasons import RefusedNodes, refused_nodes
@@ -315,7 +315,7 @@ def _nothing_compiled(
         "operators."
     )
     settings: tuple[Setting, ...] = ()
-    if not Dependencies(source).counted:
+    if not Scope(source).counted:
         message += " None of them depends on an input: ONNX Runtime computes them all beforehand."
         hint = "Ship their results: the provider cpu stores them in its model."
     elif any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in graph.nodes(source)):

@@ -16,11 +16,11 @@ import onnx
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.graph.refusals.conditions import Decided, decided
 from hatch_epcontext.graph.refusals.covered import largest_covered
 from hatch_epcontext.graph.refusals.known_limits import numbered
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
 from hatch_epcontext.worker.advice import Advice, on_weights
@@ -161,7 +161,7 @@ def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[s
 
     Each comes with that value, and with the input that decides it.
     """
-    flow = Dependencies(main)
+    flow = Scope(main)
     found: dict[str, tuple[str, Decided]] = {}
     for node in flow.counted:
         for name in node.input if node.name in names else ():

@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx
 
-from hatch_epcontext.graph.dependencies import Dependencies
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing, show
 
 _MAX_VALUES = 4
@@ -33,16 +33,16 @@ def _described(name: str, values: tuple[Any, ...]) -> str:
     return f"{name!r} (compared with {compared})" if compared else repr(name)
 
 
-def decided(flow: Dependencies, name: str) -> Decided | None:
+def decided(flow: Scope, name: str) -> Decided | None:
     """The settings that decide the value ``name``; None if data does, or if nothing is known."""
-    inputs = sorted(flow.origins(name))
+    inputs = sorted(flow.inputs_of(name))
     if not inputs or not flow.settings.issuperset(inputs):
         return None
     compared = tuple(dict.fromkeys(_compared(flow.behind(name), flow)))
     return Decided(dict.fromkeys(inputs, compared if len(inputs) == 1 else ()))
 
 
-def _compared(nodes: Iterable[onnx.NodeProto], flow: Dependencies) -> Iterator[Any]:
+def _compared(nodes: Iterable[onnx.NodeProto], flow: Scope) -> Iterator[Any]:
     """The constants that a value is compared with for equality in ``nodes``."""
     for node in nodes:
         if node.op_type != "Equal":
@@ -58,7 +58,7 @@ def deciding(main: onnx.GraphProto) -> tuple[Decided | None, list[str]]:
 
     None if no input decides any, or only data.
     """
-    flow = Dependencies(main)
+    flow = Scope(main)
     inputs: dict[str, tuple[Any, ...]] = {}
     names = []
     for node in flow.counted:

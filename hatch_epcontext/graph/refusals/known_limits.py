@@ -14,11 +14,11 @@ import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.limits import TREES, Limits
 from hatch_epcontext.graph.parts import is_possible
 from hatch_epcontext.graph.refusals.conditions import Decided, decided
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import count, listing
 
 _MAX_NAMES = 3
@@ -69,7 +69,7 @@ class Findings:
     ``growing``: whether preparation may turn few nodes into many, so that their number means little.
     """
 
-    flow: Dependencies
+    flow: Scope
     refused: tuple[RefusedNode, ...]
     growing: bool
 
@@ -127,7 +127,7 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
 
     Only in the main graph: inner graphs may never run.
     """
-    flow = Dependencies(model.graph)
+    flow = Scope(model.graph)
     own = {(function.domain, function.name) for function in model.functions}
     kinds = _kinds(model.graph)
     fixed = _fixed_values(model.graph)
@@ -168,7 +168,7 @@ def numbered(operators: Counter[str]) -> list[str]:
 def _refused(
     node: onnx.NodeProto,
     limits: Limits,
-    flow: Dependencies,
+    flow: Scope,
     kinds: Mapping[str, str],
     fixed: frozenset[str],
 ) -> RefusedNode | None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import onnx
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import Nature
 
@@ -96,5 +95,5 @@ def depend_on_chance(main: onnx.GraphProto) -> bool:
 
 def depend_on_inputs(main: onnx.GraphProto) -> frozenset[str]:
     """The outputs of ``main`` that depend on the values of its inputs, and not only on their shapes."""
-    flow = Dependencies(main)
+    flow = Scope(main)
     return frozenset(value.name for value in main.output if flow.depends([value.name]))

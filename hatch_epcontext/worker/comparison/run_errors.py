@@ -10,7 +10,6 @@ import onnx
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
@@ -204,7 +203,7 @@ def _only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
 
     False if that is unknown, as for a node inside another one.
     """
-    flow = Dependencies(main)
+    flow = Scope(main)
     values = operators.FAILS_ON.get(graph.operator(node))
     if values is None or not node.output or flow.maker(node.output[0]) is None:
         return False
@@ -214,7 +213,7 @@ def _only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
     return not any(_has_size_of_values(other, flow) for other in behind)
 
 
-def _has_size_of_values(node: onnx.NodeProto, flow: Dependencies) -> bool:
+def _has_size_of_values(node: onnx.NodeProto, flow: Scope) -> bool:
     """Whether the sizes of the results of ``node`` can depend on the values of inputs."""
     # The graphs inside these are not examined.
     if node.domain not in graph.STANDARD or graph.inner_graphs(node):
@@ -225,6 +224,6 @@ def _has_size_of_values(node: onnx.NodeProto, flow: Dependencies) -> bool:
     return _depends(flow, node, operators.SIZES_FROM.get(operator, ()))
 
 
-def _depends(flow: Dependencies, node: onnx.NodeProto, operands: tuple[int, ...]) -> bool:
+def _depends(flow: Scope, node: onnx.NodeProto, operands: tuple[int, ...]) -> bool:
     names = (node.input[index] for index in operands if index < len(node.input))
     return flow.depends(name for name in names if name)

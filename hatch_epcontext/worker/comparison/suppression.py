@@ -19,7 +19,6 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
-from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.parts import Part, extract
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.rows import LOST, WRONG, Columns, Rows, Selected
@@ -143,7 +142,7 @@ def rest_of(model: onnx.ModelProto) -> Rest | None:
     )
     if is_apart or rest.ByteSize() > _MAX_REST:
         return None
-    flow = Dependencies(model.graph)
+    flow = Scope(model.graph)
     shapes = tuple(name for name in read if not flow.depends([name]))
     reads = tuple(name for name in read if name not in shapes)
     return Rest(reads, shapes, names, base64.b64encode(rest.SerializeToString()).decode())
