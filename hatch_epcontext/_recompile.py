@@ -85,7 +85,7 @@ def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
     with contextlib.suppress(PackageNotFoundError, ValueError):
         installed.append(version(variant.plugin.get("package", "")))
     content = {
-        "model": {n: each["sha256"] for n, each in variant.package.files_of(prepared).items()},
+        "model": {n: record["sha256"] for n, record in variant.package.files_of(prepared).items()},
         "settings": variant.settings,
         "onnxruntime": ort.__version__,
         "ep": installed,
@@ -99,7 +99,7 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
     import json
     import tempfile
 
-    ort, settings, given = opener.ort, prepared.settings, opener.request.provider_options
+    ort, settings, own = opener.ort, prepared.settings, opener.request.provider_options
     model = prepared.package.on_disk(prepared, verify=True)
     compiled_with: dict[str, str] = settings.get("provider_options") or {}
     # Of a secret the manifest only has the name, and that of a variable of the build.
@@ -116,15 +116,15 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
     what = f"{prepared.component} is compiled for {prepared.target}"
     loader.log("warning", f"{what} on this machine, once")
     parent = file.parent.parent
-    with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as made:
-        result = parent / made / file.parent.name
+    with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as temporary:
+        result = parent / temporary / file.parent.name
         result.mkdir()
         provider_options: dict[str, str] = {}
         for name, value in compiled_with.items():
             if name in secrets:
-                provider_options[name] = str(given[name])
+                provider_options[name] = str(own[name])
             elif value.startswith(f"{loader.OPTION_FILE}{{"):
-                contents = parent / made / f"{len(provider_options)}.json"
+                contents = parent / temporary / f"{len(provider_options)}.json"
                 contents.write_text(value.removeprefix(loader.OPTION_FILE), encoding="utf-8")
                 provider_options[name] = str(opener.readable(contents, "ascii", advice))
             # What the build wrote beside the artifact is not for the app.
@@ -144,13 +144,13 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
             )
             compiler.compile_to_file(str(opener.readable(result, "ascii", advice) / file.name))
         record = {
-            each.name: {"size": each.stat().st_size, "sha256": loader.sha256(each)}
-            for each in result.iterdir()
+            file.name: {"size": file.stat().st_size, "sha256": loader.sha256(file)}
+            for file in result.iterdir()
         }
         (result / _RECORD).write_text(json.dumps(record), encoding="utf-8")
         # What cannot be opened any more; on Windows what a process has open stays.
         with contextlib.suppress(OSError):
-            file.parent.rename(parent / made / "old")
+            file.parent.rename(parent / temporary / "old")
         result.rename(file.parent)
 
 
@@ -161,7 +161,7 @@ def _named_elsewhere(loader: Any, variant: Variant, options: Mapping[str, str]) 
         for name, value in options.items()
     }
     folder = variant.option_files
-    return [name for name in named if not all((folder / each).is_file() for each in named[name])]
+    return [name for name in named if not all((folder / file).is_file() for file in named[name])]
 
 
 @contextlib.contextmanager

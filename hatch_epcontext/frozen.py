@@ -18,22 +18,23 @@ else:
         assert frozen
 
         def define(cls: type[Any]) -> type[Any]:
-            made = dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
-            made.__init__, made.__repr__, made.__eq__, made.__hash__ = _init, _repr, _eq, _hash
-            made._fields = _Fields(made)
-            return made
+            defined = dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
+            defined.__init__, defined.__repr__ = _init, _repr
+            defined.__eq__, defined.__hash__ = _eq, _hash
+            defined._fields = _Fields(defined)
+            return defined
 
         return define
 
 
-def _init(self: Any, *values: Any, **given: Any) -> None:
+def _init(self: Any, *values: Any, **named: Any) -> None:
     fields, own = self._fields, self.__dict__
     own.update(fields.defaults)
     for name, factory in fields.factories:
         own[name] = factory()
     own.update(zip(fields.positional, values, strict=False))
-    own.update(given)
-    twice = given.keys() & fields.positional[: len(values)] if values and given else ()
+    own.update(named)
+    twice = named.keys() & fields.positional[: len(values)] if values and named else ()
     if twice or own.keys() != fields.names.keys() or len(values) > len(fields.positional):
         wrong = twice or own.keys() ^ fields.names.keys()
         text = f"{type(self).__name__} has the fields {', '.join(fields.names)}"

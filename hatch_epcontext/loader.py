@@ -138,7 +138,7 @@ def load(
             raise LoadError("session_options were used before: pass a function that creates them")
         _used_options.add(session_options)
     options = (session_options, provider_options or {})
-    sizes_of = {name: tuple(map(operator.index, each)) for name, each in (shapes or {}).items()}
+    sizes_of = {name: tuple(map(operator.index, sizes)) for name, sizes in (shapes or {}).items()}
     request = Request(device, sizes_of, fallback, verify, *options)
     attempts: list[TargetAttempt] = []
     session = None
@@ -153,7 +153,7 @@ def load(
             log("warning" if attempt.outcome is Outcome.FAILED else "info", f"{name} on {attempt}")
             attempts.append(attempt)
     if session is None:
-        lines = "\n".join(f"  {each}" for each in attempts)
+        lines = "\n".join(f"  {attempt}" for attempt in attempts)
         error = LoadError(f"the model {name!r} cannot be opened on this machine:\n{lines}")
         error.attempts = attempts
         raise error
@@ -183,7 +183,7 @@ def target_of(session: InferenceSession) -> str:
 
 def shapes_of(session: InferenceSession) -> dict[str, tuple[int | str | None, ...]]:
     """The shape of each input of ``session``: sizes to pad to, or the name of an open dimension."""
-    return {each.name: tuple(each.shape) for each in session.get_inputs()}
+    return {value.name: tuple(value.shape) for value in session.get_inputs()}
 
 
 @contextlib.contextmanager
@@ -229,17 +229,17 @@ class Package:
             is_installed = get(manifest, "layout", str, "") == "installed"
             # What is in an archive, which is no path, is copied into the user's cache.
             self._is_portable = not is_installed or not isinstance(root, os.PathLike)
-            about = _ours(manifest)
+            about = _about(manifest)
             self.files: dict[str, dict[str, Any]] = get(about, "files", dict, {})
             for name, recorded in self.files.items():
                 self.inside(name)
                 get(recorded, "size", int), get(recorded, "sha256", str)
             self._checksum = get(about, "manifest_sha256", str, "")
             for component, body in get(manifest, "components", dict).items():
-                ours = _ours(body)
-                variants = self.models.setdefault(get(ours, "model", str, component), [])
-                for target, each in get(body, "variants", dict).items():
-                    variants.append(Variant(self, component, target, each, ours))
+                about = _about(body)
+                variants = self.models.setdefault(get(about, "model", str, component), [])
+                for target, entry in get(body, "variants", dict).items():
+                    variants.append(Variant(self, component, target, entry, about))
         except Exception as error:
             # Of any kind: archives raise their own errors.
             raise LoadError(f"{root / _MANIFEST} cannot be read ({error})") from None
@@ -263,9 +263,9 @@ class Package:
             text = self._text.replace(self._checksum.encode() or b"?", b"0" * 64)
             if hashlib.sha256(text).hexdigest() != self._checksum:
                 raise LoadError(f"{_MANIFEST} {_CHANGED}")
-            for each in (self.root / variant.folder).rglob("*") if self._is_portable else ():
-                name = each.relative_to(self.root).as_posix()
-                if name not in self.files and each.is_file() and "__pycache__" not in each.parts:
+            for path in (self.root / variant.folder).rglob("*") if self._is_portable else ():
+                name = path.relative_to(self.root).as_posix()
+                if name not in self.files and path.is_file() and "__pycache__" not in path.parts:
                     raise LoadError(f"{name} is not in the manifest, and cannot be verified")
             # Frozen apps have their modules elsewhere.
             modules = [n for n in self.files if "/" not in n and (self.root / n).is_file()]
@@ -282,7 +282,8 @@ class Package:
         """What is recorded of the files that a session of ``variant`` reads, by their names."""
         folder, prepared = f"{variant.folder}/", f"{variant.folder}/{PREPARED}/"
         # Models that share weights are in one folder.
-        others = {each.file for model in self.models.values() for each in model} - {variant.file}
+        every = {other.file for model in self.models.values() for other in model}
+        others = every - {variant.file}
         inside = {name for name in self.files if name.startswith(folder)} - others
         return {n: self.files[n] for n in sorted(inside) if not n.startswith(prepared)}
 
@@ -302,8 +303,8 @@ class Package:
 
         if not is_whole():
             parent.mkdir(exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as made:
-                new, old = parent / made / "new", parent / made / "old"
+            with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as temporary:
+                new, old = parent / temporary / "new", parent / temporary / "old"
                 for name in (*self.files, _MANIFEST):
                     (new / name).parent.mkdir(parents=True, exist_ok=True)
                     with (self.root / name).open("rb") as file, (new / name).open("wb") as copy:
@@ -324,7 +325,7 @@ class Variant:
     def __init__(
         self, package: Package, component: str, target: str, body: Any, model: dict[str, Any]
     ) -> None:
-        about, self.ort = _ours(body), get(get(body, "executor_info", dict), "ort", dict)
+        about, self.ort = _about(body), get(get(body, "executor_info", dict), "ort", dict)
         self.package, self.component, self.target, self.about = package, component, target, about
         self.ep = get(body, "ep", str)
         self.folder = package.inside(get(body, "variant_directory", str))
@@ -338,7 +339,7 @@ class Variant:
         # Of the files that its provider options name.
         self.option_files: Path = package.root / self.folder / OPTION_FILES
         inputs: list[Any] = get(about, "inputs", list, [])
-        self.inputs = {get(each, "name", str): _shape(each) for each in inputs}
+        self.inputs = {get(entry, "name", str): _shape(entry) for entry in inputs}
         shapes = [[None] if shape is None else shape for shape in self.inputs.values()]
         sizes = [[n if isinstance(n, int) else math.inf for n in shape] for shape in shapes]
         self.elements = sum(map(math.prod, sizes))
@@ -373,7 +374,7 @@ def texts(table: Any, key: str) -> dict[str, str]:
     return {name: get(texts, name, str) for name in texts}
 
 
-def _ours(body: Any) -> dict[str, Any]:
+def _about(body: Any) -> dict[str, Any]:
     """Our part of the metadata of a package, a component or a variant."""
     return get(get(body, "additional_metadata", dict, {}), METADATA, dict, {})
 
@@ -447,26 +448,30 @@ def _choose(
         raise LoadError(f"unknown model {name!r}. Known: {', '.join(package.models) or 'none'}.")
     variants = package.models[name]
     # All components of a model list their targets in the same order.
-    known = list(dict.fromkeys(each.target for each in variants))
+    known = list(dict.fromkeys(variant.target for variant in variants))
     if target is not None and target not in known:
         raise LoadError(f"unknown target {target!r}. Known: {', '.join(known) or 'none'}.")
     # An editable install may have source models alone.
     if request.fallback == "jit" and known != [SOURCE] and not any(v.prepared for v in variants):
         raise LoadError(f"fallback='jit' needs a target of {name!r} with recompile = true")
-    targets = [each for each in known if request.fallback is not None or each != SOURCE]
+    targets = [target for target in known if request.fallback is not None or target != SOURCE]
     targets = targets if target is None else [target]
     if not targets:
         raise LoadError(f"the model {name!r} has no targets in {package.root}")
-    for each, shape in request.shapes.items():
+    for input_name, shape in request.shapes.items():
         inputs = variants[0].inputs
-        sizes = inputs.get(each, [])
+        sizes = inputs.get(input_name, [])
         if inputs and sizes is not None and len(sizes) != len(shape):
-            raise LoadError(f"{name!r} has the inputs {inputs}, and shapes gives {each!r} {shape}")
+            raise LoadError(
+                f"{name!r} has the inputs {inputs}, and shapes gives {input_name!r} {shape}"
+            )
     if request.shapes:
-        variants = sorted(variants, key=lambda each: (not each.fits(request), each.elements))
-    chosen = [[each for each in variants if each.target == target] for target in targets]
+        variants = sorted(
+            variants, key=lambda variant: (not variant.fits(request), variant.elements)
+        )
+    chosen = [[variant for variant in variants if variant.target == target] for target in targets]
     ways = [Opener.open_shipped, Opener.open_compiled][: 1 + (request.fallback == "jit")]
-    return [(each, way) for each in chosen for way in ways if way is ways[0] or each[0].prepared]
+    return [(sizes, way) for sizes in chosen for way in ways if way is ways[0] or sizes[0].prepared]
 
 
 def log(level: str, message: str) -> None:
@@ -480,7 +485,7 @@ def _try(way: Any, sizes: list[Variant], request: Request) -> tuple[TargetAttemp
     variant = sizes[0]
     try:
         if not variant.fits(request):
-            shapes = ", ".join(str(each.inputs) for each in sizes)
+            shapes = ", ".join(str(other.inputs) for other in sizes)
             raise SkipTargetError(f"none of its shapes is large enough: {shapes}")  # noqa: TRY301
         session, runs_on = way(Opener(variant, request))
     except (ImportError, SkipTargetError) as error:
@@ -570,12 +575,12 @@ class Opener:
                 # Earlier sessions have to outlive it: in a tuple, which no garbage collector clears.
                 name = (str(variant.package.root), variant.group, variant.target)
                 group = _groups.setdefault(name, weakref.WeakSet())
-                earlier = (x for each in group for x in (*each.epcontext_earlier, each._sess))  # noqa: SLF001
+                earlier = (x for other in group for x in (*other.epcontext_earlier, other._sess))  # noqa: SLF001
                 session.epcontext_earlier = tuple(dict.fromkeys(earlier))
                 group.add(session)
         # If a library of the EP is missing, onnxruntime only logs it, and opens without the EP.
-        found = session.get_providers()
-        if variant.ep not in found and found[:1] == [CPU_EP]:
+        providers = session.get_providers()
+        if variant.ep not in providers and providers[:1] == [CPU_EP]:
             raise SkipTargetError(f"onnxruntime opened it without {variant.ep}: its log has why")
         return session, runs_on
 
@@ -620,12 +625,12 @@ class Opener:
         variant = self.variant
         offered = list(filter(self._passes, self._offered()))
         needed = variant.device if self.kind == "any" else self.kind
-        fitting = [each for each in offered if each.device.type.name.lower() == needed]
+        fitting = [device for device in offered if device.device.type.name.lower() == needed]
         is_simulated = offered and not variant.about.get("needs_device")
         if self.kind == "any" and not fitting and is_simulated:
             return offered
         if not fitting:
-            kinds = ", ".join(sorted({each.device.type.name.lower() for each in offered}))
+            kinds = ", ".join(sorted({device.device.type.name.lower() for device in offered}))
             only = f", only {kinds}" if kinds else " on this machine"
             accepts = " (device='any' accepts it)" if is_simulated else ""
             what = "device" if needed == "any" else needed
@@ -636,8 +641,10 @@ class Opener:
         """Whether ``device`` has no known property that the target's filter excludes."""
         known = {"vendor": device.device.vendor, "vendor-id": str(device.device.vendor_id)}
         known = {**dict(device.device.metadata), **dict(device.ep_metadata), **known}
-        wanted = texts(self.variant.settings, "device_filter").items()
-        return all(known.get(name, text).casefold() == text.casefold() for name, text in wanted)
+        device_filter = texts(self.variant.settings, "device_filter").items()
+        return all(
+            known.get(name, text).casefold() == text.casefold() for name, text in device_filter
+        )
 
     def _offered(self) -> list[Any]:
         """The devices of the variant's EP. Its library is registered if needed, once per process."""
@@ -666,12 +673,12 @@ class Opener:
     def _devices(self, library: str = "") -> list[Any]:
         """The EP's devices, or else those that the file ``library`` offers under another name."""
         devices: list[Any] = getattr(self.ort, "get_ep_devices", list)()
-        found = [each for each in devices if each.ep_name == self.variant.ep]
-        for each in devices if library and not found else ():
-            path = os.path.realpath(each.ep_metadata.get("library_path", ""))
+        own = [device for device in devices if device.ep_name == self.variant.ep]
+        for device in devices if library and not own else ():
+            path = os.path.realpath(device.ep_metadata.get("library_path", ""))
             if path == os.path.realpath(library):
-                found.append(each)
-        return found
+                own.append(device)
+        return own
 
 
 @functools.cache
@@ -718,13 +725,15 @@ def _register_ready() -> None:
         with vars(ort).setdefault(_LOCK, threading.Lock()):
             # Kept: with some drivers it crashes when it is closed.
             if "_epcontext_catalog" not in vars(ort):
-                vars(ort)["_epcontext_catalog"] = found = catalogue.EpCatalog()
-                offered = {each.ep_name for each in ort.get_ep_devices()}
-                for each in found.find_all_providers():
+                vars(ort)["_epcontext_catalog"] = eps = catalogue.EpCatalog()
+                offered = {device.ep_name for device in ort.get_ep_devices()}
+                for provider in eps.find_all_providers():
                     # What fails is skipped with its reason: its EP is not registered.
                     with contextlib.suppress(Exception):
-                        if each.ready_state.name == "Ready" and each.name not in offered:
-                            ort.register_execution_provider_library(each.name, each.library_path)
+                        if provider.ready_state.name == "Ready" and provider.name not in offered:
+                            ort.register_execution_provider_library(
+                                provider.name, provider.library_path
+                            )
     except Exception as error:
         log("info", f"the catalogue of Windows ML cannot be used ({error})")
 

@@ -128,11 +128,11 @@ def _union_reader(type_: Any, members: list[_Read], *, takes_none: bool) -> _Rea
             return None
         for member in members:
             inside: list[_Wrong] = []
-            found = member(value, place, inside)
+            choice = member(value, place, inside)
             # The member for which a list or a table is meant has problems only inside of it.
             if all(problem.place != place for problem in inside):
                 wrong += inside
-                return found
+                return choice
         wrong.append(_Wrong(place, describe_type(type_), value))
         return _NOTHING
 
@@ -184,12 +184,12 @@ def _dataclass_reader(type_: type[Any], is_toml: bool) -> _Read:
     }
 
     def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        given, is_whole = {}, True
+        values, is_whole = {}, True
         for key, (name, item, is_required) in fields.items():
             if key in value:
-                found = item(value[key], (*place, key), wrong)
-                if found is not _NOTHING:
-                    given[name] = found
+                member = item(value[key], (*place, key), wrong)
+                if member is not _NOTHING:
+                    values[name] = member
                     continue
             elif is_required:
                 wrong.append(_Wrong((*place, key), "", _NOTHING))
@@ -198,7 +198,7 @@ def _dataclass_reader(type_: type[Any], is_toml: bool) -> _Read:
         if is_toml:
             unknown = sorted(value.keys() - fields.keys())
             wrong += (_Wrong((*place, key), "", value[key], tuple(fields)) for key in unknown)
-        return type_(**given) if is_whole else _NOTHING
+        return type_(**values) if is_whole else _NOTHING
 
     return _only(dict, _TABLE, read)
 
@@ -210,7 +210,7 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     default.
     """
     wrong: list[_Wrong] = []
-    found = _reader(type_, is_toml=True)(table, (), wrong)
+    result = _reader(type_, is_toml=True)(table, (), wrong)
     for value in wrong:
         place = Key((*key.parts, *value.place))
         if value.known:
@@ -220,7 +220,7 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
             is_table_for_list = value.allowed == _LIST and isinstance(value.found, dict)
             hint = f"A list of tables has two brackets: [[{place}]]." if is_table_for_list else None
             yield Problem.at(place, Kind.WRONG_TYPE, value.reason, hint)
-    return type_() if found is _NOTHING else found
+    return type_() if result is _NOTHING else result
 
 
 def from_text(text: str, type_: Any) -> Any:
@@ -254,12 +254,12 @@ def from_plain(value: Any, type_: type[T]) -> T:
     Unknown keys are left out.
     """
     wrong: list[_Wrong] = []
-    found: T = _reader(type_, is_toml=False)(value, (), wrong)
+    result: T = _reader(type_, is_toml=False)(value, (), wrong)
     if wrong:
         places = (".".join((type_.__name__, *map(str, value.place))) for value in wrong)
         reasons = (value.reason for value in wrong)
         raise ValueError("; ".join(map(": ".join, zip(places, reasons, strict=True))))
-    return found
+    return result
 
 
 @functools.cache

@@ -111,8 +111,8 @@ def _path_and_reason(error: OSError) -> tuple[str, str]:
         # From copying a folder: (source, target, reason) for each file.
         _, target, reason = error.args[0][0]
         # The reason is the text of an OSError, which names the files too.
-        found = re.match(r"\[(?:Errno|WinError) -?\d+\] ([^:]+)", str(reason))
-        return str(target), found[1] if found else str(reason)
+        match = re.match(r"\[(?:Errno|WinError) -?\d+\] ([^:]+)", str(reason))
+        return str(target), match[1] if match else str(reason)
     name = error.filename2 or error.filename
     path = os.fsdecode(name) if isinstance(name, str | bytes) else ""
     return path, error.strerror or str(error)

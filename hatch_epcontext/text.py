@@ -41,10 +41,10 @@ def printable(text: str, *, lines: bool = False) -> str:
     such as ``\x1b``. Tabs stay, and line breaks only with ``lines``.
     """
 
-    def escaped(found: re.Match[str]) -> str:
-        if lines and found[0] == "\n":
+    def escaped(match: re.Match[str]) -> str:
+        if lines and match[0] == "\n":
             return "\n"
-        return found[0].encode("unicode_escape").decode("ascii")
+        return match[0].encode("unicode_escape").decode("ascii")
 
     return _UNPRINTABLE.sub(escaped, text)
 
@@ -181,8 +181,8 @@ def show_size(size: float) -> str:
 
 def parse_size(size: int | str) -> int:
     """The bytes of ``250000``, ``"250000"`` or ``"250 MB"``; raises ValueError with the allowed forms."""
-    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?([kKMG]?B)?", str(size).strip())
-    count = int(float(found[1]) * _UNITS[(found[2] or "B").upper()]) if found else 0
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?([kKMG]?B)?", str(size).strip())
+    count = int(float(match[1]) * _UNITS[(match[2] or "B").upper()]) if match else 0
     # No system has more.
     if not 0 < count < 2**63:
         raise ValueError('a number of bytes, or a size such as "250 MB"')
@@ -240,7 +240,7 @@ def narrow(log: bytes) -> bytes:
     """
     if b"\0" not in log:
         return log
-    wide = re.sub(rb"([\x80-\xff])\0", lambda found: found[1].decode("latin-1").encode(), log)
+    wide = re.sub(rb"([\x80-\xff])\0", lambda match: match[1].decode("latin-1").encode(), log)
     return wide.replace(b"\0", b"")
 
 
