@@ -9,14 +9,12 @@ import click
 
 from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store
 from hatch_epcontext.cli._flag_errors import use_lines
-from hatch_epcontext.cli.init import add_tables, chosen_providers, tables_options
+from hatch_epcontext.cli.init import Pyproject, add_tables, new_model, tables_options
 from hatch_epcontext.config.location import Download
-from hatch_epcontext.config.pyproject import FILE, tool_table
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Kind, Problem
 from hatch_epcontext.jobs.downloads import Downloads
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.text import file_name, show
-from hatch_epcontext.tools.initializing import listed_models, new_model
 from hatch_epcontext.tools.inspecting import TIMEOUT
 from hatch_epcontext.tools.pinning import pin_location, pinned_line
 
@@ -40,8 +38,7 @@ def command(
     hub, or another https:// URL. It is downloaded into the user's cache, and gets a table with its hashes,
     as from epcontext init.
     """
-    root, store = project.resolve(), open_store(cache_dir)
-    _check(root, name)
+    store, pyproject = open_store(cache_dir), _read(project.resolve(), name)
     try:
         table = pin_location(url, Downloads(store, log, offline=is_offline()))
     except DownloadError as error:
@@ -49,20 +46,17 @@ def command(
     log(pinned_line(table))
     path = Download(table["url"], table["sha256"], table.get("data", {})).path(store.root)
     with Workers(TIMEOUT) as workers:
-        model = new_model(root, str(path), workers)
+        model = new_model(pyproject.root, str(path), workers)
     model = replace(model, path=table["url"], pinned=table, name=name)
-    add_tables(root, [model], chosen_providers(root, providers), dry_run=dry_run)
+    add_tables(pyproject, [model], providers, dry_run=dry_run)
 
 
-def _check(root: Path, name: str | None) -> None:
-    """Raise the errors of the project's configuration, if it has one, and of ``name`` in it.
-
-    Before anything is downloaded.
-    """
-    taken = set[str]()
-    if (root / FILE).is_file() and (table := tool_table(root)) is not None:
-        use_lines(root)
-        taken = {model.casefold() for model in listed_models(root, table).values()}
+def _read(root: Path, name: str | None) -> Pyproject:
+    """The project's file, before anything is downloaded; raises ConfigError, also for an invalid ``name``."""
+    use_lines(root)
+    pyproject = Pyproject(root)
+    taken = {model.casefold() for model in pyproject.listed.values()}
     if name is not None and (file_name(name, "-") != name or name.casefold() in taken):
         message = f"{show(name)} is no name of a folder, or that of another model."
         raise ConfigError(Problem(Kind.INVALID_NAME, "--name", message, "Choose another name."))
+    return pyproject

@@ -1,30 +1,149 @@
-"""``epcontext init``: writes the tables for a project's models."""
+"""``epcontext init``: writes the tables for a project's models.
+
+New tables are appended as text, with comments. tomlkit adds to the lists ``requires`` and ``models``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterator
-from pathlib import Path
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from textwrap import indent
+from typing import Any
 
 import click
+import tomlkit
+from packaging.requirements import Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+from tomlkit.items import AoT, Array
 
 from hatch_epcontext.cli._common import Command, warn
 from hatch_epcontext.cli._flag_errors import ExistingPath
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.config.pyproject import FILE, parse, try_parse
-from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
-from hatch_epcontext.files import write_atomically
+from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.location import file_of
+from hatch_epcontext.config.pyproject import FILE, parse
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import (
+    HOOK,
+    ROOT,
+    BuildError,
+    ConfigError,
+    InspectionError,
+    Kind,
+    Problem,
+)
+from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.providers import PROVIDERS, Provider
-from hatch_epcontext.text import listing
+from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
+from hatch_epcontext.package.reader import own_files
+from hatch_epcontext.package.wheel import FOLDER
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
+from hatch_epcontext.text import file_name, quoted_key, to_toml
 from hatch_epcontext.tools.examining import provider_states
-from hatch_epcontext.tools.initializing import NewModel, add_models, listed_models, new_model
-from hatch_epcontext.tools.inspecting import TIMEOUT
-from hatch_epcontext.tools.next_steps import next_steps
-from hatch_epcontext.tools.project import Project, find_models
+from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
+from hatch_epcontext.tools.pinning import Table
+from hatch_epcontext.tools.project import HATCHLING, Project, requirements
+from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
+
+_PACKAGE, _BACKEND = "hatch-epcontext", "hatchling.build"
 
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
+
+_UNKNOWN = "size that the user knows"
+"""Stands for a question mark in a value, which TOML has not."""
+
+_OUTPUTS = frozenset({"build", "dist", "node_modules", "site-packages", "__pycache__"})
+
+_NOT_THE_APP = frozenset(
+    {"test", "tests", "testing", "doc", "docs", "example", "examples", "benchmark", "benchmarks"}
+)
+"""Folders whose models and packages are not the app's."""
+
+_EXPORT = """\
+The build backend is {backend}, which does not run Hatch's hooks, but packs a folder. Write it before each
+build, and once after cloning, because the app imports it:
+    epcontext export -o {folder} --overwrite
+    {front_end}
+Keep the plain models out of {parent}, or exclude them: the backend may pack them too.
+Or change to hatchling, which compiles the models in each build, and call epcontext init again."""
+
+# Without the sdist, a wheel that is made of it has no models.
+_INCLUDE = """\
+If the folder is in .gitignore, add to the list include in [tool.{backend}] of pyproject.toml:
+    {{ path = "{folder}/**/*", format = ["sdist", "wheel"] }}"""
+
+_PACK = {
+    "setuptools": """\
+Add to [tool.setuptools.package-data] in pyproject.toml:
+    "{package}" = ["epcontext/**"]""",
+    # With [tool.setuptools] in pyproject.toml, setuptools would require [project] there.
+    "setup.py": """\
+Add to setup() in setup.py, or merge with its package_data (in setup.cfg: [options.package_data]):
+    package_data={{"{package}": ["epcontext/**"]}}""",
+    "maturin": _INCLUDE,
+    "poetry": _INCLUDE,
+    "scikit_build_core": """\
+If the folder is in .gitignore, add to the list sdist.include in [tool.scikit-build] of pyproject.toml:
+    "{folder}/**\"""",
+}
+"""How a build backend packs the folder; the others pack all files of an import package."""
+
+
+@dataclass(frozen=True)
+class NewModel:
+    """A model to add: its path in the project, with forward slashes, the facts of its file, and suggestions.
+
+    ``pinned``: the keys of a model from elsewhere; ``path`` is then its location. ``name``: the one that the
+    user chose.
+    """
+
+    path: str
+    facts: InspectReply
+    suggested: SuggestReply = SuggestReply()
+    pinned: Table | None = None
+    name: str | None = None
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """The lines of the model's table that need an answer, with a question mark for each unknown size."""
+        return tuple(line for line, is_open, _ in _size_lines(self) if is_open)
+
+
+class Pyproject:
+    """The ``pyproject.toml`` of the project in the folder ``root``, read once, with line ends of Unix.
+
+    ``listed``: the names of the models that are configured, by their paths or locations. Raises ConfigError.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.file = root, root / FILE
+        self.raw = _text(self.file)
+        self.text = self.raw.replace("\r\n", "\n")
+        try:
+            self.project = Project(root, parse(self.text))
+        except ValueError as error:
+            raise _error(FILE, f"is not TOML: {error}.") from error
+        self.table = self.project.table("tool").get("epcontext")
+        has_models = isinstance(self.table, dict) and self.table.get("models")
+        models = self.load(self.table).models if has_models else ()
+        self.listed = {
+            model.download.url if model.download else model.path.relative_to(root).as_posix(): (
+                model.configured_name
+            )
+            for model in models
+        }
+
+    def load(self, table: Any) -> Config:
+        """The configuration with ``table`` as `[tool.epcontext]`."""
+        # Files that another build hook makes need not exist.
+        return load(self.root, table, {}, {}, pending=bool(hooks_of_project(self.root)))
 
 
 def tables_options(command: Command) -> Command:
@@ -63,22 +182,50 @@ def command(
     A project of hatchling gets the build requirement and the hook. For other build backends the next steps
     are printed, as are the lines for the app.
     """
-    root = project.resolve()
-    _text(root / FILE)
-    new = [*_read(root, models)]
+    pyproject = Pyproject(project.resolve())
+    new = [*_read(pyproject.root, models)]
     if not new:
         message, hint = "has no ONNX models.", "Name them: epcontext init MODEL..."
-        raise ConfigError(Problem(Kind.FILE_NOT_FOUND, str(root), message, hint))
-    add_tables(root, new, chosen_providers(root, providers), dry_run=dry_run)
+        raise ConfigError(Problem(Kind.FILE_NOT_FOUND, str(pyproject.root), message, hint))
+    add_tables(pyproject, new, providers, dry_run=dry_run)
 
 
-def chosen_providers(root: Path, names: tuple[str, ...]) -> list[Provider]:
+def add_tables(
+    pyproject: Pyproject, models: Sequence[NewModel], names: tuple[str, ...], *, dry_run: bool
+) -> None:
+    """Write the tables of ``models`` for the providers called ``names``, and show the next steps."""
+    file, before = str(pyproject.file), pyproject.raw
+    new = [model for model in models if model.path not in pyproject.listed]
+    after, config = add_models(pyproject, new, _providers(pyproject, names))
+    # A file with the line ends of Windows keeps them.
+    text = after.replace("\n", "\r\n") if "\r\n" in before else after
+    questions = [f"{model.path}: {line}" for model in new for line in model.questions]
+    if dry_run:
+        changed = before.splitlines(), text.splitlines()
+        echo("\n".join(difflib.unified_diff(*changed, file, file, lineterm="")), lines=True)
+    elif text == before:
+        echo(f"{file} has all models already")
+    else:
+        # A link stays a link.
+        write_atomically(pyproject.file.resolve(), text)
+        # Before all sizes are known, there are only errors to see.
+        echo(
+            f"wrote {file}" + ("" if questions else "; to see the jobs: epcontext build --dry-run")
+        )
+    heading = 'The tables of the models need these lines, with a number for each "?":'
+    for title, advice in (
+        (heading, questions),
+        *next_steps(Project(pyproject.root, parse(after)), config),
+    ):
+        if advice:
+            echo(f"\n{title}", lines=True)
+            echo(indent("\n".join(advice), "    "), lines=True)
+
+
+def _providers(pyproject: Pyproject, names: tuple[str, ...]) -> list[Provider]:
     """The providers called ``names``, or those that are installed if nothing is configured yet."""
-    if names:
+    if names or pyproject.table is not None:
         return [PROVIDERS[name] for name in dict.fromkeys(names)]
-    values = try_parse(_text(root / FILE))
-    if values is None or "epcontext" in Project(root, values).table("tool"):
-        return []
     states = [state for state in provider_states() if state.package]
     # A start tries the targets in their order.
     states.sort(key=lambda s: (s.provider == "cpu", PROVIDERS[s.provider].product != "context"))
@@ -91,37 +238,6 @@ def chosen_providers(root: Path, names: tuple[str, ...]) -> list[Provider]:
     if not usable:
         warn("no EP is installed here, so the target is cpu; choose others with -p.")
     return usable or [PROVIDERS["cpu"]]
-
-
-def add_tables(
-    root: Path, models: list[NewModel], chosen: list[Provider], *, dry_run: bool
-) -> None:
-    """Write the tables of ``models`` into ``pyproject.toml``, and show the next steps."""
-    file = root / FILE
-    before = _text(file)
-    # A file with the line ends of Windows keeps them.
-    ends = "\r\n" if "\r\n" in before else "\n"
-    after = add_models(root, before.replace("\r\n", "\n"), models, chosen)
-    text = after.replace("\n", ends)
-    listed = listed_models(root, parse(before).get("tool", {}).get("epcontext"))
-    unknown = [f"{m.path}: {line}" for m in models if m.path not in listed for line in m.open_keys]
-    if dry_run:
-        lines = difflib.unified_diff(
-            before.splitlines(), text.splitlines(), str(file), str(file), lineterm=""
-        )
-        echo("\n".join(lines), lines=True)
-    elif text == before:
-        echo(f"{file} has all models already")
-    else:
-        # A link stays a link.
-        write_atomically(file.resolve(), text)
-        # Before all sizes are known, there are only errors to see.
-        echo(f"wrote {file}" + ("" if unknown else "; to see the jobs: epcontext build --dry-run"))
-    heading = 'The tables of the models need these lines, with a number for each "?":'
-    for title, advice in ((heading, unknown), *next_steps(root, after)):
-        if advice:
-            echo(f"\n{title}", lines=True)
-            echo(indent("\n".join(advice), "    "), lines=True)
 
 
 def _text(file: Path) -> str:
@@ -137,19 +253,16 @@ def _text(file: Path) -> str:
 
 def _read(root: Path, named: tuple[Path, ...]) -> Iterator[NewModel]:
     """The facts of the models; those that the user did not name are skipped if they are unusable."""
-    models, others = (named, []) if named else find_models(root)
-    if others:
-        left_out = listing(path.relative_to(root).as_posix() for path in others)
-        warn(f"left out {left_out}; name those that the app needs: epcontext init MODEL...")
     with Workers(TIMEOUT) as workers:
-        for path in models:
-            inside = _inside(path, root)
-            if inside is None:
+        for path in named or _find_models(root):
+            # A link in the project is inside, wherever its target is.
+            inside = path.parent.resolve() / path.name
+            if not inside.is_relative_to(root):
                 message = f"is not inside the project {root}."
                 hint = "Copy it into the project."
                 raise ConfigError(Problem(Kind.OUTSIDE_PROJECT, str(path), message, hint))
             try:
-                model = new_model(root, inside.as_posix(), workers)
+                model = new_model(root, inside.relative_to(root).as_posix(), workers)
             except (InspectionError, ConfigError) as error:
                 if named:
                     raise
@@ -158,12 +271,290 @@ def _read(root: Path, named: tuple[Path, ...]) -> Iterator[NewModel]:
                 yield model
 
 
-def _inside(path: Path, root: Path) -> Path | None:
-    """The path of ``path`` in the project at ``root``; None if it is outside.
+def _find_models(root: Path) -> list[Path]:
+    """The ONNX files of the project in ``root``, in order.
 
-    A link in the project is inside, wherever its target is.
+    Without those in tests, docs and examples, hidden folders, virtual environments, build outputs and
+    packages that this tool wrote.
     """
-    paths = [path.parent.resolve() / path.name, path.resolve()]
-    if ".." not in path.parts:
-        paths.append(path.absolute())
-    return next((p.relative_to(root) for p in paths if p.is_relative_to(root)), None)
+    models: list[Path] = []
+    for path, folders, files in os.walk(root):
+        folder = Path(path)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name.casefold() not in _NOT_THE_APP
+            and not name.startswith(".")
+            and name not in _OUTPUTS
+            and not (folder / name / "pyvenv.cfg").exists()
+            and own_files(folder / name) is None
+        )
+        models += [folder / file for file in sorted(files) if file.casefold().endswith(".onnx")]
+    return models
+
+
+def new_model(root: Path, path: str, workers: Workers) -> NewModel:
+    """The model at ``path`` in the project at ``root``, or anywhere, with what its graph and its file imply.
+
+    Raises InspectionError if it cannot be read, and ConfigError if it is compiled already.
+    """
+    facts = inspect_model(root / path, workers)
+    if facts.contexts:
+        message, hint = "is a context model already.", "Name its source model."
+        raise ConfigError(Problem(Kind.COMPILED_MODEL, path, message, hint))
+    if any(not t.is_fixed or ("int" in t.dtype and t.shape in ((), (1,))) for t in facts.inputs):
+        request = SuggestRequest(str((root / path).resolve()))
+        with contextlib.suppress(BuildError), temp_dir() as folder:
+            suggested = workers.call(request, folder / "suggest", location=path)
+            return NewModel(path, facts, suggested)
+    return NewModel(path, facts)
+
+
+def add_models(
+    pyproject: Pyproject, models: Sequence[NewModel], providers: Sequence[Provider]
+) -> tuple[str, Config]:
+    """The text of ``pyproject`` with all that ``models``, which it does not list, need; its configuration.
+
+    ``providers`` must be empty if it is configured already. Projects of hatchling, and those without a build
+    backend, also get the build requirement and the hook. Raises ConfigError when that is impossible.
+    """
+    if pyproject.table is not None and providers:
+        message = "exists already, and providers can only be chosen for a new configuration."
+        raise _error(f"[{ROOT}]", message, "Add the target to it by hand.")
+    document, appended = tomlkit.parse(pyproject.text), list[str]()
+    if pyproject.project.backend == HATCHLING:
+        appended += [*_build_system(document), *_hook_tables(pyproject.project)]
+    if pyproject.table is None:
+        appended += _head(providers)
+    static = pyproject.table is not None or any(provider.static_shapes for provider in providers)
+    names = _named(models, pyproject.listed.values())
+    tables = [_model(model, name, static=static) for model, name in names]
+    has_table = isinstance(pyproject.table, dict)
+    existing = document["tool"]["epcontext"].get("models") if has_table else None
+    if isinstance(existing, Array) and not isinstance(existing, AoT):
+        for table in map(parse, tables):
+            (model,) = table["tool"]["epcontext"]["models"]
+            is_path = model.keys() == {"path"}
+            existing.append(model["path"] if is_path else tomlkit.item(model, _parent=existing))
+        tables = []
+    result = tomlkit.dumps(document)
+    for part in (*appended, *tables):
+        result = result.rstrip("\n") + ("\n\n" if result.strip() else "") + part
+    try:
+        return result, pyproject.load(parse(result)["tool"]["epcontext"])
+    except ValueError as error:
+        raise _error(
+            FILE,
+            f"has values to which nothing can be added: {error}.",
+            f"Write [tool] and [tool.hatch] as tables of their own, or add [{HOOK}] and [{ROOT}] by hand.",
+        ) from error
+
+
+def _error(location: str, message: str, hint: str | None = None) -> ConfigError:
+    return ConfigError(Problem(Kind.INVALID_PYPROJECT, location, message, hint))
+
+
+def _build_system(document: tomlkit.TOMLDocument) -> Iterator[str]:
+    """Add this package to the build requirements; yield the whole table if there is none."""
+    if "build-system" not in document:
+        yield f'[build-system]\nrequires = ["hatchling", "{_PACKAGE}"]\nbuild-backend = "{_BACKEND}"\n'
+        return
+    table: Any = document["build-system"]
+    if not isinstance(requires := table.setdefault("requires", ["hatchling"]), list):
+        raise _error(f"{FILE}: build-system.requires", "is not a list.", "Make it one.")
+    if _PACKAGE not in {canonicalize_name(listed.name) for listed in requirements(requires)}:
+        requires.append(_PACKAGE)
+    # Without one front ends take setuptools.
+    table.setdefault("build-backend", _BACKEND)
+
+
+def _hook_tables(project: Project) -> Iterator[str]:
+    """The tables that switch the hook on, for wheels and sdists, after the project's other hooks."""
+    everywhere = project.table("tool", "hatch", "build", "hooks")
+    of_wheels = project.table(*hooks_table("wheel").split("."))
+    if NAME in everywhere or NAME in of_wheels:
+        return
+    if not of_wheels:
+        yield f"[{HOOK}]  # switches the hook on\n"
+        return
+    # Hooks for all targets run before those for wheels.
+    yield f"[{hooks_table('wheel')}.{NAME}]  # switches the hook on, after the other ones\n"
+    yield f"[{hooks_table('sdist')}.{NAME}]  # checks that sdists contain the models\n"
+
+
+def _head(providers: Sequence[Provider]) -> Iterator[str]:
+    # Models for the CPU replace the source models.
+    has_sources = all(provider.name != "cpu" for provider in providers)
+    fallback = '# fallback = "none"  # do not ship the source models\n' if has_sources else ""
+    yield f"[{ROOT}]\n{fallback}"
+    for provider in providers:
+        lines = [
+            f"[{ROOT}.targets.{quoted_key(provider.name)}]",
+            f"provider = {to_toml(provider.name)}",
+        ]
+        if provider.example:
+            lines.append(provider.example)
+        if provider.product == "context":
+            lines.append("# min-coverage = 0.9  # accept partly compiled models")
+        if provider.name != "cpu":
+            lines.append(
+                f'# platforms = ["{provider.platform}"]  # the wheels that it is for; default: all'
+            )
+        yield "\n".join(lines) + "\n"
+
+
+def _named(
+    models: Iterable[NewModel], names: Iterable[str]
+) -> Iterator[tuple[NewModel, str | None]]:
+    """Each model with the name that it needs, or None if its file's name is valid and not in ``names``."""
+    taken = {name.casefold() for name in names}
+    for model in models:
+        stem = PurePosixPath(file_of(model.path) if model.pinned else model.path).stem
+        name = plain = model.name or file_name(stem, "-")
+        number = 1
+        while name.casefold() in taken:
+            number += 1
+            name = f"{plain}-{number}"
+        taken.add(name.casefold())
+        yield model, name if name != stem else None
+
+
+def _model(model: NewModel, name: str | None, *, static: bool) -> str:
+    lines = [f"[[{ROOT}.models]]"]
+    for heading, tensors in (("in", model.facts.inputs), ("out", model.facts.outputs)):
+        for tensor in tensors:
+            facts = f"{tensor.name}: {tensor.dtype}, {tensor.shape_text or 'scalar'}"
+            lines.append(f"# {heading}: {_one_line(facts)}")
+    if name is not None:
+        lines.append(f"name = {to_toml(name)}")
+    if model.pinned is None:
+        lines.append(f"path = {tomlkit.item(model.path).as_string()}")
+    else:
+        lines += [f"{key} = {to_toml(value)}" for key, value in model.pinned.items()]
+    for line, is_open, ones in _size_lines(model):
+        # Dummy inputs have the size 1 anyway.
+        lines.append(f"# {line}" if is_open or (ones and not static) else line)
+    lines += _constants(model, static=static)
+    return "\n".join(lines) + "\n"
+
+
+def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
+    """Each line with sizes of open dimensions, whether some are unknown, and whether all are 1."""
+    suggested = {(size.input, size.axis): size for size in model.suggested.sizes}
+    tables: dict[str, dict[str, Any]] = {"dims": {}, "shapes": {}}
+    sizes: dict[str, list[tuple[int | None, str]]] = {"dims": [], "shapes": []}
+    for tensor in model.facts.inputs:
+        if tensor.shape is None:
+            tables["shapes"][tensor.name] = _UNKNOWN
+            sizes["shapes"].append((None, f"{tensor.name}: which shape, such as [1, 3]?"))
+            continue
+        key, shape = "shapes" if None in tensor.shape else "dims", [*tensor.shape]
+        for axis, name in enumerate(tensor.shape):
+            if isinstance(name, int) or (key == "dims" and name in tables[key]):
+                continue
+            unknown = OpenSize(tensor.name, axis, None, "which size?")
+            size = suggested.get((tensor.name, axis), unknown)
+            shape[axis] = size.size or _UNKNOWN
+            if key == "dims":
+                tables[key][str(name)] = shape[axis]
+            what = "" if size.size else f"{name or f'axis {axis} of {tensor.name}'}: "
+            sizes[key].append((size.size, what + size.note))
+        if key == "shapes":
+            tables[key][tensor.name] = shape
+    for key, notes in sizes.items():
+        if notes:
+            values = {size for size, _ in notes}
+            text = to_toml(tables[key]).replace(to_toml(_UNKNOWN), "?")
+            comment = "; ".join(dict.fromkeys(_one_line(note) for _, note in notes))
+            yield f"{key} = {text}  # {comment}", None in values, values == {1}
+
+
+def _constants(model: NewModel, *, static: bool) -> Iterator[str]:
+    """The line with inputs that can be constants: a comment, unless an EP needs some of them."""
+    needed = [constant for constant in model.suggested.constants if static and constant.needed]
+    if constants := needed or model.suggested.constants:
+        values = {constant.input: constant.value for constant in constants}
+        notes = dict.fromkeys(_one_line(constant.note) for constant in constants)
+        comment = "" if needed else "# "
+        yield f"{comment}constants = {to_toml(values)}  # {'; '.join(notes)}"
+
+
+def _one_line(text: str) -> str:
+    # A name can contain any characters, but a comment is one line.
+    return re.sub(r"\s+", " ", text)
+
+
+def next_steps(project: Project, config: Config) -> list[tuple[str, list[str]]]:
+    """What is left to do in the app, in its metadata and in its build: headings with lines."""
+    parent, is_guess = _import_package(project)
+    output, origin, notes = config.output or PurePosixPath(parent.name, FOLDER), "", list[str]()
+    if project.backend != HATCHLING:
+        # In a clone without the folder, a traceback shows this line.
+        output, origin = PurePosixPath(parent.name, FOLDER), "  # made by: epcontext export"
+        notes += _exporting(project, parent)
+    if is_guess and output != config.output:
+        setting = f"output = {to_toml(str(output))} in [{ROOT}]"
+        notes.append(f"{parent} is a guess: for another import package set {setting}.")
+    with contextlib.suppress(InvalidSpecifier):
+        if SpecifierSet(str(project.table("project").get("requires-python", ""))).contains("3.9"):
+            notes.append("The loader needs Python 3.10 or newer: set requires-python accordingly.")
+    name, *others = dict.fromkeys(to_toml(model.configured_name) for model in config.models)
+    more = f"  # or {', '.join(others)}" if others else ""
+    module = ".".join(output.parts)
+    return [
+        ("In the app:", [f"from {module} import load{origin}", f"session = load({name}){more}"]),
+        ("In the dependencies of the app:", [*_dependencies(project, config)]),
+        ("Note:", notes),
+    ]
+
+
+def _import_package(project: Project) -> tuple[PurePosixPath, bool]:
+    """The folder of the app's import package in the project, and whether that is a guess."""
+    name = str(canonicalize_name(project.name)).replace("-", "_")
+    packages = [
+        PurePosixPath(file.parent.relative_to(project.root).as_posix())
+        for source in ("src", "python", "lib", "")
+        for file in sorted((project.root / source).glob("*/__init__.py"))
+        if file.parent.name.casefold() not in _NOT_THE_APP
+    ]
+    if named := [package for package in packages if package.name == name]:
+        return named[0], False
+    return (packages or [PurePosixPath("src", name)])[0], len(packages) != 1
+
+
+def _exporting(project: Project, parent: PurePosixPath) -> Iterator[str]:
+    """How another build backend than hatchling packs the models in the import package ``parent``."""
+    backend = project.backend
+    front_end = "uv build" if backend == "uv_build" else "python -m build"
+    how = "setup.py" if backend == "setuptools" and not project.table("project") else backend
+    for text in (_EXPORT, _PACK.get(how, "")):
+        yield text.format(
+            backend=backend,
+            folder=parent / FOLDER,
+            front_end=front_end,
+            package=parent.name,
+            parent=parent,
+        )
+
+
+def _dependencies(project: Project, config: Config) -> Iterator[str]:
+    """The missing dependencies of the app."""
+    listed = {canonicalize_name(Requirement(text).name) for text in project.dependencies}
+    providers = {target.provider.name: target.provider for target in config.targets}.values()
+    if listed.isdisjoint(DISTRIBUTIONS):
+        fitting = [set(provider.distributions) for provider in providers]
+        name = next((n for n in DISTRIBUTIONS if all(n in f for f in fitting)), DISTRIBUTIONS[0])
+        yield to_toml(name + ONNX_RUNTIME)
+    for provider in providers:
+        # Those of the EP, also where the vendor's library compiles.
+        for requirement in PROVIDERS[provider.name].requirements:
+            if canonicalize_name(Requirement(requirement).name) not in listed:
+                text = to_toml(f"{requirement}{_marker(provider)}")
+                yield f"{text}  (for {provider.name}; or in an extra)"
+
+
+def _marker(provider: Provider) -> str:
+    python = f"python_version >= '{provider.python[0]}.{provider.python[1]}'"
+    systems = " or ".join(f"sys_platform == '{system}'" for system in provider.systems)
+    parts = (python if provider.python > (3, 10) else "", systems and f"({systems})")
+    return f"; {' and '.join(filter(None, parts))}" if any(parts) else ""

@@ -1,9 +1,8 @@
-"""Facts of a project from its files: its build backend, its requirements, its models."""
+"""Facts of a project from its files: its build backend and its requirements."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,16 +12,8 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.package.reader import own_files
 
 HATCHLING = "hatchling"
-
-_OUTPUTS = frozenset({"build", "dist", "node_modules", "site-packages", "__pycache__"})
-
-NOT_THE_APP = frozenset(
-    {"test", "tests", "testing", "doc", "docs", "example", "examples", "benchmark", "benchmarks"}
-)
-"""Folders whose models and packages are not the app's."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +63,3 @@ def requirements(listed: Any) -> Iterator[Requirement]:
     for text in listed if isinstance(listed, list) else ():
         with contextlib.suppress(InvalidRequirement, TypeError):
             yield Requirement(text)
-
-
-def find_models(root: Path) -> tuple[list[Path], list[Path]]:
-    """The ONNX files of the project in ``root``, and those in its tests, docs and examples, in order.
-
-    Hidden folders, virtual environments, build outputs and packages that this tool wrote are left out.
-    """
-    app: list[Path] = []
-    others: list[Path] = []
-    for path, folders, files in os.walk(root):
-        folder = Path(path)
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name not in _OUTPUTS
-            and not (folder / name / "pyvenv.cfg").exists()
-            and own_files(folder / name) is None
-        )
-        names = {part.casefold() for part in folder.relative_to(root).parts}
-        models = [folder / file for file in sorted(files) if file.casefold().endswith(".onnx")]
-        (app if names.isdisjoint(NOT_THE_APP) else others).extend(models)
-    return app, others

@@ -53,7 +53,6 @@ def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> N
     targets = {job["job"].split(" -> ")[1] for job in planned["jobs"]}
     assert {"qnn", "cpu"} <= targets <= set(PROVIDERS) - {"cuda", "directml"}
     assert {job["job"].split(" -> ")[0] for job in planned["jobs"]} == {"a", "b"}
-    assert "left out tests/d.onnx" in printed.stderr
     assert "has all models already" in cli("init", "--project", new_project).stdout
 
 
@@ -131,15 +130,12 @@ def test_a_link_is_taken_and_unknown_sizes_are_asked_for_in_a_comment(
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("tool = 3", "tool: EPC025\n    is not a table."),
-        ("tool.epcontext = 3", "tool.epcontext: EPC025\n    is not a table."),
+        ("tool = 3", "has values to which nothing can be added"),
+        ("tool.epcontext = 3", "EPC025"),
         ("tool.epcontext.models = 3", "models"),
-        ("tool.hatch.build.hooks = 3", "tool.hatch.build.hooks: EPC025\n    is not a table."),
-        ("project = 3", "project: EPC025\n    is not a table."),
-        (
-            'project.optional-dependencies = "x"',
-            "optional-dependencies: EPC025\n    is not a table.",
-        ),
+        ("tool.hatch.build.hooks = 3", "has values to which nothing can be added"),
+        ("project = 3", None),
+        ('project.optional-dependencies = "x"', None),
         ('build-system = { requires = 3, build-backend = "hatchling" }', "requires: EPC025"),
         ("tool.hatch.build.targets.wheel.exclude = [3]", None),
         ("tool.hatch.build.targets.wheel.force-include = 3", None),

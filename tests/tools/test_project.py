@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.tools.project import Project, find_models
-
-
-def write(root: Path, *files: str) -> None:
-    for file in files:
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        (root / file).touch()
+from hatch_epcontext.tools.project import Project
 
 
 @pytest.mark.parametrize(
@@ -33,12 +27,5 @@ def test_the_backend_has_its_import_name(tmp_path: Path, system: Any, backend: s
 
 
 def test_a_project_with_only_a_setup_script_is_one_of_setuptools(tmp_path: Path) -> None:
-    write(tmp_path, "setup.py")
+    (tmp_path / "setup.py").touch()
     assert Project(tmp_path, {}).backend == "setuptools"
-
-
-def test_models_of_tests_and_examples_are_others(tmp_path: Path) -> None:
-    write(tmp_path, "a.onnx", "src/b.ONNX", "dist/c.onnx", ".x/d.onnx", "Tests/data/e.onnx")
-    app, others = find_models(tmp_path)
-    assert [each.relative_to(tmp_path).as_posix() for each in app] == ["a.onnx", "src/b.ONNX"]
-    assert [each.name for each in others] == ["e.onnx"]

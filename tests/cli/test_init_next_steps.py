@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.tools.next_steps import next_steps
+from hatch_epcontext.cli.init import Pyproject, next_steps
 
 TABLE = """\
 [tool.epcontext.targets.qnn]
@@ -19,7 +19,10 @@ path = "my_app/c.onnx"
 def steps(project: Path, text: str) -> dict[str, str]:
     """The lines below each heading."""
     (project / "my_app" / "c.onnx").touch()
-    return {heading: "\n".join(lines) for heading, lines in next_steps(project, text)}
+    (project / "pyproject.toml").write_text(text, encoding="utf-8")
+    pyproject = Pyproject(project)
+    headings = next_steps(pyproject.project, pyproject.load(pyproject.table))
+    return {heading: "\n".join(lines) for heading, lines in headings}
 
 
 def head(more: str = 'requires-python = ">=3.10"', backend: str = "hatchling.build") -> str:
@@ -60,7 +63,7 @@ def test_what_a_wheel_of_hatchling_needs_is_noted(project: Path) -> None:
     (project / "my_app" / "__init__.py").unlink()
     without = steps(project, head() + TABLE)
     assert "from my_app.epcontext import load" in without["In the app:"]
-    assert 'my_app is a guess: set output = "my_app/epcontext"' in without["Note:"]
+    assert "src/my_app is a guess: for another import package set output" in without["Note:"]
 
 
 @pytest.mark.parametrize(
@@ -103,4 +106,4 @@ def test_a_project_without_metadata_in_pyproject_keeps_it_so(project: Path) -> N
     notes = steps(project, TABLE)["Note:"]
     assert 'package_data={"my_app": ["epcontext/**"]}' in notes
     assert "tool.setuptools" not in notes
-    assert "hatchling" not in notes
+    assert "[project]" not in notes
