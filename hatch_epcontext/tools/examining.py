@@ -30,7 +30,7 @@ from hatch_epcontext.package.dependencies import check_app
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.project import HATCHLING, Project
-from hatch_epcontext.worker.requests import DevicesRequest
+from hatch_epcontext.worker.requests import DevicesRequest, ProviderDevices
 
 TIMEOUT = 120.0
 """Seconds for loading one EP's library."""
@@ -103,9 +103,28 @@ def examine(project: Path, store: Store | None, environ: Mapping[str, str]) -> D
 
 def provider_states() -> list[ProviderState]:
     """All providers, as they are in this environment."""
-    has_runtime = bool(_versions(DISTRIBUTIONS))
+    packages = {
+        name: package
+        for name, provider in PROVIDERS.items()
+        if not provider.needs_library and (package := _package(provider))
+    }
     with temp_dir() as folder:
-        return [_state(provider, has_runtime, folder) for provider in PROVIDERS.values()]
+        devices = _devices(tuple(packages), folder) if _versions(DISTRIBUTIONS) else {}
+    return [
+        _state(provider, packages.get(name), devices.get(name))
+        for name, provider in PROVIDERS.items()
+    ]
+
+
+def _devices(providers: tuple[str, ...], folder: Path) -> Mapping[str, ProviderDevices]:
+    """The devices of ``providers``, of one worker; of one each if a library ends that, to know which one."""
+    request, location = DevicesRequest(providers), ", ".join(providers)
+    try:
+        return Workers(TIMEOUT).call(request, folder / location, location=location).providers
+    except BuildError as error:
+        if len(providers) == 1:
+            return {providers[0]: ProviderDevices((), error.problems[0].message)}
+        return {name: _devices((name,), folder)[name] for name in providers}
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:
@@ -125,21 +144,17 @@ def _examine_environment(distributions: Mapping[str, str]) -> tuple[Problem, ...
     return (*problems, Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))
 
 
-def _state(provider: Provider, has_runtime: bool, folder: Path) -> ProviderState:
+def _state(
+    provider: Provider, package: str | None, devices: ProviderDevices | None
+) -> ProviderState:
     if provider.needs_library:
         return ProviderState(provider.name, None, reason=_NAMED)
-    package, library = _package(provider), _library(provider)
-    if package is None or not has_runtime:
+    library = _library(provider)
+    if devices is None:
         needed = " and ".join(provider.requirements or (provider.distributions[0],))
         reason = f"{needed} is not installed."
         return ProviderState(provider.name, None, reason=reason, library=library)
-    request = DevicesRequest(provider.name)
-    try:
-        reply = Workers(TIMEOUT).call(request, folder / provider.name, location=provider.name)
-    except BuildError as error:
-        reason = error.problems[0].message
-        return ProviderState(provider.name, package, reason=reason, library=library)
-    return ProviderState(provider.name, package, reply.devices, reply.reason, library)
+    return ProviderState(provider.name, package, devices.devices, devices.reason, library)
 
 
 def _library(provider: Provider) -> str | None:

@@ -337,7 +337,7 @@ class SuggestRequest(WorkerRequest[SuggestReply], action="suggest"):
 
 
 @dataclass(frozen=True)
-class DevicesReply:
+class ProviderDevices:
     """The ``devices`` of an EP on this machine in words, and the ``reason`` why there are none, or why it
     cannot compile although there are some.
     """
@@ -347,10 +347,17 @@ class DevicesReply:
 
 
 @dataclass(frozen=True)
-class DevicesRequest(WorkerRequest[DevicesReply], action="devices"):
-    """Load the library of a provider, by its name, and list its devices."""
+class DevicesReply:
+    """What each provider has on this machine, by its name."""
 
-    provider: str
+    providers: Mapping[str, ProviderDevices]
+
+
+@dataclass(frozen=True)
+class DevicesRequest(WorkerRequest[DevicesReply], action="devices"):
+    """Load the libraries of providers, by their names, and list their devices."""
+
+    providers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
