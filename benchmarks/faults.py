@@ -31,9 +31,9 @@ from hatch_epcontext.graph import graph, reading
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.worker.comparison.compare import compare_outputs
+from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
 from hatch_epcontext.worker.comparison.reference import reference
-from hatch_epcontext.worker.comparison.runs import Reference, run_steps
+from hatch_epcontext.worker.comparison.runs import Reference
 from hatch_epcontext.worker.configured import fix_inputs
 from hatch_epcontext.worker.results import differences
 from hatch_epcontext.worker.session import cpu_options, open_session
@@ -197,18 +197,14 @@ def _transposed(name: str, shape: tuple[int, ...]) -> Callable[[onnx.GraphProto]
 def judged(faulty: onnx.ModelProto, expected: Reference, model: Model) -> dict[str, str]:
     """What each of `JUDGES` says of ``faulty``: the first message, empty where it agrees."""
     session = open_session(faulty.SerializeToString(), cpu_options())
-    found = dict.fromkeys(JUDGES, "")
-    for each in expected.runs:
-        if not (each.on_target and each.usual):
-            continue
-        steps = run_steps(session, each.feeds, expected.facts.states, model, "the model")
-        for outputs, wanted in zip(steps, each.outputs, strict=True):
-            for name in JUDGES:
-                tolerance = PROVIDERS[name].tolerance
-                compared = compare_outputs(outputs, wanted, tolerance, model, "the CPU's", expected)
-                if problems := differences(compared):
-                    found[name] = found[name] or problems[0].message
-    return found
+    runs = [run for run in expected.runs if run.on_target and run.usual]
+    verdicts = {}
+    for name in JUDGES:
+        tolerance, subject = PROVIDERS[name].tolerance, Subject(model, "the model")
+        result = compare_runs(session, expected, tolerance, subject, runs=runs)
+        messages = [problem.message for problem in differences(result.agreements)]
+        verdicts[name] = messages[0] if messages else ""
+    return verdicts
 
 
 def tried(open_model: OpenModel, path: Path) -> dict[str, dict[str, str]]:

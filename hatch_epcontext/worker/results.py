@@ -218,6 +218,13 @@ class Agreement:
         """Whether the output is wrong, or beyond a limit."""
         return self.status in _DIFFERENCES
 
+    @property
+    def above(self) -> float:
+        """``margin``; infinite for equal outputs, and `NOTHING` for those that cannot be compared."""
+        if self.status in (AgreementStatus.NOT_FINITE, AgreementStatus.OTHER_SHAPE):
+            return NOTHING
+        return math.inf if self.margin is None else self.margin
+
 
 def differences(agreements: Iterable[Agreement]) -> tuple[Problem, ...]:
     """The problems of the ``agreements`` that differ."""

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.models import network, save
-from tests.worker.comparison.test_states import lstm
+from tests.worker.test_states import lstm
 
 TOML = """
 [tool.epcontext]

@@ -19,7 +19,6 @@ from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker import advice
-from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.configured import (
     feeds_for,
     fix_constants,
@@ -34,6 +33,7 @@ from hatch_epcontext.worker.dummy.inputs import sized
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
+from hatch_epcontext.worker.states import state_pairs
 
 
 def handle(request: CheckRequest) -> CheckReply:

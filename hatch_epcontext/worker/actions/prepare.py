@@ -14,18 +14,20 @@ from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.builder import separate_outputs
-from hatch_epcontext.graph.dequantize import is_noisy
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.comparison.compare import SIMPLIFIED, compare_runs, refuse_differences
+from hatch_epcontext.worker.comparison.compare import (
+    SIMPLIFIED,
+    Subject,
+    compare_runs,
+    refuse_differences,
+)
 from hatch_epcontext.worker.comparison.diverging import first_difference
-from hatch_epcontext.worker.comparison.quantized import (
-    float_form_reference,
-    with_noise,
+from hatch_epcontext.worker.comparison.reference import (
+    source_reference,
     within_noise,
     write_float_form,
 )
-from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     for_other_numbers,
@@ -117,9 +119,9 @@ def _compare(
     session = simplified or open_session(result, cpu_options())
     name = "the source model's" if expected.facts.float_form_db is None else "its float form's"
     name += f" before it was {done}" if done else ""
-    explain = partial(first_difference, before, result, model, expected.facts.states)
-    what = "the prepared model on the CPU"
-    compared = compare_runs(session, expected, tolerance, model, what, name, explain=explain)
+    explain = partial(first_difference, before, result, model, expected)
+    subject = Subject(model, "the prepared model on the CPU", name, explain=explain)
+    compared = compare_runs(session, expected, tolerance, subject)
     refuse_differences(compared.agreements)
 
 
@@ -131,12 +133,8 @@ def _reference(
         return None
     if request.reference is not None:
         return read_reference(request.reference)
-    model = request.model
-    if not is_noisy(onnx_model):
-        return reference(model, onnx_model)
-    if fixed != integers:
-        return float_form_reference(model, integers, fixed)
-    return with_noise(model, integers, reference(model, onnx_model))
+    floats = None if fixed == integers else fixed
+    return source_reference(request.model, onnx_model, integers, floats)
 
 
 def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.InferenceSession | None:

@@ -28,18 +28,19 @@ from hatch_epcontext.graph.unrolling.recurrent import RECURRENT
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import (
     SIMPLIFIED,
-    compare_outputs,
+    Subject,
     compare_runs,
     refuse_differences,
 )
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
-from hatch_epcontext.worker.comparison.quantized import (
+from hatch_epcontext.worker.comparison.reference import (
+    reference_of_artifact,
     round_weights,
-    source_reference,
     within_noise,
 )
 from hatch_epcontext.worker.comparison.runs import (
+    Facts,
     Reference,
     ReferenceRun,
     for_other_numbers,
@@ -181,7 +182,7 @@ class _RewriteSession:
         expected = None
         if request.compare:
             expected = (
-                source_reference(
+                reference_of_artifact(
                     request.model,
                     model,
                     dequantized=request.precision is not None
@@ -277,8 +278,9 @@ class _RewriteSession:
         remedy(model, self.types, names)
         folder = Path(tempfile.mkdtemp(prefix="emulated-", dir=request.folder))
         path = self._save(model, folder / "emulated.onnx", Path(request.prepared).parent)
-        prepared = onnx.load(path, load_external_data=False)
-        return Emulator(request.model, prepared, path, format_, frozenset(), expected, limits, runs)
+        emulator = Emulator(request.model, path, format_, expected, limits)
+        emulator.emulate(runs)
+        return emulator
 
     def write(self, rewrites: tuple[Rewrite, ...]) -> RewriteReply:
         """Write the model after ``rewrites``; raises an exception if its results changed."""
@@ -353,13 +355,11 @@ class _RewriteSession:
         runs: Sequence[ReferenceRun] | None = None,
     ) -> float:
         """The smallest margin of an output in decibels; raises BuildError if one differs."""
-        model, what = self.request.model, "the rewritten model on the CPU"
-        before = Path(self.request.prepared)
-        explain = partial(first_difference, before, path, model, expected.facts.states)
-        name = "the source model's"
-        agreements = compare_runs(
-            session, expected, tolerance, model, what, name, runs=runs, explain=explain
-        ).agreements
+        model, before = self.request.model, Path(self.request.prepared)
+        explain = partial(first_difference, before, path, model, expected)
+        what = "the rewritten model on the CPU"
+        subject = Subject(model, what, "the source model's", explain=explain)
+        agreements = compare_runs(session, expected, tolerance, subject, runs=runs).agreements
         refuse_differences(agreements)
         return min((a.margin for a in agreements if a.margin is not None), default=math.inf)
 
@@ -382,14 +382,17 @@ class _RewriteSession:
             for name, each in (("branches-before", self.read()), ("branches-after", onnx_model))
         )
         shapes = {each.name: each.shape for each in before.get_inputs()}
+        subject = Subject(model, "the rewritten branch on the CPU", "the branch's")
         for fed in assignments(conditions, shapes):
-            for each in expected.runs:
-                feeds = {**each.feeds[0], **fed}
-                wanted = run_model(before, feeds, model, "a branch of the model on the CPU")
-                outputs = run_model(after, feeds, model, "the rewritten branch on the CPU")
-                refuse_differences(
-                    compare_outputs(outputs, wanted, SIMPLIFIED, model, "the branch's")
+            for run in expected.runs:
+                feeds = {**run.feeds[0], **fed}
+                outputs = run_model(before, feeds, model, "a branch of the model on the CPU")
+                branch = replace(
+                    run, name="given", feeds=(feeds,), outputs=(outputs,), candidates=()
                 )
+                alone = Reference((replace(branch, usual=True),), Facts())
+                compared = compare_runs(after, alone, SIMPLIFIED, subject, runs=alone.runs)
+                refuse_differences(compared.agreements)
 
     def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""

@@ -15,13 +15,13 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.kinds import DimensionKind, dimension_kind, is_length_name
 from hatch_epcontext.graph.values.ranges import input_ranges
-from hatch_epcontext.worker.comparison.states import first_states
 from hatch_epcontext.worker.requests import (
     OpenSize,
     SuggestedConstant,
     SuggestReply,
     SuggestRequest,
 )
+from hatch_epcontext.worker.states import first_states
 
 _MAX_HALVED = 512
 """The largest product of strides that is suggested as a factor of sizes."""

@@ -25,11 +25,12 @@ from hatch_epcontext.graph import reading
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import compare_outputs, compare_runs
+from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
-from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
+from hatch_epcontext.worker.comparison.reference import reference_of_artifact, within_noise
 from hatch_epcontext.worker.comparison.runs import (
+    Facts,
     Reference,
     ReferenceRun,
     for_other_numbers,
@@ -121,28 +122,22 @@ def _compare(
     emulator = _emulator(request, expected, tolerance)
     if settings.changes_precision:
         expected = for_other_numbers(expected)
-    first = None
     if recorded := expected_outputs(request.context.outputs, model):
-        first = run_model(session, expected.feeds, model, "the compiled model")
-        name, only_target = "the recorded output", request.only_target
         own = model.tolerance_for(request.target, recorded=True) or request.tolerance
-        agreements = compare_outputs(first, recorded, own, model, name, only_target=only_target)
+        run = ReferenceRun("given", (expected.feeds,), (recorded,), "", usual=True, on_target=True)
+        subject = Subject(model, reference="the recorded output", only_target=request.only_target)
+        agreements = compare_runs(session, Reference((run,), Facts()), own, subject).agreements
         if any(agreement.differs for agreement in agreements):
-            return replace(validation, agreements=tuple(agreements))
+            return replace(validation, agreements=agreements)
     float_form_db = expected.facts.float_form_db
-    compared = compare_runs(
-        session,
-        expected,
-        tolerance,
+    subject = Subject(
         model,
-        "the compiled model",
-        "the CPU's" if float_form_db is None else "its float form's",
-        runs=emulator.to_run() if emulator else None,
-        first=first,
+        reference="the CPU's" if float_form_db is None else "its float form's",
         only_target=request.only_target,
-        emulator=emulator,
         explain=_explain(request, expected),
     )
+    runs = emulator.to_run() if emulator else None
+    compared = compare_runs(session, expected, tolerance, subject, runs=runs, emulator=emulator)
     validation = replace(
         validation,
         agreements=compared.agreements,
@@ -182,8 +177,8 @@ def _explain(request: ValidateRequest, expected: Reference) -> Callable[[Referen
     """A function that finds the first node that differs, for optimized graphs, which are ONNX."""
     if request.prepared is None or request.product != "optimized":
         return None
-    states = expected.facts.states
-    return partial(first_difference, Path(request.prepared), _file(request), request.model, states)
+    prepared = Path(request.prepared)
+    return partial(first_difference, prepared, _file(request), request.model, expected)
 
 
 def _format(request: ValidateRequest) -> NumberFormat | None:
@@ -201,18 +196,20 @@ def _emulator(
     format_ = _format(request)
     if format_ is None or request.prepared is None:
         return None
-    path, coverage = Path(request.prepared), request.context.coverage
-    prepared = onnx.load(path, load_external_data=False)
-    if not Emulator.is_possible(prepared):
-        return None
+    coverage = request.context.coverage
     skipped = frozenset(node.name for node in coverage.uncovered) if coverage else frozenset()
+    prepared = Path(request.prepared)
+    emulator = Emulator(request.model, prepared, format_, expected, tolerance, skipped)
+    if not emulator.is_possible:
+        return None
     try:
-        return Emulator(request.model, prepared, path, format_, skipped, expected, tolerance)
+        emulator.emulate()
     except ModelError:
         raise
     except Exception:
         # ONNX Runtime raises many types for graphs that it cannot open without optimizing them.
         return None
+    return emulator
 
 
 def _reference(request: ValidateRequest) -> Reference | Arrays:
@@ -233,7 +230,7 @@ def _reference(request: ValidateRequest) -> Reference | Arrays:
     if request.tolerance is None:
         return feeds
     dequantized = bool(request.target.settings.dequantize)
-    return source_reference(model, source, dequantized=dequantized)
+    return reference_of_artifact(model, source, dequantized=dequantized)
 
 
 def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:

@@ -1,24 +1,21 @@
-"""Compare the outputs of a model with its reference."""
+"""Compare the outputs of a model with its reference, judge them, and explain what differs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import RefusedError, Setting
-from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.emulation import Emulator, Level
-from hatch_epcontext.worker.comparison.measures import Comparison, compare, other_shape
+from hatch_epcontext.worker.comparison.measures import Comparison
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun, run_steps
-from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.results import (
     GAIN,
     NOTHING,
@@ -28,7 +25,6 @@ from hatch_epcontext.worker.results import (
     differences,
     worst_agreements,
 )
-from hatch_epcontext.worker.tensors import not_finite
 
 SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
 """A simplifier may change only the order of additions."""
@@ -40,85 +36,19 @@ _WRONG_SLICE = 3.0
 """The same for a slice, such as all scores of one class."""
 
 
-def compare_runs(
-    session: ort.InferenceSession,
-    expected: Reference,
-    tolerance: Tolerance,
-    model: Model,
-    what: str,
-    reference_name: str,
-    *,
-    runs: Sequence[ReferenceRun] | None = None,
-    first: Arrays | None = None,
-    only_target: str | None = None,
-    emulator: Emulator | None = None,
-    explain: Callable[[ReferenceRun], str] | None = None,
-) -> ComparisonResult:
-    """Run ``session``, the model ``what``, on ``runs`` of the reference, by default on those for a target.
+@dataclass(frozen=True)
+class Subject:
+    """What is compared, in messages: ``what``, a form of ``model``, with the outputs of a ``reference``.
 
-    It ends with the first run that differs. ``first``: its outputs for the first sample, if that was run
-    already. ``only_target``: the target whose limits a hint should relax, if not those of all. ``emulator``:
-    of its number format; the runs correct it. ``explain``: without an emulator, it names where the model
-    begins to differ. Raises ModelError when it takes too long.
+    ``only_target``: the target whose limits a hint should relax, if not those of all. ``explain``: says for a
+    run where the model begins to differ.
     """
-    compared: list[Agreement] = []
-    warnings: list[str] = []
-    ran: list[str] = []
-    levels: list[Level] = []
-    gap = None if emulator is None else 0.0
-    if runs is None:
-        runs = [run for run in expected.runs if run.on_target]
-    longest = max(runs, key=lambda run: len(run.feeds))
-    for run in runs:
-        ran.append(run.name)
-        if first is not None and run is expected.runs[0]:
-            outputs: Iterable[Arrays] = (first,)
-        else:
-            outputs = run_steps(session, run.feeds, expected.facts.states, model, what)
-        agreeing, differing = _until_different(
-            compare_outputs(
-                own,
-                wanted,
-                tolerance,
-                model,
-                reference_name,
-                expected,
-                _place(run, number),
-                only_target,
-                candidates,
-                what,
-            )
-            for number, (own, (wanted, candidates)) in enumerate(
-                zip(outputs, run.steps, strict=True)
-            )
-        )
-        compared += agreeing
-        if differing:
-            differing, distance = _explained(differing, run, emulator, explain)
-            # The app may never have unusual inputs; but if the number format does not explain the EP's error
-            # there, the EP may be wrong elsewhere too.
-            if run.usual or (emulator is not None and emulator.level(run).margin >= SENSITIVE):
-                return ComparisonResult(differing, tuple(warnings), tuple(ran), distance)
-            warnings.append(_warning(differing))
-            continue
-        if emulator is None or gap is None:
-            continue
-        of_outputs = [(a.margin, a.output) for a in agreeing if a.margin is not None]
-        margin, output = min(of_outputs, default=(math.inf, ""))
-        levels.append(Level(run, output, margin, margin + tolerance.of(output).snr, ran=True))
-        emulated = emulator.level(run).margin
-        gap = max(gap, min(emulated, _reachable(emulator)) - margin)
-        is_longest = run is longest and len(run.feeds) > 1
-        is_worst = (
-            not is_longest and run is not expected.runs[0] and model.validate.inputs in SYNTHETIC
-        )
-        is_better = emulated < SENSITIVE <= margin
-        if is_worst and margin >= emulated - GAIN and not is_better:
-            # The emulation is right for the worst sample; the others are nearer, and simulators are slow.
-            break
-    if emulator is not None:
-        emulator.correct(levels)
-    return ComparisonResult(worst_agreements(compared), tuple(warnings), tuple(ran), gap)
+
+    model: Model
+    what: str = "the compiled model"
+    reference: str = "the CPU's"
+    only_target: str | None = None
+    explain: Callable[[ReferenceRun], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +63,89 @@ class ComparisonResult:
     gap: float | None
 
 
+def compare_runs(
+    session: ort.InferenceSession,
+    reference: Reference,
+    limits: Tolerance,
+    subject: Subject,
+    *,
+    runs: Sequence[ReferenceRun] | None = None,
+    emulator: Emulator | None = None,
+) -> ComparisonResult:
+    """Run ``session`` on ``runs`` of the ``reference``, by default on those for a target.
+
+    It ends with the first run that differs. ``emulator``: of its number format; the runs correct it. Raises
+    ModelError when it takes too long.
+    """
+    compared: list[Agreement] = []
+    warnings: list[str] = []
+    samples: list[str] = []
+    levels: list[Level] = []
+    gap = None if emulator is None else 0.0
+    if runs is None:
+        runs = [run for run in reference.runs if run.on_target]
+    for run in runs:
+        samples.append(run.name)
+        agreeing, differing = _compare_run(session, reference, run, limits, subject)
+        compared += agreeing
+        if differing:
+            agreements, distance = _explained(differing, run, subject, emulator)
+            # The app may never have unusual inputs; but if the number format does not explain the EP's error
+            # there, the EP may be wrong elsewhere too.
+            if run.usual or (emulator is not None and emulator.level(run).margin >= SENSITIVE):
+                return ComparisonResult(agreements, tuple(warnings), tuple(samples), distance)
+            warnings.append(_warning(agreements))
+        elif emulator is not None and gap is not None:
+            level = Level.of(run, agreeing, limits, ran=True)
+            levels.append(level)
+            emulated = emulator.level(run).margin
+            gap = max(gap, min(emulated, _reachable(emulator)) - level.margin)
+            if (
+                _is_as_emulated(level, emulated, runs, subject.model)
+                and run is not reference.runs[0]
+            ):
+                # The others are nearer, and simulators are slow.
+                break
+    if emulator is not None:
+        emulator.correct(levels)
+    return ComparisonResult(worst_agreements(compared), tuple(warnings), tuple(samples), gap)
+
+
+def _compare_run(
+    session: ort.InferenceSession,
+    reference: Reference,
+    run: ReferenceRun,
+    limits: Tolerance,
+    subject: Subject,
+) -> tuple[list[Agreement], tuple[Agreement, ...]]:
+    """The agreements of ``session`` in the steps of ``run`` before the first difference, and in that one."""
+    agreeing: list[Agreement] = []
+    states = reference.facts.states
+    steps = run_steps(session, run.feeds, states, subject.model, subject.what)
+    for number, outputs in enumerate(steps):
+        comparisons = reference.compare(run, number, outputs, limits)
+        place = _place(run, number)
+        agreements = tuple(
+            judged(comparison, subject, reference.facts, place) for comparison in comparisons
+        )
+        if any(agreement.differs for agreement in agreements):
+            return agreeing, agreements
+        agreeing += agreements
+    return agreeing, ()
+
+
+def _is_as_emulated(
+    level: Level, emulated: float, runs: Sequence[ReferenceRun], model: Model
+) -> bool:
+    """Whether the run of ``level``, one of the worst, is about as near as the emulation, with that margin."""
+    longest = max(runs, key=lambda run: len(run.feeds))
+    is_worst = model.validate.inputs in SYNTHETIC and not (
+        level.run is longest and len(longest.feeds) > 1
+    )
+    is_better = emulated < SENSITIVE <= level.margin
+    return is_worst and level.margin >= emulated - GAIN and not is_better
+
+
 def refuse_differences(agreements: Iterable[Agreement]) -> None:
     """Raise RefusedError if some of the ``agreements``, of a form that a worker made, differ."""
     if problems := differences(agreements):
@@ -144,23 +157,11 @@ def _reachable(emulator: Emulator) -> float:
     return SENSITIVE + GAIN if emulator.margin >= SENSITIVE else SENSITIVE
 
 
-def _until_different(
-    steps: Iterable[list[Agreement]],
-) -> tuple[list[Agreement], tuple[Agreement, ...]]:
-    """The agreements of the ``steps`` before the first one with a difference, and those of that one."""
-    agreeing: list[Agreement] = []
-    for agreements in steps:
-        if any(agreement.differs for agreement in agreements):
-            return agreeing, tuple(agreements)
-        agreeing += agreements
-    return agreeing, ()
-
-
 def _explained(
     agreements: tuple[Agreement, ...],
     run: ReferenceRun,
+    subject: Subject,
     emulator: Emulator | None,
-    explain: Callable[[ReferenceRun], str] | None,
 ) -> tuple[tuple[Agreement, ...], float | None]:
     """``agreements`` of ``run`` with the first diverging node, if that is known, in the reason of the first
     difference; and the gap, as in `Validation`.
@@ -169,12 +170,12 @@ def _explained(
     if emulator is not None:
         margins = (a.margin for a in agreements if a.differs and a.margin is not None)
         margin = min(margins, default=NOTHING)
+        text = emulator.explanation(run, margin)
         distance = emulator.level(run).margin - margin
         # None if the emulation is equal: a reply cannot contain infinity.
         gap = max(0.0, distance) if distance < math.inf else None
-        text = emulator.explanation(run, margin)
     else:
-        text = explain(run) if explain else ""
+        text = "" if subject.explain is None else subject.explain(run)
     explained = replace(first, reason=f"{first.reason}\n{text}" if text else first.reason)
     return tuple(explained if a is first else a for a in agreements), gap
 
@@ -192,113 +193,50 @@ def _place(run: ReferenceRun, number: int) -> str:
     return "" if run.name in ("random", "given") else f" for the sample {run.name!r}"
 
 
-def compare_outputs(
-    outputs: Arrays,
-    wanted: Arrays,
-    tolerance: Tolerance,
-    model: Model,
-    reference_name: str,
-    expected: Reference | None = None,
-    place: str = "",
-    only_target: str | None = None,
-    candidates: Arrays = MappingProxyType({}),
-    what: str = "the compiled model",
-) -> list[Agreement]:
-    """Compare ``outputs`` with ``wanted``, which messages call ``reference_name`` ("the CPU's").
-
-    ``expected``: the reference that contains ``wanted``, and ``place`` where in it, for messages;
-    ``only_target`` and ``what`` as in `compare_runs`; ``candidates``: see `ReferenceRun`.
-    """
-    facts = expected.facts if expected else Facts()
-    outputs = {name: array for name, array in outputs.items() if name not in facts.random}
-    if gaps := not_finite(outputs, {**candidates, **wanted}):
-        return gaps
-    agreements = [
-        Agreement(name, 0.0, None, status=AgreementStatus.RANDOM, reason="it is random")
-        for name in facts.random
-    ]
-    selected = select(facts.selections, outputs, wanted, candidates, tolerance.unit)
-    for name, output in outputs.items():
-        if name not in selected.wanted:
-            continue
-        if (reshaped := other_shape(name, output, selected.wanted[name])) is not None:
-            agreements.append(reshaped)
-            continue
-        compared = compare(
-            name,
-            output,
-            selected.wanted[name],
-            tolerance.of(name),
-            elsewhere=expected.elsewhere(name) if expected else None,
-            nature=facts.natures.get(name, "any"),
-            quantization_step=facts.quantization_steps.get(name, 0.0),
-            rows=selected.rows.get(name),
-            is_state=name in facts.states.values(),
-        )
-        agreement = compared.agreement
-        if compared.excesses:
-            agreement = _differing(compared, model, reference_name, place, facts, only_target, what)
-        elif reason := facts.inconclusive.get(name):
-            agreement = replace(agreement, status=AgreementStatus.INCONCLUSIVE, reason=reason)
-        agreements.append(agreement)
-    return agreements
-
-
-def _differing(
-    compared: Comparison,
-    model: Model,
-    reference_name: str,
-    place: str,
-    facts: Facts,
-    only_target: str | None,
-    what: str,
-) -> Agreement:
-    """The agreement of ``compared``, which is beyond a limit: how, and what to do."""
-    agreement = compared.agreement
+def judged(comparison: Comparison, subject: Subject, facts: Facts, place: str = "") -> Agreement:
+    """The agreement of ``comparison``; if it is beyond a limit: how, at which ``place``, and what to do."""
+    agreement = comparison.agreement
+    if not comparison.excesses:
+        return agreement
     # An index has no difference: only its score differs.
     largest = f"; the largest difference is {agreement.max_abs:.3g}" if agreement.max_abs else ""
     message = (
-        f"the output {agreement.output!r} differs from {reference_name}{place}: "
-        f"{' and '.join(compared.excesses)}{largest}."
+        f"the output {agreement.output!r} differs from {subject.reference}{place}: "
+        f"{' and '.join(comparison.excesses)}{largest}."
     )
-    hint, setting = _advice(compared, model, facts, only_target, what)
-    return replace(
-        agreement,
-        status=AgreementStatus.DIFFERS,
-        reason=message,
-        hint=hint,
-        settings=() if setting is None else (setting,),
-    )
+    hint, setting = _advice(comparison, subject, facts)
+    settings = () if setting is None else (setting,)
+    status = AgreementStatus.DIFFERS
+    return replace(agreement, status=status, reason=message, hint=hint, settings=settings)
 
 
-def _advice(
-    compared: Comparison, model: Model, facts: Facts, only_target: str | None, what: str
-) -> tuple[str, Setting | None]:
+def _advice(comparison: Comparison, subject: Subject, facts: Facts) -> tuple[str, Setting | None]:
     """What to do about an output that is beyond a limit, and what to set."""
-    key = model.key / "validate"
-    are_given = model.validate.inputs not in SYNTHETIC
+    what, validate = subject.what, subject.model.validate
+    key = subject.model.key / "validate"
+    are_given = validate.inputs not in SYNTHETIC
     if facts.guessed and not are_given:
         names = ", ".join(map(repr, facts.guessed))
         hint = f"Nothing in the graph bounds {names}, which got values up to 255. Give real inputs:"
         return hint, Setting(key / "inputs", "samples.npz")
-    if _is_wrong(compared):
+    if _is_wrong(comparison):
         wrong = f"{what[0].upper()}{what[1:]} is wrong there"
         if are_given:
             advice = ": do not ship it for this target" if what == "the compiled model" else ""
             return f"{wrong}{advice}.", None
         hint = f"{wrong}. If the app never has such inputs, give its real ones:"
         return hint, Setting(key / "inputs", "samples.npz")
-    allowed = {name: _rounded(name, limit) for name, limit in compared.needed.items()}
-    limits: dict[str, Any] = {"outputs": {compared.agreement.output: allowed}}
-    if only_target is not None:
-        limits = {"targets": {only_target: limits}}
+    allowed = {name: _rounded(name, limit) for name, limit in comparison.needed.items()}
+    limits: dict[str, Any] = {"outputs": {comparison.agreement.output: allowed}}
+    if subject.only_target is not None:
+        limits = {"targets": {subject.only_target: limits}}
     hint = "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more):"
     return hint, Setting(key / "tolerance", limits)
 
 
-def _is_wrong(compared: Comparison) -> bool:
+def _is_wrong(comparison: Comparison) -> bool:
     """Whether an output differs so much that no limit should allow it."""
-    needed, worst = compared.needed, compared.agreement.worst
+    needed, worst = comparison.needed, comparison.agreement.worst
     if "snr" in needed:
         slice_is_wrong = worst is not None and worst.snr < _WRONG_SLICE
         return needed["snr"] < _WRONG or slice_is_wrong

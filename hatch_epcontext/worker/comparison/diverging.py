@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,24 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.external import load_whole
 from hatch_epcontext.graph.rounding import expose
-from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.worker.comparison.runs import ReferenceRun, run_steps
+from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_steps
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import open_unoptimized
 from hatch_epcontext.worker.value_types import value_types
 
-WRONG = 0.1
+_WRONG = 0.1
 """The relative error of a value from which it is wrong."""
 
 _MATTERS = 0.01
 """The relative error after a clamped value, or after a number that the format lacks, from which it matters:
 in masks, which only hide values, it does not."""
+
+_JUMPS = (10.0, 3.0)
+"""The ratios of a result's error to the errors of its operands from which a node counts as the cause."""
+
+_MAX_VALUES = 2**28
+"""The most values inside a model of which all are compared: 2 GiB for both runs."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +71,12 @@ class Inner:
 
     def largest(self, node: onnx.NodeProto) -> float:
         """The largest magnitude of its results."""
-        return max((largest(each) for each in self._results(node)), default=0.0)
+        return max((largest(array) for array in self._results(node)), default=0.0)
 
-    def smallest(self, node: onnx.NodeProto) -> tuple[float, float]:
-        """The root mean square and the largest magnitude of its results."""
-        found = [each.astype(np.float64) for each in self._results(node) if each.size]
-        if not found:
-            return 0.0, 0.0
-        return float(np.sqrt(np.mean(found[0] ** 2))), largest(found[0])
+    def size(self, node: onnx.NodeProto) -> float:
+        """The root mean square of its first result."""
+        arrays = (array.astype(np.float64) for array in self._results(node) if array.size)
+        return next((float(np.sqrt(np.mean(array**2))) for array in arrays), 0.0)
 
     def range(self, name: str) -> tuple[float, float]:
         """The smallest and the largest value of ``name``."""
@@ -87,8 +91,8 @@ class Inner:
             if name not in self.errors or not _differ(self.exact[name], self.other[name]):
                 continue
             readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
-            if not readers or any(self.behind(each) > _MATTERS for each in readers):
-                return not all(self._hides(each, scope) for each in readers) or not readers
+            if not readers or any(self.behind(reader) > _MATTERS for reader in readers):
+                return not all(self._hides(reader, scope) for reader in readers) or not readers
         return False
 
     def _hides(self, node: onnx.NodeProto, scope: Scope) -> bool:
@@ -98,7 +102,7 @@ class Inner:
         ]
         if self.behind(node) <= _MATTERS:
             return True
-        return bool(readers) and all(self.behind(each) <= _MATTERS for each in readers)
+        return bool(readers) and all(self.behind(reader) <= _MATTERS for reader in readers)
 
     def _results(self, node: onnx.NodeProto) -> Iterator[Array]:
         for name in node.output:
@@ -106,52 +110,147 @@ class Inner:
                 yield self.exact[name]
 
 
+Suspects = Callable[[onnx.NodeProto, "Inner"], bool]
+"""Whether a node is of some kind, as all values show it."""
+
+
+class Divergence:
+    """Two forms of ``model`` on the CPU, whose values have the same names; the ``other`` one may be wrong.
+
+    ``scope``: of one of them, with the nodes in order. ``exact`` and ``other`` return the forms, with all
+    their values as outputs, when they are needed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        reference: Reference,
+        scope: Scope,
+        exact: Callable[[], onnx.ModelProto],
+        other: Callable[[], onnx.ModelProto],
+    ) -> None:
+        self._model, self._reference, self._scope = model, reference, scope
+        self._forms = exact, other
+        self._inner: dict[str, Inner | None] = {}
+
+    def find(
+        self, run: ReferenceRun, is_hidden: Suspects, is_cause: Suspects
+    ) -> onnx.NodeProto | None:
+        """The first node whose error is much larger than that of its operands, or that ``is_cause`` accepts.
+
+        Nodes that ``is_hidden`` accepts have errors without effect. None without an error, or if the values
+        are unknown.
+        """
+        if (inner := self.inner(run)) is None:
+            return None
+        wrong = min(_WRONG, self._final(run, inner) / 2)
+        grown = [
+            (node, inner.behind(node), inner.before(node))
+            for node in self._scope.nodes
+            if inner.behind(node) > wrong and not is_hidden(node, inner)
+        ]
+        for jump in _JUMPS:
+            causes = {node.output[0] for node, behind, before in grown if behind > jump * before}
+            for node in self._scope.nodes:
+                if node.output[0] in causes or is_cause(node, inner):
+                    return node
+        if not grown:
+            return None
+        node, *_ = max(grown, key=lambda item: item[1] / max(item[2], 1e-9))
+        return node
+
+    def inner(self, run: ReferenceRun) -> Inner | None:
+        """All values of the first wrong step of ``run``, or of its last step, in both forms.
+
+        None if they are too many, or if the model cannot run with all of them as outputs.
+        """
+        if run.name not in self._inner:
+            self._inner[run.name] = self._compute_inner(run)
+        return self._inner[run.name]
+
+    def exact_steps(self, run: ReferenceRun) -> Iterator[Arrays] | None:
+        """All values of the exact form in each step of ``run``; None if they are unknown."""
+        return None if self._exact is None else self._steps(self._exact, run)
+
+    def _compute_inner(self, run: ReferenceRun) -> Inner | None:
+        if self._exact is None or self._other is None:
+            return None
+        inner = None
+        steps = (self._steps(session, run) for session in (self._exact, self._other))
+        for exact, other in zip(*steps, strict=True):
+            inner = Inner(exact, other)
+            if self._final(run, inner) > _WRONG:
+                # Errors in later steps come from this one.
+                break
+        return inner
+
+    def _final(self, run: ReferenceRun, inner: Inner) -> float:
+        """The largest error of the compared values."""
+        names = (*run.outputs[0], *self._reference.facts.selections.reads)
+        return max((inner.errors.get(name, 0.0) for name in names), default=0.0)
+
+    @cached_property
+    def _exact(self) -> ort.InferenceSession | None:
+        results = (name for node in self._scope.nodes for name in node.output)
+        size = sum(math.prod(self._scope.shape(name) or (1,)) for name in results)
+        step("looking for the first node that differs")
+        return None if size > _MAX_VALUES else _open(self._forms[0])
+
+    @cached_property
+    def _other(self) -> ort.InferenceSession | None:
+        return _open(self._forms[1])
+
+    def _steps(self, session: ort.InferenceSession, run: ReferenceRun) -> Iterator[Arrays]:
+        """All values of ``session`` in each step of ``run``, with its inputs."""
+        states, fed = self._reference.facts.states, dict[str, Array]()
+        what = "the model with all its values"
+        steps = run_steps(session, run.feeds, states, self._model, what)
+        for feeds, outputs in zip(run.feeds, steps, strict=True):
+            fed.update(feeds)
+            yield {**fed, **outputs}
+            fed.update({name: outputs[last] for name, last in states.items() if last in outputs})
+
+
+def _open(form: Callable[[], onnx.ModelProto]) -> ort.InferenceSession | None:
+    try:
+        return open_unoptimized(form().SerializeToString())
+    except Exception:
+        # Some models cannot run with other outputs; then no node is named.
+        return None
+
+
+def _never(node: onnx.NodeProto, inner: Inner) -> bool:
+    return False
+
+
 def first_difference(
-    exact: Path, other: Path, model: Model, states: Mapping[str, str], run: ReferenceRun
+    exact: Path, other: Path, model: Model, reference: Reference, run: ReferenceRun
 ) -> str:
     """A sentence about the first node of the file ``other`` whose result differs from the file ``exact``.
 
     Both are forms of ``model``, and the CPU runs them. Empty if the node is unknown.
     """
-    step("looking for the first node that differs")
     try:
-        nodes = onnx.load(other, load_external_data=False).graph.node
-        steps = (
-            inner_steps(_exposed(path), run, states, model, "the model with all its values")
-            for path in (exact, other)
-        )
-        for one, two in zip(*steps, strict=True):
-            inner = Inner(one, two)
-            final = max((inner.errors.get(name, 0.0) for name in run.outputs[0]), default=0.0)
-            for node in nodes:
-                if final and inner.behind(node) > min(WRONG, final / 2):
-                    return f"The first diverging node: {inner.words(node)}."
+        forms = [load_whole(path) for path in (exact, other)]
+        types = [value_types(form, path) for form, path in zip(forms, (exact, other), strict=True)]
+        opened = (partial(exposed, *form) for form in zip(forms, types, strict=True))
+        divergence = Divergence(model, reference, Scope.of(forms[1], types[1]), *opened)
+        node = divergence.find(run, _never, _never)
+        inner = divergence.inner(run)
     except Exception:
         # ONNX Runtime raises many types for models that cannot run with other outputs.
         return ""
-    return ""
+    if node is None or inner is None:
+        return ""
+    return f"The first diverging node: {inner.words(node)}."
 
 
-def inner_steps(
-    session: ort.InferenceSession,
-    run: ReferenceRun,
-    states: Mapping[str, str],
-    model: Model,
-    what: str,
-) -> Iterator[dict[str, Array]]:
-    """All values of ``session`` in each step of ``run``, with its inputs."""
-    fed: dict[str, Array] = {}
-    steps = run_steps(session, run.feeds, states, model, what)
-    for given, found in zip(run.feeds, steps, strict=True):
-        fed.update(given)
-        yield {**fed, **found}
-        fed.update({first: found[last] for first, last in states.items() if last in found})
-
-
-def _exposed(path: Path) -> ort.InferenceSession:
-    model = load_whole(path)
-    expose(model, value_types(model, path))
-    return open_unoptimized(model.SerializeToString())
+def exposed(model: onnx.ModelProto, types: Types) -> onnx.ModelProto:
+    """A copy of ``model`` with all its floats as outputs; ``types``: of its values."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    expose(copy, types)
+    return copy
 
 
 def named(node: onnx.NodeProto) -> str:
@@ -173,12 +272,12 @@ def relative(exact: Array, other: Array) -> float:
     one = np.nan_to_num(np.asarray(exact, np.float64))
     two = np.nan_to_num(np.asarray(other, np.float64))
     with np.errstate(over="ignore", invalid="ignore"):
-        found = np.sqrt(((one - two) ** 2).sum() / max((one**2).sum(), 1e-60))
+        error = np.sqrt(((one - two) ** 2).sum() / max((one**2).sum(), 1e-60))
     # Masks contain the largest float32.
-    return float(found) if np.isfinite(found) else 1.0
+    return float(error) if np.isfinite(error) else 1.0
 
 
 def _differ(exact: Array, other: Array) -> bool:
     """Whether any value differs by a tenth."""
     one, two = np.asarray(exact, np.float64), np.asarray(other, np.float64)
-    return bool((np.abs(one - two) > WRONG * np.abs(one)).any())
+    return bool((np.abs(one - two) > _WRONG * np.abs(one)).any())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,25 +21,31 @@ from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.parts import WrongCut, part_between
-from hatch_epcontext.graph.rounding import applies, emulate, expose, hidden_faults, rounded, widen
-from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.rounding import applies, emulate, hidden_faults, rounded, widen
+from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import to_toml
 from hatch_epcontext.worker.advice import keep
 from hatch_epcontext.worker.comparison.diverging import (
-    WRONG,
+    Divergence,
     Inner,
-    inner_steps,
+    exposed,
     largest,
     named,
     relative,
 )
-from hatch_epcontext.worker.comparison.measures import Numbers, compare
+from hatch_epcontext.worker.comparison.measures import Numbers
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_steps, with_telling
-from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.comparison.suppression import expose_reads
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.results import FEW_SAMPLES, GAIN, NOTHING, SENSITIVE, Emulation
+from hatch_epcontext.worker.results import (
+    FEW_SAMPLES,
+    GAIN,
+    NOTHING,
+    SENSITIVE,
+    Agreement,
+    Emulation,
+)
 from hatch_epcontext.worker.session import cpu_options, open_session, open_unoptimized
 from hatch_epcontext.worker.value_types import value_types
 
@@ -48,9 +54,6 @@ _WORTH_RUNNING = 45.0
 
 _WORST = 3
 """The number of worst samples, of different natures, that the target runs."""
-
-_JUMPS = (10.0, 3.0)
-"""The ratios of a result's error to the errors of its operands from which a node counts as the cause."""
 
 _MAX_CUTS = 3
 """The most nodes after which a cut is tried."""
@@ -67,23 +70,39 @@ _FLAT = 0.1
 _BITS: Mapping[str, int] = {"float16": 10, "bfloat16": 7}
 """The bits after the point of a number between 1 and 2."""
 
-_MAX_VALUES = 2**28
-"""The most values inside a model of which all are compared: 2 GiB for both runs."""
-
 
 @dataclass(frozen=True)
 class Level:
-    """How near the emulated ``run`` is to the source's: ``margin`` in decibels above the limits, negative
-    below them, and the ``snr`` of the output nearest to its limit; both infinite if all are equal.
-    ``step``: of a long run. ``ran``: whether the target ran it.
+    """How near ``run`` is to the source's: of its outputs the ``nearest`` to the limits, if any.
+
+    ``limit``: the signal-to-noise ratio of its limits. ``step``: of a long run. ``ran``: whether the target
+    ran it.
     """
 
     run: ReferenceRun
-    output: str
-    margin: float
-    snr: float
+    nearest: Agreement | None
+    limit: float
     step: int = 0
     ran: bool = False
+
+    @staticmethod
+    def of(
+        run: ReferenceRun, agreements: Iterable[Agreement], limits: Tolerance, *, ran: bool = False
+    ) -> Level:
+        """The level of ``run`` with these ``agreements`` of outputs within the ``limits``."""
+        nearest = min(agreements, key=lambda agreement: agreement.above, default=None)
+        limit = limits.snr if nearest is None else limits.of(nearest.output).snr
+        return Level(run, nearest, limit, ran=ran)
+
+    @property
+    def margin(self) -> float:
+        """The decibels above the limits, negative below them; infinite if all outputs are equal."""
+        return math.inf if self.nearest is None else self.nearest.above
+
+    @property
+    def snr(self) -> float:
+        """The signal-to-noise ratio of a whole output with that margin."""
+        return self.margin if self.margin == NOTHING else self.margin + self.limit
 
     @property
     def spare(self) -> float:
@@ -92,47 +111,53 @@ class Level:
 
 
 class Emulator:
-    """The model ``prepared`` in ``format_``; ``skipped``: the names of nodes that run on the CPU.
+    """The prepared model in the file ``path``, computed in ``format_`` on samples of the ``reference``.
 
-    It is in the file ``path``, and its external data is read into it. ``expected``: the source model's
-    results; ``runs``: those that are emulated, by default all.
+    ``skipped``: the names of nodes that run on the CPU. `emulate` runs it.
     """
+
+    levels: Sequence[Level] = ()
 
     def __init__(
         self,
         model: Model,
-        prepared: onnx.ModelProto,
         path: Path,
         format_: NumberFormat,
-        skipped: Set[str],
-        expected: Reference,
-        tolerance: Tolerance,
-        runs: Sequence[ReferenceRun] | None = None,
+        reference: Reference,
+        limits: Tolerance,
+        skipped: Set[str] = frozenset(),
     ) -> None:
-        step(f"emulating {format_.name} on the CPU")
         self._model, self._path, self._format, self._skipped = model, path, format_, skipped
-        self._expected, self._tolerance = expected, tolerance
-        read_data(prepared, path.parent)
-        self._prepared = prepared
+        self._reference, self._limits = reference, limits
+        self._prepared = onnx.load(path, load_external_data=False)
+        self._long: Level | None = None
+
+    def emulate(self, runs: Sequence[ReferenceRun] | None = None) -> None:
+        """Run it on ``runs`` of the reference, by default on all."""
+        step(f"emulating {self._format.name} on the CPU")
+        read_data(self._prepared, self._path.parent)
         widen(self._prepared)
         graph.name_nodes(self._prepared.graph)
-        self._types = value_types(self._prepared, path)
-        emulated = self._copy()
-        emulate(emulated, self._types, format_, skipped)
-        if (rest := expected.facts.selections.rest) is not None:
+        emulated = self._rounded(self._prepared, self._skipped)
+        if (rest := self._reference.facts.selections.rest) is not None:
             expose_reads(emulated, rest)
         session = open_unoptimized(emulated.SerializeToString())
-        self.levels = [self._level(session, each) for each in runs or expected.runs]
-        self._long = self._long_level(session) if expected.facts.long_steps else None
+        self.levels = [self._level(session, run) for run in runs or self._reference.runs]
+        self._long = self._long_level(session) if self._reference.facts.long_steps else None
         self._emulated = (*self._all,)
 
-    @staticmethod
-    def is_possible(model: onnx.ModelProto) -> bool:
-        """Whether ``model`` can be emulated: it fits into memory twice, and has fixed shapes."""
-        sizes = (math.prod(each.dims) * 4 for each in graph.stored_tensors(model.graph))
+    @property
+    def is_possible(self) -> bool:
+        """Whether the model can be emulated: it fits into memory twice, and has fixed shapes."""
+        tensors = graph.stored_tensors(self._prepared.graph)
+        sizes = (math.prod(tensor.dims) * 4 for tensor in tensors)
         return sum(sizes) < PROTOBUF_LIMIT // 2 and all(
-            graph.facts(each).is_fixed for each in graph.inputs(model.graph)
+            graph.facts(value).is_fixed for value in graph.inputs(self._prepared.graph)
         )
+
+    @cached_property
+    def _types(self) -> Types:
+        return value_types(self._prepared, self._path)
 
     @cached_property
     def scope(self) -> Scope:
@@ -152,20 +177,20 @@ class Emulator:
     @property
     def _computed(self) -> Iterator[onnx.NodeProto]:
         """The nodes that the EP computes."""
-        return (each for each in self.scope.nodes if each.name not in self._skipped)
+        return (node for node in self.scope.nodes if node.name not in self._skipped)
 
     @property
     def worst(self) -> Level:
         """The level of the sample that is nearest to the limits."""
-        return min(self._all, key=lambda each: (each.margin, not each.run.usual))
+        return min(self._all, key=lambda level: (level.margin, not level.run.usual))
 
     @property
     def margin(self) -> float:
         """The smallest `Level.spare` of a sample, in decibels."""
-        return max(min(each.spare for each in self._all), NOTHING)
+        return max(min(level.spare for level in self._all), NOTHING)
 
     @property
-    def _all(self) -> list[Level]:
+    def _all(self) -> Sequence[Level]:
         return self.levels if self._long is None else [*self.levels, self._long]
 
     def to_run(self) -> list[ReferenceRun]:
@@ -173,10 +198,10 @@ class Emulator:
         first, *others = self.levels
         if self._model.validate.inputs not in SYNTHETIC:
             # Inputs that the app has count more than inputs that may be worse.
-            return [each for each in self._expected.runs if each.on_target]
+            return [run for run in self._reference.runs if run.on_target]
         chosen = [first.run]
         longest = max(
-            (each.run for each in others), key=lambda run: len(run.feeds), default=first.run
+            (level.run for level in others), key=lambda run: len(run.feeds), default=first.run
         )
         if len(longest.feeds) > 1:
             # The emulation does not show what kernels add to the states.
@@ -186,31 +211,31 @@ class Emulator:
         is_large = len(self.levels) <= FEW_SAMPLES and len(chosen) == 1
         most = len(chosen) + (1 if is_large or len(chosen) > 1 else _WORST)
         # Unusual samples come last: they only warn.
-        for each in sorted(others, key=lambda each: (not each.run.usual, each.margin)):
-            worth = each.snr < _WORTH_RUNNING or self.optimistic
+        for level in sorted(others, key=lambda level: (not level.run.usual, level.margin)):
+            worth = level.snr < _WORTH_RUNNING or self.optimistic
             if len(chosen) == most:
                 break
-            if worth and each.run.nature not in natures:
-                natures.add(each.run.nature)
-                chosen.append(each.run)
+            if worth and level.run.nature not in natures:
+                natures.add(level.run.nature)
+                chosen.append(level.run)
         if is_large:
             chosen = [min(chosen, key=lambda run: self.level(run).margin)]
-        return with_telling(chosen, self._expected.runs)
+        return with_telling(chosen, self._reference.runs)
 
     def level(self, run: ReferenceRun) -> Level:
         """The level of ``run``, one of the reference's."""
-        return next(each for each in self.levels if each.run is run)
+        return next(level for level in self.levels if level.run is run)
 
     def correct(self, ran: Sequence[Level]) -> None:
         """Use the levels that samples had on the target. If the worst samples of different natures are right
         there, no other sample counts.
         """
-        suffering = [each for each in ran if self.level(each.run).margin < SENSITIVE]
-        if suffering and all(each.margin >= SENSITIVE for each in suffering):
+        suffering = [level for level in ran if self.level(level.run).margin < SENSITIVE]
+        if suffering and all(level.margin >= SENSITIVE for level in suffering):
             self.levels = [*ran]
         else:
-            seen = {each.run.name: each for each in ran}
-            self.levels = [seen.get(each.run.name, each) for each in self.levels]
+            by_name = {level.run.name: level for level in ran}
+            self.levels = [by_name.get(level.run.name, level) for level in self.levels]
 
     def result(self) -> Emulation:
         """The result, with a sentence about it."""
@@ -218,11 +243,12 @@ class Emulator:
         if margin < SENSITIVE:
             first = min(
                 self._all,
-                key=lambda each: (each.spare >= SENSITIVE, not each.run.usual, each.spare),
+                key=lambda level: (level.spare >= SENSITIVE, not level.run.usual, level.spare),
             )
             reason = f"{self._describe(first)}{self._at(first)}"
         elif hurt := next(self._hurt(), None) or self._flat():
             reason = hurt
+        inexact = {node.op_type for node in self._computed} & self._format.inexact
         return Emulation(
             self._format.name,
             self._format.seen,
@@ -231,36 +257,40 @@ class Emulator:
             max(worst.snr, NOTHING) if worst.snr < math.inf else None,
             margin if math.isfinite(margin) else None,
             reason,
-            inexact=tuple(sorted({each.op_type for each in self._computed} & self._format.inexact)),
-            in_format=hurt is not None or min(each.spare for each in self._emulated) < SENSITIVE,
+            inexact=tuple(sorted(inexact)),
+            in_format=hurt is not None or min(level.spare for level in self._emulated) < SENSITIVE,
         )
 
     def _describe(self, level: Level) -> str:
-        snr = f"{level.snr:.0f} dB" if math.isfinite(level.snr) else "no number"
+        snr = f"{level.snr:.0f} dB" if level.snr > NOTHING else "no number"
         place = f"in step {level.step:,}" if level.step else f"for the sample {level.run.name!r}"
         who = "the target" if level.ran else f"{self._format.name}, emulated on the CPU,"
-        if level.snr == math.inf:
+        if level.nearest is None or level.snr == math.inf:
             return f"{who} changes nothing {place}"
-        return f"{who} leaves {snr} of {level.output!r} {place}"
+        return f"{who} leaves {snr} of {level.nearest.output!r} {place}"
 
     def _at(self, level: Level) -> str:
         if level.step:
             return ": rounding errors add up in the states, unless the app resets them"
-        found = self.first_diverging(level.run)
-        return f": {found}" if found else ""
+        description = self.first_diverging(level.run)
+        return f": {description}" if description else ""
 
     def explanation(self, run: ReferenceRun, margin: float) -> str:
         """Why the target may differ for ``run``, by ``margin``: a sentence about the first diverging node."""
         level = self.level(run)
-        if level.margin < min(SENSITIVE, margin + GAIN) and (found := self.first_diverging(run)):
-            return f"The first diverging node: {found}.{self._cut(run)}"
+        limit = min(SENSITIVE, margin + GAIN)
+        if level.margin < limit and (description := self.first_diverging(run)):
+            return f"The first diverging node: {description}.{self._cut(run)}"
         text = f"{self._describe(level)}, so the EP computes an operator wrong"
         return f"{text}: perhaps {self.optimistic}." if self.optimistic else f"{text}."
 
     def first_diverging(self, run: ReferenceRun) -> str | None:
         """The node that causes the error of ``run``, and why, in words; None if there is none."""
-        node, inner = self._diverging(run), self._inner(run)
+        node, inner = self._diverging(run), self._divergence.inner(run)
         return None if node is None or inner is None else self._words(node, inner)
+
+    def _diverging(self, run: ReferenceRun) -> onnx.NodeProto | None:
+        return self._divergence.find(run, self._is_hidden, self._misses)
 
     def _cut(self, run: ReferenceRun) -> str:
         """A sentence about the first cut, after the first diverging node, with which the model is right."""
@@ -280,24 +310,22 @@ class Emulator:
         """A sentence about the cut after ``node``, if it makes the rest of the model right."""
         before = set(self.scope.above(node.output))
         exact = [self.scope.nodes[index] for index in before]
-        behind = [each for i, each in enumerate(self.scope.nodes) if i not in before]
-        read = {name for each in behind for name in graph.read_by(each)}
-        made = {name for each in exact for name in each.output}
-        given = {each.name for each in graph.inputs(self._prepared.graph)}
-        inputs = sorted(read & (made | given))
+        behind = [other for i, other in enumerate(self.scope.nodes) if i not in before]
+        read = {name for other in behind for name in graph.read_by(other)}
+        results = {name for other in exact for name in other.output}
+        fed = {value.name for value in graph.inputs(self._prepared.graph)}
+        inputs = sorted(read & (results | fed))
         # A smaller part is not worth a model of its own.
-        if not read & made or len(behind) <= len(exact) or len(inputs) > _MAX_CUT:
+        if not read & results or len(behind) <= len(exact) or len(inputs) > _MAX_CUT:
             return ""
         source = onnx.load(self._model.path, load_external_data=False).graph
         cut = replace(self._model.cut, inputs=tuple(inputs))
         if isinstance(part_between(source, cut, self._model.constants), WrongCut):
             return ""
-        emulated = self._copy()
-        skipped = {*self._skipped, *(each.name for each in exact)}
-        emulate(emulated, self._types, self._format, skipped)
-        session = open_unoptimized(emulated.SerializeToString())
-        levels = [self._level(session, each) for each in self._expected.runs if each.usual]
-        level = min(levels, key=lambda each: each.margin)
+        skipped = {*self._skipped, *(other.name for other in exact)}
+        session = open_unoptimized(self._rounded(self._prepared, skipped).SerializeToString())
+        levels = [self._level(session, run) for run in self._reference.runs if run.usual]
+        level = min(levels, key=lambda level: level.margin)
         if level.margin < SENSITIVE:
             return ""
         left = f"at least {level.snr:.0f} dB" if math.isfinite(level.snr) else "no error"
@@ -306,44 +334,35 @@ class Emulator:
             f"{to_toml(keep(cut, self._model.key).value)}), {self._format.name} leaves {left}."
         )
 
-    def _diverging(self, run: ReferenceRun) -> onnx.NodeProto | None:
-        """The node that causes the error of ``run``."""
-        if not (inner := self._inner(run)):
-            return None
-        final = self._final(run, inner)
-        wrong = min(WRONG, final / 2)
-        grown = [
-            (each, inner.behind(each), inner.before(each))
-            for each in self.scope.nodes
-            if inner.behind(each) > wrong and not self._is_hidden(each, inner)
-        ]
-        for jump in _JUMPS:
-            to_blame = {node.output[0] for node, behind, before in grown if behind > jump * before}
-            for node in self.scope.nodes:
-                if node.output[0] in to_blame or self._misses(node, inner):
-                    return node
-        if not grown:
-            return None
-        node, *_ = max(grown, key=lambda each: each[1] / max(each[2], 1e-9))
-        return node
+    @cached_property
+    def _divergence(self) -> Divergence:
+        def exact() -> onnx.ModelProto:
+            return exposed(self._prepared, self._types)
+
+        def other() -> onnx.ModelProto:
+            return self._rounded(exact(), self._skipped)
+
+        return Divergence(self._model, self._reference, self.scope, exact, other)
+
+    def _rounded(self, model: onnx.ModelProto, skipped: Set[str]) -> onnx.ModelProto:
+        """A copy of ``model`` that rounds to the format, except in the nodes ``skipped``."""
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        emulate(copy, self._types, self._format, skipped)
+        return copy
 
     def _is_hidden(self, node: onnx.NodeProto, inner: Inner) -> bool:
         """Whether only the format's limits change the values of ``node``, without effect, as in a mask."""
         return inner.largest(node) > self._format.largest and not inner.matters(node, self.scope)
 
-    def _final(self, run: ReferenceRun, inner: Inner) -> float:
-        """The largest error of the compared values."""
-        names = (*run.outputs[0], *self._expected.facts.selections.reads)
-        return max((inner.errors.get(name, 0.0) for name in names), default=0.0)
-
     def _hurt(self) -> Iterator[str]:
         """Nodes whose values are clamped, or that use a number that the format cannot represent."""
-        worst = min(self.levels, key=lambda each: (each.margin, not each.run.usual))
+        worst = min(self.levels, key=lambda level: (level.margin, not level.run.usual))
         for run in (self.levels[0].run, worst.run):
             is_right = self.level(run).snr > 2 * _WORTH_RUNNING
             if not self._lost and (is_right or not self._exceeds(run)):
                 continue
-            if not (inner := self._inner(run)):
+            if not (inner := self._divergence.inner(run)):
                 return
             for node in self.scope.nodes:
                 is_cut = inner.largest(node) > self._format.largest
@@ -352,9 +371,8 @@ class Emulator:
 
     def _exceeds(self, run: ReferenceRun) -> bool:
         """Whether values of ``run`` are beyond the format's largest; True if that is unknown."""
-        exact = self._exact
-        steps = () if exact is None else self._inner_steps(exact, run)
-        return exact is None or any(
+        steps = self._divergence.exact_steps(run)
+        return steps is None or any(
             array.dtype == np.float32 and largest(array) > self._format.largest
             for values in steps
             for array in values.values()
@@ -362,14 +380,14 @@ class Emulator:
 
     def _flat(self) -> str | None:
         """An output that changes between inputs by less than a step of the format, in words."""
-        runs, facts = self._expected.runs, self._expected.facts
+        runs, facts = self._reference.runs, self._reference.facts
         for name, first in runs[0].outputs[0].items():
-            is_any = facts.natures.get(name, "any") == "any" and name not in facts.random
-            usual = (each.outputs[0][name] for each in runs if each.usual)
-            found = [each for each in usual if each.shape == first.shape]
-            if not is_any or not is_float(first.dtype) or not found:
+            is_any = facts.of(name).nature == "any" and not facts.of(name).is_random
+            usual = (run.outputs[0][name] for run in runs if run.usual)
+            arrays = [array for array in usual if array.shape == first.shape]
+            if not is_any or not is_float(first.dtype) or not arrays:
                 continue
-            middle, changes = _spread(found)
+            middle, changes = _spread(arrays)
             bits = _BITS[self._format.name]
             smallest = np.where(middle == 0, 0.0, 2.0 ** (np.frexp(middle)[1] - 1 - bits))
             flat = np.flatnonzero((changes > 0) & (changes < smallest))
@@ -388,18 +406,18 @@ class Emulator:
     @cached_property
     def _lost(self) -> Mapping[str, float]:
         """The stored numbers that the format cannot represent."""
-        found = {}
+        lost = {}
         for tensor in self._prepared.graph.initializer:
             if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) == 1:
                 value = onnx.numpy_helper.to_array(tensor).reshape(1)
                 if relative(value, rounded(value, self._format)) > _LOST:
-                    found[tensor.name] = float(value[0])
-        return found
+                    lost[tensor.name] = float(value[0])
+        return lost
 
     def _words(self, node: onnx.NodeProto, inner: Inner) -> str:
         """A description of ``node`` and of the fault in its result."""
         name, format_ = named(node), self._format
-        if lost := [self._lost[each] for each in node.input if each in self._lost]:
+        if lost := [self._lost[operand] for operand in node.input if operand in self._lost]:
             return f"{name} uses {lost[0]:g}, which {format_.name} does not have"
         largest = inner.largest(node)
         wide = node.op_type in format_.sums
@@ -410,77 +428,22 @@ class Emulator:
                 low, high = inner.range(node.input[fault.operand])
                 if low <= fault.high and high >= fault.low:
                     return f"{name} {fault.text}"
-        low, _ = inner.smallest(node)
-        if format_.name == "float16" and 0 < low < 2.0**-14:
-            return f"{name} has values of {low:.1g}; {format_.name} has few digits below {2.0**-14:.1g}"
+        size = inner.size(node)
+        if format_.name == "float16" and 0 < size < 2.0**-14:
+            digits = f"{format_.name} has few digits below {2.0**-14:.1g}"
+            return f"{name} has values of {size:.1g}; {digits}"
         return inner.words(node)
 
-    def _inner(self, run: ReferenceRun) -> Inner | None:
-        """All values of the first wrong step of ``run``, or of the last step, exact and emulated.
-
-        None if they are too many, or if the model cannot run with all of them as outputs.
-        """
-        if run.name not in self._inners:
-            self._inners[run.name] = self._compute_inner(run)
-        return self._inners[run.name]
-
-    @cached_property
-    def _inners(self) -> dict[str, Inner | None]:
-        return {}
-
-    @cached_property
-    def _exact(self) -> ort.InferenceSession | None:
-        """A session of the prepared model with all its values; None if they are too many."""
-        size = sum(
-            math.prod(self.scope.shape(name) or (1,))
-            for node in self.scope.nodes
-            for name in node.output
-        )
-        if size > _MAX_VALUES:
-            return None
-        step(f"looking for the node that {self._format.name} makes wrong")
-        exact = self._copy()
-        expose(exact, self._types)
-        return _open_or_none(exact)
-
-    @cached_property
-    def _inexact(self) -> ort.InferenceSession | None:
-        """The same of the emulated model."""
-        emulated = self._copy()
-        expose(emulated, self._types)
-        emulate(emulated, self._types, self._format, self._skipped)
-        return _open_or_none(emulated)
-
-    def _inner_steps(
-        self, session: ort.InferenceSession, run: ReferenceRun
-    ) -> Iterator[Mapping[str, Array]]:
-        states = self._expected.facts.states
-        return inner_steps(session, run, states, self._model, "the emulated model")
-
-    def _compute_inner(self, run: ReferenceRun) -> Inner | None:
-        if self._exact is None or self._inexact is None:
-            return None
-        steps = (self._inner_steps(session, run) for session in (self._exact, self._inexact))
-        for one, other in zip(*steps, strict=True):
-            inner = Inner(one, other)
-            if self._final(run, inner) > WRONG:
-                # Errors in later steps come from this one.
-                break
-        return inner
-
-    def _copy(self) -> onnx.ModelProto:
-        copy = onnx.ModelProto()
-        copy.CopyFrom(self._prepared)
-        return copy
-
     def _level(self, session: ort.InferenceSession, run: ReferenceRun) -> Level:
-        states = self._expected.facts.states
+        """The level of ``run`` in its worst step."""
+        states = self._reference.facts.states
         steps = run_steps(session, run.feeds, states, self._model, "the emulated model")
-        levels = (
-            self._compared(run, own, wanted, candidates)
-            for own, (wanted, candidates) in zip(steps, run.steps, strict=True)
-        )
-        return min(levels, key=lambda each: each.margin)
+        levels = (self._compared(run, number, outputs) for number, outputs in enumerate(steps))
+        return min(levels, key=lambda level: level.margin)
+
+    def _compared(self, run: ReferenceRun, number: int, outputs: Arrays) -> Level:
+        comparisons = self._reference.compare(run, number, outputs, self._limits)
+        return Level.of(run, (item.agreement for item in comparisons), self._limits)
 
     def _long_level(self, session: ort.InferenceSession) -> Level | None:
         """The level of a long run, at its first checked step beyond the limits, or at its worst one.
@@ -488,66 +451,40 @@ class Emulator:
         It repeats all sequences that an app can have, and stores none: the prepared model runs beside it as
         the reference.
         """
-        facts, found = self._expected.facts, []
-        sequences = [each for each in self._expected.runs if each.usual and len(each.feeds) > 1]
-        steps = [step for each in sequences for step in each.feeds]
+        facts, levels = self._reference.facts, list[Level]()
+        sequences = [run for run in self._reference.runs if run.usual and len(run.feeds) > 1]
+        feeds = [step for run in sequences for step in run.feeds]
         exact, emulated = (
-            run_steps(each, self._shifted(steps), facts.states, self._model, "the emulated model")
-            for each in (open_session(self._path, cpu_options()), session)
+            run_steps(form, self._shifted(feeds), facts.states, self._model, "the emulated model")
+            for form in (open_session(self._path, cpu_options()), session)
         )
         for number, (wanted, own) in enumerate(zip(_possible(exact), emulated, strict=False), 1):
             if number & (number - 1) == 0 or number == facts.long_steps:
-                run = ReferenceRun(f"step {number:,}", (), (), "long", usual=True, on_target=False)
-                found.append(replace(self._compared(run, own, wanted, {}), step=number))
-                if found[-1].margin < 0:
-                    return found[-1]
-        return min(found, key=lambda each: each.margin, default=None)
+                name = f"step {number:,}"
+                run = ReferenceRun(name, (), (wanted,), "long", usual=True, on_target=False)
+                levels.append(replace(self._compared(run, 0, own), step=number))
+                if levels[-1].margin < 0:
+                    return levels[-1]
+        return min(levels, key=lambda level: level.margin, default=None)
 
     def _shifted(self, steps: Sequence[Arrays]) -> Iterator[Arrays]:
         """``steps`` again and again, with a mean added: without one, states decay before errors add up."""
-        facts = self._expected.facts
-        for each in itertools.islice(itertools.cycle(steps), facts.long_steps):
-            more = {n: each[n] + each[n].dtype.type(1) for n in facts.unbounded if n in each}
-            yield {**each, **more}
-
-    def _compared(
-        self, run: ReferenceRun, own: Arrays, wanted: Arrays, candidates: Arrays
-    ) -> Level:
-        """How near the outputs of one step of ``run`` are to the ``wanted`` ones."""
-        level, facts = Level(run, "", math.inf, math.inf), self._expected.facts
-        selected = select(facts.selections, own, wanted, candidates, self._tolerance.unit)
-        for name, output in own.items():
-            if name not in selected.wanted or name in facts.random:
-                continue
-            if _has_gaps(output, selected.wanted[name]):
-                return Level(run, name, -math.inf, -math.inf)
-            limits = self._tolerance.of(name)
-            found = compare(
-                name,
-                output,
-                selected.wanted[name],
-                limits,
-                elsewhere=self._expected.elsewhere(name),
-                nature=facts.natures.get(name, "any"),
-                quantization_step=facts.quantization_steps.get(name, 0.0),
-                rows=selected.rows.get(name),
-                is_state=name in facts.states.values(),
-            )
-            if found.margin < level.margin:
-                level = Level(run, name, found.margin, found.snr)
-        return level
+        facts = self._reference.facts
+        for feeds in itertools.islice(itertools.cycle(steps), facts.long_steps):
+            more = {n: feeds[n] + feeds[n].dtype.type(1) for n in facts.unbounded if n in feeds}
+            yield {**feeds, **more}
 
 
 def _spread(values: Sequence[Array]) -> tuple[Numbers, Numbers]:
     """The mean and the standard deviation in each place of ``values``, one at a time: they may be large."""
     total, squares = np.zeros(values[0].size), np.zeros(values[0].size)
-    for each in values:
-        total += np.asarray(each, np.float64).ravel()
+    for array in values:
+        total += np.asarray(array, np.float64).ravel()
     middle = total / len(values)
     # Places with Inf have no spread.
     with np.errstate(invalid="ignore"):
-        for each in values:
-            squares += (np.asarray(each, np.float64).ravel() - middle) ** 2
+        for array in values:
+            squares += (np.asarray(array, np.float64).ravel() - middle) ** 2
     return middle, np.sqrt(squares / len(values))
 
 
@@ -557,22 +494,5 @@ def _possible(steps: Iterator[Arrays]) -> Iterator[Arrays]:
         yield from steps
 
 
-def _open_or_none(model: onnx.ModelProto) -> ort.InferenceSession | None:
-    try:
-        return open_unoptimized(model.SerializeToString())
-    except Exception:
-        # Some models cannot run with other outputs; then no node is named.
-        return None
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value < 1e7 else f"{value:.2g}"
-
-
-def _has_gaps(output: Array, wanted: Array) -> bool:
-    """Whether ``output`` has NaN or Inf where ``wanted`` has none, or another shape."""
-    if output.shape != wanted.shape:
-        return True
-    if output.dtype.kind != "f":
-        return False
-    return bool((~np.isfinite(output) & np.isfinite(np.asarray(wanted, np.float64))).any())

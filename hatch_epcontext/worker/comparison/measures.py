@@ -7,23 +7,30 @@ the scores beside the boxes of a detector. So each slice of each axis is compare
 Values near zero have more noise than signal. So the signal of an output, and of a slice, has a floor: a part
 of the signal in other samples, a smaller part of the output's largest value, and 32 steps of a quantized
 output. For one slice among many, such as a feature of an embedding, a part of the output's signal is a floor
-too. `docs/validation.md` explains what that means for a user.
+too. An output that joins scores with other values is compared as two: its scores, and the others.
+`docs/validation.md` explains what that means for a user.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.arrays import STRING, Array
+from hatch_epcontext.graph.arrays import STRING, Array, is_float
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.results import NOTHING, Agreement, AgreementStatus, Slice
+from hatch_epcontext.worker.results import (
+    NOTHING,
+    Agreement,
+    AgreementStatus,
+    Slice,
+    worst_agreements,
+)
 
 Nature = Literal["any", "unit", "probabilities", "indices"]
 """The nature of an output's values: any; between -1 and 1 (after a Sigmoid); probabilities that add up to 1
@@ -62,9 +69,81 @@ _STATE = 6.0
 _SHARES = 64
 """The number of places in a slice that can have that signal if all values are probabilities."""
 
+_NOISE = 0.1
+"""The units by which each score may differ without counting as a lost or an invented peak."""
+
 Numbers = NDArray[np.float64]
 
 _Axes = tuple[int, ...] | None
+
+_T = TypeVar("_T", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Where an output of this ``shape`` has scores: along ``axis``, from the first of the ``bounds`` to the
+    second, from the third to the fourth, and so on.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    bounds: tuple[int, ...]
+
+    @staticmethod
+    def at(places: NDArray[np.bool_]) -> Scores | None:
+        """The scores at ``places``; None if there are none or no others, or if they are not along an axis."""
+        for axis, size in enumerate(places.shape):
+            by_index = np.moveaxis(places, axis, 0).reshape(size, -1)
+            if by_index.size and (by_index == by_index[:, :1]).all():
+                changes = np.diff(by_index[:, 0], prepend=False, append=False)
+                bounds = tuple(map(int, np.flatnonzero(changes)))
+                is_joined = 0 < by_index[:, 0].sum() < size
+                return Scores(places.shape, axis, bounds) if is_joined else None
+        return None
+
+    @cached_property
+    def _indices(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        changes = np.zeros(self.shape[self.axis] + 1, int)
+        changes[list(self.bounds)] = 1
+        is_score = np.cumsum(changes[:-1]) % 2 == 1
+        return np.flatnonzero(~is_score), np.flatnonzero(is_score)
+
+    def take(self, array: NDArray[_T], *, are_scores: bool) -> NDArray[_T]:
+        """The scores in ``array``, or its other values."""
+        return np.take(array, self._indices[are_scores], self.axis)
+
+    def whole(self, part: Slice, *, are_scores: bool) -> Slice:
+        """The slice of the output that is ``part`` of its scores, or of its other values."""
+        if part.axis != self.axis:
+            return part
+        return replace(part, index=int(self._indices[are_scores][part.index]))
+
+
+@dataclass(frozen=True)
+class OutputFacts:
+    """The ``nature`` of an output's values, and the step between them if it is quantized (``step``), else 0.
+
+    ``scores``: where it has scores, if these are joined with other values. ``is_state``: whether only the
+    model itself reads it. ``is_random``: whether it depends on chance. ``inconclusive``: why a comparison
+    with the source proves nothing, if so. ``noise``: the error that other rounding makes in a quantized
+    source, relative to the output.
+    """
+
+    nature: Nature = "any"
+    step: float = 0.0
+    scores: Scores | None = None
+    is_state: bool = False
+    is_random: bool = False
+    inconclusive: str = ""
+    noise: float | None = None
+
+    def scores_of(self, array: Array) -> Array | None:
+        """The scores in ``array``, values of this output; None if it has none."""
+        if not is_float(array.dtype):
+            return None
+        if self.scores is not None and self.scores.shape == array.shape:
+            return self.scores.take(array, are_scores=True)
+        return array if self.nature in ("unit", "probabilities") else None
 
 
 class Elsewhere:
@@ -74,6 +153,7 @@ class Elsewhere:
         self._samples = samples
         self._numbers: dict[tuple[int, ...], list[Numbers]] = {}
         self._signals: dict[tuple[tuple[int, ...], _Axes], Numbers] = {}
+        self._parts: dict[bool, Elsewhere] = {}
 
     def largest(self, shape: tuple[int, ...]) -> float:
         """The largest magnitude in samples of this ``shape``."""
@@ -83,72 +163,112 @@ class Elsewhere:
         """The largest of the mean squares over ``axes`` in samples of this ``shape``; empty without any."""
         key = shape, axes
         if key not in self._signals:
-            means = [(each**2).mean(axis=axes) for each in self._of(shape)]
+            means = [(sample**2).mean(axis=axes) for sample in self._of(shape)]
             self._signals[key] = np.asarray(np.maximum.reduce(means) if means else np.zeros(0))
         return self._signals[key]
 
+    def part(self, scores: Scores, *, are_scores: bool) -> Elsewhere:
+        """The scores in the samples, or their other values."""
+        if are_scores not in self._parts:
+            samples = (sample for sample in self._samples if sample.shape == scores.shape)
+            own = [scores.take(sample, are_scores=are_scores) for sample in samples]
+            self._parts[are_scores] = Elsewhere(own)
+        return self._parts[are_scores]
+
     def _of(self, shape: tuple[int, ...]) -> list[Numbers]:
         if shape not in self._numbers:
-            found = [_numbers(each) for each in self._samples if each.shape == shape]
-            self._numbers[shape] = found
+            self._numbers[shape] = [
+                np.nan_to_num(np.asarray(sample, np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+                for sample in self._samples
+                if sample.shape == shape
+            ]
         return self._numbers[shape]
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """An ``output`` and the ``reference`` values to compare it with. ``rows``: for selected rows, the
+    signal-to-noise ratio of each in decibels.
+    """
+
+    output: Array
+    reference: Array
+    rows: Numbers | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
     """How near an output is to its reference; ``excesses`` is empty if all limits hold.
 
-    ``needed``: for each exceeded limit, one that this output meets. ``margin``: the decibels by which its
-    signal-to-noise ratios are above the limits, negative if one is below, and ``snr`` the ratio of the whole
-    output with that margin.
+    ``needed``: for each exceeded limit, one that this output meets.
     """
 
     agreement: Agreement
-    excesses: tuple[str, ...]
-    needed: Mapping[str, float]
-    margin: float = math.inf
-    snr: float = math.inf
+    excesses: tuple[str, ...] = ()
+    needed: Mapping[str, float] = field(default_factory=dict)
 
 
-def compare(
+def compare_values(
     name: str,
-    output: Array,
-    reference: Array,
+    aligned: Aligned,
     limits: Tolerance,
-    *,
+    facts: OutputFacts = OutputFacts(),
     elsewhere: Elsewhere | None = None,
-    nature: Nature = "any",
-    quantization_step: float = 0.0,
-    rows: Numbers | None = None,
-    is_state: bool = False,
 ) -> Comparison:
-    """Compare ``output`` with ``reference``; places where either is NaN are left out.
+    """Compare an output with its reference, of the same shape; places where either is NaN are left out.
 
-    ``elsewhere``: the same output of the reference for other inputs. ``quantization_step``: the step between
-    its values, if it is quantized. ``rows``: for selected rows, the signal-to-noise ratio of each in
-    decibels. ``is_state``: whether only the model itself reads it: then single features mean nothing, and
-    the limit is lower. Strings, booleans and other indices are equal or not. Both have the same shape.
+    ``elsewhere``: the same output of the reference for other inputs. A state has a lower limit, and its
+    single features mean nothing. Strings, booleans and other indices are equal or not.
     """
-    if is_state:
+    if facts.is_state:
         limits = replace(limits, snr=limits.snr - _STATE)
-    exact = reference.dtype == STRING or reference.dtype.kind == "b" or nature == "indices"
-    if exact:
-        # One in ten may differ: near ties, an index changes with the rounding.
-        limits = replace(limits, snr=limits.snr / (2 if rows is None else 1), cosine=0.0)
-        ref: Numbers = np.ones(reference.shape)
-        out: Numbers = (output == reference).astype(np.float64)
-        nature, elsewhere = "any", None
-    else:
-        out, ref = _finite(output, reference)
-    agreement = _measure(
-        name, out, ref, elsewhere or Elsewhere(), nature, limits.unit, quantization_step, is_state
-    )
-    if exact:
-        # Each place is right or wrong: slices show nothing more; for selected rows only their own ratios do.
-        snr = agreement.snr if rows is None else None
-        agreement = replace(agreement, worst=None, snr=snr)
-    row = None if rows is None else _worst_row(rows, ref.shape)
-    return _judge(agreement, out, ref, limits, row)
+    dtype, row = aligned.reference.dtype, _worst_row(aligned)
+    if dtype == STRING or dtype.kind == "b" or facts.nature == "indices":
+        return _compare_exact(name, aligned, limits, row)
+    out, ref = _finite(aligned.output, aligned.reference)
+    scores, elsewhere = facts.scores, elsewhere or Elsewhere()
+    if scores is None or scores.shape != ref.shape:
+        agreement = _measure(name, _Measure(out, ref, facts, limits.unit, elsewhere))
+        return _judge(agreement, out, ref, limits, row)
+    parts: list[Comparison] = []
+    for are_scores, part in ((True, " of its scores"), (False, " of its other values")):
+        its, wanted = (scores.take(array, are_scores=are_scores) for array in (out, ref))
+        of_part = replace(facts, nature="unit" if are_scores else facts.nature)
+        measure = _Measure(
+            its, wanted, of_part, limits.unit, elsewhere.part(scores, are_scores=are_scores)
+        )
+        comparison = _judge(
+            _measure(name, measure), its, wanted, limits, None if parts else row, part
+        )
+        agreement = comparison.agreement
+        if agreement.worst is not None:
+            agreement = replace(
+                agreement, worst=scores.whole(agreement.worst, are_scores=are_scores)
+            )
+        parts.append(replace(comparison, agreement=agreement))
+    return _joined(parts)
+
+
+def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: Slice | None) -> Comparison:
+    """Compare values that are equal or not."""
+    # One in ten may differ: near ties, an index changes with the rounding.
+    limits = replace(limits, snr=limits.snr / (2 if aligned.rows is None else 1), cosine=0.0)
+    ref: Numbers = np.ones(aligned.reference.shape)
+    out: Numbers = (aligned.output == aligned.reference).astype(np.float64)
+    agreement = _measure(name, _Measure(out, ref, OutputFacts(), limits.unit, Elsewhere()))
+    # Each place is right or wrong: slices show nothing more; for selected rows only their own ratios do.
+    snr = agreement.snr if aligned.rows is None else None
+    return _judge(replace(agreement, worst=None, snr=snr), out, ref, limits, row)
+
+
+def _joined(parts: Sequence[Comparison]) -> Comparison:
+    """The comparison of an output whose ``parts`` are compared alone."""
+    (agreement,) = worst_agreements(part.agreement for part in parts)
+    needed: dict[str, float] = {}
+    for limit, number in (item for part in parts for item in part.needed.items()):
+        choose = max if limit == "atol" else min
+        needed[limit] = choose(needed.get(limit, number), number)
+    return Comparison(agreement, tuple(text for part in parts for text in part.excesses), needed)
 
 
 def other_shape(name: str, output: Array, reference: Array) -> Agreement | None:
@@ -162,9 +282,10 @@ def other_shape(name: str, output: Array, reference: Array) -> Agreement | None:
     return Agreement(name, 0.0, None, status=AgreementStatus.OTHER_SHAPE, reason=reason)
 
 
-def _worst_row(rows: Numbers, shape: tuple[int, ...]) -> Slice | None:
-    """The worst of ``rows``, batch x rows, of an output with ``shape``."""
-    if shape and rows.shape[1] not in shape:
+def _worst_row(aligned: Aligned) -> Slice | None:
+    """The worst of the selected rows, batch x rows."""
+    rows, shape = aligned.rows, aligned.reference.shape
+    if rows is None or (shape and rows.shape[1] not in shape):
         return None
     ratios = rows.min(axis=0)
     index = int(ratios.argmin())
@@ -173,17 +294,22 @@ def _worst_row(rows: Numbers, shape: tuple[int, ...]) -> Slice | None:
 
 
 def _judge(
-    agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance, row: Slice | None
+    agreement: Agreement,
+    out: Numbers,
+    ref: Numbers,
+    limits: Tolerance,
+    row: Slice | None,
+    part: str = "",
 ) -> Comparison:
+    """Judge the ``agreement`` of ``out`` and ``ref``, which are ``part`` of an output, if not all of it."""
     excesses = []
     needed: dict[str, float] = {}
-    margins = [math.inf]
+    margins = []
     if agreement.snr is not None:
         margins.append(agreement.snr - limits.snr)
     if agreement.snr is not None and agreement.snr < limits.snr:
-        excesses.append(
-            f"a signal-to-noise ratio of {agreement.snr:.1f} dB (at least {limits.snr:g})"
-        )
+        ratio = f"{agreement.snr:.1f} dB{part} (at least {limits.snr:g})"
+        excesses.append(f"a signal-to-noise ratio of {ratio}")
         needed["snr"] = agreement.snr
     for worst, least in (
         (agreement.worst, limits.snr - _less(ref.shape, agreement.worst)),
@@ -193,10 +319,10 @@ def _judge(
             continue
         margins.append(worst.snr - least)
         if worst.snr < least:
-            excesses.append(f"{worst.snr:.1f} dB in {worst.text} (at least {least:g})")
+            excesses.append(f"{worst.snr:.1f} dB in {worst.text}{part} (at least {least:g})")
             needed["snr"] = min(needed.get("snr", limits.snr), limits.snr + worst.snr - least)
     if agreement.cosine is not None and agreement.cosine < limits.cosine:
-        excesses.append(f"a cosine of {agreement.cosine:.5f} (at least {limits.cosine:g})")
+        excesses.append(f"a cosine of {agreement.cosine:.5f}{part} (at least {limits.cosine:g})")
         needed["cosine"] = agreement.cosine
     if limits.atol is not None or limits.rtol is not None:
         rtol, atol = limits.rtol or 0.0, limits.atol or 0.0
@@ -206,11 +332,9 @@ def _judge(
                 f"a largest difference of {agreement.max_abs:.3g} (allowed: atol {atol:g}, rtol {rtol:g})"
             )
             needed["atol"] = atol + float(beyond.max())
-    margin = min(margins)
     # JSON has no infinity.
-    known = None if margin == math.inf else max(margin, NOTHING)
-    agreement = replace(agreement, margin=known)
-    return Comparison(agreement, tuple(excesses), needed, margin, margin + limits.snr)
+    margin = None if not margins else max(min(margins), NOTHING)
+    return Comparison(replace(agreement, margin=margin), tuple(excesses), needed)
 
 
 def _is_column(slices: int, places: int) -> bool:
@@ -224,59 +348,38 @@ def _less(shape: tuple[int, ...], of: Slice | None) -> float:
     return _COLUMN if _is_column(size, math.prod(shape) // max(size, 1)) else _SLICE
 
 
-def _measure(
-    name: str,
-    out: Numbers,
-    ref: Numbers,
-    elsewhere: Elsewhere,
-    nature: Nature,
-    unit: float,
-    quantization_step: float,
-    is_state: bool,
-) -> Agreement:
-    if not ref.size:
-        return Agreement(name, 0.0, 1.0)
-    error = out - ref
-    largest_error = float(np.abs(error).max())
+def _measure(name: str, measure: _Measure) -> Agreement:
+    """How near an output is, without any limits."""
+    ref = measure.ref
+    largest_error = float(np.abs(measure.error).max(initial=0.0))
     if not largest_error:
         return Agreement(name, 0.0, 1.0)
-    largest = max(float(np.abs(ref).max()), elsewhere.largest(ref.shape))
-    if nature in ("unit", "probabilities"):
-        largest = max(largest, 1.0)
-    measure = _Measure(error, ref, elsewhere, largest, nature, unit, quantization_step)
     slices = []
     for axis, size in enumerate(ref.shape):
-        if size < 2 or (is_state and not _is_column(size, ref.size // size)):
+        if size < 2 or (measure.facts.is_state and not _is_column(size, ref.size // size)):
             continue
-        ratios = measure.decibels(tuple(each for each in range(ref.ndim) if each != axis))
+        ratios = measure.decibels(tuple(other for other in range(ref.ndim) if other != axis))
         index = int(np.argsort(ratios)[size // MANY])
         if np.isfinite(ratios[index]):
             slices.append(Slice(axis, index, ref.ndim, float(ratios[index])))
-    worst = min(slices, key=lambda each: each.snr + _less(ref.shape, each), default=None)
-    return Agreement(
-        name, largest_error, _cosine(out, ref, measure), float(measure.decibels(None)), worst
-    )
-
-
-def _cosine(out: Numbers, ref: Numbers, measure: _Measure) -> float | None:
-    """The cosine similarity; None if the output is so near zero that its direction is only rounding."""
-    norms = float(np.linalg.norm(out) * np.linalg.norm(ref))
-    if not norms or float(np.mean(measure.power)) < measure.whole:
-        return None
-    return min(float(out.ravel() @ ref.ravel()) / norms, 1.0)
+    worst = min(slices, key=lambda part: part.snr + _less(ref.shape, part), default=None)
+    return Agreement(name, largest_error, measure.cosine, float(measure.decibels(None)), worst)
 
 
 @dataclass(frozen=True)
 class _Measure:
     """Signal and noise, as means over ``axes``: all axes for the whole output (None), or all but one."""
 
-    error: Numbers
+    out: Numbers
     ref: Numbers
-    elsewhere: Elsewhere
-    largest: float
-    nature: Nature
+    facts: OutputFacts
     unit: float
-    quantization_step: float
+    elsewhere: Elsewhere
+
+    @cached_property
+    def error(self) -> Numbers:
+        """The difference in each place."""
+        return self.out - self.ref
 
     @cached_property
     def power(self) -> Numbers:
@@ -288,33 +391,62 @@ class _Measure:
         """The signal of the whole output."""
         return float(self.signal(None))
 
+    @cached_property
+    def largest(self) -> float:
+        """The largest value, also in other samples."""
+        largest = max(float(np.abs(self.ref).max()), self.elsewhere.largest(self.ref.shape))
+        return max(largest, 1.0) if self.facts.nature in ("unit", "probabilities") else largest
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine similarity; None if the output is so near zero that its direction is only rounding."""
+        norms = float(np.linalg.norm(self.out) * np.linalg.norm(self.ref))
+        if not norms or float(np.mean(self.power)) < self.whole:
+            return None
+        return min(float(self.out.ravel() @ self.ref.ravel()) / norms, 1.0)
+
     def signal(self, axes: _Axes) -> Numbers:
         own = np.asarray(self.power.mean(axis=axes))
         places = self.ref.size // own.size
         floor = max(
             self.largest**2 * self._part(places),
-            (_QUANTIZATION_STEPS * self.quantization_step) ** 2,
+            (_QUANTIZATION_STEPS * self.facts.step) ** 2,
         )
         if not _is_column(own.size, places):
             floor = max(floor, self.whole * own.size / MANY)
         elsewhere = self.elsewhere.signal(self.ref.shape, axes)
-        found: Numbers = np.maximum(own, floor)
+        signal: Numbers = np.maximum(own, floor)
         if elsewhere.size:
-            found = np.maximum(found, _OTHER_SAMPLES**2 * elsewhere)
-        return found
+            signal = np.maximum(signal, _OTHER_SAMPLES**2 * elsewhere)
+        return signal
 
     def decibels(self, axes: _Axes) -> Numbers:
         noise = np.asarray((self.error**2).mean(axis=axes))
         with np.errstate(divide="ignore"):
-            return np.asarray(10 * np.log10(self.signal(axes) / noise))
+            ratio = self.signal(axes) / noise
+            places = self.ref.size // ratio.size
+            if self.facts.nature == "unit" and places > _SHARES:
+                ratio = np.minimum(ratio, self._peaks(axes, places))
+            return np.asarray(10 * np.log10(ratio))
+
+    def _peaks(self, axes: _Axes, places: int) -> Numbers:
+        """The ratio of what is beyond the rounding of small scores, with a floor in a few of the ``places``.
+
+        Otherwise the floors of thousands of places without a score would hide a score that is missing.
+        """
+        noise = np.maximum(np.abs(self.error) - _NOISE * self.unit, 0.0)
+        floor = (self.largest * self.unit) ** 2 * _SHARES / places
+        own = np.maximum(self.power.mean(axis=axes), floor)
+        return np.asarray(own / (noise**2).mean(axis=axes))
 
     def _part(self, places: int) -> float:
         """The part of the largest value, squared, that counts as signal in each of ``places``."""
-        if self.ref.size == 1 and self.nature in ("unit", "probabilities"):
+        nature = self.facts.nature
+        if self.ref.size == 1 and nature in ("unit", "probabilities"):
             return (_SCORE * self.unit) ** 2
-        if self.nature == "probabilities":
+        if nature == "probabilities":
             return self.unit**2 * min(1.0, _SHARES / places)
-        return (self.unit if self.nature == "unit" else SIGNAL_PART) ** 2
+        return (self.unit if nature == "unit" else SIGNAL_PART) ** 2
 
 
 def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:
@@ -328,7 +460,3 @@ def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:
     out, ref = np.clip(out, -ends, ends), np.clip(ref, -ends, ends)
     known &= np.isfinite(out)
     return np.where(known, out, 0.0), np.where(known, ref, 0.0)
-
-
-def _numbers(array: Array) -> Numbers:
-    return np.nan_to_num(np.asarray(array, np.float64), nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,37 +1,49 @@
-"""The source model on the CPU EP, the reference of all comparisons: its inputs and outputs."""
+"""The source model on the CPU EP, the reference of all comparisons: its inputs and outputs.
+
+The integers of a dynamically quantized model are noisy themselves. If its quantization is undone, the float
+form is the reference, and says how far the integers are from it. If not, the smallest rounding error can
+change the integers: no limit is stricter than what such errors explain.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
-from hatch_epcontext.errors import ModelError
+from hatch_epcontext.errors import BuildError, ModelError
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Arrays, is_float
+from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.cost import multiply_adds
-from hatch_epcontext.worker.comparison.measures import Nature
-from hatch_epcontext.worker.comparison.outputs import (
+from hatch_epcontext.graph.dequantize import dequantize, is_noisy
+from hatch_epcontext.graph.external import load_whole, save_whole
+from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.providers import QUANTIZED, Tolerance
+from hatch_epcontext.worker.comparison.compare import refuse_differences
+from hatch_epcontext.worker.comparison.measures import Comparison, OutputFacts
+from hatch_epcontext.worker.comparison.natures import (
     depend_on_chance,
     depend_on_inputs,
-    natures,
-    quantization_steps,
+    output_facts,
 )
-from hatch_epcontext.worker.comparison.run_errors import source_failed
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
     ReferenceRun,
     finite,
+    for_other_numbers,
     is_constant,
     is_nowhere_finite,
     run_steps,
@@ -39,13 +51,15 @@ from hatch_epcontext.worker.comparison.runs import (
     with_telling,
 )
 from hatch_epcontext.worker.comparison.selections import selections
-from hatch_epcontext.worker.comparison.states import state_pairs
-from hatch_epcontext.worker.configured import ranges_for
+from hatch_epcontext.worker.configured import fix_inputs, ranges_for
 from hatch_epcontext.worker.dummy.attempts import run_samples
-from hatch_epcontext.worker.dummy.inputs import constant
+from hatch_epcontext.worker.dummy.inputs import constant, sized
 from hatch_epcontext.worker.dummy.samples import Sample, number_of_long_steps
 from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.results import AgreementStatus
+from hatch_epcontext.worker.run_errors import source_failed
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
+from hatch_epcontext.worker.states import state_pairs
 
 _MAX_ON_TARGET = 8
 """The most given samples that are run on the target too."""
@@ -56,6 +70,21 @@ _NO_SCORE = 0.05
 _FEW = 4
 """The most samples for a model that computes as the CPU does."""
 
+_ROUNDING = 2.0**-20
+"""The relative errors whose effect on the integers is measured, as float32 sums have them."""
+
+_MARGIN = 6.0
+"""Decibels by which other rounding errors may have a larger effect than the measured ones."""
+
+_FEW_VALUES = 16
+
+_EQUAL = 150.0
+"""Decibels of outputs that are equal, or nearly so."""
+
+_NO_LIMITS = Tolerance(snr=1000, cosine=1)
+
+_SOURCE = "the source model on the CPU"
+
 
 def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) -> Reference:
     """Run the source model on the CPU, with its constants fed as inputs.
@@ -64,74 +93,140 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
     another form of the source to run instead. Raises ModelError when it cannot be run.
     """
     path = path or Path(model.path)
-    source = onnx.load(path, load_external_data=False)
-    frozen = {
-        value.name: constant(model, graph.facts(value))
-        for value in graph.inputs(source.graph)
-        if value.name in model.constants
-    }
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     states = state_pairs(fixed, model.validate.states, model.key / "validate" / "states")
     step("opening the source model on the CPU")
-    start = time.monotonic()
     try:
         chosen = selections(fixed)
-        inner = chosen.values
-        session = _open(source, path, inner)
-        opened = f"; opening it took {time.monotonic() - start:.1f} s"
-        outputs = [value.name for value in source.graph.output]
-        cpu = _SourceSession(session, frozen, model, opened, outputs, inner)
+        cpu = _SourceSession.open(model, path, states, chosen.values)
         cost = multiply_adds(graph.inferred(fixed))
-        tried, ranges = run_samples(
-            lambda each: cpu.run(each, states),
-            inputs,
-            model,
-            ranges_for(fixed, model),
-            cost,
-            states,
-        )
-        random: tuple[str, ...] = ()
-        if depend_on_chance(source.graph):
-            sample, first = tried[0]
-            again = cpu.run(sample, states)
-            random = tuple(_different(first.outputs[0], again.outputs[0]))
+        tried, ranges = run_samples(cpu.run, inputs, model, ranges_for(fixed, model), cost, states)
+        outputs = output_facts(fixed, sized(inputs, model), chosen.reads)
+        random = cpu.random(*tried[0])
         runs = [run for _, run in tried]
-        runs = (
-            _choose(_scoring_first(runs, natures(fixed.graph)))
-            if model.validate.inputs in SYNTHETIC
-            else _choose_given(runs)
-        )
-        longest = max(runs, key=lambda each: len(each.feeds))
-        left = cpu.left_of(states, longest) if len(longest.feeds) > 1 and not inner else 0.0
+        is_synthetic = model.validate.inputs in SYNTHETIC
+        runs = _choose(_scoring_first(runs, outputs)) if is_synthetic else _choose_given(runs)
+        longest = max(runs, key=lambda run: len(run.feeds))
+        left = cpu.left_of(longest) if len(longest.feeds) > 1 and not chosen.values else 0.0
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(source_failed(model, fixed, error)) from error
+    reasons = dict(_inconclusive(runs, depend_on_inputs(fixed.graph)))
+    length, nodes = len(longest.feeds), len([*graph.nodes(fixed.graph)])
     facts = Facts(
         states,
-        natures(fixed.graph, chosen.reads),
-        quantization_steps(fixed.graph, chosen.reads),
-        random,
-        dict(_inconclusive(runs, depend_on_inputs(fixed.graph), random)),
-        tuple(
-            each.name
-            for each in inputs
-            if each.name in ranges
-            and not ranges[each.name].known
-            and each.dtype not in ("bool", "string")
-            and "float" not in each.dtype
-        ),
+        {
+            name: replace(
+                facts,
+                is_state=name in states.values(),
+                is_random=name in random,
+                inconclusive="" if name in random else reasons.get(name, ""),
+            )
+            for name, facts in outputs.items()
+        },
+        tuple(_guessed(inputs, ranges)),
         chosen,
-        number_of_long_steps(left, len(longest.feeds), cost, len(list(graph.nodes(fixed.graph)))),
-        tuple(
-            each.name
-            for each in inputs
-            if "float" in each.dtype and each.name in ranges and ranges[each.name].is_open
-        )
-        if model.validate.inputs in SYNTHETIC
-        else (),
+        number_of_long_steps(left, length, cost, nodes),
+        tuple(_unbounded(inputs, ranges)) if is_synthetic else (),
     )
     return Reference(tuple(runs), facts)
+
+
+def _guessed(inputs: Sequence[TensorFacts], ranges: Mapping[str, Range]) -> Iterator[str]:
+    """The integer inputs that nothing bounds."""
+    for tensor in inputs:
+        is_integer = tensor.dtype not in ("bool", "string") and "float" not in tensor.dtype
+        if is_integer and tensor.name in ranges and not ranges[tensor.name].known:
+            yield tensor.name
+
+
+def _unbounded(inputs: Sequence[TensorFacts], ranges: Mapping[str, Range]) -> Iterator[str]:
+    """The float inputs that nothing bounds."""
+    for tensor in inputs:
+        if "float" in tensor.dtype and tensor.name in ranges and ranges[tensor.name].is_open:
+            yield tensor.name
+
+
+@dataclass(frozen=True)
+class _SourceSession:
+    """The model ``source`` in a session that also returns the values ``inner``; ``frozen``: its constants;
+    ``opened``: for messages.
+    """
+
+    session: ort.InferenceSession
+    source: onnx.ModelProto
+    model: Model
+    states: Mapping[str, str]
+    inner: frozenset[str]
+    opened: str
+
+    @staticmethod
+    def open(
+        model: Model, path: Path, states: Mapping[str, str], inner: frozenset[str]
+    ) -> _SourceSession:
+        """Open the file ``path``, a form of ``model``."""
+        source = onnx.load(path, load_external_data=False)
+        start = time.monotonic()
+        session = _open(source, path, inner)
+        opened = f"; opening it took {time.monotonic() - start:.1f} s"
+        return _SourceSession(session, source, model, states, inner, opened)
+
+    @cached_property
+    def frozen(self) -> Arrays:
+        """The values of the inputs that the configuration makes constants."""
+        return {
+            value.name: constant(self.model, graph.facts(value))
+            for value in graph.inputs(self.source.graph)
+            if value.name in self.model.constants
+        }
+
+    def run(self, sample: Sample) -> ReferenceRun:
+        """The run of ``sample``."""
+        feeds = ({**arrays, **self.frozen} for arrays in sample.steps)
+        steps = [*run_steps(self.session, feeds, self.states, self.model, _SOURCE, self.opened)]
+        outputs = frozenset(value.name for value in self.source.graph.output)
+        return ReferenceRun(
+            sample.name,
+            sample.steps,
+            tuple(_some(arrays, outputs) for arrays in steps),
+            sample.nature,
+            sample.usual,
+            on_target=False,
+            candidates=tuple(_some(arrays, self.inner) for arrays in steps) if self.inner else (),
+        )
+
+    def random(self, sample: Sample, first: ReferenceRun) -> frozenset[str]:
+        """The outputs that differ between ``first`` and another run of ``sample``."""
+        if not depend_on_chance(self.source.graph):
+            return frozenset()
+        again = self.run(sample).outputs[0]
+        return frozenset(
+            name
+            for name, array in first.outputs[0].items()
+            if not np.array_equal(array, again[name], equal_nan=array.dtype.kind == "f")
+        )
+
+    def left_of(self, run: ReferenceRun) -> float:
+        """The part of a difference in the first states that is left after the steps of ``run``.
+
+        Means and counters keep it; the gates of LSTMs turn it into other differences.
+        """
+        first, *others = run.feeds
+        rng, left = np.random.default_rng(0), 0.0
+        # The graph may reject such values.
+        with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
+            more = {name: rng.integers(1, 3, first[name].shape) for name in self.states}
+            changed = {
+                n: np.add(first[n], array).astype(first[n].dtype) for n, array in more.items()
+            }
+            again = self.run(Sample("", ({**first, **changed}, *others)))
+            for name, last in self.states.items():
+                behind = np.subtract(
+                    again.outputs[-1][last], run.outputs[-1][last], dtype=np.float64
+                )
+                left = max(left, float((behind * more[name]).sum() / (more[name] ** 2).sum()))
+        return left
 
 
 def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.InferenceSession:
@@ -150,112 +245,193 @@ def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.Inf
     return open_session(path, cpu_options())
 
 
-@dataclass(frozen=True)
-class _SourceSession:
-    """The source model in a session; ``frozen``: its constants; ``opened``: for messages; ``outputs``: their
-    names; ``inner``: the values inside it that are needed too.
-    """
-
-    session: ort.InferenceSession
-    frozen: Arrays
-    model: Model
-    opened: str
-    outputs: Sequence[str]
-    inner: frozenset[str]
-
-    def run(self, sample: Sample, states: Mapping[str, str]) -> ReferenceRun:
-        """The run of ``sample``."""
-        given = tuple({**each, **self.frozen} for each in sample.steps)
-        what = "the source model on the CPU"
-        steps = [*run_steps(self.session, given, states, self.model, what, self.opened)]
-        return ReferenceRun(
-            sample.name,
-            sample.steps,
-            tuple({name: each[name] for name in self.outputs} for each in steps),
-            sample.nature,
-            sample.usual,
-            on_target=False,
-            candidates=tuple(_some(each, self.inner) for each in steps) if self.inner else (),
-        )
-
-    def left_of(self, states: Mapping[str, str], run: ReferenceRun) -> float:
-        """The part of a difference in the first values of ``states`` that is left after the steps of ``run``.
-
-        Means and counters keep it; the gates of LSTMs turn it into other differences.
-        """
-        first, *others = run.feeds
-        rng, left = np.random.default_rng(0), 0.0
-        # The graph may reject such values.
-        with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
-            more = {name: rng.integers(1, 3, first[name].shape) for name in states}
-            changed = {
-                n: np.add(first[n], array).astype(first[n].dtype) for n, array in more.items()
-            }
-            again = self.run(Sample("", ({**first, **changed}, *others)), states)
-            for name, last in states.items():
-                behind = np.subtract(
-                    again.outputs[-1][last], run.outputs[-1][last], dtype=np.float64
-                )
-                left = max(left, float((behind * more[name]).sum() / (more[name] ** 2).sum()))
-        return left
-
-
-def _some(outputs: Arrays, names: frozenset[str]) -> Arrays:
-    return {name: array for name, array in outputs.items() if name in names}
+def _some(arrays: Arrays, names: frozenset[str]) -> Arrays:
+    return {name: array for name, array in arrays.items() if name in names}
 
 
 def _choose_given(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
     """``runs``, of which the target runs the first few too; or the sequences of steps."""
-    sequences = [each for each in runs if len(each.feeds) > 1]
+    sequences = [run for run in runs if len(run.feeds) > 1]
     number = 1 if len(sequences) > 1 else _MAX_ON_TARGET
-    names = {each.name for each in (*runs[:number], *sequences)}
-    return [replace(each, on_target=each.name in names) for each in runs]
+    names = {run.name for run in (*runs[:number], *sequences)}
+    return [replace(run, on_target=run.name in names) for run in runs]
 
 
-def _scoring_first(runs: Sequence[ReferenceRun], kinds: Mapping[str, Nature]) -> list[ReferenceRun]:
+def _scoring_first(
+    runs: Sequence[ReferenceRun], outputs: Mapping[str, OutputFacts]
+) -> list[ReferenceRun]:
     """``runs``, first one in which all or most scores are not near zero: zeros are right by accident."""
     first = runs[0]
-    scores = [
-        name
-        for name, kind in kinds.items()
-        if kind in ("unit", "probabilities") and is_float(first.outputs[0][name].dtype)
-    ]
 
     def score(run: ReferenceRun) -> float:
-        found = (np.abs(run.outputs[0][name]).max(initial=0) for name in scores)
-        return min(map(float, found), default=math.inf)
+        scores = (outputs[name].scores_of(array) for name, array in run.outputs[0].items())
+        largest = (np.abs(array).max(initial=0) for array in scores if array is not None)
+        return min(map(float, largest), default=math.inf)
 
     if score(first) < _NO_SCORE:
-        single = (each for each in runs if each.usual and len(each.feeds) == 1)
+        single = (run for run in runs if run.usual and len(run.feeds) == 1)
         first = max(single, key=score, default=first)
-    return [first, *(each for each in runs if each is not first)]
+    return [first, *(run for run in runs if run is not first)]
 
 
 def _choose(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
     """``runs``; the target runs the first few too, and those in which an output shows more."""
-    names = {each.name for each in with_telling(runs[:_FEW], runs)}
-    return [replace(each, on_target=each.name in names) for each in runs]
-
-
-def _different(one: Arrays, other: Arrays) -> Iterator[str]:
-    for name, array in one.items():
-        equal_nan = is_float(array.dtype) and array.dtype.kind == "f"
-        if not np.array_equal(array, other[name], equal_nan=equal_nan):
-            yield name
+    names = {run.name for run in with_telling(runs[:_FEW], runs)}
+    return [replace(run, on_target=run.name in names) for run in runs]
 
 
 def _inconclusive(
-    runs: Sequence[ReferenceRun], depending: Iterable[str], random: Iterable[str]
+    runs: Sequence[ReferenceRun], depending: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
     """The outputs whose comparison is inconclusive, each with the reason."""
     for name in runs[0].outputs[0]:
         values = values_of(name, runs)
-        if name in random or values[0].dtype.kind in "OSU":
+        if values[0].dtype.kind in "OSU":
             continue
         if not any(array.size for array in values):
             yield name, "it has no values"
-        elif is_nowhere_finite(values_of(name, (each for each in runs if each.usual))):
+        elif is_nowhere_finite(values_of(name, (run for run in runs if run.usual))):
             yield name, "the CPU's values are NaN or Inf everywhere"
         elif name in depending and is_constant(values):
             value = next(array[finite(array)][0] for array in values if finite(array).any())
             yield name, f"the CPU's value is {value} everywhere, for all inputs"
+
+
+def write_float_form(source: Path, result: Path, *, static: bool = False) -> int:
+    """Write the model at ``source`` to ``result`` without dynamic quantization; with ``static`` without any.
+
+    Returns the number of operators undone; if that is 0, nothing is written.
+    """
+    step("undoing the quantization of the model")
+    onnx_model = load_whole(source)
+    if undone := dequantize(onnx_model, static=static):
+        save_whole(onnx_model, result)
+    return undone
+
+
+def reference_of_artifact(model: Model, fixed: onnx.ModelProto, *, dequantized: bool) -> Reference:
+    """The reference of ``model`` for an earlier artifact; ``fixed``: as for `reference`.
+
+    ``dequantized``: whether its dynamic quantization was undone. Raises BuildError and ModelError as
+    `source_reference` does.
+    """
+    if not is_noisy(onnx.load(model.path, load_external_data=False)):
+        return reference(model, fixed)
+    whole = load_whole(model.path)
+    fix_inputs(whole, model)
+    with temp_dir() as folder:
+        integers, floats = folder / "integers.onnx", folder / "floats.onnx"
+        save_whole(whole, integers)
+        has_floats = dequantized and write_float_form(integers, floats)
+        return source_reference(model, whole, integers, floats if has_floats else None)
+
+
+def source_reference(
+    model: Model, fixed: onnx.ModelProto, path: Path, floats: Path | None
+) -> Reference:
+    """The reference of ``model``, with its noise if it is quantized.
+
+    ``fixed``: as for `reference`; ``path``: its file; ``floats``: that of its float form, if there is one.
+    Raises BuildError when an output of that has another shape than the source's, and ModelError when the
+    model cannot be run.
+    """
+    if not is_noisy(fixed):
+        return reference(model, fixed)
+    if floats is None:
+        return with_noise(model, path, reference(model, fixed))
+    float_form = onnx.load(floats, load_external_data=False)
+    expected = reference(model, float_form, floats)
+    try:
+        session = open_session(path, cpu_options())
+        ratios = [
+            comparison.agreement.snr
+            for comparison in _compared(model, session, for_other_numbers(expected))
+        ]
+    except (BuildError, ModelError):
+        raise
+    except Exception as error:
+        source = onnx.load(path, load_external_data=False)
+        raise ModelError(source_failed(model, source, error)) from error
+    decibels = min([_EQUAL, *(ratio for ratio in ratios if ratio is not None)])
+    expected = replace(expected, facts=replace(expected.facts, float_form_db=decibels))
+    return with_noise(model, floats, expected) if is_noisy(float_form) else expected
+
+
+def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
+    """``expected``, the reference of the quantized model at ``path``, with its noise."""
+    step("measuring the noise of the source model")
+    rng = np.random.default_rng(0)
+    onnx_model = load_whole(path)
+    round_weights(onnx_model, rng)
+    runs = []
+    for run in expected.runs:
+        feeds = ({n: _rounded(array, rng) for n, array in fed.items()} for fed in run.feeds)
+        runs.append(replace(run, feeds=tuple(feeds)))
+    outputs = dict(expected.facts.outputs)
+    with temp_dir() as folder:
+        save_whole(onnx_model, folder / "rounded.onnx")
+        session = open_session(folder / "rounded.onnx", cpu_options())
+        for comparison in _compared(model, session, Reference(tuple(runs), expected.facts)):
+            name = comparison.agreement.output
+            decibels = comparison.needed.get("snr", _EQUAL)
+            noise = max(outputs[name].noise or 0.0, 10 ** (-decibels / 20))
+            outputs[name] = replace(outputs[name], noise=noise)
+        # Windows does not remove open files.
+        del session
+    return Reference(expected.runs, replace(expected.facts, outputs=outputs))
+
+
+def round_weights(onnx_model: onnx.ModelProto, rng: np.random.Generator) -> None:
+    """Add rounding errors to the weights of a model, as from sums in another order, in place."""
+    for tensor in onnx_model.graph.initializer:
+        # A few numbers may be sizes, such as those of a Resize, which must not change.
+        if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW_VALUES:
+            rounded = _rounded(numpy_helper.to_array(tensor), rng)
+            tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
+
+
+def _rounded(array: Array, rng: np.random.Generator) -> Array:
+    """``array`` with rounding errors, if it is float32."""
+    if array.dtype != np.float32:
+        return array
+    errors = _ROUNDING * rng.choice((-1.0, 1.0), array.shape)
+    rounded: Array = (np.asarray(array, np.float64) * (1 + errors)).astype(np.float32)
+    return rounded
+
+
+def within_noise(limits: Tolerance, facts: Facts, default: Tolerance | None = None) -> Tolerance:
+    """``limits``, relaxed to what the noise of the source explains.
+
+    Limits that are not ``default``, or are an output's own, are the user's choice, and stay.
+    """
+    outputs, usual = dict(limits.outputs), default or limits
+    for name, noise in ((name, output.noise) for name, output in facts.outputs.items()):
+        if noise is None:
+            continue
+        snr = round(max(-20 * math.log10(noise) - _MARGIN, QUANTIZED.snr), 1)
+        own = {}
+        if limits.snr == usual.snr:
+            own["snr"] = min(limits.snr, snr)
+        if limits.cosine == usual.cosine:
+            own["cosine"] = min(limits.cosine, 1 - 10 ** (-snr / 10))
+        outputs[name] = {**own, **limits.outputs.get(name, {})}
+    return replace(limits, outputs=outputs)
+
+
+def _compared(
+    model: Model, session: ort.InferenceSession, expected: Reference
+) -> Iterator[Comparison]:
+    """How near ``session`` is to each conclusive output of ``expected``, in each step that a target runs.
+
+    Raises BuildError when one has another shape.
+    """
+    facts = expected.facts
+    for run in (run for run in expected.runs if run.on_target):
+        steps = run_steps(session, run.feeds, facts.states, model, _SOURCE)
+        for number, outputs in enumerate(steps):
+            for comparison in expected.compare(run, number, outputs, _NO_LIMITS):
+                if comparison.agreement.status is AgreementStatus.OTHER_SHAPE:
+                    refuse_differences([comparison.agreement])
+                own = facts.of(comparison.agreement.output)
+                if not own.is_random and not own.inconclusive:
+                    yield comparison

@@ -17,11 +17,20 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.arrays import STRING, Array, Arrays, dtype_name, is_float, numpy_dtype
+from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.serialize import from_plain, to_plain
-from hatch_epcontext.worker.comparison.measures import Elsewhere, Nature
-from hatch_epcontext.worker.comparison.selections import Selections
+from hatch_epcontext.worker.comparison.measures import (
+    Aligned,
+    Comparison,
+    Elsewhere,
+    OutputFacts,
+    compare_values,
+    other_shape,
+)
+from hatch_epcontext.worker.comparison.selections import Selections, select
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.tensors import TooSlowError, run
+from hatch_epcontext.worker.results import Agreement, AgreementStatus
+from hatch_epcontext.worker.tensors import TooSlowError, not_finite, run
 
 _OTHERS = 8
 """The number of samples that show how large an output's values are."""
@@ -52,29 +61,26 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the source model: its ``states``; the ``natures`` of its outputs, the steps of
-    quantized ones (``quantization_steps``), the ``random`` ones, the ``inconclusive`` ones with the reason;
-    the integer inputs that nothing bounds (``guessed``); and what a TopK, an ArgMax or a NonMaxSuppression
-    selects (``selections``).
+    """What is known of the source model: its ``states`` and ``outputs``, with the values inside it that are
+    compared like outputs; the integer inputs that nothing bounds (``guessed``); and what a TopK, an ArgMax or
+    a NonMaxSuppression selects (``selections``).
 
     ``long_steps``: the number of steps that show how errors in lasting states add up; 0 if states decay, as
-    in an LSTM. ``unbounded``: the synthetic float inputs that nothing bounds.
-
-    Of quantized models: ``float_form_db``, the decibels by which dynamic integers differ from the float form,
-    if that is the reference; ``noise``, those by which outputs differ after other rounding.
+    in an LSTM. ``unbounded``: the synthetic float inputs that nothing bounds. ``float_form_db``: the decibels
+    by which dynamic integers differ from the float form, if that is the reference.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
-    natures: Mapping[str, Nature] = field(default_factory=dict)
-    quantization_steps: Mapping[str, float] = field(default_factory=dict)
-    random: tuple[str, ...] = ()
-    inconclusive: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, OutputFacts] = field(default_factory=dict)
     guessed: tuple[str, ...] = ()
     selections: Selections = Selections()
     long_steps: int = 0
     unbounded: tuple[str, ...] = ()
     float_form_db: float | None = None
-    noise: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, output: str) -> OutputFacts:
+        """What is known of ``output``."""
+        return self.outputs.get(output, OutputFacts())
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,42 @@ class Reference:
             usual = itertools.islice((each for each in self.runs if each.usual), _OTHERS)
             self._elsewhere[output] = Elsewhere(values_of(output, usual))
         return self._elsewhere[output]
+
+    def compare(
+        self, run: ReferenceRun, step: int, outputs: Arrays, limits: Tolerance
+    ) -> list[Comparison]:
+        """Compare the ``outputs`` of a form of the model with those of a step of ``run``.
+
+        Without values that would be compared, only those with NaN or Inf, if there are any.
+        """
+        facts = self.facts
+        wanted, inner = run.outputs[step], run.candidates[step] if run.candidates else {}
+        random = [name for name, output in facts.outputs.items() if output.is_random]
+        outputs = {name: array for name, array in outputs.items() if name not in random}
+        if gaps := not_finite(outputs, {**inner, **wanted}):
+            return [Comparison(agreement) for agreement in gaps]
+        comparisons = [
+            Comparison(
+                Agreement(name, 0.0, None, status=AgreementStatus.RANDOM, reason="it is random")
+            )
+            for name in random
+        ]
+        selected = select(facts.selections, outputs, wanted, inner, limits.unit)
+        for name, output in outputs.items():
+            if (values := selected.wanted.get(name)) is None:
+                continue
+            if (reshaped := other_shape(name, output, values)) is not None:
+                comparisons.append(Comparison(reshaped))
+                continue
+            aligned = Aligned(output, values, selected.rows.get(name))
+            own, elsewhere = facts.of(name), self.elsewhere(name)
+            comparison = compare_values(name, aligned, limits.of(name), own, elsewhere)
+            if own.inconclusive and not comparison.excesses:
+                status = AgreementStatus.INCONCLUSIVE
+                agreement = replace(comparison.agreement, status=status, reason=own.inconclusive)
+                comparison = replace(comparison, agreement=agreement)
+            comparisons.append(comparison)
+        return comparisons
 
     @cached_property
     def _elsewhere(self) -> dict[str, Elsewhere]:

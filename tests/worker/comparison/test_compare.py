@@ -10,12 +10,22 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import compare_outputs
+from hatch_epcontext.worker.comparison.compare import Subject, judged
+from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from hatch_epcontext.worker.results import Agreement, AgreementStatus, differences
 from tests.worker.actions.test_compile import MODEL
 
 SPEC = Model("a", Path("a.onnx"), MODEL)
 WANTED: Arrays = {"y": np.linspace(1, 2, 10, dtype=np.float32)}
+
+
+def compared(
+    outputs: Arrays, tolerance: Tolerance, subject: Subject, wanted: Arrays
+) -> list[Agreement]:
+    run = ReferenceRun("given", ({},), (wanted,), "", usual=True, on_target=True)
+    reference = Reference((run,), Facts())
+    comparisons = reference.compare(run, 0, outputs, tolerance)
+    return [judged(comparison, subject, reference.facts) for comparison in comparisons]
 
 
 def differing(
@@ -25,7 +35,7 @@ def differing(
     wanted: Arrays = WANTED,
     what: str = "the compiled model",
 ) -> Agreement:
-    (agreement,) = compare_outputs(outputs, wanted, tolerance, spec, "the CPU's", what=what)
+    (agreement,) = compared(outputs, tolerance, Subject(spec, what), wanted)
     assert agreement.status is AgreementStatus.DIFFERS
     return agreement
 
@@ -38,7 +48,7 @@ def test_the_limits_of_a_message_are_enough(difference: float) -> None:
     allowed = setting.value["outputs"]["y"]
     assert 0 < allowed["atol"] < 1.1 * difference
     limits = Tolerance(-200, 0.0, outputs={"y": allowed})
-    assert not differences(compare_outputs(outputs, WANTED, limits, SPEC, "the CPU's"))
+    assert not differences(compared(outputs, limits, Subject(SPEC), WANTED))
 
 
 def test_inputs_that_are_given_are_not_asked_for() -> None:

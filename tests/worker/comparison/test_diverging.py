@@ -10,7 +10,7 @@ import onnx
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.worker.comparison.diverging import first_difference
-from hatch_epcontext.worker.comparison.runs import ReferenceRun
+from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from tests.models import parsed
 
 NODES = ("scaled", "moved", "y")
@@ -36,7 +36,8 @@ def difference(tmp_path: Path, other: Path) -> str:
     feeds = {"x": np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)}
     wanted = {"y": np.tanh(2 * feeds["x"] + 0.5)}
     run = ReferenceRun("random", (feeds,), (wanted,), "random", usual=True, on_target=True)
-    return first_difference(source, other, Model("a", source, Key()), {}, run)
+    reference = Reference((run,), Facts())
+    return first_difference(source, other, Model("a", source, Key()), reference, run)
 
 
 def test_the_first_of_several_wrong_nodes_is_named(tmp_path: Path) -> None:

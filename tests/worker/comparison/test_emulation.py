@@ -14,14 +14,14 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.graph.number_format import FLOAT16, Fault, NumberFormat
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import compare_runs
+from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import reference
-from hatch_epcontext.worker.results import FEW_SAMPLES, differences
+from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import parsed, save
 from tests.worker.actions.test_compile import MODEL
-from tests.worker.comparison.test_states import lstm
+from tests.worker.test_states import lstm
 
 QNN = Tolerance(20, 0.99, unit=0.1)
 POWER = Fault("Pow", "is -4 for -0.0", low=-3e-8, high=3e-8, gives=-4.0, exponent=2.0)
@@ -33,7 +33,9 @@ def emulator(
 ) -> Emulator:
     path = save(made, folder / "a.onnx")
     spec = Model("a", path, MODEL, **settings)
-    return Emulator(spec, onnx.load(path), path, format_, frozenset(), reference(spec, made), QNN)
+    emulated = Emulator(spec, path, format_, reference(spec, made), QNN)
+    emulated.emulate()
+    return emulated
 
 
 def layers(size: int = 32) -> onnx.ModelProto:
@@ -230,9 +232,7 @@ def test_a_disagreement_is_explained_by_the_emulation(
         open_session(broken, cpu_options()),
         reference(spec, parsed(text)),
         QNN,
-        spec,
-        "the model",
-        "the CPU's",
+        Subject(spec),
         runs=sensitive or runs,
         emulator=found,
     )
@@ -260,7 +260,8 @@ def detector() -> onnx.ModelProto:
 
 def test_what_a_suppression_reads_is_compared_in_the_format(tmp_path: Path) -> None:
     found = emulator(detector(), tmp_path)
-    assert found.worst.output in ("boxes", "scores")
+    assert found.worst.nearest is not None
+    assert found.worst.nearest.output in ("boxes", "scores")
     assert found.margin > 25
 
 
@@ -322,6 +323,7 @@ def test_what_the_target_has_shown_counts_more_than_its_emulation(
     assert found.margin < 0
     runs = found.to_run()
     worst = found.level(runs[-1])
-    right = [replace(found.level(run), margin=40.0, snr=60.0) for run in runs]
+    near = Agreement("y", 0.0, 1.0, margin=40.0)
+    right = [replace(found.level(run), nearest=near) for run in runs]
     found.correct(right if suffering == "all" else [*right[:-1], worst])
     assert found.margin == (40.0 if suffering == "all" else pytest.approx(worst.spare, abs=10))

@@ -8,14 +8,17 @@ from hatch_epcontext.errors import Kind
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import (
+    Aligned,
     Comparison,
     Elsewhere,
     Nature,
-    compare,
+    OutputFacts,
+    compare_values,
     other_shape,
 )
 from hatch_epcontext.worker.results import differences
 
+PLAIN = OutputFacts()
 HALF = Tolerance(20, 0.99, unit=0.1)
 RNG = np.random.default_rng(1)
 LOGITS = RNG.standard_normal((4, 50)) * 5
@@ -31,7 +34,19 @@ def noise(reference: Array, part: float) -> Array:
 def compared(
     output: ArrayLike, reference: ArrayLike, limits: Tolerance = HALF, nature: Nature = "any"
 ) -> Comparison:
-    return compare("y", np.asarray(output), np.asarray(reference), limits, nature=nature)
+    return compare("y", output, reference, limits, OutputFacts(nature))
+
+
+def compare(
+    name: str,
+    output: ArrayLike,
+    reference: ArrayLike,
+    limits: Tolerance,
+    facts: OutputFacts = PLAIN,
+    elsewhere: Elsewhere | None = None,
+) -> Comparison:
+    aligned = Aligned(np.asarray(output), np.asarray(reference))
+    return compare_values(name, aligned, limits, facts, elsewhere)
 
 
 def agrees(output: ArrayLike, reference: ArrayLike, nature: Nature = "any") -> bool:
@@ -140,10 +155,12 @@ def test_a_few_steps_of_a_quantized_output_near_zero_are_rounding() -> None:
 
     def off(steps: float) -> Comparison:
         output = near_zero + steps * step
-        return compare("y", output, near_zero, HALF, quantization_step=step)
+        return compare("y", output, near_zero, HALF, OutputFacts(step=step))
 
     assert not agrees(near_zero + step, near_zero), "nothing says that it is quantized"
-    assert off(1).margin >= 10
+    margin = off(1).agreement.margin
+    assert margin is not None
+    assert margin >= 10
     assert not off(3).excesses
     assert off(4).excesses
 
@@ -212,10 +229,10 @@ def test_single_scalars_of_a_state_fail_nothing() -> None:
     wrong = state.copy()
     wrong[1, 0, :4] = 0
     assert compare("h", wrong, state, HALF).excesses
-    assert not compare("h", wrong, state, HALF, is_state=True).excesses
+    assert not compare("h", wrong, state, HALF, OutputFacts(is_state=True)).excesses
     half = state + 0.12 * np.random.default_rng(2).standard_normal(state.shape)
     assert compare("h", half, state, HALF).excesses
-    assert not compare("h", half, state, HALF, is_state=True).excesses
+    assert not compare("h", half, state, HALF, OutputFacts(is_state=True)).excesses
     # A whole layer does.
     wrong[1] *= 0.5
-    assert compare("h", wrong, state, HALF, is_state=True).excesses
+    assert compare("h", wrong, state, HALF, OutputFacts(is_state=True)).excesses

@@ -15,7 +15,7 @@ from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import ComparisonResult, compare_runs
+from hatch_epcontext.worker.comparison.compare import ComparisonResult, Subject, compare_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
@@ -28,7 +28,7 @@ from hatch_epcontext.worker.results import AgreementStatus, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import parsed, save
 from tests.worker.actions.test_compile import MODEL
-from tests.worker.comparison.test_states import lstm
+from tests.worker.test_states import lstm
 
 HALF = Tolerance(20, 0.99, unit=0.1)
 
@@ -44,7 +44,7 @@ def check(
 ) -> ComparisonResult:
     """Compare ``changed``, run on the CPU, with the reference."""
     session = open_session(save(changed, folder / "changed.onnx"), cpu_options())
-    return compare_runs(session, expected, HALF, spec, "the changed model", "the CPU's")
+    return compare_runs(session, expected, HALF, Subject(spec, "the changed model"))
 
 
 def table(size: int = 100, *, named: str = "ids") -> onnx.ModelProto:
@@ -74,7 +74,7 @@ def test_a_disagreement_on_large_floats_that_nothing_bounds_is_a_warning(tmp_pat
     spec, expected = referred(made, tmp_path)
     session = open_session(save(clipped(made, 65504), tmp_path / "changed.onnx"), cpu_options())
     runs = [each for each in expected.runs if each.name in ("random", "random at 8")]
-    found = compare_runs(session, expected, HALF, spec, "the model", "the CPU's", runs=runs)
+    found = compare_runs(session, expected, HALF, Subject(spec, "the model"), runs=runs)
     assert found.agreements[0].status is AgreementStatus.AGREES
     assert len(found.warnings) == 1
     assert found.warnings[0].startswith("the output 'y' differs from the CPU's for the sample ")
@@ -184,7 +184,7 @@ def test_what_depends_on_chance_is_not_compared(tmp_path: Path) -> None:
             y = Add (x, noise)
             z = Relu (x) }""")
     spec, expected = referred(made, tmp_path)
-    assert expected.facts.random == ("y",)
+    assert expected.facts.of("y").is_random
     statuses = {a.output: a.status for a in check(made, spec, expected, tmp_path).agreements}
     assert statuses == {"y": AgreementStatus.RANDOM, "z": AgreementStatus.AGREES}
 
@@ -202,7 +202,7 @@ def test_a_reference_that_proves_nothing_is_inconclusive(
 ) -> None:
     made = parsed(f"(float[1, 10] x) => (float[1, 10] y) <float zero = {{0}}> {{ {nodes} }}")
     spec, expected = referred(made, tmp_path)
-    assert expected.facts.inconclusive == ({} if reason is None else {"y": reason})
+    assert expected.facts.of("y").inconclusive == (reason or "")
     (agreement,) = check(made, spec, expected, tmp_path).agreements
     assert agreement.reason == reason
     wanted = AgreementStatus.AGREES if reason is None else AgreementStatus.INCONCLUSIVE
@@ -215,7 +215,7 @@ def test_a_sample_in_which_an_output_has_several_values_is_run_on_the_target(
     text = "(float[1, 10] x) => (bool[1, 10] y) { y = Greater (x, limit) }"
     made = parsed(text, limit=np.linspace(4, 5, 10, dtype=np.float32))
     spec, expected = referred(made, tmp_path)
-    assert not expected.facts.inconclusive
+    assert not any(output.inconclusive for output in expected.facts.outputs.values())
     chosen = [each.name for each in expected.runs if each.on_target]
     assert chosen[0] == "random"
     assert len(chosen) == 5
@@ -244,7 +244,7 @@ def test_a_text_has_no_score_and_a_shape_needs_no_input(tmp_path: Path) -> None:
             length = Shape (x) }""")
     _, expected = referred(made, tmp_path)
     assert expected.runs[0].name == "random"
-    assert not expected.facts.inconclusive
+    assert not any(output.inconclusive for output in expected.facts.outputs.values())
 
 
 @pytest.mark.parametrize("name", ["long", "with/slashes", "../up"])

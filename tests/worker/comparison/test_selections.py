@@ -14,8 +14,8 @@ from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import compare_outputs
-from hatch_epcontext.worker.comparison.measures import Numbers, compare
+from hatch_epcontext.worker.comparison.compare import Subject, judged
+from hatch_epcontext.worker.comparison.measures import Aligned, Numbers, OutputFacts, compare_values
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.rows import Choice
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
@@ -110,10 +110,9 @@ class Compared:
         ((self.wanted, self.candidates),) = self.expected.runs[0].steps
 
     def compare(self, outputs: Arrays, limits: Tolerance = HALF) -> Sequence[Agreement]:
-        wanted, candidates = self.wanted, self.candidates
-        return compare_outputs(
-            outputs, wanted, limits, self.model, "the CPU's", self.expected, candidates=candidates
-        )
+        comparisons = self.expected.compare(self.expected.runs[0], 0, outputs, limits)
+        facts, subject = self.expected.facts, Subject(self.model)
+        return [judged(comparison, subject, facts) for comparison in comparisons]
 
 
 class Head(Compared):
@@ -371,7 +370,8 @@ def agrees(scores: Numbers, numbers: Array, wanted: Array, axis: int = 1, **more
     found = Selections(choices={"y": Choice("scores", axis, **more)})
     chosen = select(found, {"y": numbers}, {"y": wanted}, {"scores": scores}, 0.1)
     rows = chosen.rows.get("y")
-    return not compare("y", numbers, chosen.wanted["y"], HALF, nature="indices", rows=rows).excesses
+    aligned = Aligned(numbers, chosen.wanted["y"], rows)
+    return not compare_values("y", aligned, HALF, OutputFacts("indices")).excesses
 
 
 @pytest.mark.parametrize("first", [0, 1])

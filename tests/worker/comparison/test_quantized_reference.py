@@ -11,14 +11,15 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.graph.dequantize import dequantize, is_dynamic
 from hatch_epcontext.providers import QUANTIZED, Tolerance
-from hatch_epcontext.worker.comparison.quantized import (
-    float_form_reference,
+from hatch_epcontext.worker.comparison.measures import OutputFacts
+from hatch_epcontext.worker.comparison.reference import (
+    reference,
+    reference_of_artifact,
     source_reference,
     with_noise,
     within_noise,
     write_float_form,
 )
-from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Facts
 from tests.conftest import newer_runtime
 from tests.graph.test_dequantize import quantized, recurrent
@@ -55,41 +56,49 @@ def test_the_float_form_is_the_reference_and_the_integers_differ_from_it(
     tmp_path: Path, source: onnx.ModelProto
 ) -> None:
     spec, path, floats = referred(quantized(source, tmp_path), tmp_path)
-    expected = float_form_reference(spec, path, floats)
+    expected = source_reference(spec, onnx.load(path), path, floats)
     assert expected.facts.float_form_db is not None
     assert 20 < expected.facts.float_form_db < 70
-    assert not expected.facts.noise
+    assert expected.facts.of("y").noise is None
     alone = reference(spec, onnx.load(floats), floats)
     for name, array in alone.runs[0].outputs[0].items():
         np.testing.assert_array_equal(expected.runs[0].outputs[0][name], array)
     # What an artifact of the cache is compared with.
-    again = source_reference(spec, onnx.load(path), dequantized=True)
+    again = reference_of_artifact(spec, onnx.load(path), dequantized=True)
     assert again.facts == expected.facts
 
 
 def test_only_a_dynamically_quantized_source_has_noise(tmp_path: Path) -> None:
     path = save(recurrent(), tmp_path / "a.onnx")
     spec = Model("a", path, MODEL)
-    expected = source_reference(spec, onnx.load(path), dequantized=True)
+    expected = reference_of_artifact(spec, onnx.load(path), dequantized=True)
     assert not is_dynamic(onnx.load(path))
-    assert expected.facts.noise == {}
+    assert all(output.noise is None for output in expected.facts.outputs.values())
     assert expected.facts.float_form_db is None
     made = quantized(layers(), tmp_path)
     path = save(made, tmp_path / "b.onnx")
     spec = replace(spec, path=path)
-    noisy = source_reference(spec, made, dequantized=False)
+    noisy = reference_of_artifact(spec, made, dequantized=False)
     assert is_dynamic(made)
     assert noisy.facts.float_form_db is None
-    assert 20 < noisy.facts.noise["y"] < 70
+    noise = noisy.facts.of("y").noise
+    assert noise is not None
+    assert 10 ** (-70 / 20) < noise < 0.1
     # A model of floats differs much less after the same rounding.
     assert dequantize(made)
     floats = save(made, tmp_path / "c.onnx")
     alone = with_noise(spec, floats, reference(spec, made, floats))
-    assert alone.facts.noise["y"] > noisy.facts.noise["y"] + 10
+    assert alone.facts.of("y").noise is not None
+    assert noise > 3 * (alone.facts.of("y").noise or 0.0)
 
 
 def test_limits_are_no_stricter_than_the_noise_but_those_of_the_user_stay() -> None:
-    facts = Facts(noise={"noisy": 42.0, "wild": 3.0, "quiet": 90.0})
+    facts = Facts(
+        outputs={
+            name: OutputFacts(noise=10 ** (-decibels / 20))
+            for name, decibels in (("noisy", 42.0), ("wild", 3.0), ("quiet", 90.0))
+        }
+    )
     limits = within_noise(STRICT, facts)
     assert limits.of("noisy").snr == 36
     assert limits.of("noisy").cosine < 0.9999

@@ -4,7 +4,7 @@ import onnx
 import pytest
 
 from hatch_epcontext.errors import Key, Kind, ModelError
-from hatch_epcontext.worker.comparison.states import first_states, state_pairs
+from hatch_epcontext.worker.states import first_states, state_pairs
 from tests.models import parsed
 
 KEY = Key(("states",))

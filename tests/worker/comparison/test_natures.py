@@ -5,11 +5,10 @@ import onnx
 import pytest
 
 from hatch_epcontext.worker.comparison.measures import Nature
-from hatch_epcontext.worker.comparison.outputs import (
+from hatch_epcontext.worker.comparison.natures import (
     depend_on_chance,
     depend_on_inputs,
-    natures,
-    quantization_steps,
+    output_facts,
 )
 from tests.models import parsed
 
@@ -20,6 +19,10 @@ def chain(*operators: str) -> onnx.ModelProto:
     steps = zip(operators, names, names[1:], strict=False)
     nodes = " ".join(f"{after} = {operator} ({before})" for operator, before, after in steps)
     return parsed(f"(float[1, 4] x) => (float[] y) {{ {nodes} }}", check=False)
+
+
+def natures(model: onnx.ModelProto) -> dict[str, Nature]:
+    return {name: facts.nature for name, facts in output_facts(model).items()}
 
 
 @pytest.mark.parametrize(
@@ -40,8 +43,7 @@ def chain(*operators: str) -> onnx.ModelProto:
 def test_the_last_operator_that_makes_new_values_says_their_nature(
     operators: tuple[str, ...], nature: Nature
 ) -> None:
-    outputs = chain(*operators).graph
-    assert natures(outputs) == {"y": nature}
+    assert natures(chain(*operators)) == {"y": nature}
 
 
 def test_joined_values_have_a_nature_if_all_parts_have_it() -> None:
@@ -50,7 +52,7 @@ def test_joined_values_have_a_nature_if_all_parts_have_it() -> None:
             b = Softmax (x)
             units = Concat <axis = 0> (a, b)
             others = Concat <axis = 0> (a, x) }""")
-    assert natures(made.graph) == {"units": "unit", "others": "any"}
+    assert natures(made) == {"units": "unit", "others": "any"}
 
 
 @pytest.mark.parametrize(("other", "nature"), [("Tanh", "unit"), ("Relu", "any")])
@@ -58,7 +60,7 @@ def test_both_branches_say_the_nature_of_an_if(other: str, nature: Nature) -> No
     made = parsed(f"""(float[1, 4] x, bool k) => (float[1, 4] y) {{ y = If (k) <
         then_branch = one () => (float[1, 4] t) {{ t = Sigmoid (x) }},
         else_branch = two () => (float[1, 4] e) {{ e = {other} (x) }}> }}""")
-    assert natures(made.graph) == {"y": nature}
+    assert natures(made) == {"y": nature}
 
 
 def test_a_quantized_output_has_steps_and_the_nature_of_what_was_quantized() -> None:
@@ -69,8 +71,9 @@ def test_a_quantized_output_has_steps_and_the_nature_of_what_was_quantized() -> 
             b = DequantizeLinear (integers, scale)
             quantized = Flatten (b)
             others = Exp (b) }"""
-    made = parsed(text).graph
-    assert quantization_steps(made) == {"quantized": 0.25, "integers": 1}
+    made = parsed(text)
+    steps = {name: facts.step for name, facts in output_facts(made).items()}
+    assert steps == {"quantized": 0.25, "others": 0, "integers": 1}
     assert natures(made) == {"quantized": "unit", "others": "any", "integers": "unit"}
 
 

@@ -1,0 +1,197 @@
+"""What a graph shows about its outputs: the nature of their values, which of them are scores, randomness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.values.known import KnownValues
+from hatch_epcontext.worker.comparison.measures import Nature, OutputFacts, Scores
+from hatch_epcontext.worker.session import open_unoptimized
+from hatch_epcontext.worker.tensors import run
+
+_SAME_VALUES = operators.MOVES | operators.EXTREMES | operators.MEANS | {"Cast"}
+_SAME_VALUES |= operators.QUANTIZES | operators.DEQUANTIZES
+"""Operators whose results are values of their first input, or means of them."""
+
+_WHOLE = _SAME_VALUES - operators.PICKS - {"ReduceMean", "ReduceMax", "ReduceMin"}
+"""Those that keep the probabilities of a Softmax together."""
+
+_UNIT = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Erf", "Sin", "Cos", "Softsign"})
+
+_INDICES = frozenset({"ArgMax", "ArgMin", "NonMaxSuppression", "NonZero"})
+
+_UPDATES = frozenset({"ScatterElements", "ScatterND"})
+"""Operators that replace some values of their first input by those of their third one."""
+
+_JOINS = _UPDATES | {"Concat"}
+
+_MAX_PLACES = 2**26
+"""The most places of an output whose scores are looked for."""
+
+
+def output_facts(
+    model: onnx.ModelProto, inputs: Sequence[TensorFacts] = (), more: Sequence[str] = ()
+) -> dict[str, OutputFacts]:
+    """What ``model``, with these ``inputs``, shows about its outputs and the values ``more`` inside it."""
+    known = KnownValues(model, inputs)
+    # The values of inner graphs are no values of the main one.
+    scope = Scope(model.graph)
+    names = dict.fromkeys((*(value.name for value in model.graph.output), *more))
+    facts = {}
+    for name in names:
+        nature = _nature(name, scope)
+        scores = _scores(name, scope, known, graph.opset(model)) if nature == "any" else None
+        facts[name] = OutputFacts(nature, _quantization_step(name, scope), scores)
+    return facts
+
+
+def _quantization_step(name: str, scope: Scope) -> float:
+    # Means have finer steps.
+    for node in scope.trace(name, _SAME_VALUES - operators.MEANS)[1]:
+        if node.op_type == "QuantizeLinear":
+            return 1.0
+        if node.op_type == "DequantizeLinear":
+            scale = scope.constant(node.input[1])
+            return 0.0 if scale is None else float(abs(scale).max())
+    return 0.0
+
+
+def _nature(name: str, scope: Scope) -> Nature:
+    origin, passed = scope.trace(name, _SAME_VALUES)
+    node = scope.maker(origin)
+    nature = "any" if node is None else _nature_of_result(node, origin, scope)
+    is_whole = all(graph.operator(node) in _WHOLE for node in passed)
+    return "unit" if nature == "probabilities" and not is_whole else nature
+
+
+def _nature_of_result(node: onnx.NodeProto, name: str, scope: Scope) -> Nature:
+    """The nature of the value ``name``, which ``node`` computes."""
+    if node.op_type == "If":
+        return _nature_of_branches(node, name, scope)
+    if node.op_type == "Concat":
+        natures = {_nature(operand, scope) for operand in node.input}
+        return "unit" if natures <= {"unit", "probabilities"} else "any"
+    if node.op_type in _INDICES or (node.op_type == "TopK" and name == node.output[-1]):
+        return "indices"
+    is_unit = node.op_type in _UNIT or (node.op_type in ("LSTM", "GRU") and _is_state(node, name))
+    return "probabilities" if node.op_type == "Softmax" else "unit" if is_unit else "any"
+
+
+def _nature_of_branches(node: onnx.NodeProto, name: str, scope: Scope) -> Nature:
+    """The nature of an output of an If: that of both branches, if they have the same."""
+    index = list(node.output).index(name)
+    natures = {
+        _nature(branch.output[index].name, Scope(branch, scope))
+        for branch in graph.inner_graphs(node)
+        if index < len(branch.output)
+    }
+    return natures.pop() if len(natures) == 1 else "any"
+
+
+def _is_state(node: onnx.NodeProto, name: str) -> bool:
+    """Whether ``name`` is a hidden state, which follows a Tanh, and not the cell state of an LSTM."""
+    default = all(item.name not in ("activations", "clip") for item in node.attribute)
+    return default and name in list(node.output)[:2]
+
+
+def _scores(output: str, scope: Scope, known: KnownValues, opset: int) -> Scores | None:
+    """Where ``output`` has scores, if nodes join them with other values, in places that the graph shows.
+
+    These nodes are run with ones for scores and zeros for all else.
+    """
+    tail, origins = _tail(output, scope, known)
+    scoring = {name for name in origins if _nature(name, scope) in ("unit", "probabilities")}
+    feeds: dict[str, Array] = {}
+    for name in origins if scoring and tail else ():
+        sizes = known.sizes(name)
+        shape = tuple(size for size in sizes or () if size is not None)
+        if sizes != shape or math.prod(shape) > _MAX_PLACES:
+            return None
+        feeds[name] = np.full(shape, name in scoring, np.float32)
+    if not feeds:
+        return None
+    constants = {
+        name for node in tail for name in node.input if name and known.value(name) is not None
+    }
+    part = helper.make_graph(
+        tail,
+        "tail",
+        [helper.make_tensor_value_info(name, 1, array.shape) for name, array in feeds.items()],
+        [onnx.ValueInfoProto(name=output)],
+        [
+            numpy_helper.from_array(np.asarray(known.value(name)), name)
+            for name in constants.difference(feeds)
+        ],
+    )
+    model = helper.make_model(part, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    try:
+        places = run(open_unoptimized(model.SerializeToString()), feeds)[output]
+    except Exception:
+        # ONNX Runtime raises many types. Then all values are compared in the same way.
+        return None
+    return Scores.at(np.asarray(places, bool))
+
+
+def _tail(
+    output: str, scope: Scope, known: KnownValues
+) -> tuple[Sequence[onnx.NodeProto], Sequence[str]]:
+    """The nodes that join and move values into ``output``, and the values of which they make it.
+
+    No nodes if none of them joins values.
+    """
+    nodes: dict[int, onnx.NodeProto] = {}
+    origins: dict[str, None] = {}
+    waiting = [output]
+    while waiting:
+        name = waiting.pop()
+        index = scope.makers.get(name)
+        if index in nodes:
+            continue
+        node = None if index is None else scope.nodes[index]
+        data = () if node is None else _moved(node)
+        others = () if node is None else [each for each in node.input if each and each not in data]
+        if index is None or not data or any(known.value(each) is None for each in others):
+            origins[name] = None
+            continue
+        nodes[index] = scope.nodes[index]
+        waiting += data
+    tail = [_without_type(nodes[index]) for index in sorted(nodes)]
+    return tail if any(node.op_type in _JOINS for node in tail) else [], [*origins]
+
+
+def _moved(node: onnx.NodeProto) -> Sequence[str]:
+    """The operands of ``node`` whose values, and no others, are in its results."""
+    operator = graph.operator(node)
+    if operator == "Concat":
+        return node.input
+    if operator in _UPDATES:
+        is_plain = graph.text(node, "reduction") in ("", "none")
+        return (node.input[0], node.input[2]) if is_plain else ()
+    return node.input[:1] if operator in _SAME_VALUES - operators.EXTREMES - operators.MEANS else ()
+
+
+def _without_type(node: onnx.NodeProto) -> onnx.NodeProto:
+    """``node`` for floats: the places of scores have no other type."""
+    if graph.operator(node) in operators.MOVES | _JOINS:
+        return node
+    return helper.make_node("Identity", node.input[:1], node.output[:1])
+
+
+def depend_on_chance(main: onnx.GraphProto) -> bool:
+    """Whether there is a random operator in ``main`` or the graphs inside it."""
+    return any(map(graph.is_random, main.node))
+
+
+def depend_on_inputs(main: onnx.GraphProto) -> frozenset[str]:
+    """The outputs of ``main`` that depend on the values of its inputs, and not only on their shapes."""
+    flow = Scope(main)
+    return frozenset(value.name for value in main.output if flow.depends([value.name]))
