@@ -96,7 +96,7 @@ def compare_runs(
                 return ComparisonResult(agreements, tuple(warnings), tuple(samples), distance)
             warnings.append(_warning(agreements))
         elif emulator is not None and gap is not None:
-            level = Level.of(run, agreeing, limits, ran=True)
+            level = replace(Level.of(run, agreeing, reference.facts, limits), ran=True)
             levels.append(level)
             emulated = emulator.level(run).margin
             gap = max(gap, min(emulated, _reachable(emulator)) - level.margin)

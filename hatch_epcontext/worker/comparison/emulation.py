@@ -35,7 +35,13 @@ from hatch_epcontext.worker.comparison.diverging import (
     relative,
 )
 from hatch_epcontext.worker.comparison.measures import Numbers
-from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_steps, with_telling
+from hatch_epcontext.worker.comparison.runs import (
+    Facts,
+    Reference,
+    ReferenceRun,
+    run_steps,
+    with_telling,
+)
 from hatch_epcontext.worker.comparison.suppression import expose_reads
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.results import (
@@ -87,12 +93,12 @@ class Level:
 
     @staticmethod
     def of(
-        run: ReferenceRun, agreements: Iterable[Agreement], limits: Tolerance, *, ran: bool = False
+        run: ReferenceRun, agreements: Iterable[Agreement], facts: Facts, limits: Tolerance
     ) -> Level:
-        """The level of ``run`` with these ``agreements`` of outputs within the ``limits``."""
+        """The level of ``run`` with these ``agreements`` of outputs with the ``limits``."""
         nearest = min(agreements, key=lambda agreement: agreement.above, default=None)
-        limit = limits.snr if nearest is None else limits.of(nearest.output).snr
-        return Level(run, nearest, limit, ran=ran)
+        name = "" if nearest is None else nearest.output
+        return Level(run, nearest, facts.of(name).within(limits.of(name)).snr)
 
     @property
     def margin(self) -> float:
@@ -443,7 +449,8 @@ class Emulator:
 
     def _compared(self, run: ReferenceRun, number: int, outputs: Arrays) -> Level:
         comparisons = self._reference.compare(run, number, outputs, self._limits)
-        return Level.of(run, (item.agreement for item in comparisons), self._limits)
+        agreements = (comparison.agreement for comparison in comparisons)
+        return Level.of(run, agreements, self._reference.facts, self._limits)
 
     def _long_level(self, session: ort.InferenceSession) -> Level | None:
         """The level of a long run, at its first checked step beyond the limits, or at its worst one.

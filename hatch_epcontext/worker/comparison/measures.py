@@ -81,12 +81,13 @@ _T = TypeVar("_T", bound=np.generic)
 
 @dataclass(frozen=True)
 class Scores:
-    """Where an output of this ``shape`` has scores: along ``axis``, from the first of the ``bounds`` to the
-    second, from the third to the fourth, and so on.
+    """Where an output of this ``rank`` has scores: along ``axis``, of this ``size``, from the first of the
+    ``bounds`` to the second, from the third to the fourth, and so on.
     """
 
-    shape: tuple[int, ...]
+    rank: int
     axis: int
+    size: int
     bounds: tuple[int, ...]
 
     @staticmethod
@@ -98,12 +99,16 @@ class Scores:
                 changes = np.diff(by_index[:, 0], prepend=False, append=False)
                 bounds = tuple(map(int, np.flatnonzero(changes)))
                 is_joined = 0 < by_index[:, 0].sum() < size
-                return Scores(places.shape, axis, bounds) if is_joined else None
+                return Scores(places.ndim, axis, size, bounds) if is_joined else None
         return None
+
+    def fit(self, array: Array) -> bool:
+        """Whether ``array`` can have scores there."""
+        return array.ndim == self.rank and array.shape[self.axis] == self.size
 
     @cached_property
     def _indices(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        changes = np.zeros(self.shape[self.axis] + 1, int)
+        changes = np.zeros(self.size + 1, int)
         changes[list(self.bounds)] = 1
         is_score = np.cumsum(changes[:-1]) % 2 == 1
         return np.flatnonzero(~is_score), np.flatnonzero(is_score)
@@ -137,11 +142,15 @@ class OutputFacts:
     inconclusive: str = ""
     noise: float | None = None
 
+    def within(self, limits: Tolerance) -> Tolerance:
+        """The ``limits`` for this output: lower ones if it is a state."""
+        return replace(limits, snr=limits.snr - _STATE) if self.is_state else limits
+
     def scores_of(self, array: Array) -> Array | None:
         """The scores in ``array``, values of this output; None if it has none."""
         if not is_float(array.dtype):
             return None
-        if self.scores is not None and self.scores.shape == array.shape:
+        if self.scores is not None and self.scores.fit(array):
             return self.scores.take(array, are_scores=True)
         return array if self.nature in ("unit", "probabilities") else None
 
@@ -170,7 +179,7 @@ class Elsewhere:
     def part(self, scores: Scores, *, are_scores: bool) -> Elsewhere:
         """The scores in the samples, or their other values."""
         if are_scores not in self._parts:
-            samples = (sample for sample in self._samples if sample.shape == scores.shape)
+            samples = filter(scores.fit, self._samples)
             own = [scores.take(sample, are_scores=are_scores) for sample in samples]
             self._parts[are_scores] = Elsewhere(own)
         return self._parts[are_scores]
@@ -220,14 +229,13 @@ def compare_values(
     ``elsewhere``: the same output of the reference for other inputs. A state has a lower limit, and its
     single features mean nothing. Strings, booleans and other indices are equal or not.
     """
-    if facts.is_state:
-        limits = replace(limits, snr=limits.snr - _STATE)
+    limits = facts.within(limits)
     dtype, row = aligned.reference.dtype, _worst_row(aligned)
     if dtype == STRING or dtype.kind == "b" or facts.nature == "indices":
         return _compare_exact(name, aligned, limits, row)
     out, ref = _finite(aligned.output, aligned.reference)
     scores, elsewhere = facts.scores, elsewhere or Elsewhere()
-    if scores is None or scores.shape != ref.shape:
+    if scores is None or not scores.fit(ref):
         agreement = _measure(name, _Measure(out, ref, facts, limits.unit, elsewhere))
         return _judge(agreement, out, ref, limits, row)
     parts: list[Comparison] = []
@@ -425,7 +433,7 @@ class _Measure:
         with np.errstate(divide="ignore"):
             ratio = self.signal(axes) / noise
             places = self.ref.size // ratio.size
-            if self.facts.nature == "unit" and places > _SHARES:
+            if self.facts.nature == "unit" and places > _SHARES and _is_column(ratio.size, places):
                 ratio = np.minimum(ratio, self._peaks(axes, places))
             return np.asarray(10 * np.log10(ratio))
 
@@ -437,7 +445,9 @@ class _Measure:
         noise = np.maximum(np.abs(self.error) - _NOISE * self.unit, 0.0)
         floor = (self.largest * self.unit) ** 2 * _SHARES / places
         own = np.maximum(self.power.mean(axis=axes), floor)
-        return np.asarray(own / (noise**2).mean(axis=axes))
+        # As in a column, a few places are nearer to the limit than the whole output.
+        more = 10 ** (_COLUMN / 10) if axes is None else 1.0
+        return np.asarray(more * own / (noise**2).mean(axis=axes))
 
     def _part(self, places: int) -> float:
         """The part of the largest value, squared, that counts as signal in each of ``places``."""

@@ -112,9 +112,11 @@ def _scores(output: str, scope: Scope, known: KnownValues, opset: int) -> Scores
     scoring = {name for name in origins if _nature(name, scope) in ("unit", "probabilities")}
     feeds: dict[str, Array] = {}
     for name in origins if scoring and tail else ():
-        sizes = known.sizes(name)
-        shape = tuple(size for size in sizes or () if size is not None)
-        if sizes != shape or math.prod(shape) > _MAX_PLACES:
+        if (sizes := known.sizes(name)) is None:
+            return None
+        # The sizes of other axes than that of the scores do not matter.
+        shape = tuple(1 if size is None else size for size in sizes)
+        if math.prod(shape) > _MAX_PLACES:
             return None
         feeds[name] = np.full(shape, name in scoring, np.float32)
     if not feeds:

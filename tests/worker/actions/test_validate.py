@@ -103,6 +103,33 @@ def test_what_a_suppression_reads_is_compared(tmp_path: Path, embed: bool) -> No
     assert "'boxes' differs from the CPU's" in problem.message
 
 
+def joined_head(*, wrong: bool = False) -> onnx.ModelProto:
+    """Boxes and the scores of twelve classes, of which most have hardly any signal."""
+    return parsed(
+        """(float[1, 60, 16] x) => (float[1, 16, 60] y) {
+            boxes = MatMul (x, w)
+            logits = MatMul (x, v)
+            moved = Add (logits, bias)
+            scores = Sigmoid (moved)
+            joined = Concat <axis = -1> (boxes, scores)
+            y = Transpose <perm = [0, 2, 1]> (joined) }""",
+        w=(16, 4),
+        v=(16, 12),
+        bias=np.linspace(0, -11, 12, dtype=np.float32) * (-1 if wrong else 1),
+    )
+
+
+@needs_qnn
+def test_a_class_without_signal_beside_boxes_is_not_sensitive(tmp_path: Path) -> None:
+    request = built(joined_head(), "qnn", tmp_path)
+    request = dataclasses.replace(request, tolerance=dataclasses.replace(HALF, unit=0.1))
+    validation = handle(request)
+    assert validation.margin > 25
+    save(joined_head(wrong=True), Path(request.model.path))
+    (problem,) = handle(request).problems
+    assert "of its scores" in problem.message
+
+
 @needs_qnn
 def test_a_source_model_instead_of_a_context_is_an_error(tmp_path: Path) -> None:
     request = built(network(), "qnn", tmp_path)

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from hatch_epcontext.errors import Kind
@@ -13,6 +18,7 @@ from hatch_epcontext.worker.comparison.measures import (
     Elsewhere,
     Nature,
     OutputFacts,
+    Scores,
     compare_values,
     other_shape,
 )
@@ -109,6 +115,85 @@ def test_one_feature_of_many_fails_nothing_and_a_few_do() -> None:
     assert agrees(output, reference)
     output[:, 50:60] = 0
     assert not agrees(output, reference)
+
+
+BOXES, CLASSES, ROWS = 4, 6, 600
+JOINED = OutputFacts(scores=Scores(3, 1, BOXES + CLASSES, (BOXES, BOXES + CLASSES)))
+
+
+def detections(largest: float, seed: int) -> Array:
+    """The boxes and scores of rows of which one in thirty is an object of one class."""
+    rng = np.random.default_rng(seed)
+    scores = rng.uniform(0, 0.005, (CLASSES, ROWS))
+    rows = rng.choice(ROWS, ROWS // 30, replace=False)
+    scores[np.arange(rows.size) % CLASSES, rows] = rng.uniform(0.5, 1, rows.size)
+    return np.concatenate([rng.uniform(0, largest, (BOXES, ROWS)), scores])[None]
+
+
+Damage = Callable[[Array, int], object]
+
+
+def _lose(array: Array, column: int) -> None:
+    scores = array[0, BOXES + column % CLASSES]
+    scores[scores > 0.5] = 0.0
+
+
+def _invent(array: Array, column: int) -> None:
+    array[0, BOXES + column % CLASSES, ::100] = 0.9
+
+
+def _swap_classes(array: Array, column: int) -> None:
+    array[0, BOXES:] = np.roll(array[0, BOXES:], column % (CLASSES - 1) + 1, axis=0)
+
+
+def _shift_box(array: Array, column: int) -> None:
+    array[0, column % BOXES] += 0.3 * array[0, :BOXES].max()
+
+
+def _shift_rows(array: Array, column: int) -> None:
+    array[0] = np.roll(array[0], column + 1, axis=1)
+
+
+def _forget_boxes(array: Array, column: int) -> None:
+    array[0, column % BOXES] = 0.0
+
+
+@given(
+    largest=st.sampled_from([0.5, 3.0, 640.0]),
+    seed=st.integers(0, 2**32 - 1),
+    column=st.integers(0, 10),
+    damage=st.sampled_from([_lose, _invent, _swap_classes, _shift_box, _shift_rows, _forget_boxes]),
+    axis=st.sampled_from([1, 2]),
+)
+def test_damage_to_any_part_of_a_joined_output_is_seen(
+    largest: float, seed: int, column: int, damage: Damage, axis: int
+) -> None:
+    reference = detections(largest, seed)
+    output = reference + 0.002 * np.random.default_rng(seed).standard_normal(reference.shape)
+    output[:, :BOXES] += 0.005 * largest * (output[:, :BOXES] - reference[:, :BOXES])
+    facts = OutputFacts(scores=replace(JOINED.scores, axis=axis)) if JOINED.scores else JOINED
+    moved = [np.moveaxis(array, 1, axis) for array in (output, reference)]
+    right = compare("y", *moved, HALF, facts)
+    assert not right.excesses
+    assert right.agreement.margin is not None
+    assert right.agreement.margin >= 10
+    damage(output, column)
+    assert compare("y", *moved, HALF, facts).excesses
+
+
+@pytest.mark.parametrize("largest", [1.0, 640.0])
+def test_one_lost_object_among_thousands_of_rows_is_seen(largest: float) -> None:
+    reference = np.tile(detections(largest, 1), 30)
+    reference[:, BOXES:] = np.minimum(reference[:, BOXES:], 0.005)
+    reference[0, BOXES + 1, 7000] = 0.9
+    near, lost = reference + 0.002 * RNG.standard_normal(reference.shape), reference.copy()
+    near[:, :BOXES] = lost[:, :BOXES]
+    lost[0, BOXES + 1, 7000] = 0.1
+    assert not compare("y", near, reference, HALF, JOINED).excesses
+    found = compare("y", lost, reference, HALF, JOINED)
+    assert "of its scores" in found.excesses[0]
+    assert found.agreement.worst is not None
+    assert found.agreement.worst.text == "[:, 5, :]"
 
 
 def test_one_class_of_many_fails() -> None:

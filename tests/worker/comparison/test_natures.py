@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
-from hatch_epcontext.worker.comparison.measures import Nature
+from hatch_epcontext.worker.comparison.measures import Nature, Scores
 from hatch_epcontext.worker.comparison.natures import (
     depend_on_chance,
     depend_on_inputs,
@@ -53,6 +53,73 @@ def test_joined_values_have_a_nature_if_all_parts_have_it() -> None:
             units = Concat <axis = 0> (a, b)
             others = Concat <axis = 0> (a, x) }""")
     assert natures(made) == {"units": "unit", "others": "any"}
+
+
+LAST = "a = MatMul (x, w) b = MatMul (x, v) s = Sigmoid (b) y = Concat <axis = -1> (a, s)"
+FIRST = "s = Softmax <axis = 1> (x) e = Exp (x) y = Concat <axis = 1> (s, x, s, e)"
+MOVED = """
+    anchors = Reshape (x, by_anchor)
+    s = Sigmoid (anchors)
+    all = Concat <axis = 2> (anchors, s)
+    moved = Transpose <perm = [0, 1, 3, 2]> (all)
+    shape = Shape (x)
+    batch = Slice (shape, first, second)
+    sizes = Concat <axis = 0> (batch, rest)
+    y = Reshape (moved, sizes)"""
+SCALES = """
+    s = Sigmoid (x)
+    head = Concat <axis = 1> (x, s)
+    small = AveragePool <kernel_shape = [2]> (x)
+    t = Sigmoid (small)
+    other = Concat <axis = 1> (small, t)
+    y = Concat <axis = 2> (head, other, head)"""
+SLICED = """
+    s = Sigmoid (x)
+    xy, wh, c = Split <axis = 1> (s, widths)
+    a = Mul (xy, xy)
+    b = Exp (wh)
+    joined = Concat <axis = 1> (a, b, c)
+    y = Transpose <perm = [0, 2, 1]> (joined)"""
+UPDATED = """
+    s = Sigmoid (x)
+    e = ReduceMax <axes = [1]> (x)
+    y = ScatterElements <axis = 1> (s, at, e)"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "scores"),
+    [
+        (LAST, Scores(3, 2, 5, (2, 5))),
+        (FIRST, Scores(3, 1, 24, (0, 6, 12, 18))),
+        (MOVED, Scores(3, 2, 6, (3, 6))),
+        (SCALES, Scores(3, 1, 12, (6, 12))),
+        (SLICED, Scores(3, 2, 6, (4, 6))),
+        (UPDATED, Scores(3, 1, 6, (1, 6))),
+        # The places of scores depend on the input, or are not along an axis.
+        ("s = Sigmoid (x) all = Concat <axis = 1> (x, s) y = Gather <axis = 1> (all, k)", None),
+        ("s = Sigmoid (x) e = Exp (s) y = Concat <axis = 1> (x, e)", None),
+        (
+            """s = Sigmoid (x) a = Concat <axis = 1> (x, s) b = Concat <axis = 1> (s, x)
+            y = Concat <axis = 2> (a, b)""",
+            None,
+        ),
+    ],
+)
+def test_the_graph_shows_where_an_output_has_scores(nodes: str, scores: Scores | None) -> None:
+    made = parsed(
+        f"(float[1, 6, 4] x, int64[3] k) => (float[?, ?, ?] y) {{ {nodes} }}",
+        w=(4, 2),
+        v=(4, 3),
+        by_anchor=[1, 2, 3, 4],
+        first=[0],
+        second=[1],
+        rest=[-1, 6],
+        widths=[2, 2, 2],
+        at=np.zeros((1, 1, 4), np.int64),
+    )
+    facts = output_facts(made)["y"]
+    assert facts.nature == "any"
+    assert facts.scores == scores
 
 
 @pytest.mark.parametrize(("other", "nature"), [("Tanh", "unit"), ("Relu", "any")])
