@@ -17,6 +17,7 @@ from hatch_epcontext.worker.comparison.measures import (
     Comparison,
     Elsewhere,
     Nature,
+    Numbers,
     OutputFacts,
     Scores,
     compare_values,
@@ -121,7 +122,7 @@ BOXES, CLASSES, ROWS = 4, 6, 600
 JOINED = OutputFacts(scores=Scores(3, 1, BOXES + CLASSES, (BOXES, BOXES + CLASSES)))
 
 
-def detections(largest: float, seed: int) -> Array:
+def detections(largest: float, seed: int) -> Numbers:
     """The boxes and scores of rows of which one in thirty is an object of one class."""
     rng = np.random.default_rng(seed)
     scores = rng.uniform(0, 0.005, (CLASSES, ROWS))
@@ -172,18 +173,18 @@ def test_damage_to_any_part_of_a_joined_output_is_seen(
     output = reference + 0.002 * np.random.default_rng(seed).standard_normal(reference.shape)
     output[:, :BOXES] += 0.005 * largest * (output[:, :BOXES] - reference[:, :BOXES])
     facts = OutputFacts(scores=replace(JOINED.scores, axis=axis)) if JOINED.scores else JOINED
-    moved = [np.moveaxis(array, 1, axis) for array in (output, reference)]
-    right = compare("y", *moved, HALF, facts)
+    one, other = (np.moveaxis(array, 1, axis) for array in (output, reference))
+    right = compare("y", one, other, HALF, facts)
     assert not right.excesses
     assert right.agreement.margin is not None
     assert right.agreement.margin >= 10
     damage(output, column)
-    assert compare("y", *moved, HALF, facts).excesses
+    assert compare("y", one, other, HALF, facts).excesses
 
 
 @pytest.mark.parametrize("largest", [1.0, 640.0])
 def test_one_lost_object_among_thousands_of_rows_is_seen(largest: float) -> None:
-    reference = np.tile(detections(largest, 1), 30)
+    reference: Numbers = np.tile(detections(largest, 1), 30)
     reference[:, BOXES:] = np.minimum(reference[:, BOXES:], 0.005)
     reference[0, BOXES + 1, 7000] = 0.9
     near, lost = reference + 0.002 * RNG.standard_normal(reference.shape), reference.copy()
