@@ -382,14 +382,13 @@ def inferred(
         onnx.ValueInfoProto(name=name, type=each) for name, each in types.items()
     )
     main.sparse_initializer.extend(model.graph.sparse_initializer)
-    listed = {value.name for value in main.input}
     for tensor in model.graph.initializer:
         # Shape inference would copy large tensors twice, and fail if they are in another file.
         if math.prod(tensor.dims) <= _MAX_VALUES and not is_external(tensor):
             main.initializer.append(tensor)
-        elif tensor.name not in listed:
+        else:
             type_ = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
-            main.input.append(onnx.ValueInfoProto(name=tensor.name, type=type_))
+            main.value_info.append(onnx.ValueInfoProto(name=tensor.name, type=type_))
     try:
         return onnx.shape_inference.infer_shapes(light, data_prop=True).graph
     except Exception:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import onnx
@@ -10,6 +11,12 @@ import onnx
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.scope import Scope
+
+_MIN_PART = 0.5
+"""The share of all nodes above which a part is worth naming."""
+
+_MAX_ENDS = 4
+"""The most inputs, and outputs, of a part: the app has to compute the rest."""
 
 
 @dataclass(frozen=True)
@@ -117,3 +124,145 @@ def extract(model: onnx.ModelProto, part: Part, ends: Mapping[str, onnx.ValueInf
     known = made - set(part.outputs)
     kept.value_info.extend(each for each in main.value_info if each.name in known)
     model.graph.CopyFrom(kept)
+
+
+def largest_covered(
+    prepared: onnx.GraphProto,
+    uncovered: Iterable[onnx.NodeProto],
+    source: onnx.ModelProto,
+    open_values: Collection[str] = (),
+    frozen: Collection[str] = (),
+) -> Cut | None:
+    """Return the cut of the ``source`` that keeps the largest part that the EP covers; None if there is none.
+
+    The part is more than half of the source, and has few ends; ends of the source itself are not named.
+    ``uncovered``: the nodes that the EP left, made of those of ``prepared``, which was made of the source.
+    ``open_values``: the values of ``prepared`` without a fixed shape, where a part cannot begin. ``frozen``:
+    the inputs with a constant.
+    """
+    flow = _Flow(prepared, list(uncovered))
+    inputs = {value.name for value in graph.inputs(source.graph)}
+    made = {name for node in source.graph.node for name in node.output}
+    begin, end = (inputs | made) - set(open_values), made
+    parts = sorted(
+        (_within(flow, part, begin, end) for part in flow.parts()), key=len, reverse=True
+    )
+    cuts = (
+        _cut(flow, part, source.graph)
+        for part in parts
+        if len(part) > _MIN_PART * len(flow.numbers)
+    )
+    return next(
+        (
+            cut
+            for cut in cuts
+            if cut
+            and max(len(cut.inputs), len(cut.outputs)) <= _MAX_ENDS
+            # More may depend on the inputs of the source than in the prepared graph.
+            and is_possible(source, cut, frozen, flow.left)
+        ),
+        None,
+    )
+
+
+def _cut(flow: _Flow, part: set[int], source: onnx.GraphProto) -> Cut:
+    first, last = flow.ends(part)
+    inputs = {value.name for value in graph.inputs(source)}
+    outputs = {value.name for value in source.output}
+    return Cut(
+        () if set(first) <= inputs else tuple(first), () if set(last) == outputs else tuple(last)
+    )
+
+
+class _Flow(Scope):
+    """The graph ``main``: the numbers of its nodes without constants, which of them are covered, and the
+    results of the others, which are ``left``.
+    """
+
+    def __init__(self, main: onnx.GraphProto, uncovered: Collection[onnx.NodeProto]) -> None:
+        """``uncovered``: nodes that are not covered, each perhaps made of several of ``main``."""
+        super().__init__(main)
+        results = {name for node in uncovered for name in node.output}
+        read = {name for node in uncovered for name in node.input}
+        left = self.above(results, lambda name: name in results or name not in read)
+        self.left = {name for index in left for name in main.node[index].output}
+        self.numbers = [i for i, node in enumerate(main.node) if node.op_type != "Constant"]
+        self.covered = set(self.numbers) - set(left)
+        self._outputs = {value.name for value in main.output}
+        made = (name for i in self.numbers for name in main.node[i].output)
+        self._values = {*(value.name for value in graph.inputs(main)), *made}
+
+    def parts(self) -> Iterator[set[int]]:
+        """Yield connected covered parts that no path leaves and enters again.
+
+        Nodes are in one part if the longest paths to them, or from them, have equally many uncovered nodes.
+        The values that one node reads are connected too: an app that computes it needs all of them.
+        """
+        for depths in (
+            self._depths(self._before, self.numbers),
+            self._depths(self._after, reversed(self.numbers)),
+        ):
+            levels: dict[int, set[int]] = defaultdict(set)
+            for index in self.covered:
+                levels[depths[index]].add(index)
+            for level in levels.values():
+                yield from self._connected(level)
+
+    def _before(self, index: int) -> Iterator[int]:
+        return (self.makers[name] for name in self._read(index) if name in self.makers)
+
+    def _after(self, index: int) -> Iterator[int]:
+        for name in self.nodes[index].output:
+            yield from self.readers.get(name, ())
+
+    def _read(self, index: int) -> list[str]:
+        """The values that a node reads from inputs and other nodes."""
+        return [name for name in self.reads[index] if name in self._values]
+
+    def _depths(
+        self, neighbours: Callable[[int], Iterable[int]], order: Iterable[int]
+    ) -> dict[int, int]:
+        depths: dict[int, int] = {}
+        for index in order:
+            deepest = max((depths[each] for each in neighbours(index)), default=0)
+            depths[index] = deepest + (index not in self.covered)
+        return depths
+
+    def _connected(self, level: set[int]) -> Iterator[set[int]]:
+        waiting = set(level)
+        while waiting:
+            part, found = set[int](), [waiting.pop()]
+            while found:
+                index = found.pop()
+                part.add(index)
+                after = [*self._after(index)]
+                beside = (each for reader in after for each in self._before(reader))
+                near = {*self._before(index), *after, *beside} & waiting
+                waiting -= near
+                found += near
+            yield part
+
+    def ends(self, part: Collection[int]) -> tuple[list[str], list[str]]:
+        """The values that ``part`` reads from outside, and those of its own that are read there."""
+        made = [name for index in sorted(part) for name in self.nodes[index].output if name]
+        read = dict.fromkeys(name for index in sorted(part) for name in self._read(index))
+        first = [name for name in read if self.makers.get(name) not in part]
+        last = [
+            n
+            for n in made
+            if n in self._outputs or not self.readers.get(n, frozenset()) <= set(part)
+        ]
+        return first, last
+
+
+def _within(flow: _Flow, part: set[int], begin: Set[str], end: Set[str]) -> set[int]:
+    """``part`` without nodes at its ends whose own ends are not among ``begin`` and ``end``."""
+    part = set(part)
+    while part:
+        first, last = flow.ends(part)
+        wrong = {flow.makers[name] for name in last if name not in end}
+        wrong |= {each for n in first if n not in begin for each in flow.readers[n] & part}
+        if not wrong:
+            break
+        part -= wrong
+    return part

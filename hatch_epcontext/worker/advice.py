@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     # The build imports this module too, without onnx.
     import onnx
 
-    from hatch_epcontext.graph.refusals.known_limits import Findings
+    from hatch_epcontext.graph.refusals import Findings
 
 _MAX_NAMES = 4
 """The most nodes that a hint names."""
@@ -60,9 +60,9 @@ def on_conditions(main: onnx.GraphProto, model: Key | None) -> Advice | None:
 
     None if no input decides them, or only data.
     """
-    from hatch_epcontext.graph.refusals.conditions import deciding
+    from hatch_epcontext.graph.refusals import deciders_of_branches
 
-    by, names = deciding(main)
+    by, names = deciders_of_branches(main)
     if by is None:
         return None
     which = listing(map(repr, names[:_MAX_NAMES]))
@@ -74,7 +74,7 @@ def on_refused(findings: Findings, source: onnx.ModelProto, model: Model, target
     """What to do about the refused nodes of ``source``, the file of ``model``: freeze what decides them, keep
     the part before or after them, or use another provider.
     """
-    if by := findings.decided:
+    if by := findings.deciders:
         return f"Freeze {by}, which decides it (not tried).", freeze(by.inputs, model.key)
     if findings.is_trivial:
         hint = (

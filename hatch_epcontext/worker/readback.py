@@ -12,8 +12,8 @@ from hatch_epcontext.errors import Kind, ModelError, Problem, RefusedError, Sett
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data, stays_inside
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, Cut
+from hatch_epcontext.graph.parts import largest_covered
 from hatch_epcontext.graph.reading import load
-from hatch_epcontext.graph.refusals.covered import largest_covered
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker.results import Context, Coverage, NodeFacts
 

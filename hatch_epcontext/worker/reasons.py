@@ -17,9 +17,8 @@ import onnx
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut, TensorFacts
-from hatch_epcontext.graph.refusals.conditions import Decided, decided
-from hatch_epcontext.graph.refusals.covered import largest_covered
-from hatch_epcontext.graph.refusals.known_limits import numbered
+from hatch_epcontext.graph.parts import largest_covered
+from hatch_epcontext.graph.refusals import Deciders, deciders, numbered
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
@@ -156,22 +155,22 @@ def _output() -> Iterator[IO[bytes]]:
                 os.close(copy)
 
 
-def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[str, Decided]]:
+def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[str, Deciders]]:
     """The nodes of ``main`` called ``names`` that need a value which an input decides, by their names.
 
     Each comes with that value, and with the input that decides it.
     """
     flow = Scope(main)
-    found: dict[str, tuple[str, Decided]] = {}
+    found: dict[str, tuple[str, Deciders]] = {}
     for node in flow.counted:
         for name in node.input if node.name in names else ():
-            if (by := decided(flow, name)) is not None:
+            if (by := deciders(flow, name)) is not None:
                 found.setdefault(node.name, (name, by))
     return found
 
 
 def _with_reason(
-    node: NodeFacts, reasons: Mapping[str, tuple[str, bool]], decider: tuple[str, Decided] | None
+    node: NodeFacts, reasons: Mapping[str, tuple[str, bool]], decider: tuple[str, Deciders] | None
 ) -> NodeFacts:
     if node.name in reasons and not node.dynamic:
         reason, guessed = reasons[node.name]

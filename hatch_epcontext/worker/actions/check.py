@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -11,11 +12,10 @@ import onnx
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting, merged
-from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph import external, graph, reading, refusals
 from hatch_epcontext.graph.dequantize import is_dynamic
 from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.graph.parts import is_possible
-from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker import advice
@@ -144,7 +144,7 @@ def not_compilable(
         if findings.share < target.min_coverage:
             message = (
                 f"{provider.ep} cannot compile {len(findings.refused)} of the "
-                f"{len(findings.flow.counted)} nodes: {refusals.describe(findings.refused)}."
+                f"{len(findings.scope.counted)} nodes: {refusals.describe(findings.refused)}."
             )
             hint, settings = advice.on_refused(findings, onnx_model, model, target)
             problem = Problem.at(model.key, Kind.NOT_COMPILABLE, message, hint, *settings)
@@ -215,13 +215,21 @@ def _check_outputs(onnx_model: onnx.ModelProto, model: Model) -> Iterator[Proble
     )
 
 
+_MADE_OF = {
+    "SequenceConstruct": sys.maxsize,
+    "SequenceInsert": 2,
+    **dict.fromkeys(("Optional", "SequenceEmpty", "SequenceErase", "SequenceMap"), 1),
+    **dict.fromkeys(("SplitToSequence", "ZipMap"), 1),
+}
+"""Operators that make sequences and optional values, with the number of operands of which they do."""
+
+
 def _tensors_of(scope: Scope, output: str) -> list[str]:
     """The tensors of which nodes make the value ``output``, or ``output`` itself if it is a tensor."""
-    # Operators show which values are not tensors: files have the types of few values.
     node = scope.maker(output)
-    if node is None or refusals.MAKES.get(graph.operator(node)) not in ("sequence", "optional"):
+    count = _MADE_OF.get(node.op_type) if node is not None else None
+    if node is None or count is None:
         return [output]
-    count = {"SequenceConstruct": len(node.input), "SequenceInsert": 2}.get(node.op_type, 1)
     return [tensor for name in node.input[:count] for tensor in _tensors_of(scope, name)]
 
 

@@ -5,7 +5,7 @@ import pytest
 from onnx import helper
 
 from hatch_epcontext.graph.facts import Cut
-from hatch_epcontext.graph.refusals.covered import largest_covered
+from hatch_epcontext.graph.parts import largest_covered
 from tests.models import interrupted, parsed
 
 

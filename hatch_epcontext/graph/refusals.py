@@ -1,0 +1,222 @@
+"""Nodes of a source graph that an EP cannot compile, found before anything is compiled.
+
+Only the file is read: opening a session on a model of trees can take minutes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+from onnx import TensorProto
+
+from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.facts import Cut
+from hatch_epcontext.graph.limits import TREES, VALUE_KINDS, Limits, ValueKind
+from hatch_epcontext.graph.parts import is_possible
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.text import count, listing, show
+
+_MAX_NAMES = 3
+"""The most names or reasons in one message."""
+
+_MAX_VALUES = 4
+"""The most values of an input that a message names."""
+
+_TRIVIAL = operators.LAYOUT | {"Cast"}
+"""Operators that are not worth a context of their own."""
+
+
+@dataclass(frozen=True)
+class Deciders:
+    """Inputs that decide a value that compiling needs, and that are settings of the model, such as a sample
+    rate, and no data.
+
+    ``inputs``: each with the constants that it is compared with, if any.
+    """
+
+    inputs: dict[str, tuple[Any, ...]]
+
+    def __str__(self) -> str:
+        return listing(_described(name, values) for name, values in self.inputs.items())
+
+
+def _described(name: str, values: tuple[Any, ...]) -> str:
+    compared = " or ".join(show(value) for value in values[:_MAX_VALUES])
+    return f"{name!r} (compared with {compared})" if compared else repr(name)
+
+
+def deciders(scope: Scope, name: str) -> Deciders | None:
+    """The inputs that decide the value ``name``; None if data does, or if nothing is known."""
+    inputs = sorted(scope.inputs_of(name))
+    if not inputs or not scope.settings.issuperset(inputs):
+        return None
+    compared = (
+        constant.item()
+        for node in scope.behind(name)
+        for operand in (node.input if node.op_type == "Equal" else ())
+        if (constant := scope.constant(operand)) is not None and constant.size == 1
+    )
+    values = tuple(dict.fromkeys(compared))
+    return Deciders(dict.fromkeys(inputs, values if len(inputs) == 1 else ()))
+
+
+def deciders_of_branches(main: onnx.GraphProto) -> tuple[Deciders | None, list[str]]:
+    """The inputs that decide conditions of ``main``, and the names of the If nodes that have these.
+
+    None if no input decides any, or only data.
+    """
+    scope = Scope(main)
+    inputs: dict[str, tuple[Any, ...]] = {}
+    names = []
+    for node in scope.counted:
+        by = deciders(scope, node.input[0]) if node.op_type == "If" else None
+        if by is not None:
+            names.append(node.name or node.output[0])
+            for name, values in by.inputs.items():
+                inputs[name] = tuple(dict.fromkeys((*inputs.get(name, ()), *values)))
+    return (Deciders(inputs) if inputs else None), list(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class RefusedNode:
+    """A node that an EP leaves to the CPU, and ``why``.
+
+    ``decider``: the value, at the end of the reason, that would have to be a constant; empty if none would
+    help.
+    """
+
+    node: onnx.NodeProto
+    why: str
+    decider: str = ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The refused nodes among those in ``scope`` that depend on the values of inputs.
+
+    ``growing``: whether preparation may turn few nodes into many, so that their number means little.
+    """
+
+    scope: Scope
+    refused: tuple[RefusedNode, ...]
+    growing: bool
+
+    @property
+    def share(self) -> float:
+        """The upper limit of the compiled share of the nodes, from 0 to 1."""
+        total, refused = len(self.scope.counted), len(self.refused)
+        if not refused:
+            return 1.0
+        # With growing, less than 1, however many nodes preparation makes.
+        return 1 - 1e-9 if self.growing and refused < total else 1 - refused / total
+
+    @property
+    def deciders(self) -> Deciders | None:
+        """The inputs that decide all refused nodes; None if data decides one, or nothing that is known."""
+        inputs: dict[str, tuple[Any, ...]] = {}
+        for refusal in self.refused:
+            by = deciders(self.scope, refusal.decider) if refusal.decider else None
+            if by is None:
+                return None
+            inputs |= by.inputs
+        return Deciders(inputs)
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether none of the other nodes is worth a context."""
+        return all(node.op_type in _TRIVIAL for node in self._rest)
+
+    @property
+    def _rest(self) -> list[onnx.NodeProto]:
+        return [node for node in self.scope.counted if self._results.isdisjoint(node.output)]
+
+    @property
+    def _results(self) -> set[str]:
+        return {name for refusal in self.refused for name in refusal.node.output if name}
+
+    def part(self, model: onnx.ModelProto) -> Cut:
+        """The cut that keeps the nodes of ``model`` before or after all refused ones; empty if none does."""
+        refused, rest = self._results, self._rest
+        results = {name for node in rest for name in node.output if name}
+        cut = Cut()
+        if refused.isdisjoint(self.scope.ancestors(results)):
+            read = {name for refusal in self.refused for name in refusal.node.input}
+            read |= {value.name for value in model.graph.output} - refused
+            cut = Cut(outputs=tuple(n for node in rest for n in node.output if n in read))
+        elif results.isdisjoint(self.scope.ancestors(refused)):
+            cut = Cut(tuple(sorted({name for node in rest for name in node.input} & refused)))
+        return cut if cut and is_possible(model, cut, (), refused) else Cut()
+
+
+def find(model: onnx.ModelProto, limits: Limits) -> Findings:
+    """Find the nodes of ``model`` that an EP with ``limits`` certainly leaves to the CPU.
+
+    Only in the main graph: inner graphs may never run.
+    """
+    scope = Scope.of(model)
+    functions = {(function.domain, function.name) for function in model.functions}
+    nodes = (node for node in scope.counted if (node.domain, node.op_type) not in functions)
+    refused = (_refused(node, limits, scope) for node in nodes)
+    growing = bool(functions) or any(map(graph.inner_graphs, scope.counted))
+    return Findings(scope, tuple(refusal for refusal in refused if refusal), growing)
+
+
+def describe(refused: Sequence[RefusedNode]) -> str:
+    """The reasons of refused nodes, each once, with its operators."""
+    reasons: dict[str, list[RefusedNode]] = {}
+    for refusal in refused:
+        reasons.setdefault(refusal.why, []).append(refusal)
+    parts = [_describe(why, some) for why, some in reasons.items()]
+    more = len(parts) - _MAX_NAMES
+    shown = "; ".join(parts[:_MAX_NAMES])
+    return f"{shown}; and {count(more, 'more reason')}" if more > 0 else shown
+
+
+def _describe(why: str, refused: Sequence[RefusedNode]) -> str:
+    numbers = Counter(graph.operator(refusal.node) for refusal in refused)
+    names = dict.fromkeys(repr(refusal.decider) for refusal in refused if refusal.decider)
+    which = listing(names, _MAX_NAMES) if names else ""
+    reason = f"{why} {which}".rstrip()
+    return f"{listing(numbered(numbers), _MAX_NAMES)} ({reason})"
+
+
+def numbered(operators: Counter[str]) -> list[str]:
+    """The operators with their numbers: ``["2 Loop", "Shape"]``."""
+    return [op if number == 1 else f"{number} {op}" for op, number in operators.items()]
+
+
+def _refused(node: onnx.NodeProto, limits: Limits, scope: Scope) -> RefusedNode | None:
+    """Why an EP with ``limits`` leaves ``node`` to the CPU; None if it may compile it."""
+    operator = graph.operator(node)
+    if node.op_type in TREES and node.domain in limits.domains:
+        return RefusedNode(node, "an ensemble of trees, and the EP is for neural networks")
+    for name in (*node.input, *node.output):
+        kind = _kind(name, scope)
+        if kind in limits.kinds:
+            what = "strings" if kind == "string" else f"a {kind}"
+            return RefusedNode(node, f"{what}: {name!r}")
+    if node.domain in limits.domains and operator not in limits.known:
+        return RefusedNode(node, f"an operator of {node.domain}, which the EP does not have")
+    for index in limits.shapes_from.get(operator, ()):
+        name = graph.operand(node, index)
+        if scope.depends([name]) and None in map(scope.shape, node.output):
+            return RefusedNode(node, "the shape of an output depends on the values of", name)
+    if operator == "Loop" and not limits.loops and scope.depends(node.input[:1]):
+        return RefusedNode(node, "the number of iterations depends on", node.input[0])
+    return None
+
+
+def _kind(name: str, scope: Scope) -> ValueKind | None:
+    """The kind of the value ``name``; None if it is a tensor of numbers, or unknown."""
+    type_, node = scope.types.get(name), scope.maker(name)
+    if scope.elem_type(name) == TensorProto.STRING:
+        return "string"
+    if node is not None and node.op_type == "LabelEncoder":
+        # onnx does not infer its type.
+        return "string" if graph.attribute(node, "values_strings", ()) else None
+    field = "" if type_ is None else type_.WhichOneof("value")
+    return next((kind for kind in VALUE_KINDS if field == f"{kind}_type"), None)

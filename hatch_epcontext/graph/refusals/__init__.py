@@ -1,1 +1,0 @@
-"""The nodes of a graph that an EP does not compile, and why."""
