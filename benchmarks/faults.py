@@ -27,7 +27,7 @@ from onnx import helper, numpy_helper
 from benchmarks.models import ZOO, OpenModel, fetch
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
-from hatch_epcontext.graph import graph, reading
+from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import PROVIDERS
@@ -37,6 +37,7 @@ from hatch_epcontext.worker.comparison.runs import Reference
 from hatch_epcontext.worker.configured import fix_inputs
 from hatch_epcontext.worker.results import differences
 from hatch_epcontext.worker.session import cpu_options, open_session
+from hatch_epcontext.worker.sources import read_source
 from hatch_epcontext.worker.tensors import run
 
 JUDGES = ("cpu", "qnn")
@@ -217,7 +218,7 @@ def tried(open_model: OpenModel, path: Path) -> dict[str, dict[str, str]]:
         shapes={name: tuple(shape) for name, shape in open_model.shapes.items()},
         constants=open_model.constants,
     )
-    fixed = reading.read(path, model.key)
+    fixed = read_source(path, model.key)
     fix_inputs(fixed, model)
     _store_constants(fixed.graph)
     expected = reference(model, fixed)

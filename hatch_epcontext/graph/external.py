@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import onnx
 
-from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.files import (
     CIRCLE,
     FORBIDDEN,
@@ -40,7 +40,7 @@ def names(model: onnx.ModelProto) -> tuple[str, ...]:
     return tuple(sorted(_ends(model)))
 
 
-def external_data(model: onnx.ModelProto, path: Path, location: Key | str) -> tuple[str, ...]:
+def external_data(model: onnx.ModelProto, path: Path, location: str = "") -> tuple[str, ...]:
     """Return the files of the external data of ``model``, whose file is ``path``.
 
     They are relative to its folder, with forward slashes, sorted. ``location`` is that of problems. Raises
@@ -48,12 +48,11 @@ def external_data(model: onnx.ModelProto, path: Path, location: Key | str) -> tu
     `stays_inside`), is missing, is no regular file, is too short, or is larger than a model can need. No file
     is read.
     """
-    key = location if isinstance(location, Key) else None
     problems: list[Problem] = []
     total = 0
 
     def add(message: str, hint: str | None = None) -> None:
-        problems.append(Problem(Kind.EXTERNAL_DATA, str(location), message, hint, key))
+        problems.append(Problem(Kind.EXTERNAL_DATA, location, message, hint))
 
     try:
         ends = _ends(model)
@@ -157,7 +156,9 @@ _MISSING = Rejection(
     "fetch --pin.",
 )
 _NO_FILE = Rejection("is not a regular file.", "Save the model and its data again.")
-_LFS_POINTER = Rejection("is a Git LFS pointer, not the data itself.", "Run: git lfs pull")
+_LFS_POINTER = Rejection(
+    "is a Git LFS pointer, not the data itself.", "Fetch the data with Git LFS."
+)
 
 _MAX_OF_A_POINTER = 1024
 """The specification's upper limit in bytes of a Git LFS pointer."""
@@ -220,7 +221,7 @@ def _link_to_another_place(link: Path) -> Rejection:
     link.stat()
     return Rejection(
         f"is a link to {link.readlink()}, outside the model's folder.",
-        "Put the file itself beside the model: cp -L copies it, and hf download --local-dir writes it there.",
+        "Put the file itself beside the model.",
     )
 
 

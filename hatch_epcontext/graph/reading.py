@@ -12,8 +12,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
-from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.files import is_lfs_pointer
+from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import show_size
@@ -37,64 +36,34 @@ _Function = tuple[str, str, str]
 """The domain, name and overload of a function."""
 
 
-def read(path: Path, key: Key) -> onnx.ModelProto:
-    """Read the source model at ``path``, without its external data.
-
-    ``key`` is the model's place in the configuration. Raises ModelError when the file is not a source
-    model, or is damaged.
-    """
-    if is_lfs_pointer(path):
-        raise _invalid(
-            key, f"{path.name} is a Git LFS pointer, not the model itself.", "Run: git lfs pull"
-        )
-    if not path.stat().st_size:
-        raise _invalid(key, f"{path.name} is empty.")
-    model = load(path, key)
-    if not model.graph.output:
-        reason = "output" if model.graph.node else "node"
-        raise _invalid(key, f"{path.name} is not an ONNX model: its graph has no {reason}.")
-    if not model.graph.node:
-        reason = "its outputs are inputs or stored values"
-        raise _invalid(key, f"{path.name} has nothing to compile: {reason}.")
-    functions = (node for function in model.functions for node in graph.nodes(function))
-    if any(node.op_type == graph.CONTEXT_OP for node in functions) or graph.contexts(model.graph):
-        message = f"{path.name} is a context model already."
-        hint = "Name the source model instead."
-        raise ModelError(Problem.at(key, Kind.COMPILED_MODEL, message, hint))
-    return model
-
-
-def load(path: Path, location: Key | str) -> onnx.ModelProto:
+def load(path: Path, location: str = "") -> onnx.ModelProto:
     """Read the ONNX file at ``path``, compiled or not, without its external data.
 
-    ``location`` is that of problems. Raises ModelError when the file is not an ONNX model, is too large, or
-    has damaged names, tensors or functions; the message names them.
+    ``location`` is that of problems, whose messages begin with a verb. Raises ModelError when the file is not
+    an ONNX model, is too large, or has damaged names, tensors or functions; the message names them.
     """
-    # Any other location names the file.
-    name = f"{path.name} " if isinstance(location, Key) else ""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise _invalid(location, f"{name}is not a regular file.")
+        raise _invalid(location, "is not a regular file.")
     if status.st_size > PROTOBUF_LIMIT:
         size = show_size(status.st_size)
-        message = f"{name}has {size}, but an ONNX file cannot be larger than 2 GiB."
+        message = f"has {size}, but an ONNX file cannot be larger than 2 GiB."
         raise _invalid(location, message)
     try:
         model = onnx.load_model_from_string(path.read_bytes())
     except DecodeError:
         reason = "it is damaged, or its graphs are nested too deeply"
-        message = f"{name}is not an ONNX model: it cannot be read as one, because {reason}."
+        message = f"is not an ONNX model: it cannot be read as one, because {reason}."
         raise _invalid(location, message) from None
     if not model.ir_version or not model.HasField("graph"):
-        raise _invalid(location, f"{name}is not an ONNX model: it has no graph.")
+        raise _invalid(location, "is not an ONNX model: it has no graph.")
     if problem := next(_damage(model), None):
-        raise _invalid(location, f"{name}is damaged: {problem}.")
+        raise _invalid(location, f"is damaged: {problem}.")
     return model
 
 
-def _invalid(location: Key | str, message: str, hint: str | None = None) -> ModelError:
-    key = location if isinstance(location, Key) else None
-    return ModelError(Problem(Kind.INVALID_MODEL, str(location), message, hint, key))
+def _invalid(location: str, message: str) -> ModelError:
+    return ModelError(Problem(Kind.INVALID_MODEL, location, message))
 
 
 def _damage(model: onnx.ModelProto) -> Iterator[str]:

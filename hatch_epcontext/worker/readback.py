@@ -52,7 +52,7 @@ def _read_context(
     model: Model, prepared: Path, result: Path, target: Target, provider: Provider
 ) -> Context:
     source = onnx.load(prepared, load_external_data=False)
-    onnx_model = load(result, "")
+    onnx_model = load(result)
     compatibility = graph.compatibility(onnx_model).get(provider.ep, "")
     contexts = graph.contexts(onnx_model.graph)
     problems = [

@@ -11,7 +11,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph import external, graph
+from hatch_epcontext.worker.sources import data_of, read_source
 from tests.models import (
     initializer_among_the_inputs,
     network,
@@ -41,7 +42,7 @@ def branching() -> onnx.ModelProto:
 def problem(path: Path) -> Problem:
     """The problem of a file that is not a source model."""
     with pytest.raises(ModelError) as raised:
-        reading.read(path, KEY)
+        read_source(path, KEY)
     (found,) = raised.value.problems
     assert found.key == KEY
     return found
@@ -101,8 +102,8 @@ def test_nested_nodes_are_found() -> None:
 @pytest.mark.parametrize("made", [network(), branching()], ids=["network", "nested"])
 def test_external_data_is_found(tmp_path: Path, made: onnx.ModelProto) -> None:
     path = save_with_data(made, tmp_path / "a.onnx")
-    assert external.external_data(reading.read(path, KEY), path, KEY) == ("network.data",)
-    assert external.external_data(network(), path, KEY) == ()
+    assert data_of(read_source(path, KEY), path, KEY) == ("network.data",)
+    assert data_of(network(), path, KEY) == ()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
@@ -122,7 +123,7 @@ def test_external_data_that_is_a_link_to_nothing_is_named_as_one(
     data.unlink()
     data.symlink_to(target)
     with pytest.raises(ModelError, match="is a link to") as raised:
-        external.external_data(reading.read(path, KEY), path, KEY)
+        data_of(read_source(path, KEY), path, KEY)
     (found,) = raised.value.problems
     assert hint in (found.hint or "")
 
@@ -134,14 +135,14 @@ def test_external_data_that_the_user_may_not_read_is_an_error(tmp_path: Path) ->
     path = save_with_data(network(), tmp_path / "models" / "a.onnx")
     path.with_name("network.data").chmod(0)
     with pytest.raises(ModelError, match="Permission denied"):
-        external.external_data(reading.read(path, KEY), path, KEY)
+        data_of(read_source(path, KEY), path, KEY)
 
 
 @pytest.mark.parametrize("harm", ["missing", "short", "outside", "absolute"])
 def test_invalid_external_data_is_an_error(tmp_path: Path, harm: str) -> None:
     folder = tmp_path / "models"
     path = save_with_data(network(), folder / "a.onnx")
-    loaded = reading.read(path, KEY)
+    loaded = read_source(path, KEY)
     data = folder / "network.data"
     message = {"missing": "is missing", "short": "is shorter than"}.get(harm, "is outside the")
     if harm == "missing":
@@ -155,7 +156,7 @@ def test_invalid_external_data_is_an_error(tmp_path: Path, harm: str) -> None:
         for tensor in loaded.graph.initializer:
             tensor.external_data[0].value = location
     with pytest.raises(ModelError, match=message) as raised:
-        external.external_data(loaded, path, KEY)
+        data_of(loaded, path, KEY)
     (found,) = raised.value.problems
     assert (found.kind, found.key) == (Kind.EXTERNAL_DATA, KEY)
 
@@ -200,9 +201,9 @@ def test_links_to_data_are_taken_as_onnxruntime_takes_them(
             (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
             file.rename(tmp_path / target)
             file.symlink_to(f"../../{target}")
-    loaded = reading.read(path, KEY)
+    loaded = read_source(path, KEY)
     with nullcontext() if fits else pytest.raises(ModelError, match="outside the model's folder"):
-        assert external.external_data(loaded, path, KEY) == ("network.data",)
+        assert data_of(loaded, path, KEY) == ("network.data",)
     with nullcontext() if fits else pytest.raises(Exception, match="escapes model directory"):
         onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 

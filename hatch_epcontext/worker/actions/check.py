@@ -12,7 +12,7 @@ import onnx
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting, merged
-from hatch_epcontext.graph import external, graph, reading, refusals
+from hatch_epcontext.graph import graph, refusals
 from hatch_epcontext.graph.dequantize import is_dynamic
 from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.graph.parts import is_possible
@@ -33,6 +33,7 @@ from hatch_epcontext.worker.dummy.inputs import sized
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
+from hatch_epcontext.worker.sources import data_of, read_source
 from hatch_epcontext.worker.states import state_pairs
 
 
@@ -53,8 +54,8 @@ def handle(request: CheckRequest) -> CheckReply:
 
 def _check_model(model: Model) -> ModelFacts:
     step(f"reading {model.path.name}")
-    onnx_model = reading.read(model.path, model.key)
-    data = external.external_data(onnx_model, model.path, model.key)
+    onnx_model = read_source(model.path, model.key)
+    data = data_of(onnx_model, model.path, model.key)
     own_inputs = _inputs(onnx_model)
     fix_constants(onnx_model, model)
     open_inputs = _inputs(onnx_model)

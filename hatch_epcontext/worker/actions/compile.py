@@ -14,7 +14,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.external import external_data, put_data
+from hatch_epcontext.graph.external import put_data
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.shipped import PREPARED
 from hatch_epcontext.worker.compiler import compile_context
@@ -25,6 +25,7 @@ from hatch_epcontext.worker.reasons import with_reasons
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.results import Context
 from hatch_epcontext.worker.sharing import compile_group
+from hatch_epcontext.worker.sources import data_of
 
 
 def handle(request: CompileRequest) -> CompileReply:
@@ -78,7 +79,7 @@ def _add_prepared(request: CompileRequest) -> None:
         onnx_model = onnx.load(path, load_external_data=False)
         folder = Path(request.folder) / PREPARED
         folder.mkdir(exist_ok=True)
-        put_data(external_data(onnx_model, path, model.key), path.parent, folder)
+        put_data(data_of(onnx_model, path, model.key), path.parent, folder)
         _finish(onnx_model, model, folder / f"{model.name}.onnx")
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.graph import graph, reading
+from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.worker.compiler import compile_buffers, explained
 from hatch_epcontext.worker.configured import open_dimension_message
 from hatch_epcontext.worker.requests import CompileBytesReply, CompileBytesRequest
+from hatch_epcontext.worker.sources import read_source
 
 
 def handle(request: CompileBytesRequest) -> CompileBytesReply:
@@ -39,7 +40,7 @@ def handle(request: CompileBytesRequest) -> CompileBytesReply:
 
 def _read(path: Path) -> onnx.ModelProto:
     try:
-        return reading.read(path, Key())
+        return read_source(path, Key())
     except ModelError as error:
         # The model has no place in a configuration.
         problems = (replace(problem, location="", key=None) for problem in error.problems)

@@ -10,7 +10,7 @@ import onnx
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
-from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.parts import Part, WrongCut, extract, part_between
 from hatch_epcontext.text import listing, suggestion
@@ -18,6 +18,7 @@ from hatch_epcontext.worker.configured import fix_constants, fix_inputs
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
 from hatch_epcontext.worker.results import CutResult
+from hatch_epcontext.worker.sources import data_of, read_source
 from hatch_epcontext.worker.value_types import types_of_runtime
 
 _Values = dict[str, onnx.ValueInfoProto]
@@ -32,8 +33,8 @@ def handle(request: CutRequest) -> CutReply:
     first = request.forms[0]
     source = Path(first.path)
     step(f"writing the configured part of {source.name}")
-    onnx_model = reading.read(source, first.key)
-    data = external.external_data(onnx_model, source, first.key)
+    onnx_model = read_source(source, first.key)
+    data = data_of(onnx_model, source, first.key)
     known = {each.name for each in graph.inputs(onnx_model.graph)}
     forms = tuple(CutResult(model.dims, model.shapes) for model in request.forms)
     if first.cut:

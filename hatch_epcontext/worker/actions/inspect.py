@@ -18,7 +18,7 @@ from hatch_epcontext.worker.requests import ContextFacts, InspectReply, InspectR
 def handle(request: InspectRequest) -> InspectReply:
     """Return the facts of the request's file; raises ModelError when it is not an ONNX model."""
     path = Path(request.path)
-    model = load(path, "")
+    model = load(path)
     nodes = graph.compute_nodes(model.graph)
     contexts = [node for node in nodes if node.op_type == graph.CONTEXT_OP]
     operators = Counter(graph.operator(n) for n in nodes if n.op_type != graph.CONTEXT_OP)

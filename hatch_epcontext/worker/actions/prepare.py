@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.files import link_or_copy
-from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.rewrites.precise import applicable
@@ -39,6 +39,7 @@ from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
+from hatch_epcontext.worker.sources import data_of, read_source
 
 
 def handle(request: PrepareRequest) -> PrepareReply:
@@ -153,8 +154,8 @@ def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.Inferen
 def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto, Path]:
     """The source as configured, and its new file in ``folder``."""
     model, source = request.model, Path(request.model.path)
-    onnx_model = reading.read(source, model.key)
-    data = external.external_data(onnx_model, source, model.key)
+    onnx_model = read_source(source, model.key)
+    data = data_of(onnx_model, source, model.key)
     # In bodies ONNX Runtime refuses external data with several hard links, also when it opens the source, and
     # writes it wrong.
     moves = bool(data) and move_weights(onnx_model)

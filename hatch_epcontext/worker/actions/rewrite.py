@@ -16,7 +16,7 @@ import onnxruntime as ort
 from hatch_epcontext.errors import BuildError, EpcontextError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Rewrite, TooManyNodesError
-from hatch_epcontext.graph.external import external_data, load_whole, put_data
+from hatch_epcontext.graph.external import load_whole, put_data
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
@@ -52,6 +52,7 @@ from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
 from hatch_epcontext.worker.results import GAIN, NOTHING, SENSITIVE
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+from hatch_epcontext.worker.sources import data_of
 from hatch_epcontext.worker.value_types import value_types
 
 _REMEDIED = Tolerance(snr=60, cosine=0.999)
@@ -396,7 +397,7 @@ class _RewriteSession:
 
     def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""
-        names = external_data(model, source / path.name, self.request.model.key)
+        names = data_of(model, source / path.name, self.request.model.key)
         put_data(names, source, path.parent)
         graph.name_nodes(model.graph)
         onnx.save(model, path)

@@ -46,7 +46,7 @@ def handle(request: SuggestRequest) -> SuggestReply:
 
     Raises ModelError when the file is not an ONNX model.
     """
-    model = reading.load(Path(request.path), "")
+    model = reading.load(Path(request.path))
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
     kinds, metadata = _kinds(model, inputs), _metadata(model)
     sizes: _Sizes = {dim: (1, "1 is a guess") for dim, kind in kinds.items() if kind == "batch"}

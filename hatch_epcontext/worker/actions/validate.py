@@ -21,7 +21,6 @@ from hatch_epcontext.errors import (
     Setting,
     UnavailableError,
 )
-from hatch_epcontext.graph import reading
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
@@ -57,6 +56,7 @@ from hatch_epcontext.worker.session import (
     open_session,
     set_model_path,
 )
+from hatch_epcontext.worker.sources import read_source
 from hatch_epcontext.worker.tensors import not_finite
 
 
@@ -223,7 +223,7 @@ def _reference(request: ValidateRequest) -> Reference | Arrays:
         own = request.context.inputs
         constants = {i.name: constant(model, i) for i in own if i.name in model.constants}
         return {**dummy_inputs(own, model), **constants}
-    source = reading.read(Path(model.path), model.key)
+    source = read_source(Path(model.path), model.key)
     fix_inputs(source, model)
     feeds = feeds_for(source, model)
     _check_inputs(request, feeds)
