@@ -116,14 +116,18 @@ def _cleaned(cache: Path, arguments: Sequence[str]) -> Iterator[list[str]]:
     """While it is entered, the cache is cleaned again and again; the list gets what goes wrong."""
     problems: list[str] = []
     ended = threading.Event()
-    command = [
-        sys.executable, "-c", _CLI, "cache", "--cache-dir", str(cache), *arguments,
-    ]  # fmt: skip
+    command = [sys.executable, "-c", _CLI, "cache", *arguments]
+    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(cache)}
 
     def clean() -> None:
         while not ended.is_set():
             done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+                command,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
             )
             if done.returncode:
                 problems.append(done.stdout)

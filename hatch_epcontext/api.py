@@ -5,7 +5,7 @@ They raise subclasses of `EpcontextError`, whose ``problems`` have a kind, a loc
 hint. The location of a wrong argument is the corresponding key of ``[tool.epcontext]``.
 
 The variables ``HATCH_EPCONTEXT_CACHE_DIR``, ``_NO_CACHE``, ``_JOBS`` and ``_TIMEOUT`` apply as in a build;
-arguments win over them.
+``settings`` win over them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from hatch_epcontext.config.tables import Fallback, Optimization, ValidationMode
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
@@ -37,14 +36,14 @@ from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
-from hatch_epcontext.providers import Device, OptionValue
+from hatch_epcontext.providers import OptionValue
 from hatch_epcontext.text import printable
 from hatch_epcontext.tools import compiling as compile_tool
 from hatch_epcontext.tools import compiling_bytes
 from hatch_epcontext.tools import validating as validate_tool
 from hatch_epcontext.tools.compiling import CompileResult
-from hatch_epcontext.tools.configure import JobSettings, configure, name_models
-from hatch_epcontext.tools.exporting import export
+from hatch_epcontext.tools.configure import configure, name_models, nested
+from hatch_epcontext.tools.exporting import export, is_package
 from hatch_epcontext.tools.validating import ValidatedContext
 from hatch_epcontext.worker.requests import ContextFacts, InspectReply
 from hatch_epcontext.worker.results import (
@@ -102,20 +101,9 @@ def compile_models(
     provider: str,
     *,
     provider_options: Mapping[str, OptionValue] | None = None,
-    session_options: Mapping[str, OptionValue] | None = None,
-    device: Device | None = None,
     dims: Mapping[str, int] | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    constants: Mapping[str, Any] | None = None,
-    optimization: Optimization | None = None,
-    embed: bool | None = None,
-    share_weights: bool = False,
-    validate: ValidationMode | Mapping[str, Any] = "auto",
     settings: Mapping[str, Any] | None = None,
-    package: bool = False,
-    fallback: Fallback | None = None,
     overwrite: bool = False,
-    cache_dir: StrPath | None = None,
     log: Callable[[str], None] | None = None,
 ) -> CompileResult:
     """Compile ONNX models for one execution provider, validate the results, and write them.
@@ -123,29 +111,20 @@ def compile_models(
     The same as ``epcontext compile``, without an HTML report. Nothing is written unless all models succeed.
 
     ``models``: one file, several, or files by name. The default name is the file's stem.
-    ``output``: a folder; or for one model the context model's own file, which ends with ``.onnx``.
+    ``output``: a folder; or for one model the context model's own file, which ends with ``.onnx``. A folder
+    that ends with ``.ortpackage`` becomes a model package, with a manifest and the source models.
     ``provider``: a name of ``docs/providers.md``, or ONNX Runtime's name of the EP.
-    ``provider_options``, ``session_options``: checked by name and value.
-    ``device``: the device to compile for; the default is the provider's.
-    ``dims``: sizes of open dimensions, by the dimension's name.
-    ``shapes``: whole shapes, by input, such as ``(1, 3, 224, 224)``. If shapes stay open, as for the CPU,
-    both are only the sizes of the dummy inputs.
-    ``constants``: values to which inputs are frozen, by input; the dtype is the input's.
-    ``optimization``: ONNX Runtime's graph optimization before partitioning; the default is basic.
-    ``embed``: whether the compiled blob is inside the context model; the default is a sidecar beside it.
-    ``share_weights``: compile all models together, with one sidecar.
-    ``validate``: the mode, or a table as in ``docs/validation.md``.
-    ``settings``: any other keys of a target, a model or the build, as in TOML, such as
-    ``{"min-coverage": 0.9, "build.timeout": 600}``.
-    ``package``: make ``output`` the folder of a model package, with a manifest and the source models.
-    ``fallback``: whether the model package contains the source models: ``"auto"`` (the default),
-    ``"source"`` or ``"none"``.
-    ``overwrite``: replace existing files; with ``package`` the whole folder, if this function wrote it.
-    ``cache_dir``: the folder of the cache; the default is the user's cache folder.
+    ``provider_options``: checked by name and value.
+    ``dims``: sizes of open dimensions, by the dimension's name. If shapes stay open, as for the CPU, they
+    are only the sizes of the dummy inputs.
+    ``settings``: any other keys of a target, a model or the build, dotted or as in TOML, such as
+    ``{"embed": True, "validate": "require", "shapes": {"x": (1, 3)}, "build.timeout": 600}``; ``fallback``;
+    and ``from-memory``, with which the compiler reads and writes memory only.
+    ``overwrite``: replace existing files; of a model package the whole folder, if this function wrote it.
     ``log``: gets a line for each finished model or group, and warnings.
 
     A key of ``dims``, ``shapes`` or ``constants`` applies to all models, or, with a model's name before it
-    (``"decoder:length"``), to that model only.
+    (``"decoder:length"``), to that model only. Models with one ``share-weights`` share one sidecar.
 
     Raises ConfigError for invalid arguments, RequirementError if a package is missing or the provider is
     not available here, BuildError if a model is invalid, is not compiled or fails its validation, and
@@ -169,27 +148,8 @@ def compile_models(
     else:
         several = [models] if isinstance(models, str | os.PathLike) else models
         paths = [Path(path) for path in several]
-        is_file = not package and compile_tool.is_file(output, paths)
-        named = name_models(paths, output if is_file else None)
-    job_settings = JobSettings(
-        provider_options=provider_options or {},
-        session_options=session_options or {},
-        device=device,
-        optimization=optimization,
-        embed=embed,
-        share_weights=share_weights,
-        fallback=fallback,
-        dims=dims or {},
-        shapes=shapes or {},
-        constants=constants or {},
-        validate=validate,
-        settings=settings or {},
-        cache_dir=None if cache_dir is None else Path(cache_dir),
-    )
-    if fallback is not None and not package:
-        message = "is for a model package, and package is not set."
-        raise ConfigError(Problem.at(Key() / "fallback", Kind.NOT_APPLICABLE, message))
-    config = configure(named, provider, job_settings)
+        named = name_models(paths, output if compile_tool.is_file(output, paths) else None)
+    config = configure(named, provider, _settings(settings, provider_options, dims))
 
     def run(planned: Plan, staging: Path) -> Result:
         return build(planned, staging, open_cache(config, line), line)
@@ -198,9 +158,18 @@ def compile_models(
         if log is not None:
             log(printable(text))
 
-    if package:
+    if is_package(output):
         return export(config, output, run, loader=False, overwrite=overwrite)
     return compile_tool.compile_models(config, output, run, overwrite=overwrite)
+
+
+def _settings(
+    settings: Mapping[str, Any] | None,
+    provider_options: Mapping[str, OptionValue] | None,
+    dims: Mapping[str, int] | None = None,
+) -> Mapping[str, Any]:
+    tables = {"provider-options": provider_options, "dims": dims}
+    return nested({key: table for key, table in tables.items() if table}, settings or {})
 
 
 def validate_context(
@@ -209,32 +178,23 @@ def validate_context(
     source: StrPath | None = None,
     provider: str | None = None,
     provider_options: Mapping[str, OptionValue] | None = None,
-    session_options: Mapping[str, OptionValue] | None = None,
-    device: Device | None = None,
     dims: Mapping[str, int] | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    constants: Mapping[str, Any] | None = None,
-    inputs: StrPath = "random",
-    tolerance: Mapping[str, Any] | Literal[False] | None = None,
     settings: Mapping[str, Any] | None = None,
-    structure_only: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> ValidatedContext:
     """Validate a context model, or an optimized graph, that any tool wrote.
 
-    The same as ``epcontext validate``. All files that the model names must be in its folder. Unless
-    ``structure_only`` is set, a copy of them in another folder must open without compiling, and run.
+    The same as ``epcontext validate``. All files that the model names must be in its folder. A copy of them
+    in another folder must open without compiling, and run.
 
     ``source``: the source model; outputs are then compared with those of the source on the CPU. The
-    source gets the fixed shapes of the context model, and ``dims``, ``shapes`` and ``constants``.
+    source gets the fixed shapes of the context model, ``dims``, and the ``shapes`` and ``constants`` of
+    ``settings``.
     ``provider``: needed only for an optimized graph; a context names its own.
-    ``provider_options``, ``session_options``, ``device``: for loading. Options that name a chip must fit
-    the context.
-    ``inputs``: ``"random"``, ``"ones"``, ``"zeros"``, an ``.npz`` with an array for each input, a folder
-    with ``input_*.pb``, or a folder with one of these for each sample.
-    ``tolerance``: limits that differ from the provider's, as in TOML; False to compare nothing.
-    ``settings``: any other keys of a target, a model or the build, as in TOML.
-    ``structure_only``: check the files only, and run nothing.
+    ``provider_options``: for loading. Options that name a chip must fit the context.
+    ``settings``: any other keys of a target, a model or the build, dotted or as in TOML, such as
+    ``validate.inputs`` and ``validate.tolerance``. With ``{"validate": "structure"}`` only the files are
+    checked, and with ``{"validate": "auto"}`` a model that this machine cannot run is no error.
     ``log``: gets the steps of the worker, and each line that it prints.
 
     Returns the facts of the model and its validation; without a source its ``agreements`` are empty.
@@ -248,26 +208,12 @@ def validate_context(
     >>> validated.validation.agreements  # doctest: +SKIP
     (Agreement(output='probs', max_abs=0.0007, cosine=0.99999, snr=61.3, ...),)
     """
-    table: dict[str, Any] = {"inputs": os.fspath(inputs)}
-    if tolerance is not None:
-        table["tolerance"] = tolerance
-    job_settings = JobSettings(
-        provider_options=provider_options or {},
-        session_options=session_options or {},
-        device=device,
-        dims=dims or {},
-        shapes=shapes or {},
-        constants=constants or {},
-        validate=table,
-        settings=settings or {},
-    )
     return validate_tool.validate_context(
         Path(context),
         provider,
         None if source is None else Path(source),
-        job_settings,
+        _settings(settings, provider_options, dims),
         lambda timeout: Workers(timeout, log),
-        structure_only=structure_only,
     )
 
 
@@ -277,9 +223,7 @@ def compile_to_bytes(
     provider_options: Mapping[str, OptionValue] | None = None,
     *,
     data: Mapping[str, bytes] | None = None,
-    device: Device | None = None,
-    optimization: Optimization | None = None,
-    timeout: float | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Compile an ONNX model from memory to memory: a context model with the compiled blob inside.
 
@@ -289,9 +233,7 @@ def compile_to_bytes(
     ``provider``: the name of a provider that compiles contexts.
     ``provider_options``: checked by name and value.
     ``data``: the contents of its external data files, by their locations in the model.
-    ``device``: the device to compile for; the default is the provider's.
-    ``optimization``: ONNX Runtime's graph optimization before partitioning; the default is basic.
-    ``timeout``: seconds for the worker; the default is 1800.
+    ``settings``: any other keys of a target or the build, such as ``{"device": "gpu", "build.timeout": 60}``.
 
     Returns the contents of the context model. Raises ConfigError for invalid arguments,
     RequirementError if ONNX Runtime or onnx is not installed, and BuildError if the model is invalid, or
@@ -301,10 +243,6 @@ def compile_to_bytes(
     ...     Path("digits.onnx").read_bytes(), "qnn", {"soc_model": 60, "htp_arch": 73}
     ... )  # doctest: +SKIP
     """
-    job_settings = JobSettings(
-        provider_options=provider_options or {},
-        device=device,
-        optimization=optimization,
-        settings={} if timeout is None else {"build.timeout": timeout},
+    return compiling_bytes.compile_to_bytes(
+        model, data or {}, provider, _settings(settings, provider_options)
     )
-    return compiling_bytes.compile_to_bytes(model, data or {}, provider, job_settings)

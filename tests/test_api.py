@@ -68,15 +68,8 @@ def test_a_model_is_compiled_validated_and_written(source: Path, tmp_path: Path)
 def test_models_can_have_names(source: Path, tmp_path: Path) -> None:
     models = {"first": source, "second": source}
     dims = {"first:batch": 1, "second:batch": 2}
-    result = compile_models(
-        models,
-        tmp_path,
-        "cpu",
-        dims=dims,
-        validate=False,
-        settings={"static-shapes": True},
-        cache_dir=tmp_path / "cache",
-    )
+    settings = {"static-shapes": True, "validate": False}
+    result = compile_models(models, tmp_path, "cpu", dims=dims, settings=settings)
     assert [file.name for file in result.files] == [
         "first_optimized.onnx",
         "second_optimized.onnx",
@@ -86,8 +79,6 @@ def test_models_can_have_names(source: Path, tmp_path: Path) -> None:
         for file in result.files
     ]
     assert sizes == [1, 2]
-    assert (tmp_path / "cache").is_dir()
-    assert not (tmp_path / "user-cache").exists()
 
 
 def test_all_invalid_arguments_are_one_error(source: Path, tmp_path: Path) -> None:
@@ -117,12 +108,13 @@ def test_a_context_is_validated(source: Path, tmp_path: Path) -> None:
     assert (validated.provider, validated.ep) == ("qnn", "QNNExecutionProvider")
     assert validated.validation.status is ValidationStatus.RAN
     assert [agreement.output for agreement in validated.validation.agreements] == ["y"]
-    structure = validate_context(context, structure_only=True)
+    structure = validate_context(context, settings={"validate": "structure"})
     assert structure.validation.status is ValidationStatus.STRUCTURE
     with pytest.raises(InspectionError, match="soc_model"):
         validate_context(context, provider_options={"soc_model": 43})
+    strict = {"validate.tolerance": {"atol": 0.0, "rtol": 0.0}}
     with pytest.raises(BuildError, match="differs from the CPU's"):
-        validate_context(context, source=source, tolerance={"atol": 0.0, "rtol": 0.0})
+        validate_context(context, source=source, settings=strict)
 
 
 def outputs(model: Path | bytes) -> Array:
@@ -170,14 +162,14 @@ def test_bytes_of_which_nothing_is_compiled_are_an_error() -> None:
         ("qnn", {"soc_model": 60, "htp_arch": 75}, {}, "EPC018"),
         ("qnn", OPTIONS, {"device": "tpu"}, r"targets\.qnn\.device: EPC"),
         ("qnn", OPTIONS, {"optimization": "foo"}, r"targets\.qnn\.optimization: EPC"),
-        ("qnn", OPTIONS, {"timeout": -1}, r"build\.timeout: EPC"),
+        ("qnn", OPTIONS, {"build.timeout": -1}, r"build\.timeout: EPC"),
     ],
 )
 def test_invalid_arguments_for_bytes_are_errors(
     provider: str, options: dict[str, int], more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        compile_to_bytes(b"", provider, options, **more)
+        compile_to_bytes(b"", provider, options, settings=more)
     with pytest.raises(ModelError, match="is not an ONNX model") as raised:
         compile_to_bytes(b"text", "qnn", OPTIONS)
     assert raised.value.problems[0].location == "model -> qnn"
@@ -195,17 +187,15 @@ def test_an_open_dimension_of_bytes_is_an_error() -> None:
 def test_paths_can_be_strings(source: Path, tmp_path: Path) -> None:
     inputs = source.parent / "x.npz"
     np.savez(inputs, x=np.ones((1, 1, 8, 8), np.float32))
-    dims, cache = {"batch": 1}, str(tmp_path / "cache")
+    dims, settings = {"batch": 1}, {"validate.inputs": inputs}
     out = tmp_path / "out"
     for models in (str(source), [str(source)], {"net": str(source)}):
         result = compile_models(
-            models, str(out), "cpu", dims=dims, overwrite=True, cache_dir=cache,
-            validate={"inputs": inputs},
-        )  # fmt: skip
+            models, str(out), "cpu", dims=dims, settings=settings, overwrite=True
+        )
         assert result.files == (out / "net_optimized.onnx",)
-    assert (tmp_path / "cache").is_dir()
     validated = validate_context(
-        str(result.files[0]), source=str(source), provider="cpu", dims=dims, inputs=str(inputs)
+        str(result.files[0]), source=str(source), provider="cpu", dims=dims, settings=settings
     )
     assert validated.validation.status is ValidationStatus.RAN
 
@@ -217,24 +207,14 @@ def test_a_path_without_a_model_is_an_error(tmp_path: Path) -> None:
         validate_context(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"validate": False}, {"validate.mode": "structure"}, {"validate": {"mode": "auto"}}],
-)
-def test_the_mode_of_a_validation_cannot_be_set(source: Path, settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="cannot be set for this validation") as raised:
-        validate_context(source, provider="cpu", settings=settings)
-    assert raised.value.problems[0].kind is Kind.NOT_APPLICABLE
-
-
 def test_a_model_package_is_written(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    result = compile_models(source, out, "cpu", package=True, fallback="source")
+    out = tmp_path / "out.ortpackage"
+    result = compile_models(source, out, "cpu", settings={"fallback": "source"})
     names = ["net/cpu/net_optimized.onnx", "net/source/net.onnx", "manifest.json"]
     assert result.files == tuple(out / name for name in names)
     assert all(file.is_file() for file in result.files)
     with pytest.raises(OutputError, match="exists already"):
-        compile_models(source, out, "cpu", package=True)
+        compile_models(source, out, "cpu")
     with pytest.raises(ConfigError, match="is for a model package") as caught:
-        compile_models(source, out, "cpu", fallback="none")
+        compile_models(source, tmp_path / "out", "cpu", settings={"fallback": "none"})
     assert caught.value.problems[0].kind is Kind.NOT_APPLICABLE

@@ -17,6 +17,7 @@ from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX, REPORT_SUFFIXES, read_environment
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.errors import ConfigError, Kind, Problem, collect
+from hatch_epcontext.files import for_windows
 from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.store import Store
@@ -30,6 +31,19 @@ from hatch_epcontext.system import check_file
 from hatch_epcontext.text import count, show_size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class ExistingPath(click.Path):
+    """A file or folder that exists."""
+
+    def __init__(self, *, file_okay: bool = True, dir_okay: bool = True) -> None:
+        super().__init__(exists=True, file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; fails if there is none."""
+        if rejection := for_windows(os.fspath(value)):
+            self.fail(f"{value} {rejection.message} {rejection.hint}", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def warn(text: str) -> None:
@@ -46,17 +60,17 @@ def log(line: str) -> None:
 class Verbosity:
     """How much a command prints while it runs.
 
-    ``verbose`` is how often ``--verbose`` was given.
+    ``verbose`` is how often ``--verbose`` was given. ``quiet``: errors only.
     """
 
-    quiet: bool
-    verbose: int
+    verbose: int = 0
+    quiet: bool = False
     _pulse: Heartbeat = field(default_factory=Heartbeat, compare=False, repr=False)
 
     @classmethod
-    def beside_json(cls, quiet: bool, verbose: int, *, as_json: bool) -> Verbosity:
+    def beside_json(cls, verbose: int, *, as_json: bool) -> Verbosity:
         """The verbosity of a command that prints JSON with ``as_json``: quiet unless it is verbose."""
-        return cls(quiet or (as_json and not verbose), verbose)
+        return cls(verbose, as_json and not verbose)
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
@@ -103,19 +117,20 @@ cache_option = click.option(
 )
 
 
-def open_store(cache_dir: Path | None) -> Store:
-    """The store in ``cache_dir``, or in the user's cache folder; raises ConfigError if there is none."""
+def open_store(cache_dir: Path | None = None) -> Store:
+    """The store of `find_store`, or in ``cache_dir``; raises ConfigError if there is none."""
     store = find_store(cache_dir)
     if store is None:
-        hint = f"Name a folder with --cache-dir or {PREFIX}CACHE_DIR."
-        raise ConfigError(Problem(Kind.MISSING_KEY, "--cache-dir", f"{NO_HOME}.", hint))
+        variable = f"{PREFIX}CACHE_DIR"
+        raise ConfigError(Problem(Kind.MISSING_KEY, variable, f"{NO_HOME}.", "Name a folder."))
     return store
 
 
-def find_store(cache_dir: Path | None) -> Store | None:
-    """The store in ``cache_dir``, or in the user's cache folder; None if the user has no home folder."""
+def find_store(cache_dir: Path | None = None) -> Store | None:
+    """The store in the user's cache folder, or that of the environment; None without a home folder."""
+    named = os.environ.get(f"{PREFIX}CACHE_DIR")
     try:
-        root = (cache_dir or default_root() or Path("~")).expanduser()
+        root = (cache_dir or (Path(named) if named else default_root()) or Path("~")).expanduser()
     except RuntimeError:
         return None
     return Store(root.absolute())
@@ -127,13 +142,9 @@ def is_offline() -> bool:
     return environment.offline
 
 
-def verbosity_options(command: Command) -> Command:
-    """``--quiet`` and ``--verbose``."""
-    quiet = click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-    verbose = click.option(
-        "-v", "--verbose", count=True, help="Print the workers' log; -vv: all of it."
-    )
-    return verbose(quiet(command))
+verbose_option = click.option(
+    "-v", "--verbose", count=True, help="Print the workers' log; -vv: all of it."
+)
 
 
 def _report_path(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:

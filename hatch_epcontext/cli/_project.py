@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import Command
-from hatch_epcontext.cli._flag_errors import ExistingPath, use_lines
+from hatch_epcontext.cli._common import Command, ExistingPath
+from hatch_epcontext.cli._settings import use_lines
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, parse, tool_table
@@ -27,7 +27,7 @@ def project_options(command: Command) -> Command:
         "-m", "--model", "models", multiple=True, help="Only this model; repeatable."
     )
     targets = click.option(
-        "-t", "--target", "targets", multiple=True, help="Only this target; repeatable."
+        "--target", "targets", multiple=True, help="Only this target; repeatable."
     )
     project = click.argument("project", type=ExistingPath(file_okay=False), default=Path())
     return project(targets(models(command)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store
-from hatch_epcontext.cli._flag_errors import use_lines
+from hatch_epcontext.cli._settings import use_lines
 from hatch_epcontext.cli.init import Pyproject, add_tables, new_model, tables_options
 from hatch_epcontext.config.location import Download
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Kind, Problem

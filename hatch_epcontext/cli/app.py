@@ -71,7 +71,7 @@ class _Group(click.Group):
             with terminated_as_error():
                 return super().invoke(ctx)
         except EpcontextError as error:
-            from hatch_epcontext.cli._flag_errors import error_text
+            from hatch_epcontext.cli._settings import error_text
 
             kind = _InvalidConfiguration if isinstance(error, ConfigError) else _Failure
             raise kind(error_text(error, ctx)) from error

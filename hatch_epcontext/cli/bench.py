@@ -8,15 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 
 import hatch_epcontext
 from hatch_epcontext.cli._common import Verbosity, warn
-from hatch_epcontext.cli._flag_errors import use_flag_names
-from hatch_epcontext.cli._flags import job_flags, models_argument
 from hatch_epcontext.cli._output import show_table
 from hatch_epcontext.cli._project import project_config
+from hatch_epcontext.cli._settings import (
+    models_argument,
+    provider_option,
+    short_flags,
+    use_flag_names,
+)
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.artifact import GENERATOR, Artifact, Recipe
@@ -29,7 +34,7 @@ from hatch_epcontext.jobs.steps import Prepared, Steps
 from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file
-from hatch_epcontext.tools.configure import JobSettings, configure, name_models
+from hatch_epcontext.tools.configure import configure, name_models
 from hatch_epcontext.worker.requests import TimeOpeningRequest
 
 WAYS = {
@@ -80,8 +85,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.command("bench", epilog=_EXAMPLES)
 @models_argument(required=False)
-@job_flags(required=False)
-@click.option("-t", "--target", help="The target of the project, without MODEL.")
+@provider_option(required=False)
+@short_flags
+@click.option("--target", help="The target of the project, without MODEL.")
 @click.option("--from-memory", is_flag=True, help="Open the models from memory, not from disk.")
 @click.option("-n", "--runs", type=click.IntRange(1), default=5, help="How often; 5 by default.")
 @click.option("--json", "json_path", type=_FILE, metavar="F.json", help="Write all measurements.")
@@ -93,7 +99,7 @@ def command(
     ctx: click.Context,
     models: tuple[Path, ...],
     provider: str | None,
-    job: JobSettings,
+    settings: dict[str, Any],
     target: str | None,
     from_memory: bool,
     runs: int,
@@ -118,15 +124,15 @@ def command(
     if models and provider is not None and target is None:
         named = name_models(models)
         use_flag_names(named, "nothing was measured")
-        config = configure(named, provider, job)
-    elif not models and provider is None and job == JobSettings():
+        config = configure(named, provider, settings)
+    elif not models and provider is None and not settings:
         config = project_config(Path().absolute(), (target,) if target else (), ())
     else:
         raise click.UsageError("Give MODEL and --provider, or neither and only --target.")
     planned = plan(config.on_this_machine)
     if len(names := dict.fromkeys(job.target.name for job in planned.jobs)) != 1:
         raise click.UsageError(f"Choose one target: --target {' or '.join(names) or 'NAME'}.")
-    workers = Verbosity(quiet=False, verbose=0).workers(config.build.timeout)
+    workers = Verbosity().workers(config.build.timeout)
     with temp_dir() as staging:
         bench = measure(planned, staging, workers, runs, from_memory)
     if json_path is not None:

@@ -11,7 +11,7 @@ from hatch_epcontext.cli._common import (
     Verbosity,
     report_options,
     run_plan,
-    verbosity_options,
+    verbose_option,
     warn,
 )
 from hatch_epcontext.cli._output import echo, show_table
@@ -28,7 +28,7 @@ from hatch_epcontext.tools.project import project_name
 @project_options
 @click.option("--dry-run", "only_plan", is_flag=True, help="Show the jobs, and compile nothing.")
 @report_options
-@verbosity_options
+@verbose_option
 def command(
     project: Path,
     targets: tuple[str, ...],
@@ -36,7 +36,6 @@ def command(
     only_plan: bool,
     as_json: bool,
     report: Path | None,
-    quiet: bool,
     verbose: int,
 ) -> None:
     """Compile and validate a project's models, without a wheel.
@@ -51,7 +50,7 @@ def command(
         if only_plan:
             _show_plan(planned, staging, as_json=as_json)
             return
-        verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
+        verbosity = Verbosity.beside_json(verbose, as_json=as_json)
         run_plan(planned, staging, verbosity, project_name(config.root), as_json=as_json)
 
 

@@ -6,15 +6,14 @@ import datetime
 import re
 import time
 from collections import Counter
-from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import cache_option, open_store
+from hatch_epcontext.cli._common import open_store
 from hatch_epcontext.cli._output import echo, show_table
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ROOT
-from hatch_epcontext.jobs.cache.store import Entry, Kind, Store
+from hatch_epcontext.jobs.cache.store import Entry, Kind
 from hatch_epcontext.text import count, show_size, to_toml
 
 _UNITS = {"d": "days", "h": "hours", "w": "weeks"}
@@ -42,17 +41,14 @@ def _age(
 
 
 @click.group("cache")
-@cache_option
-@click.pass_context
-def command(ctx: click.Context, cache_dir: Path | None) -> None:
+def command() -> None:
     """Show and clean the cache of artifacts."""
-    ctx.obj = open_store(cache_dir)
 
 
 @command.command()
-@click.pass_obj
-def info(store: Store) -> None:
+def info() -> None:
     """Show the cache's folder, its artifacts, and its downloaded and cut models."""
+    store = open_store()
     entries = store.entries()
     echo(f"{store.root}: {_summarize(entries)}")
     rows = []
@@ -72,12 +68,11 @@ def info(store: Store) -> None:
     help="Remove what was not used for this time: 30d, 12h, 4w.",
 )
 @click.option("--all", "everything", is_flag=True, help="Remove everything that builds wrote.")
-@click.pass_obj
-def prune(store: Store, older_than: datetime.timedelta | None, everything: bool) -> None:
+def prune(older_than: datetime.timedelta | None, everything: bool) -> None:
     """Remove what builds stored: artifacts, models, and what they learned of them."""
     if everything == (older_than is not None):
         raise click.UsageError("Choose what to remove: either --older-than or --all.")
-    echo(f"removed {_summarize(store.prune(older_than))}")
+    echo(f"removed {_summarize(open_store().prune(older_than))}")
 
 
 @command.command()

@@ -10,8 +10,7 @@ from pathlib import Path
 import click
 
 import hatch_epcontext
-from hatch_epcontext.cli._common import cache_option, find_store
-from hatch_epcontext.cli._flag_errors import ExistingPath
+from hatch_epcontext.cli._common import ExistingPath, find_store
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS
@@ -29,7 +28,6 @@ Examples:
 
 @click.command("doctor", epilog=_EXAMPLES)
 @click.argument("project", type=ExistingPath(file_okay=False), default=Path())
-@cache_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
     "--library",
@@ -38,9 +36,7 @@ Examples:
     "get_library_path().",
 )
 @click.pass_context
-def command(
-    ctx: click.Context, project: Path, cache_dir: Path | None, as_json: bool, library: str | None
-) -> None:
+def command(ctx: click.Context, project: Path, as_json: bool, library: str | None) -> None:
     """Show what this environment can compile for.
 
     Shows ONNX Runtime, the EPs with their devices or the reason for none, the cache, and the hook of
@@ -50,7 +46,7 @@ def command(
     EPs, and prints the targets for pyproject.toml that use them.
     """
     if library is None:
-        diagnosis = examine(project.absolute(), find_store(cache_dir), os.environ)
+        diagnosis = examine(project.absolute(), find_store(), os.environ)
         if as_json:
             click.echo(to_json(diagnosis), nl=False)
         else:

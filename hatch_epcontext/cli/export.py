@@ -13,7 +13,7 @@ from hatch_epcontext.cli._common import (
     report_options,
     run_plan,
     show_written,
-    verbosity_options,
+    verbose_option,
 )
 from hatch_epcontext.cli._project import project_config, project_options
 from hatch_epcontext.tools.exporting import export
@@ -23,7 +23,7 @@ from hatch_epcontext.tools.project import project_name
 _EXAMPLES = """\b
 Examples:
   epcontext export -o src/my_app/epcontext --overwrite
-  epcontext export ../app -t x-elite -m digits -o build/models
+  epcontext export ../app --target x-elite -m digits -o build/models
 """
 
 
@@ -43,7 +43,7 @@ Examples:
     help="Replace the whole folder, if it is a model package that epcontext wrote.",
 )
 @report_options
-@verbosity_options
+@verbose_option
 def command(
     project: Path,
     targets: tuple[str, ...],
@@ -52,7 +52,6 @@ def command(
     overwrite: bool,
     as_json: bool,
     report: Path | None,
-    quiet: bool,
     verbose: int,
 ) -> None:
     """Write the model package of a project.
@@ -66,7 +65,7 @@ def command(
     """
     config = project_config(project.absolute(), targets, models)
     config = dataclasses.replace(config, report=report or config.report)
-    verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
+    verbosity = Verbosity.beside_json(verbose, as_json=as_json)
     title = project_name(config.root)
     run = partial(run_plan, verbosity=verbosity, title=title, as_json=as_json)
     written = export(config, output, run, loader=True, overwrite=overwrite)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store
-from hatch_epcontext.cli._flag_errors import ExistingPath, use_lines
+from hatch_epcontext.cli._common import ExistingPath, cache_option, is_offline, log, open_store
 from hatch_epcontext.cli._output import echo
+from hatch_epcontext.cli._settings import use_lines
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, tool_table

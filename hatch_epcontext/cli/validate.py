@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import Verbosity, verbosity_options, warn
-from hatch_epcontext.cli._flag_errors import ExistingPath, use_flag_names
-from hatch_epcontext.cli._flags import loading_flags, provider_option
+from hatch_epcontext.cli._common import ExistingPath, Verbosity, verbose_option, warn
 from hatch_epcontext.cli._output import echo
+from hatch_epcontext.cli._settings import provider_option, setting_flags, use_flag_names
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count, pairs
-from hatch_epcontext.tools.configure import JobSettings
 from hatch_epcontext.tools.validating import validate_context
 from hatch_epcontext.tools.validating_package import ValidatedVariant, validate_package
 from hatch_epcontext.worker.requests import InspectReply
@@ -27,7 +26,7 @@ _EXAMPLES = """\b
 Examples:
   epcontext validate model_ctx.onnx --source model.onnx
   epcontext validate model.ortpackage --variant x-elite --variant source
-  epcontext validate model.ortpackage --allow-not-run
+  epcontext validate model.ortpackage --set validate=auto
 """
 
 
@@ -40,40 +39,29 @@ Examples:
     help="The source model, to compare with.",
 )
 @provider_option(required=False)
-@loading_flags
+@setting_flags
 @click.option(
-    "-c",
     "--component",
     "components",
     multiple=True,
     help="Only this model of a package; repeatable.",
 )
 @click.option(
-    "-t",
     "--variant",
     "variants",
     multiple=True,
     help="Only this variant of a package; repeatable.",
 )
-@click.option("--structure", is_flag=True, help="Check the files only, and run nothing.")
-@click.option(
-    "--allow-not-run",
-    is_flag=True,
-    help="Accept variants that cannot be run here.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@verbosity_options
+@verbose_option
 def command(
     path: Path,
     source: Path | None,
     provider: str | None,
-    job: JobSettings,
+    settings: dict[str, Any],
     components: tuple[str, ...],
     variants: tuple[str, ...],
-    structure: bool,
-    allow_not_run: bool,
     as_json: bool,
-    quiet: bool,
     verbose: int,
 ) -> None:
     """Validate a context model or a model package.
@@ -84,29 +72,19 @@ def command(
     --provider.
 
     The variants of a package have their own options, and are compared with its source model, or else its
-    first variant for the CPU. What this machine cannot run is an error: choose variants, or check only the
-    files with --allow-not-run or --structure.
-
-    --option, --dim and other flags with K=V are repeatable.
+    first variant for the CPU. What this machine cannot run is an error: choose variants, or accept it with
+    --set validate=auto. --set validate=structure runs nothing.
     """
     use_flag_names({path.stem: source or path}, _HEADLINE)
-    verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
+    verbosity = Verbosity.beside_json(verbose, as_json=as_json)
     if not path.is_dir():
         if components or variants:
             raise click.UsageError("--component and --variant are for a model package.")
         with verbosity.progress("validating", 1):
-            validated = validate_context(
-                path,
-                provider,
-                source,
-                job,
-                verbosity.workers,
-                structure_only=structure,
-                allow_not_run=allow_not_run,
-            )
+            validated = validate_context(path, provider, source, settings, verbosity.workers)
         if as_json:
             click.echo(to_json(validated), nl=False)
-        elif not quiet:
+        else:
             parts = _describe_model(validated.model, validated.ep, validated.provider)
             echo(f"{path}: {', '.join([*parts, describe_validation(validated.validation)])}")
             _warn(str(path), validated.validation)
@@ -115,21 +93,13 @@ def command(
         raise click.UsageError("--provider is for a single file: a model package names its own.")
 
     def done(variant: ValidatedVariant) -> None:
-        if not quiet and not as_json:
+        if not as_json:
             echo(f"{variant.name}: {', '.join(_describe_variant(variant))}")
             if variant.validation is not None:
                 _warn(variant.name, variant.validation)
 
     package = validate_package(
-        path,
-        source,
-        components,
-        variants,
-        job,
-        verbosity.workers,
-        done,
-        structure_only=structure,
-        allow_not_run=allow_not_run,
+        path, source, components, variants, settings, verbosity.workers, done
     )
     if as_json:
         click.echo(to_json(package), nl=False)

@@ -47,6 +47,9 @@ def compile_models(
     when a file exists without ``overwrite``, when the folder is a file, or when the result would replace a
     source's file.
     """
+    if chosen := next((model for model in config.models if model.fallback != "auto"), None):
+        message, hint = "is for a model package.", "Give an output that ends with .ortpackage."
+        raise ConfigError(Problem.at(chosen.key / "fallback", Kind.NOT_APPLICABLE, message, hint))
     file = is_file(output, config.models)
     if file:
         check_apart(config.report, output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from typing import Any
 
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.files import temp_dir
@@ -11,7 +11,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, check_environment
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, find
 from hatch_epcontext.text import show, suggestion
-from hatch_epcontext.tools.configure import JobSettings, configure
+from hatch_epcontext.tools.configure import configure, nested
 from hatch_epcontext.tools.inspecting import READING
 from hatch_epcontext.worker.requests import CompileBytesRequest
 
@@ -20,7 +20,7 @@ _REQUIREMENTS = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *READING)
 
 
 def compile_to_bytes(
-    model: bytes, data: Mapping[str, bytes], provider: str, job_settings: JobSettings
+    model: bytes, data: Mapping[str, bytes], provider: str, settings: Mapping[str, Any]
 ) -> bytes:
     """Compile a model from memory to memory, as `hatch_epcontext.api.compile_to_bytes` describes."""
     able = [p for p in PROVIDERS.values() if p.product == "context" and not p.needs_library]
@@ -28,11 +28,10 @@ def compile_to_bytes(
         message = f"{show(provider)} is not a provider that compiles contexts."
         hint = suggestion(provider, [known.name for known in able])
         raise ConfigError(Problem.at(Key() / "provider", Kind.UNKNOWN_PROVIDER, message, hint))
-    job_settings = replace(job_settings, from_memory=True)
     with temp_dir() as folder:
         source, result = folder / "model.onnx", folder / "model_ctx.onnx"
         source.write_bytes(model)
-        config = configure({"model": source}, provider, job_settings)
+        config = configure({"model": source}, provider, nested(settings, {"from-memory": True}))
         (target,) = config.targets
         check_environment((), _REQUIREMENTS)
         files = {}

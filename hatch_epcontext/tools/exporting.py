@@ -17,6 +17,11 @@ from hatch_epcontext.system import check_apart, check_folder, writing
 from hatch_epcontext.tools.compiling import CompileResult, refuse_existing, refuse_sources
 
 
+def is_package(output: Path) -> bool:
+    """Whether ``output`` is the folder of a model package, by its name."""
+    return output.suffix == ".ortpackage"
+
+
 def export(
     config: Config,
     folder: Path,

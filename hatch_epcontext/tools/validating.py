@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.tables import ValidationMode
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
@@ -31,10 +32,13 @@ from hatch_epcontext.jobs.sources import cut_plan, unknown_outputs
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.text import listing, pairs, show, suggestion
-from hatch_epcontext.tools.configure import JobSettings, configure, name_models
+from hatch_epcontext.tools.configure import configure, name_models, nested
 from hatch_epcontext.tools.inspecting import inspect_model, verify_model
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
 from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
+
+REQUIRED = {"validate.mode": "require"}
+"""The mode of a validation that a user asks for: what cannot be run is an error."""
 
 _SMALL = 2**20
 """The most bytes of a context model whose blobs are in sidecars."""
@@ -60,19 +64,13 @@ def validate_context(
     context: Path,
     provider: str | None,
     source: Path | None,
-    job_settings: JobSettings,
+    settings: Mapping[str, Any],
     make_workers: Callable[[float], Workers],
-    *,
-    structure_only: bool,
-    allow_not_run: bool = False,
 ) -> ValidatedContext:
     """Validate the artifact at ``context``, as `hatch_epcontext.api.validate_context` describes.
 
-    ``make_workers`` gets the timeout in seconds. With ``allow_not_run`` an artifact that this machine cannot
-    run is no error: its validation has the reason. Raises ConfigError when ``job_settings`` sets the mode of
-    the validation, which only ``structure_only`` decides.
+    ``make_workers`` gets the timeout in seconds.
     """
-    refuse_mode(job_settings.settings)
     if zipfile.is_zipfile(context):
         message = "is an archive, such as a wheel, and not an ONNX file."
         hint = "Install or unpack it, and name the folder of its model package."
@@ -81,7 +79,7 @@ def validate_context(
     verify_model(context, model)
     known = _provider_of(context, model, provider)
     (name,) = name_models([context])
-    config = configure({name: source or context}, known.name, job_settings)
+    config = configure({name: source or context}, known.name, nested(REQUIRED, settings))
     planned = plan(config.on_this_machine)
     if len(planned.config.models) > 1:
         key = Key() / next(m.listed.name for m in planned.config.models if m.listed)
@@ -92,7 +90,8 @@ def validate_context(
     (job,) = planned.jobs
     check_chip(context, model, job.target.provider, job.target.settings)
     validation = Validation(ValidationStatus.STRUCTURE)
-    if not structure_only:
+    mode = job.models[0].validate.mode
+    if is_run(mode):
         try:
             check_environment(planned.config.targets, planned.requirements)
             workers = make_workers(planned.config.build.timeout)
@@ -106,7 +105,7 @@ def validate_context(
                 )
         except EpcontextError as error:
             reason = reason_not_run(error)
-            if reason is None or not allow_not_run:
+            if reason is None or mode == "require":
                 raise
             validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
     return ValidatedContext(str(context), known.name, known.ep, model, validation)
@@ -119,17 +118,9 @@ def reason_not_run(error: EpcontextError) -> str | None:
     return error.problems[0].message.splitlines()[0].rstrip(".")
 
 
-def refuse_mode(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if ``settings`` set the mode of the validation."""
-    key = Key() / "validate"
-    value = settings.get("validate", {})
-    if "validate.mode" in settings or (isinstance(value, Mapping) and "mode" in value):
-        key /= "mode"
-    elif isinstance(value, Mapping):
-        return
-    message = "cannot be set for this validation, which always runs the model."
-    hint = "To run nothing, check only the structure of its files."
-    raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
+def is_run(mode: ValidationMode) -> bool:
+    """Whether a validation of this mode runs the model."""
+    return mode in ("require", "auto")
 
 
 def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider:
@@ -221,7 +212,7 @@ def _run(
     if reason := reason_not_to_run(job.target.provider, job.target.settings) or reason_not_to_open(
         path, model, job.target.provider
     ):
-        hint = "Check only the structure of its files (on the command line: --structure)."
+        hint = 'Check only the structure of its files: set validate = "structure".'
         raise UnavailableError(Problem(Kind.NOT_RUN, str(path), f"{reason}.", hint))
     if problems := list(unknown_outputs(job.models[0], model.outputs)):
         raise ModelError(*problems)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from hatch_epcontext.config.settings import CompileSettings, Config, Target
 from hatch_epcontext.errors import (
@@ -28,15 +29,16 @@ from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged
 from hatch_epcontext.providers import PROVIDERS, Provider, secrets_in
 from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.text import listing, show, suggestion
-from hatch_epcontext.tools.configure import JobSettings, configure, for_model
+from hatch_epcontext.tools.configure import MODEL_TABLES, configure, for_model, nested
 from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_model
 from hatch_epcontext.tools.validating import (
+    REQUIRED,
     check_chip,
     copy_named_files,
     fixed_shapes,
+    is_run,
     reason_not_run,
     reason_not_to_open,
-    refuse_mode,
 )
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
 from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
@@ -89,12 +91,9 @@ def validate_package(
     source: Path | None,
     components: Sequence[str],
     variants: Sequence[str],
-    job_settings: JobSettings,
+    settings: Mapping[str, Any],
     make_workers: Callable[[float], Workers],
     done: Callable[[ValidatedVariant], None],
-    *,
-    structure_only: bool,
-    allow_not_run: bool,
 ) -> ValidatedPackage:
     """Validate the model package in the folder ``path``: its ``components`` and ``variants``, or all of them.
 
@@ -102,32 +101,24 @@ def validate_package(
     compared with ``source``, or else with the package's own source model or a variant for the CPU.
     ``make_workers`` gets the timeout in seconds; ``done`` gets each variant when it is finished.
 
-    With ``structure_only`` nothing is run; with ``allow_not_run`` a variant that this machine cannot run
-    is no error. Raises InspectionError with all errors of the manifest; ConfigError for names that the
+    Raises InspectionError with all errors of the manifest; ConfigError for names that the
     package does not have, and for settings that only a single context model takes; and RequirementError
     when ONNX Runtime is not installed.
     """
-    _refuse_settings(job_settings)
+    settings = nested(REQUIRED, settings)
+    _refuse_settings(settings)
     folder, package = _read(path)
     if not any(component.variants for component in package.components.values()):
         raise InspectionError(Problem(Kind.INVALID_PACKAGE, str(path), "has no variants."))
     chosen = _chosen(package, components, variants, has_source=source is not None)
-    if not structure_only:
+    validator = _Validator(str(path), folder, package, source, settings, make_workers)
+    if validator.is_run:
         check_environment((), INSPECTION)
-    validator = _Validator(
-        str(path),
-        folder,
-        package,
-        source,
-        job_settings,
-        make_workers,
-        structure_only=structure_only,
-    )
     finished = []
     with validator.workers:
         for component, variant in chosen:
             validated = validator.validate(component, variant)
-            if allow_not_run and validated.validation is not None:
+            if not validator.is_required and validated.validation is not None:
                 validated = replace(validated, problems=())
             done(validated)
             finished.append(validated)
@@ -140,18 +131,11 @@ def validate_package(
     return ValidatedPackage(str(path), tuple(finished), tuple(unowned))
 
 
-def _refuse_settings(job_settings: JobSettings) -> None:
-    refuse_mode(job_settings.settings)
-    given = {
-        "provider-options": job_settings.provider_options,
-        "session-options": job_settings.session_options,
-        "device": job_settings.device,
-    }
-    names = [name for name, value in given.items() if value]
-    names += (n for n in job_settings.settings if n.split(".")[0] not in ("validate", "build"))
+def _refuse_settings(settings: Mapping[str, Any]) -> None:
+    names = [name for name in settings if name not in ("validate", "build", *MODEL_TABLES)]
     if names:
         message = "is for a single context model: the variants of a model package have their own."
-        keys = (Key(tuple(name.split("."))) for name in names)
+        keys = (Key() / name for name in names)
         raise ConfigError(*(Problem.at(key, Kind.NOT_APPLICABLE, message) for key in keys))
 
 
@@ -218,10 +202,8 @@ class _Validator:
         folder: Path,
         package: ModelPackage,
         source: Path | None,
-        job_settings: JobSettings,
+        settings: Mapping[str, Any],
         make_workers: Callable[[float], Workers],
-        *,
-        structure_only: bool,
     ) -> None:
         self._location, self._folder = location, folder
         self._components = package.components
@@ -230,9 +212,10 @@ class _Validator:
             for problem in damaged_files(folder, package)
         }
         self._source = source
-        self._settings = job_settings
-        self._structure_only = structure_only
+        self._settings = settings
         config = self._configure(next(iter(self._components)))
+        mode = config.models[0].validate.mode
+        self.is_run, self.is_required = is_run(mode), mode == "require"
         self.workers = make_workers(config.build.timeout)
 
     def validate(self, component: str, variant: str) -> ValidatedVariant:
@@ -247,7 +230,7 @@ class _Validator:
             result = replace(result, model=model)
             verify_model(file, model)
             target = _target(found, variant, file, model)
-            if self._structure_only:
+            if not self.is_run:
                 return replace(result, validation=Validation(ValidationStatus.STRUCTURE))
             validation = self._run(component, target, file, model, location)
         except EpcontextError as error:
@@ -261,7 +244,7 @@ class _Validator:
             if (reason := reason_not_run(error)) is None:
                 return replace(result, problems=problems)
             validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
-            if self._structure_only:
+            if not self.is_run:
                 return replace(result, validation=validation)
             # The log of a worker that only looked for a device says nothing more.
             problems = tuple(replace(problem, log=None) for problem in problems)
@@ -283,14 +266,7 @@ class _Validator:
 
     def _configure(self, component: str) -> Config:
         """The configuration with what the user's settings say of ``component``."""
-        names = dict.fromkeys(self._components, self._folder)
-        given = self._settings
-        own = replace(
-            given,
-            dims=for_model(component, names, given.dims),
-            shapes=for_model(component, names, given.shapes),
-            constants=for_model(component, names, given.constants),
-        )
+        own = for_model(component, self._components, self._settings)
         # Any file will do for the path: the model itself is not read here.
         return configure({"model": self._folder / FILE}, "cpu", own)
 
@@ -437,8 +413,8 @@ def _check_contexts(found: Variant, provider: Provider, file: Path, model: Inspe
 
 def _not_run(reason: str, location: str = "") -> BuildError:
     hint = (
-        "Validate it on a machine that can run it, or check only its files (on the command line: "
-        "--structure, or --allow-not-run)."
+        "Validate it on a machine that can run it, or add --set validate=auto; --set validate=structure runs "
+        "nothing."
     )
     return UnavailableError(Problem(Kind.NOT_RUN, location, f"{reason}.", hint))
 

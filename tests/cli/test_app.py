@@ -59,7 +59,7 @@ def test_without_its_extra_it_prints_what_to_install(
     [
         ([], "com", ["compile"]),
         (["compile", "-p"], "ten", ["tensorrt", "tensorrt-rtx"]),
-        (["bench", "--optimization"], "b", ["basic"]),
+        (["compile", "--device"], "n", ["npu"]),
         (["cache"], "p", ["prune"]),
     ],
 )

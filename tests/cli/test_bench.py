@@ -83,7 +83,7 @@ def test_a_runtime_cache_is_filled_before_it_is_measured(
 def test_the_source_on_the_cpu_gets_the_inputs_that_are_frozen(cli: Cli, tmp_path: Path) -> None:
     text = "(float[2] x, float[1] factor) => (float[2] y) { y = Mul (x, factor) }"
     source = save(parsed(text), tmp_path / "a.onnx")
-    cli("bench", source, "-p", "cpu", "--constant", "factor=2.0", "-n", "1")
+    cli("bench", source, "-p", "cpu", "--set", "constants.factor=2.0", "-n", "1")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
@@ -107,12 +107,12 @@ def test_without_models_those_of_the_project_are_measured(
     cli: Cli, app_project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(app_project)
-    printed = cli("bench", "-t", "one", "-n", "1").stdout
+    printed = cli("bench", "--target", "one", "-n", "1").stdout
     rows = [line.split()[1] for line in printed.splitlines() if " compiled " in line]
     assert rows == ["a", "b"]
     assert "--target one or two" in cli("bench", code=2).stderr
     model = app_project / "models" / "a.onnx"
-    for wrong in (("-p", "cpu"), (model,), (model, "-p", "cpu", "-t", "one")):
+    for wrong in (("-p", "cpu"), (model,), (model, "-p", "cpu", "--target", "one")):
         cli("bench", *wrong, code=2)
 
 
@@ -146,7 +146,7 @@ def test_an_artifact_that_cannot_be_opened_is_an_error_beside_the_other_times(
     [
         (("--runs", "0"), "0 is not in the range"),
         (("--plot", "chart.txt"), "--plot writes .png or .svg"),
-        (("-O", "nothing=1"), "--option nothing"),
+        (("-O", "nothing=1"), "--set provider-options.nothing"),
     ],
 )
 def test_wrong_usage(cli: Cli, source: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -20,7 +20,7 @@ DAY = 86400
 @pytest.fixture
 def filled(cli: Cli, app_project: Path, tmp_path: Path) -> Path:
     """A cache with two artifacts."""
-    cli("build", app_project, "-t", "one", "-q")
+    cli("build", app_project, "--target", "one")
     return tmp_path / "user-cache"
 
 
@@ -33,7 +33,9 @@ def age(entry: Path, days: float) -> None:
     os.utime(entry, (then, then))
 
 
-def test_info_lists_all_artifacts_also_damaged_ones_and_none(cli: Cli, filled: Path) -> None:
+def test_info_lists_all_artifacts_also_damaged_ones_and_none(
+    cli: Cli, filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     printed = cli("cache", "info").stdout
     assert printed.startswith(f"{filled}: 2 artifacts, ")
     for entry in entries(filled):
@@ -41,7 +43,8 @@ def test_info_lists_all_artifacts_also_damaged_ones_and_none(cli: Cli, filled: P
     (entries(filled)[0] / "record.json").write_text("{", encoding="utf-8")
     assert "damaged" in cli("cache", "info").stdout
     missing = filled.with_name("none")
-    printed = cli("cache", "--cache-dir", missing, "info").stdout
+    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(missing))
+    printed = cli("cache", "info").stdout
     assert printed == f"{missing}: 0 artifacts, 0 bytes\n"
     assert not missing.exists()
 
@@ -58,13 +61,17 @@ def test_new_keys_are_printed_and_not_stored(cli: Cli, tmp_path: Path, project: 
 
 
 @pytest.mark.usefixtures("no_home")
-def test_without_a_home_folder_the_cache_must_be_named(cli: Cli, tmp_path: Path) -> None:
+def test_without_a_home_folder_the_cache_must_be_named(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = cli("cache", "info", code=2)
     assert "this user has no home folder, and so no cache folder." in failed.stderr
-    assert "--cache-dir" in failed.stderr
-    failed = cli("cache", "--cache-dir", "~/x", "info", code=2)
+    assert "HATCH_EPCONTEXT_CACHE_DIR" in failed.stderr
+    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", "~/x")
+    failed = cli("cache", "info", code=2)
     assert "no home folder" in failed.stderr
-    assert cli("cache", "--cache-dir", tmp_path / "none", "info").stdout.endswith("0 bytes\n")
+    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(tmp_path / "none"))
+    assert cli("cache", "info").stdout.endswith("0 bytes\n")
 
 
 def test_artifacts_that_were_not_used_for_long_are_removed(
@@ -86,7 +93,7 @@ def test_artifacts_that_were_not_used_for_long_are_removed(
     assert 0 < len(entries(filled, "refs")) < len(refs)
     # A build that uses an artifact renews it.
     age(new, 31)
-    cli("build", app_project, "-t", "one", "-q")
+    cli("build", app_project, "--target", "one")
     assert cli("cache", "prune", "--older-than", "4w").stdout.startswith("removed 0 artifacts, ")
 
 

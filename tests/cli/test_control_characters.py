@@ -67,7 +67,7 @@ def test_a_table_shows_cells_as_text(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_record_of_the_cache_is_shown_as_text(
     cli: Cli, app_project: Path, tmp_path: Path
 ) -> None:
-    cli("build", app_project, "-t", "one", "-m", "a", "-q")
+    cli("build", app_project, "--target", "one", "-m", "a")
     (file,) = (tmp_path / "user-cache" / "v6").glob("artifacts/*/record.json")
     text = file.read_text(encoding="utf-8")
 
@@ -88,6 +88,6 @@ def test_a_record_of_the_cache_is_shown_as_text(
     assert "damaged" in printed
     write(("preparations.0.failed", [TITLE]))
     page = tmp_path / "report.html"
-    command = ("build", app_project, "-t", "one", "-m", "a", "-v", "--report", page)
+    command = ("build", app_project, "--target", "one", "-m", "a", "-v", "--report", page)
     assert harmless(cli(*command).output)
     assert harmless(page.read_text(encoding="utf-8"))

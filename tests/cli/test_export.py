@@ -50,7 +50,7 @@ def test_it_is_the_same_as_in_a_wheel_byte_for_byte(
         file.write('[project.entry-points.pyinstaller40]\nhook-dirs = "my_app.hooks:folders"\n')
     wheel = build_wheel(app_project)
     out = app_project / "my_app" / "epcontext"
-    cli("export", app_project, "-o", out, "-q")
+    cli("export", app_project, "-o", out)
     unpack = [sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "wheel")]
     subprocess.run(unpack, check=True)
     packed = tmp_path / "wheel" / "my_app" / "epcontext"
@@ -62,7 +62,17 @@ def test_it_is_the_same_as_in_a_wheel_byte_for_byte(
 def test_only_the_chosen_target_and_model_are_exported(
     cli: Cli, app_project: Path, tmp_path: Path
 ) -> None:
-    arguments = ("export", app_project, "-t", "two", "-m", "b", "-o", tmp_path / "out", "--json")
+    arguments = (
+        "export",
+        app_project,
+        "--target",
+        "two",
+        "-m",
+        "b",
+        "-o",
+        tmp_path / "out",
+        "--json",
+    )
     printed = cli(*arguments)
     assert files(tmp_path / "out") == ["__init__.py", "b/two/b_optimized.onnx", "manifest.json"]
     assert [job["models"][0]["model"] for job in json.loads(printed.stdout)["jobs"]] == ["b"]
@@ -75,7 +85,7 @@ def test_other_build_backends_do_not_matter(cli: Cli, app_project: Path, tmp_pat
     text = (app_project / "pyproject.toml").read_text("utf-8")
     head = '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
     (app_project / "pyproject.toml").write_text(head + text, encoding="utf-8")
-    cli("export", app_project, "-t", "one", "-m", "a", "-o", tmp_path / "out", "-q")
+    cli("export", app_project, "--target", "one", "-m", "a", "-o", tmp_path / "out")
     assert (tmp_path / "out" / "manifest.json").is_file()
 
 
@@ -92,7 +102,7 @@ shapes = [{ x = [1, 1, 8, 8] }, { x = [2, 1, 8, 8] }]
     (app_project / "pyproject.toml").write_text(toml, encoding="utf-8")
     save(network(), app_project / "models" / "a.onnx")
     out = tmp_path / "out"
-    cli("export", app_project, "-o", out, "-q")
+    cli("export", app_project, "-o", out)
     printed = cli("inspect", out).stdout
     assert "a.1x1x8x8: a shape of a, x 1x1x8x8\na.2x1x8x8: a shape of a, x 2x1x8x8\n" in printed
     lines = cli("validate", out).stdout.splitlines()
@@ -112,9 +122,9 @@ def test_a_package_of_engines_is_validated_by_its_structure_without_a_gpu(
     rtx = '"tensorrt-rtx"\ncompute-capabilities = ["8.9"]'
     file.write_text(text.replace('"cpu"\n[tool', f"{rtx}\n[tool"), encoding="utf-8")
     out = tmp_path / "out"
-    cli("export", app_project, "-o", out, "-m", "a", "-t", "one")
+    cli("export", app_project, "-o", out, "-m", "a", "--target", "one")
     chosen = "--component", "a", "--variant", "one"
-    found = json.loads(cli("validate", out, *chosen, "--allow-not-run", "--json").stdout)
+    found = json.loads(cli("validate", out, *chosen, "--set", "validate=auto", "--json").stdout)
     (variant,) = found["variants"]
     if variant["validation"]["status"] == "ran":
         pytest.skip("this machine has an RTX GPU")
@@ -123,8 +133,8 @@ def test_a_package_of_engines_is_validated_by_its_structure_without_a_gpu(
     whole = engine.read_bytes()
     for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
         engine.write_bytes(damaged)
-        assert problems(cli("validate", out, *chosen, "--structure", code=1))
+        assert problems(cli("validate", out, *chosen, "--set", "validate=structure", code=1))
     needs_other = 'dependencies = ["onnxruntime-ep-nv-tensorrt-rtx-cu13<0.5"]'
     file.write_text(f"[project]\n{needs_other}\n{file.read_text('utf-8')}", encoding="utf-8")
-    refused = cli("export", app_project, "-o", tmp_path / "more", "-t", "one", code=2)
+    refused = cli("export", app_project, "-o", tmp_path / "more", "--target", "one", code=2)
     assert [each.split()[-1] for each in problems(refused)] == ["EPC102"]

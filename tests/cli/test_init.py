@@ -43,7 +43,7 @@ def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> N
     (new_project / "models" / "damaged.onnx").write_text("text", encoding="utf-8")
     save(network(), new_project / "tests" / "d.onnx")
     cli("compile", new_project / "models" / "a.onnx", "-o", new_project / "models" / "a_ctx.onnx",
-        "-p", "qnn", "-O", "soc_model=60", "--dim", "batch=1", "-q")  # fmt: skip
+        "-p", "qnn", "-O", "soc_model=60", "--dim", "batch=1")  # fmt: skip
     printed = cli("init", "--project", new_project)
     assert "a_ctx.onnx: is a context model already" in printed.stderr
     assert "damaged.onnx: is not an ONNX model" in printed.stderr
@@ -61,10 +61,10 @@ def test_chosen_models_for_several_providers(
 ) -> None:
     monkeypatch.chdir(new_project)
     cli("init", "models/b.onnx", "-p", "cpu", "-p", "cuda")
-    planned = json.loads(cli("build", "-t", "cpu", "--dry-run", "--json").stdout)
+    planned = json.loads(cli("build", "--target", "cpu", "--dry-run", "--json").stdout)
     assert [job["job"] for job in planned["jobs"]] == ["b -> cpu"]
     cli("init", "models/a.onnx")
-    assert cli("build", "-t", "cpu").stderr.count("ran and agrees") == 2
+    assert cli("build", "--target", "cpu").stderr.count("ran and agrees") == 2
 
 
 def test_a_dry_run_changes_nothing(cli: Cli, new_project: Path) -> None:

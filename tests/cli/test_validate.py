@@ -81,7 +81,7 @@ def test_limits_of_an_output_that_is_not_there_are_an_error(
 def test_an_artifact_has_one_shape(cli: Cli, context: Path, source: Path) -> None:
     several = "shapes=[{ x = [1, 1, 8, 8] }, { x = [2, 1, 8, 8] }]"
     result = cli("validate", context, "--source", source, "--set", several, code=2)
-    assert problems(result) == ["--shape: EPC007"]
+    assert problems(result) == ["--set shapes: EPC007"]
 
 
 @needs_qnn
@@ -93,8 +93,10 @@ def test_without_a_source_nothing_is_compared(cli: Cli, context: Path) -> None:
 
 @needs_qnn
 def test_a_context_that_is_not_run_is_not_called_validated(cli: Cli, context: Path) -> None:
-    assert cli("validate", context, "--structure").stdout.endswith("structure checked, NOT run\n")
-    answer = json.loads(cli("validate", context, "--json", "--structure").stdout)
+    assert cli("validate", context, "--set", "validate=structure").stdout.endswith(
+        "structure checked, NOT run\n"
+    )
+    answer = json.loads(cli("validate", context, "--json", "--set", "validate=structure").stdout)
     assert (answer["provider"], answer["validation"]["status"]) == ("qnn", "structure")
 
 
@@ -111,7 +113,7 @@ def test_a_difference_from_the_source_is_an_error(cli: Cli, context: Path, sourc
 def test_a_source_with_other_inputs_is_an_error(cli: Cli, context: Path, tmp_path: Path) -> None:
     other = save(transformer(1), tmp_path / "other.onnx")
     result = cli("validate", context, "-s", other, code=1)
-    assert problems(result) == [f"{other}: --shape x: EPC206"]
+    assert problems(result) == [f"{other}: --set shapes.x: EPC206"]
     assert "[1, 1, 8, 8]" in result.stderr
 
 
@@ -120,7 +122,7 @@ def test_a_context_for_another_chip_is_an_error(cli: Cli, context: Path) -> None
     printed = cli("validate", context, "-O", "soc_model=43", code=1).stderr
     assert "soc_model = 43 was requested, but the EP compiled for 60" in printed
     assert "\n    Its compatibility string is v2:" in printed
-    cli("validate", context, "-O", "soc_model=60", "--structure")
+    cli("validate", context, "-O", "soc_model=60", "--set", "validate=structure")
 
 
 @needs_qnn
@@ -159,10 +161,10 @@ def test_a_sidecar_in_another_folder_is_an_error(cli: Cli, context: Path) -> Non
 def test_contexts_that_share_weights_do_not_crash_the_simulator(cli: Cli, tmp_path: Path) -> None:
     models = [save(transformer(n), tmp_path / f"m{n}.onnx") for n in (64, 1)]
     out = tmp_path / "out"
-    cli("compile", *models, "-o", out, "-p", "qnn", "-O", "soc_model=60", "--share-weights", "-q")
+    cli("compile", *models, "-o", out, "-p", "qnn", "-O", "soc_model=60", "--share-weights")
     printed = cli("validate", out / "m1_ctx.onnx", code=1).stderr
     assert "it shares m64_ctx_qnn.bin with m64_ctx.onnx" in printed
-    cli("validate", out / "m1_ctx.onnx", "--structure")
+    cli("validate", out / "m1_ctx.onnx", "--set", "validate=structure")
 
 
 @needs_qnn
@@ -172,7 +174,7 @@ def test_constants_must_be_given_again(cli: Cli, context: Path, source: Path) ->
     (problem,) = problems(result)
     assert problem.endswith("EPC206")
     assert "'scale'" in result.stderr
-    assert "Add --constant NAME=...\n" in result.stderr
+    assert "Add --set constants.NAME=...\n" in result.stderr
     cli("validate", context, "-s", source, "--constant", "scale=1.0")
 
 
@@ -182,14 +184,14 @@ def test_a_missing_device_is_an_error(cli: Cli, tmp_path: Path) -> None:
     nodes = f"[node] y = com.microsoft.EPContext <{attributes}> (x)"
     made = parsed(f"(float[1, 4] x) => (float[1, 4] y) {{ {nodes} }}", check=False)
     path = save(made, tmp_path / "ov_ctx.onnx")
-    (problem,) = problems(cli("validate", path, "-d", "gpu", code=1))
+    (problem,) = problems(cli("validate", path, "--device", "gpu", code=1))
     assert problem.endswith("EPC106")
 
 
 def test_an_optimized_graph_needs_its_provider(cli: Cli, source: Path, tmp_path: Path) -> None:
     assert problems(cli("validate", source, code=1)) == [f"{source}: EPC507"]
     made = tmp_path / "o.onnx"
-    cli("compile", source, "-o", made, "-p", "cpu", "-q")
+    cli("compile", source, "-o", made, "-p", "cpu")
     printed = cli("validate", made, "-p", "cpu", "-s", source, "--dim", "batch=1").stdout
     assert "optimized graph, ran and agrees with the CPU" in printed
 

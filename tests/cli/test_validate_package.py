@@ -30,11 +30,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = save(network(), folder / "net.onnx")
     command = [
         "compile", source, "-p", "qnn", "-O", "soc_model=60", "--dim", "batch=1",
-        "--package", folder / "package", "-q",
+        "-o", folder / "package.ortpackage",
     ]  # fmt: skip
     result = CliRunner().invoke(app, list(map(str, command)))
     assert result.exit_code == 0, result.output
-    return folder / "package"
+    return folder / "package.ortpackage"
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def built_for_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package with a variant for the CPU and the source; made once."""
     folder = tmp_path_factory.mktemp("built-for-cpu")
     source = save(network(1), folder / "net.onnx")
-    command = ["compile", source, "-p", "cpu", "--package", folder / "package", "-q"]
-    result = CliRunner().invoke(app, list(map(str, [*command, "--fallback", "source"])))
+    command = ["compile", source, "-p", "cpu", "-o", folder / "package.ortpackage"]
+    result = CliRunner().invoke(app, list(map(str, [*command, "--set", "fallback=source"])))
     assert result.exit_code == 0, result.output
-    return folder / "package"
+    return folder / "package.ortpackage"
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_nothing_is_compared_with_a_damaged_source(cli: Cli, package: Path) -> N
     result = cli("validate", package, code=1)
     assert result.stdout == "net -> qnn: FAILED\nnet -> source: FAILED\n"
     assert result.stderr.count("EPC506") == 1
-    cli("validate", package, "-t", "qnn", code=1)
+    cli("validate", package, "--variant", "qnn", code=1)
 
 
 @needs_qnn
@@ -104,8 +104,8 @@ def test_a_damaged_file_fails_its_variant_alone_also_in_json(cli: Cli, package: 
     assert first == "net -> qnn: FAILED"
     assert "outputs finite" in second
     assert "validation failed:" in result.stderr
-    for flag in ("--structure", "--allow-not-run"):
-        cli("validate", package, flag, code=1)
+    for mode in ("structure", "auto"):
+        cli("validate", package, "--set", f"validate={mode}", code=1)
     cli("validate", package, "--variant", "source")
     result = cli("validate", package, "--json", code=1)
     qnn, source = json.loads(result.stdout)["variants"]
@@ -127,7 +127,7 @@ def test_the_manifest_and_the_context_must_agree(
     cli: Cli, package: Path, key: str, wrong: str, named: str
 ) -> None:
     alter(package, lambda content: variants(content)["qnn"].update({key: wrong}))
-    result = cli("validate", package, "--structure", code=1)
+    result = cli("validate", package, "--set", "validate=structure", code=1)
     assert problems(result) == [f"{package / 'net' / 'qnn' / 'net_ctx.onnx'}: EPC507"]
     assert named in result.stderr
 
@@ -139,7 +139,7 @@ def test_outputs_that_differ_from_the_source_fail(cli: Cli, package: Path, tmp_p
     assert f"{package}: net -> qnn: EPC401" in printed.splitlines()
     assert "tool.epcontext" not in printed
     loose = ("--set", "validate.tolerance=false")
-    assert "not compared" in cli("validate", package, *loose, "-t", "qnn").stdout
+    assert "not compared" in cli("validate", package, *loose, "--variant", "qnn").stdout
 
 
 @needs_qnn
@@ -147,20 +147,20 @@ def test_contexts_that_share_weights_are_not_opened_on_the_simulator(
     cli: Cli, tmp_path: Path
 ) -> None:
     models = [save(transformer(n), tmp_path / f"m{n}.onnx") for n in (64, 1)]
-    out = tmp_path / "out"
-    cli("compile", *models, "--package", out, "-p", "qnn", "--share-weights", "-q")
+    out = tmp_path / "out.ortpackage"
+    cli("compile", *models, "-o", out, "-p", "qnn", "--share-weights")
     result = cli("validate", out, code=1)
     assert result.stdout.count("cannot open contexts that share weights on this machine") == 2
     assert result.stderr.count("EPC404") == 2
-    cli("validate", out, "--allow-not-run")
+    cli("validate", out, "--set", "validate=auto")
 
 
 def test_the_source_in_a_package_has_its_constants(cli: Cli, tmp_path: Path) -> None:
     source = save(scaled(), tmp_path / "net.onnx")
-    out = tmp_path / "out"
+    out = tmp_path / "out.ortpackage"
     cli(
-        "compile", source, "--package", out, "-p", "cpu", "--constant", "scale=2.5",
-        "--fallback", "source", "-q",
+        "compile", source, "-o", out, "-p", "cpu", "--constant", "scale=2.5",
+        "--set", "fallback=source",
     )  # fmt: skip
     (before,) = (i for i in onnx.load(source).graph.input if i.name == "scale")
     shipped = onnx.load(out / "net" / "source" / "net.onnx").graph
@@ -168,7 +168,7 @@ def test_the_source_in_a_package_has_its_constants(cli: Cli, tmp_path: Path) -> 
     first, second = cli("validate", out).stdout.splitlines()
     assert "ran and agrees with the CPU" in first
     assert second.startswith("net -> source: ")
-    with_source = ("validate", out, "-s", source, "-t", "cpu", "--constant")
+    with_source = ("validate", out, "-s", source, "--variant", "cpu", "--constant")
     assert f"{out}: net -> cpu: EPC401" in cli(*with_source, "scale=3.0", code=1).stderr
     assert "ran and agrees" in cli(*with_source, "scale=2.5").stdout
 
@@ -187,8 +187,8 @@ provider-options = { soc_model = "60" }
 provider = "cpu"
 """
     monkeypatch.chdir(make_project(tmp_path / "app", toml, scaled()))
-    cli("export", "-o", tmp_path / "out", "-q")
-    printed = cli("validate", tmp_path / "out", "-t", "qnn").stdout
+    cli("export", "-o", tmp_path / "out")
+    printed = cli("validate", tmp_path / "out", "--variant", "qnn").stdout
     assert "ran on the simulator and agrees with the CPU" in printed
 
 
@@ -213,12 +213,12 @@ def test_what_cannot_be_run_here_fails_unless_it_is_allowed(cli: Cli, for_cpu: P
     assert problems(result) == [
         f"{package}: net -> {name}: EPC404" for name in ("vitis", "unknown")
     ]
-    allowed = cli("validate", package, "--allow-not-run")
+    allowed = cli("validate", package, "--set", "validate=auto")
     assert allowed.stdout == result.stdout
     # A slow machine says what it is doing.
     assert [line for line in allowed.stderr.splitlines() if ": validate " not in line] == []
     cli("validate", package, "--variant", "cpu")
-    assert cli("validate", package, "--structure").stdout.count("NOT run") == 4
+    assert cli("validate", package, "--set", "validate=structure").stdout.count("NOT run") == 4
 
 
 @needs_qnn
@@ -231,7 +231,7 @@ def test_a_missing_library_of_an_ep_is_no_failure_of_the_variant(
     (blocked / "__init__.py").write_text("raise ModuleNotFoundError('blocked')", encoding="utf-8")
     found = filter(None, (str(blocked.parent), os.environ.get("PYTHONPATH")))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
-    printed = cli("validate", package, "-t", "qnn", "--allow-not-run").stdout
+    printed = cli("validate", package, "--variant", "qnn", "--set", "validate=auto").stdout
     assert "(the package of QNNExecutionProvider cannot be imported" in printed
 
 
@@ -254,7 +254,7 @@ def test_a_package_reads_no_environment_variable(
     )
     # Also the source.
     assert result.stdout.count(f"NOT run ({reason})") == 2
-    assert cli("validate", package, "--allow-not-run").stderr == ""
+    assert cli("validate", package, "--set", "validate=auto").stderr == ""
     assert list(tmp_path.glob("value-of-a-token*")) == []
 
 
@@ -271,7 +271,9 @@ def test_our_own_package_reads_no_environment_variable_either(
         about["settings"]["provider_options"].update(secret)
         about[place] = ["backend_type"] if place == "secrets" else secret
 
-    printed = cli("validate", alter(package, edit), "-t", "qnn", "--structure").stdout
+    printed = cli(
+        "validate", alter(package, edit), "--variant", "qnn", "--set", "validate=structure"
+    ).stdout
     assert "NOT run (its option backend_type is a secret" in printed
 
 
@@ -326,7 +328,10 @@ def test_our_own_metadata_names_no_files_elsewhere(
             table = table[key]
         table[last] = value
 
-    assert f"NOT run ({reason}" in cli("validate", alter(for_cpu, edit), "--structure").stdout
+    assert (
+        f"NOT run ({reason}"
+        in cli("validate", alter(for_cpu, edit), "--set", "validate=structure").stdout
+    )
 
 
 def test_components_and_variants_can_be_chosen(cli: Cli, for_cpu: Path) -> None:
@@ -335,9 +340,11 @@ def test_components_and_variants_can_be_chosen(cli: Cli, for_cpu: Path) -> None:
         table.update(b=table["cpu"], c=table["cpu"])
 
     package = alter(for_cpu, edit)
-    printed = cli("validate", package, "-t", "b", "-t", "c", "-c", "net").stdout
+    printed = cli(
+        "validate", package, "--variant", "b", "--variant", "c", "--component", "net"
+    ).stdout
     assert [line.partition(":")[0] for line in printed.splitlines()] == ["net -> b", "net -> c"]
-    result = cli("validate", package, "-t", "d", "-c", "ned", code=2)
+    result = cli("validate", package, "--variant", "d", "--component", "ned", code=2)
     assert problems(result) == ["--component: EPC010", "--variant: EPC009"]
     assert '"net"?' in result.stderr
 
@@ -353,9 +360,9 @@ def test_a_missing_model_fails_its_variant(cli: Cli, for_cpu: Path) -> None:
 
 
 def test_a_folder_with_one_package_stands_for_it(cli: Cli, for_cpu: Path, tmp_path: Path) -> None:
-    assert "net -> cpu: " in cli("validate", for_cpu.parent, "--structure").stdout
+    assert "net -> cpu: " in cli("validate", for_cpu.parent, "--set", "validate=structure").stdout
     shutil.copytree(for_cpu, tmp_path / "second")
-    result = cli("validate", tmp_path, "--structure", code=1)
+    result = cli("validate", tmp_path, "--set", "validate=structure", code=1)
     assert problems(result) == [f"{tmp_path}: EPC505"]
     assert "for-cpu and second" in result.stderr
     (tmp_path / "empty").mkdir()
@@ -365,12 +372,12 @@ def test_a_folder_with_one_package_stands_for_it(cli: Cli, for_cpu: Path, tmp_pa
 
 def test_a_source_is_that_of_one_model(cli: Cli, tmp_path: Path) -> None:
     models = [save(network(1), tmp_path / f"{name}.onnx") for name in "ab"]
-    out = tmp_path / "out"
-    cli("compile", *models, "-p", "cpu", "--package", out, "-q")
+    out = tmp_path / "out.ortpackage"
+    cli("compile", *models, "-p", "cpu", "-o", out)
     result = cli("validate", out, "-s", models[0], code=2)
     assert problems(result) == ["--source: EPC006"]
     assert "a and b" in result.stderr
-    printed = cli("validate", out, "-s", models[0], "-c", "a").stdout
+    printed = cli("validate", out, "-s", models[0], "--component", "a").stdout
     assert printed.startswith("a -> cpu: ONNX graph for CPUExecutionProvider, ran and agrees")
 
 
@@ -378,12 +385,11 @@ def test_a_source_is_that_of_one_model(cli: Cli, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("-p", "cpu"), "--provider is for a single file"),
-        (("-O", "a=1"), "--option: EPC007\n    is for a single context model"),
-        (("-C", "a=1"), "--config: EPC007"),
-        (("-d", "cpu"), "--device: EPC007"),
+        (("-O", "a=1"), "--set provider-options: EPC007\n    is for a single context model"),
+        (("--set", "session-options.a=1"), "--set session-options: EPC007"),
+        (("--device", "cpu"), "--set device: EPC007"),
         (("--set", "min-coverage=1"), "--set min-coverage: EPC007"),
-        (("--set", "validate.mode=structure"), "--set validate.mode: EPC007"),
-        (("--dim", "batch=-1"), "--dim batch: EPC005"),
+        (("--dim", "batch=-1"), "--set dims.batch: EPC005"),
     ],
 )
 def test_wrong_usage(cli: Cli, for_cpu: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -417,7 +423,7 @@ def test_a_package_with_links_or_without_variants_is_damaged(
     else:
         outside.write_text("of somebody else")
         model.with_name("weights.bin").symlink_to(outside)
-    result = cli("validate", for_cpu, "--structure", code=1)
+    result = cli("validate", for_cpu, "--set", "validate=structure", code=1)
     (problem,) = problems(result)
     assert problem.endswith("EPC508")
     assert ("weights.bin" in result.stderr) == (damage == "a link beside a model")

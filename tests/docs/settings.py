@@ -116,7 +116,7 @@ BEFORE = {
         "epcontext export -o my_app/epcontext --overwrite",
     ),
     "epcontext validate model.ortpackage --variant x-elite --variant source": (
-        "epcontext export -t x-elite -o model.ortpackage",
+        "epcontext export --target x-elite -o model.ortpackage",
     ),
 }
 """What is run before a command."""
@@ -135,8 +135,8 @@ WRITTEN_OUT = {
     "epcontext bench --target x-elite": "epcontext bench --target cpu -n 1",
     "epcontext bench --target qnn": "epcontext bench --target cpu -n 1",
     "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
-    "epcontext compile MODEL... --package DIR": (
-        "epcontext compile model.onnx --package DIR -p cpu --dim batch=1"
+    "epcontext compile MODEL... -o NAME.ortpackage": (
+        "epcontext compile model.onnx -o NAME.ortpackage -p cpu --dim batch=1"
     ),
     # There need not be a program python.
     "epcontext record -- python -m digits_app samples/3.png samples/7.png": (
@@ -144,12 +144,12 @@ WRITTEN_OUT = {
     ),
     # All graphs take too long here.
     "epcontext doctor --library build/libmy_ep.so": "epcontext doctor --library onnxruntime_qnn",
-    "epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60 -O htp_arch=73": (
-        "epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60 --dim batch=1"
+    "epcontext compile model.onnx -o model.ortpackage -p qnn -O soc_model=60 -O htp_arch=73": (
+        "epcontext compile model.onnx -o model.ortpackage -p qnn -O soc_model=60 --dim batch=1"
     ),
     # In the help of the command the project is another folder.
-    "epcontext export ../app -t x-elite -m digits -o build/models": (
-        "epcontext export . -t x-elite -m digits -o build/models"
+    "epcontext export ../app --target x-elite -m digits -o build/models": (
+        "epcontext export . --target x-elite -m digits -o build/models"
     ),
     # Its page compiles the same model for QNN too.
     "epcontext compile model.onnx -o model_ctx.onnx -p NvTensorRTRTXExecutionProvider": (
@@ -169,7 +169,7 @@ class Failing:
 
 FAILING = {
     "epcontext compile models/edges.onnx -o edges_ctx.onnx -p qnn": Failing(
-        "the tutorial shows an error", 1, "Add --dim batch=1"
+        "the tutorial shows an error", 1, "Add --set dims.batch=1"
     ),
     "epcontext compile model.onnx -o model_ctx.onnx -p NvTensorRTRTXExecutionProvider": Failing(
         "needs a GPU of NVIDIA, and its driver", 1, "libcuda|not installed"

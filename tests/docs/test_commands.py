@@ -85,7 +85,7 @@ def invoke(command: str) -> Result:
     if "--overwrite" not in words:
         for flag, name in itertools.pairwise(words):
             path = Path(name)
-            if flag in {"-o", "--output", "--package"} and path.exists():
+            if flag in {"-o", "--output"} and path.exists():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     # As wide as the blocks of pages, so that no table wraps.
     return CliRunner().invoke(app, words, env={"COLUMNS": "160"}, prog_name="epcontext")

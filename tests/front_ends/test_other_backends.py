@@ -93,7 +93,7 @@ def test_a_wheel_of_another_backend_has_the_models(
     (plain,) = (tmp_path / "plain").glob("*.whl")
     assert "has no manifest.json of a model package" in cli("inspect", "--verify", plain, code=1)
 
-    cli("export", project, "-q", "-o", project / "my_app" / "epcontext")
+    cli("export", project, "-o", project / "my_app" / "epcontext")
     run(tool("uv"), "build", "-o", tmp_path / "dist", project, cwd=project, env=env)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert "verified: 4 files of 1 model with 1 variant" in cli("inspect", "--verify", wheel)

@@ -139,7 +139,7 @@ def test_an_exported_package_is_frozen_without_being_installed(
 ) -> None:
     project = copy_example(tmp_path / "digits-app")
     package = project / "digits_app" / "epcontext"
-    run(tool("epcontext"), "export", "-q", "-o", package, cwd=project, env=env | OURS)
+    run(tool("epcontext"), "export", "-o", package, cwd=project, env=env | OURS)
     assert set(modules("digits_app.epcontext", ())) <= {
         path.relative_to(package).as_posix() for path in package.rglob("*")
     }

@@ -58,15 +58,17 @@ def test_the_limit_0_leaves_it_as_it_is(tmp_path: Path) -> None:
     assert "Loop" in raised.value.problems[0].message
 
 
-def test_a_layer_that_qnn_computes_wrong_is_unrolled(tmp_path: Path) -> None:
+def test_a_layer_that_qnn_computes_wrong_is_unrolled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(tmp_path / "cache"))
     layer = recurrent("GRU", inputs=("B", "h"))
     for weights in layer.graph.initializer:
         # QNN's kernel is wrong where the gates have large sums.
         weights.CopyFrom(numpy_helper.from_array(20 * numpy_helper.to_array(weights), weights.name))
     lines: list[str] = []
     for folder in ("first", "second"):
-        cache = tmp_path / "cache"
-        model = compile_for_qnn(layer, tmp_path / folder, cache_dir=cache, log=lines.append)
+        model = compile_for_qnn(layer, tmp_path / folder, log=lines.append)
         assert model.preparation is not None
         assert model.preparation.rewrites == ("GRU unrolled 3 times",)
         assert "differs from the CPU's" in model.preparation.tried[0]
