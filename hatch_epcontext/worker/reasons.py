@@ -46,9 +46,9 @@ def with_reasons(context: Context, prepared: Path, result: Path, target: Target)
     if coverage is None or not coverage.uncovered:
         return context
     source = onnx.load(prepared, load_external_data=False).graph
-    made = onnx.load(result, load_external_data=False).graph
+    compiled = onnx.load(result, load_external_data=False).graph
     logged, provider = ask(prepared, target), target.provider
-    uncovered = explained(coverage.uncovered, logged, source, made, provider)
+    uncovered = explained(coverage.uncovered, logged, source, compiled, provider)
     return replace(context, coverage=replace(coverage, uncovered=uncovered))
 
 
@@ -93,7 +93,7 @@ def refused_nodes(prepared: Path, target: Target, model: Model | None = None) ->
     onnx_model = onnx.load(prepared, load_external_data=False)
     main, typed = onnx_model.graph, graph.inferred(onnx_model)
     for name, tensors in _tensors(typed, {node.name for node in main.node}).items():
-        if {each.dtype for some in tensors for each in some} & provider.lacks_dtypes:
+        if {tensor.dtype for some in tensors for tensor in some} & provider.lacks_dtypes:
             logged.setdefault(name, "")
     # Other nodes are in no file: ONNX Runtime has inserted them since.
     refused = [node for node in main.node if node.name in logged]
@@ -144,14 +144,14 @@ def _output() -> Iterator[IO[bytes]]:
     with tempfile.TemporaryFile() as file:
         sys.stdout.flush()
         sys.stderr.flush()
-        kept = [os.dup(each) for each in (1, 2)]
+        copies = [os.dup(stream) for stream in (1, 2)]
         try:
-            for each in (1, 2):
-                os.dup2(file.fileno(), each)
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
             yield file
         finally:
-            for each, copy in zip((1, 2), kept, strict=True):
-                os.dup2(copy, each)
+            for stream, copy in zip((1, 2), copies, strict=True):
+                os.dup2(copy, stream)
                 os.close(copy)
 
 
@@ -161,12 +161,12 @@ def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[s
     Each comes with that value, and with the input that decides it.
     """
     flow = Scope(main)
-    found: dict[str, tuple[str, Deciders]] = {}
+    by_node: dict[str, tuple[str, Deciders]] = {}
     for node in flow.counted:
         for name in node.input if node.name in names else ():
             if (by := deciders(flow, name)) is not None:
-                found.setdefault(node.name, (name, by))
-    return found
+                by_node.setdefault(node.name, (name, by))
+    return by_node
 
 
 def _with_reason(
@@ -210,17 +210,17 @@ def _beyond_limits(
 ) -> str:
     """What the EP does not take of a node's inputs and outputs; empty if nothing is known."""
     tensors = (*inputs, *outputs)
-    rank = max((len(each.sizes) for each in tensors), default=0)
+    rank = max((len(tensor.sizes) for tensor in tensors), default=0)
     if provider.max_rank is not None and rank > provider.max_rank:
         return f"it has a tensor of rank {rank}, and the EP takes at most {provider.max_rank}"
-    if lacking := sorted({each.dtype for each in tensors} & provider.lacks_dtypes):
+    if lacking := sorted({tensor.dtype for tensor in tensors} & provider.lacks_dtypes):
         return f"the EP does not support {' or '.join(lacking)}"
     return ""
 
 
 def _with_types(inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts]) -> str:
-    taken, made = (
-        ", ".join(f"{each.dtype} [{each.shape_text}]" for each in some[:_MAX_TENSORS]) or "?"
+    operands, results = (
+        ", ".join(f"{tensor.dtype} [{tensor.shape_text}]" for tensor in some[:_MAX_TENSORS]) or "?"
         for some in (inputs, outputs)
     )
-    return f"the EP refuses it with {taken} -> {made}"
+    return f"the EP refuses it with {operands} -> {results}"

@@ -74,11 +74,11 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
             hint, settings = _other_sizes(inputs, model)
             return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint, *settings)
         if named:
-            names = listing(repr(each.name) for each in named)
+            names = listing(repr(tensor.name) for tensor in named)
             message += (
                 f"\nIt depends on {'the input' if len(named) == 1 else 'the inputs'} {names}."
             )
-    if without_size := [each for each in sized(inputs, model) if not each.is_fixed]:
+    if without_size := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:
         return _without_size(model, message, without_size)
     hint, settings = (not model.constants and on_conditions(fixed.graph, model.key)) or ("", ())
     return Problem.at(
@@ -108,11 +108,11 @@ def _operation(fixed: onnx.ModelProto, operator: str, name: str) -> str:
 
 def _without_size(model: Model, message: str, inputs: Sequence[TensorFacts]) -> Problem:
     """The problem if open dimensions of ``inputs`` without a size can be the cause."""
-    names = listing(repr(each.name) for each in inputs)
+    names = listing(repr(tensor.name) for tensor in inputs)
     dimensions = f"of the input {names} have" if len(inputs) == 1 else f"of the inputs {names} have"
-    if all(each.shape is None for each in inputs):
+    if all(tensor.shape is None for tensor in inputs):
         dimensions = f"of {names}, whose rank is unknown, have"
-    settings = [each for tensor in inputs for each in sizes_to_fix(tensor, model)]
+    settings = [setting for tensor in inputs for setting in sizes_to_fix(tensor, model)]
     return Problem.at(
         place_of_sizes(inputs[0], model),
         Kind.SOURCE_FAILED,
@@ -126,18 +126,18 @@ def _node(scope: Scope, text: str) -> onnx.NodeProto | None:
     """The innermost node that ONNX Runtime's message names, if the model has it."""
     nodes = {(node.op_type, node.name): node for node in scope.nodes if node.name}
     # The message names outer nodes first.
-    found = (
+    candidates = (
         nodes.get((operator, name)) or scope.maker(name.removesuffix(_OTHER_LAYOUT))
         for operator, name in reversed(_FAILED.findall(text))
     )
-    return next((node for node in found if node is not None), None)
+    return next((node for node in candidates if node is not None), None)
 
 
 def _inputs_of(
     node: onnx.NodeProto, scope: Scope, inputs: Sequence[TensorFacts]
 ) -> list[TensorFacts]:
     """The inputs that decide whether ``node`` fails, the nearest first."""
-    by_name = {each.name: each for each in inputs}
+    by_name = {tensor.name: tensor for tensor in inputs}
     deciding = operators.FAILS_ON.get(graph.operator(node), ())
     names = [name for index in deciding if (name := graph.operand(node, index))] or node.input
     return [by_name[name] for name in scope.ancestors(names) if name in by_name][:_MAX_NAMED]
@@ -145,16 +145,16 @@ def _inputs_of(
 
 def _other_sizes(inputs: Sequence[TensorFacts], model: Model) -> tuple[str, tuple[Setting, ...]]:
     """What to do if no values help, because the sizes of the inputs do not fit the model."""
-    given = sized(inputs, model)
-    sizes = ", ".join(f"{each.name}: {each.shape_text}" for each in given)
+    tensors = sized(inputs, model)
+    sizes = ", ".join(f"{tensor.name}: {tensor.shape_text}" for tensor in tensors)
     whole = f"No values help: the model rejects inputs of these sizes ({sizes})."
     if model.validate.inputs not in SYNTHETIC:
         return f"{whole} Give others.", (Setting(model.key / "validate" / "inputs", "samples.npz"),)
-    if not all(each.is_fixed for each in given):
+    if not all(tensor.is_fixed for tensor in tensors):
         whole = (
             f"No values help: the sizes that were chosen for open dimensions ({sizes}) do not fit."
         )
-        return f"{whole} Give those that the app feeds.", tuple(_open_sizes(given, model))
+        return f"{whole} Give those that the app feeds.", tuple(_open_sizes(tensors, model))
     if model.dims or model.shapes:
         names = [name for name in ("dims", "shapes") if getattr(model, name)]
         hint = f"{whole} Give the sizes that the app feeds."
@@ -164,12 +164,12 @@ def _other_sizes(inputs: Sequence[TensorFacts], model: Model) -> tuple[str, tupl
 
 def _open_sizes(inputs: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
     """The settings for the dimensions of ``inputs`` that are open."""
-    for name in dict.fromkeys(size for each in inputs for size in each.sizes):
+    for name in dict.fromkeys(size for tensor in inputs for size in tensor.sizes):
         if isinstance(name, str):
             yield Setting(model.place("dims") / name)
-    for each in inputs:
-        if each.needs_whole_shape:
-            yield Setting(model.place("shapes") / each.name)
+    for tensor in inputs:
+        if tensor.needs_whole_shape:
+            yield Setting(model.place("shapes") / tensor.name)
 
 
 def _is_number(facts: TensorFacts) -> bool:
@@ -177,11 +177,11 @@ def _is_number(facts: TensorFacts) -> bool:
 
 
 def _hint(named: Sequence[TensorFacts], model: Model) -> str:
-    given = "random" if model.validate.inputs == "random" else model.validate.inputs
+    values = "random" if model.validate.inputs == "random" else model.validate.inputs
     if not named:
         return f"Give inputs that the model accepts, or {_UNCOMPARED}."
-    numbers = [each.name for each in named if _is_number(each)]
-    whole = f"Give inputs that the model accepts instead of {given} ones"
+    numbers = [tensor.name for tensor in named if _is_number(tensor)]
+    whole = f"Give inputs that the model accepts instead of {values} ones"
     if numbers:
         whole += f", or a value that never changes for {listing(map(repr, numbers))}"
     sizes = ", or other sizes" if model.dims or model.shapes else ""
@@ -190,7 +190,7 @@ def _hint(named: Sequence[TensorFacts], model: Model) -> str:
 
 def _settings(named: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
     yield Setting(model.key / "validate" / "inputs", "samples.npz")
-    if any(_is_number(each) for each in named):
+    if any(_is_number(tensor) for tensor in named):
         yield Setting(model.key / "constants")
     if model.dims:
         yield Setting(model.place("dims"))

@@ -51,33 +51,33 @@ _TIMES = frozenset(
 """Words in names for a state before a step, or after it."""
 
 
-def state_pairs(model: onnx.ModelProto, given: Mapping[str, str], key: Key) -> dict[str, str]:
+def state_pairs(model: onnx.ModelProto, configured: Mapping[str, str], key: Key) -> dict[str, str]:
     """The states of ``model``: inputs, each with the output that is its next value.
 
-    ``given`` are the configured ones, at ``key``; without any, the states of LSTM, GRU and RNN layers, or
-    pairs with such names: ``"state"`` and ``"stateN"``. Raises ModelError when a given pair is invalid.
+    ``configured``: those of the user, at ``key``; without any, the states of LSTM, GRU and RNN layers, or
+    pairs with such names: ``"state"`` and ``"stateN"``. Raises ModelError when one of these is invalid.
     """
     inputs = {value.name: graph.facts(value) for value in graph.inputs(model.graph)}
     outputs = {value.name: graph.facts(value) for value in model.graph.output}
-    if problems := list(_check(given, inputs, outputs, key)):
+    if problems := list(_check(configured, inputs, outputs, key)):
         raise ModelError(*problems)
-    if given:
-        return dict(given)
-    found: dict[str, str] = {}
+    if configured:
+        return dict(configured)
+    pairs: dict[str, str] = {}
     for first, last in itertools.chain(_guesses(model.graph), _called_states(inputs, outputs)):
         if first in inputs and last in outputs and _fit(inputs[first], outputs[last]):
-            found.setdefault(first, last)
+            pairs.setdefault(first, last)
     # An app does not feed one output back to two inputs.
-    return found if len(set(found.values())) == len(found) else {}
+    return pairs if len(set(pairs.values())) == len(pairs) else {}
 
 
 def _check(
-    given: Mapping[str, str],
+    configured: Mapping[str, str],
     inputs: Mapping[str, TensorFacts],
     outputs: Mapping[str, TensorFacts],
     key: Key,
 ) -> Iterator[Problem]:
-    for first, last in given.items():
+    for first, last in configured.items():
         if first not in inputs:
             message = f"the model has no input {first!r}."
             yield Problem.at(key / first, Kind.UNKNOWN_INPUT, message, suggestion(first, inputs))
@@ -145,7 +145,7 @@ def _kept(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> Iterato
 
 def _called_states(inputs: Iterable[str], outputs: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Inputs and outputs with names of a state, for layers that are written as single operators."""
-    behind = {_stem(each): each for each in outputs}
+    behind = {_stem(output): output for output in outputs}
     for name in inputs:
         stem = _stem(name)
         if stem in behind and not _STATES.isdisjoint(stem):
@@ -179,7 +179,7 @@ def _moves(main: onnx.GraphProto) -> tuple[_Moves, _Moves]:
         pairs: list[tuple[str, str]] = []
         if node.op_type == "If":
             for branch in graph.inner_graphs(node):
-                pairs += zip((each.name for each in branch.output), node.output, strict=False)
+                pairs += zip((value.name for value in branch.output), node.output, strict=False)
         elif node.op_type in operators.MOVES | {"Cast", "Concat"}:
             data = node.input if node.op_type == "Concat" else node.input[:1]
             pairs += itertools.product(data, node.output)
@@ -191,9 +191,9 @@ def _moves(main: onnx.GraphProto) -> tuple[_Moves, _Moves]:
 
 def _reached(names: Iterable[str], moves: _Moves) -> set[str]:
     """``names``, and all values that ``moves`` lead to from there."""
-    found, waiting = set[str](), list(names)
+    reached, waiting = set[str](), list(names)
     while waiting:
-        if (name := waiting.pop()) not in found:
-            found.add(name)
+        if (name := waiting.pop()) not in reached:
+            reached.add(name)
             waiting += moves.get(name, ())
-    return found
+    return reached

@@ -36,21 +36,20 @@ def types_of_runtime(
     # It reports the types of outputs only, so all values become outputs.
     extended = onnx.ModelProto()
     extended.CopyFrom(model)
-    wanted = list(names)
-    own = {each.name for each in (*model.graph.input, *model.graph.output)}
+    names = list(names)
+    own = {value.name for value in (*model.graph.input, *model.graph.output)}
     extended.graph.output.extend(
-        onnx.ValueInfoProto(name=name) for name in wanted if name not in own
+        onnx.ValueInfoProto(name=name) for name in names if name not in own
     )
     try:
         session = open_unoptimized(extended.SerializeToString(), path)
     except Exception:
         # The types stay unknown, and running the model reports why it does not open.
         return {}
-    outputs = {each.name: each for each in session.get_outputs()}
-    found = (outputs[name] for name in wanted if name in outputs)
+    outputs = {output.name: output for output in session.get_outputs()}
     return {
         # It reports no dimensions for an unknown rank too.
-        each.name: onnx.helper.make_tensor_type_proto(number, each.shape or None)
-        for each in found
-        if (number := elem_type(each.type)) is not None
+        name: onnx.helper.make_tensor_type_proto(number, outputs[name].shape or None)
+        for name in names
+        if name in outputs and (number := elem_type(outputs[name].type)) is not None
     }

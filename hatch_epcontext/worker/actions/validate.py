@@ -216,9 +216,9 @@ def _reference(request: ValidateRequest) -> Reference | Arrays:
     """What to compare with; only inputs if nothing is compared."""
     model = request.model
     if request.tolerance is not None and request.reference is not None:
-        found = read_reference(request.reference)
-        _check_inputs(request, found.feeds)
-        return found
+        expected = read_reference(request.reference)
+        _check_inputs(request, expected.feeds)
+        return expected
     if not request.has_source:
         own = request.context.inputs
         constants = {i.name: constant(model, i) for i in own if i.name in model.constants}
@@ -252,10 +252,10 @@ def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:
 def _check_outputs(request: ValidateRequest, expected: Reference) -> None:
     """Raise ModelError if the compiled model has other outputs: they would not be compared."""
     own = {tensor.name for tensor in request.context.outputs}
-    wanted = expected.runs[0].outputs[0].keys()
+    source = expected.runs[0].outputs[0].keys()
     for names, one, other in (
-        (wanted - own, "source", "compiled"),
-        (own - wanted, "compiled", "source"),
+        (source - own, "source", "compiled"),
+        (own - source, "compiled", "source"),
     ):
         if names:
             outputs = "the outputs" if len(names) > 1 else "the output"

@@ -465,10 +465,10 @@ class Emulator:
             run_steps(form, self._shifted(feeds), facts.states, self._model, "the emulated model")
             for form in (open_session(self._path, cpu_options()), session)
         )
-        for number, (wanted, own) in enumerate(zip(_possible(exact), emulated, strict=False), 1):
+        for number, (outputs, own) in enumerate(zip(_possible(exact), emulated, strict=False), 1):
             if number & (number - 1) == 0 or number == facts.long_steps:
                 name = f"step {number:,}"
-                run = ReferenceRun(name, (), (wanted,), "long", usual=True, on_target=False)
+                run = ReferenceRun(name, (), (outputs,), "long", usual=True, on_target=False)
                 levels.append(replace(self._compared(run, 0, own), step=number))
                 if levels[-1].margin < 0:
                     return levels[-1]

@@ -240,13 +240,13 @@ def compare_values(
         return _judge(agreement, out, ref, limits, row)
     parts: list[Comparison] = []
     for are_scores, part in ((True, " of its scores"), (False, " of its other values")):
-        its, wanted = (scores.take(array, are_scores=are_scores) for array in (out, ref))
+        own, own_ref = (scores.take(array, are_scores=are_scores) for array in (out, ref))
         of_part = replace(facts, nature="unit" if are_scores else facts.nature)
         measure = _Measure(
-            its, wanted, of_part, limits.unit, elsewhere.part(scores, are_scores=are_scores)
+            own, own_ref, of_part, limits.unit, elsewhere.part(scores, are_scores=are_scores)
         )
         comparison = _judge(
-            _measure(name, measure), its, wanted, limits, None if parts else row, part
+            _measure(name, measure), own, own_ref, limits, None if parts else row, part
         )
         agreement = comparison.agreement
         if agreement.worst is not None:

@@ -160,8 +160,8 @@ def _tail(
             continue
         node = None if index is None else scope.nodes[index]
         data = () if node is None else _moved(node)
-        others = () if node is None else [each for each in node.input if each and each not in data]
-        if index is None or not data or any(known.value(each) is None for each in others):
+        others = () if node is None else [side for side in node.input if side and side not in data]
+        if index is None or not data or any(known.value(side) is None for side in others):
             origins[name] = None
             continue
         nodes[index] = scope.nodes[index]

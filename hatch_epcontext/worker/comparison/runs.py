@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
-from hatch_epcontext.graph.arrays import STRING, Array, Arrays, dtype_name, is_float, numpy_dtype
+from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.comparison.measures import (
     Aligned,
     Comparison,
@@ -98,7 +95,7 @@ class Reference:
     def elsewhere(self, output: str) -> Elsewhere:
         """The values of ``output`` for the first usual samples."""
         if output not in self._elsewhere:
-            usual = itertools.islice((each for each in self.runs if each.usual), _OTHERS)
+            usual = itertools.islice((run for run in self.runs if run.usual), _OTHERS)
             self._elsewhere[output] = Elsewhere(values_of(output, usual))
         return self._elsewhere[output]
 
@@ -110,10 +107,10 @@ class Reference:
         Without values that would be compared, only those with NaN or Inf, if there are any.
         """
         facts = self.facts
-        wanted, inner = run.outputs[step], run.candidates[step] if run.candidates else {}
+        source, inner = run.outputs[step], run.candidates[step] if run.candidates else {}
         random = [name for name, output in facts.outputs.items() if output.is_random]
         outputs = {name: array for name, array in outputs.items() if name not in random}
-        if gaps := not_finite(outputs, {**inner, **wanted}):
+        if gaps := not_finite(outputs, {**inner, **source}):
             return [Comparison(agreement) for agreement in gaps]
         comparisons = [
             Comparison(
@@ -121,7 +118,7 @@ class Reference:
             )
             for name in random
         ]
-        selected = select(facts.selections, outputs, wanted, inner, limits.unit)
+        selected = select(facts.selections, outputs, source, inner, limits.unit)
         for name, output in outputs.items():
             if (values := selected.wanted.get(name)) is None:
                 continue
@@ -145,9 +142,9 @@ class Reference:
 
 def values_of(output: str, runs: Iterable[ReferenceRun]) -> list[Array]:
     """The values of ``output``, or of a candidate, in all steps of ``runs``."""
-    steps = (step for each in runs for step in each.steps)
-    found = (outputs.get(output, candidates.get(output)) for outputs, candidates in steps)
-    return [array for array in found if array is not None]
+    steps = (step for run in runs for step in run.steps)
+    arrays = (outputs.get(output, candidates.get(output)) for outputs, candidates in steps)
+    return [array for array in arrays if array is not None]
 
 
 def with_telling(
@@ -160,7 +157,7 @@ def with_telling(
     result = [*chosen]
     for output in runs[0].outputs[0]:
         if not _tells(output, result):
-            telling = (each for each in runs if _tells(output, [chosen[0], each]))
+            telling = (run for run in runs if _tells(output, [chosen[0], run]))
             result += itertools.islice(telling, 1)
     return result
 
@@ -189,8 +186,7 @@ def is_constant(values: Sequence[Array]) -> bool:
 def finite(array: Array) -> Array:
     """The finite values of ``array``."""
     if is_float(array.dtype):
-        found: Array = np.isfinite(array.astype(np.float64))
-        return found
+        return np.asarray(np.isfinite(array.astype(np.float64)))
     return np.ones(array.shape, bool)
 
 
@@ -204,9 +200,9 @@ def run_steps(
 ) -> Iterator[dict[str, Array]]:
     """Yield the outputs of each step of ``session``, with its own ``states``; raises as `run_model` does."""
     outputs: dict[str, Array] = {}
-    for each in feeds:
+    for arrays in feeds:
         own = {first: outputs[last] for first, last in states.items() if last in outputs}
-        outputs = run_model(session, {**each, **own}, model, what, more)
+        outputs = run_model(session, {**arrays, **own}, model, what, more)
         yield outputs
 
 
@@ -238,79 +234,24 @@ def for_other_numbers(expected: Reference) -> Reference:
     A quantizer scales to the range of values, and is inexact for constants, which have no range. So only the
     first sample is compared, and the first steps of a recurrent model.
     """
-    steps = next((each for each in expected.runs if len(each.feeds) > 1), None)
+    steps = next((run for run in expected.runs if len(run.feeds) > 1), None)
     runs = tuple(
-        replace(each, on_target=index == 0 or each is steps)
-        for index, each in enumerate(expected.runs)
+        replace(run, on_target=index == 0 or run is steps)
+        for index, run in enumerate(expected.runs)
     )
     return Reference(runs, expected.facts)
 
 
-_FLAGS = ("nature", "usual", "on_target")
-"""The fields of a `ReferenceRun` that a file contains unchanged."""
-
-
-def write_reference(found: Reference, path: Path) -> str:
-    """Write ``found`` to ``path``, and return that.
-
-    A line of JSON names the arrays, and has their strings. The bytes of all others follow: NumPy's format
-    takes longer than a small model, and lacks types.
-    """
-    arrays: list[Array] = []
-
-    def listed(tensors: Arrays) -> dict[str, Any]:
-        return {name: described(array) for name, array in tensors.items()}
-
-    def described(array: Array) -> list[Any]:
-        if array.dtype == STRING:
-            return ["string", array.shape, array.ravel().tolist()]
-        arrays.append(array)
-        return [dtype_name(array.dtype), array.shape]
-
-    runs = [
-        {
-            "name": each.name,
-            "feeds": [listed(step) for step in each.feeds],
-            "outputs": [listed(step) for step in each.outputs],
-            "candidates": [listed(step) for step in each.candidates],
-            **{name: getattr(each, name) for name in _FLAGS},
-        }
-        for each in found.runs
-    ]
-    text = json.dumps({"runs": runs, "facts": to_plain(found.facts)})
+def write_reference(reference: Reference, path: Path) -> str:
+    """Write ``reference`` to ``path``, for other workers of this build, and return that."""
     with path.open("wb") as file:
-        file.write(text.encode() + b"\n")
-        file.writelines(array.tobytes() for array in arrays)
+        # NumPy's own format takes longer than a small model, and lacks types.
+        pickle.dump((reference.runs, reference.facts), file, pickle.HIGHEST_PROTOCOL)
     return str(path)
 
 
 def read_reference(path: str) -> Reference:
     """Return what `write_reference` wrote."""
     with Path(path).open("rb") as file:
-        plain = json.loads(file.readline())
-
-        def read(listed: Mapping[str, Any]) -> dict[str, Array]:
-            return {name: _read_array(file, *each) for name, each in listed.items()}
-
-        runs = tuple(
-            ReferenceRun(
-                each["name"],
-                tuple(map(read, each["feeds"])),
-                tuple(map(read, each["outputs"])),
-                candidates=tuple(map(read, each["candidates"])),
-                **{name: each[name] for name in _FLAGS},
-            )
-            for each in plain["runs"]
-        )
-    return Reference(runs, from_plain(plain["facts"], Facts))
-
-
-def _read_array(
-    file: IO[bytes], dtype: str, shape: Sequence[int], strings: Sequence[str] = ()
-) -> Array:
-    type_ = numpy_dtype(dtype)
-    if type_ == STRING:
-        return np.array(strings, type_).reshape(shape)
-    data = bytearray(file.read(math.prod(shape) * type_.itemsize))
-    array: Array = np.frombuffer(data, type_).reshape(shape)
-    return array
+        # Another worker of this build has written it.
+        return Reference(*pickle.load(file))  # noqa: S301
