@@ -148,7 +148,7 @@ def _agreement(output: Agreement) -> Mapping[str, object]:
         "largest difference": f"{output.max_abs:.3g}",
         "cosine": "near zero" if output.cosine is None else f"{output.cosine:.6f}",
         "signal to noise": "equal" if output.snr is None else f"{output.snr:.1f} dB",
-        "worst at": worst and f"{worst.snr:.1f} dB {worst.text}",
+        "worst at": worst and f"{output.worst_snr:.1f} dB {worst.text}",
         "result": ": ".join(filter(None, [output.status.value, output.reason])),
     }
 

@@ -19,6 +19,7 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
     NOTHING,
+    Agreement,
     Emulation,
     Validation,
     ValidationStatus,
@@ -53,8 +54,8 @@ def describe_validation(validation: Validation) -> str:
     cosine = f"cosine {validation.cosine:.5f}, " if validation.cosine is not None else ""
     snr = f"{validation.snr:.0f} dB, " if validation.snr is not None else ""
     reference, noise = "the CPU", ""
-    if validation.float_form_db is not None:
-        reference, noise = "its float form", f"; {_own_noise(validation.float_form_db)}"
+    if validation.float_form is not None:
+        reference, noise = "its float form", f"; {_own_noise(validation.float_form)}"
     emulated = ""
     if validation.emulation is not None:
         but = ", but is SENSITIVE" if validation.sensitive else ""
@@ -70,14 +71,16 @@ def describe_emulation(emulation: Emulation) -> str:
     if not emulation.samples:
         needs = "that needs a build, fixed shapes and less than 1 GB of weights"
         return f"{emulation.format} NOT emulated ({needs})"
-    snr = "equal" if emulation.snr is None else f"at least {emulation.snr:.0f} dB"
-    if emulation.snr == NOTHING:
+    ratio = emulation.nearest and emulation.nearest.snr
+    snr = "equal" if ratio is None else f"at least {ratio:.0f} dB"
+    if ratio == NOTHING:
         snr = "no numbers"
     return f"{emulation.format} emulated on {count(emulation.samples, 'input')}, {snr}"
 
 
-def _own_noise(decibels: float) -> str:
-    distance = f"{decibels:.0f}" if decibels < 100 else "more than 100"
+def _own_noise(float_form: Agreement) -> str:
+    decibels = float_form.snr
+    distance = f"{decibels:.0f}" if decibels is not None and decibels < 100 else "more than 100"
     return f"the int8 file on the CPU differs from it by {distance} dB"
 
 
@@ -88,9 +91,10 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
         hint = f"; give real inputs {where}" if validation.synthetic else ""
         reason = f"is inconclusive, because {agreement.reason}{hint}"
         yield f"{name}: the comparison of the output {agreement.output!r} {reason}"
-    if (decibels := validation.float_form_db) is not None and decibels < QUANTIZED.snr:
+    integers = validation.float_form
+    if integers is not None and integers.snr is not None and integers.snr < QUANTIZED.snr:
         yield (
-            f"{name}: it agrees with its float form, and {_own_noise(decibels)}, because its quantization "
+            f"{name}: it agrees with its float form, and {_own_noise(integers)}, because its quantization "
             "is coarse; compare the answers of both in the app"
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)

@@ -134,12 +134,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of an output across ``axis``, at ``index``, and its signal-to-noise ratio in decibels."""
+    """One slice of an output of this ``rank`` across ``axis``, at ``index``."""
 
     axis: int
     index: int
     rank: int
-    snr: float
 
     @property
     def text(self) -> str:
@@ -195,11 +194,13 @@ class Agreement:
 
     ``max_abs``: the largest absolute difference.
     ``cosine``: the cosine similarity; None for an output that is nearly zero.
-    ``snr``: the signal-to-noise ratio in decibels; ``worst`` has that of the worst slice. Both are None for
-    equal outputs, and so is ``margin``.
+    ``snr``: the signal-to-noise ratio in decibels; ``worst_snr``: that of the ``worst`` slice. They are None
+    for equal outputs, and so is ``margin``.
     ``reason``: why the status is not ``AGREES``, and which inputs to give; of a difference a whole sentence,
     to which ``hint`` and ``settings`` say what to do.
     ``margin``: the decibels by which the ratios are above their limits, negative if one is below.
+    ``gap``: the decibels by which a run was worse than the emulation of the same sample; None if there is
+    none, or if that is equal to the source.
     """
 
     output: str
@@ -207,9 +208,11 @@ class Agreement:
     cosine: float | None
     snr: float | None = None
     worst: Slice | None = None
+    worst_snr: float | None = None
     status: AgreementStatus = AgreementStatus.AGREES
     reason: str | None = None
     margin: float | None = None
+    gap: float | None = None
     hint: str | None = None
     settings: tuple[Setting, ...] = ()
 
@@ -252,7 +255,10 @@ def worst_agreements(agreements: Iterable[Agreement]) -> tuple[Agreement, ...]:
 
 def _worst_of(one: Agreement, other: Agreement) -> Agreement:
     """The worst of two agreements of the same output."""
-    slices = [part for part in (one.worst, other.worst) if part is not None]
+    by_slice = one, other
+    if one.worst_snr is None or (other.worst_snr is not None and other.worst_snr < one.worst_snr):
+        by_slice = other, one
+    gaps = [gap for gap in (one.gap, other.gap) if gap is not None]
     statuses = (one, other) if one.status is not AgreementStatus.AGREES else (other, one)
     return replace(
         statuses[0],
@@ -260,7 +266,9 @@ def _worst_of(one: Agreement, other: Agreement) -> Agreement:
         cosine=_least(one.cosine, other.cosine),
         snr=_least(one.snr, other.snr),
         margin=_least(one.margin, other.margin),
-        worst=min(slices, key=lambda part: part.snr, default=None),
+        worst=by_slice[0].worst,
+        worst_snr=by_slice[0].worst_snr,
+        gap=max(gaps, default=None),
     )
 
 
@@ -273,9 +281,9 @@ class Emulation:
     """The effect of an EP's number ``format`` on a model, emulated on the CPU for ``samples`` inputs; 0 if
     that was not possible. For samples that the target ran, its results count.
 
-    ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the worst sample, whose
-    signal-to-noise ratio is ``snr`` decibels, None if it is equal. ``margin``: the decibels of the worst
-    sample above the limits, and `SENSITIVE` more if an app may never have it; None if all are equal.
+    ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the worst sample;
+    ``nearest``: the agreement of its output nearest to the limits, with a margin that is `SENSITIVE` larger
+    for samples that an app may never have.
     ``reason``: why the model is sensitive to the format, and the node; None if it is not. ``inexact``: the
     operators whose kernels are less exact than the format. ``in_format``: whether the format itself makes the
     model sensitive, and not only the target's results.
@@ -285,8 +293,7 @@ class Emulation:
     seen: str
     samples: int = 0
     worst: str = ""
-    snr: float | None = None
-    margin: float | None = None
+    nearest: Agreement | None = None
     reason: str | None = None
     inexact: tuple[str, ...] = ()
     in_format: bool = False
@@ -334,10 +341,8 @@ class Validation:
     ``samples``: the names of the inputs that were compared; ``synthetic`` if they were generated.
     ``warnings``: disagreements for inputs that the app may never have.
     ``emulation``: what the EP's number format makes of the model; None if an output differs.
-    ``gap``: the decibels by which a run was worse than the emulation of the same sample; None if there is
-    none, or if that is equal to the source.
-    ``float_form_db``: the decibels by which the integers of the source on the CPU differ from its float
-    form, if the comparison was with that.
+    ``float_form``: how near the integers of the source on the CPU are to its float form, if the comparison
+    was with that.
     ``simulated``: whether a simulator of the device ran it.
     ``load``: the seconds that it took to open a session on the file, after the EP's libraries were loaded;
     None if none was opened. ``day``: the day of that, such as ``"2026-11-23"``, else empty.
@@ -350,9 +355,8 @@ class Validation:
     synthetic: bool = True
     warnings: tuple[str, ...] = ()
     emulation: Emulation | None = None
-    float_form_db: float | None = None
+    float_form: Agreement | None = None
     simulated: bool = False
-    gap: float | None = None
     load: float | None = None
     day: str = ""
 
@@ -408,9 +412,15 @@ class Validation:
         if self.differs:
             return min(min(a.margin or 0.0, _HARDLY) for a in self.agreements if a.differs)
         margins = [agreement.margin for agreement in self.compared]
-        if self.emulation is not None and self.emulation.seen:
-            margins.append(self.emulation.margin)
+        emulation = self.emulation
+        if emulation is not None and emulation.seen and emulation.nearest is not None:
+            margins.append(emulation.nearest.margin)
         return min((margin for margin in margins if margin is not None), default=math.inf)
+
+    @property
+    def gap(self) -> float | None:
+        """The largest `Agreement.gap` of an output."""
+        return max((a.gap for a in self.agreements if a.gap is not None), default=None)
 
     @property
     def inconclusive(self) -> tuple[Agreement, ...]:

@@ -22,7 +22,7 @@ from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.run import dry_run
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
-from hatch_epcontext.worker.results import ModelFacts, ValidationStatus
+from hatch_epcontext.worker.results import Agreement, ModelFacts, ValidationStatus
 from tests.conftest import needs_qnn, newer_runtime
 from tests.graph.test_dequantize import int4_blocks, recurrent
 from tests.jobs.conftest import Run
@@ -105,7 +105,9 @@ def test_dynamic_quantization_is_undone_and_compared_with_its_float_form(
     assert not {node.op_type for node in optimized.graph.node} & {"ConvInteger", "MatMulInteger"}
     (agreement,) = built.validations["a"].agreements
     assert agreement.max_abs < 1e-3
-    assert 30 < (built.validations["a"].float_form_db or 0) < 100
+    float_form = built.validations["a"].float_form
+    assert float_form is not None
+    assert 30 < (float_form.snr or 0) < 100
     # What the source computes itself is not changed.
     assert onnx.load(project / "models" / "a.onnx") == source
 
@@ -116,7 +118,7 @@ def test_an_optimized_graph_with_dynamic_quantization_agrees_with_itself(
 ) -> None:
     save_dynamic(project)
     (built,) = run(CPU).built
-    assert built.validations["a"].float_form_db is None
+    assert built.validations["a"].float_form is None
     assert "agrees with the CPU" in describe_validation(built.validations["a"])
 
 
@@ -135,7 +137,9 @@ def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, projec
     assert validation.status is ValidationStatus.RAN
     assert "agrees with its float form" in describe_validation(validation)
     assert not list(validation_warnings("a", validation))
-    (warning,) = validation_warnings("a", replace(validation, float_form_db=3.4))
+    (warning,) = validation_warnings(
+        "a", replace(validation, float_form=Agreement("y", 0.1, 0.9, 3.4))
+    )
     assert "3 dB" in warning
     # Whoever validates the wheel again compares with the float form too.
     assert built.job.target.settings.dequantize is True
@@ -151,7 +155,7 @@ def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, projec
     # It is compared anew, and from the cache, with other limits.
     (other,) = run(f"{toml}validate = {{ tolerance = {{ snr = 5 }} }}").built
     assert other.cached
-    assert other.validations["a"].float_form_db == built.validations["a"].float_form_db
+    assert other.validations["a"].float_form == built.validations["a"].float_form
     with pytest.raises(EpcontextError, match="It is dynamically quantized"):
         run(f"{toml}dequantize = false")
 

@@ -79,13 +79,13 @@ AGREES = Validation(ValidationStatus.RAN, (agreement(AgreementStatus.AGREES),))
 
 def wrong(margin: float | None = None, gap: float | None = None) -> Validation:
     found = agreement(AgreementStatus.DIFFERS, margin, "y is wrong.")
-    return Validation(ValidationStatus.RAN, (found,), gap=gap)
+    return Validation(ValidationStatus.RAN, (replace(found, gap=gap),))
 
 
 def sensitive(margin: float, gap: float = 12, samples: int = 9) -> Validation:
     emulation = Emulation("float16", "here", samples, reason="it is small", in_format=True)
-    found = agreement(AgreementStatus.SENSITIVE, margin)
-    return Validation(ValidationStatus.RAN, (found,), emulation=emulation, gap=gap)
+    found = replace(agreement(AgreementStatus.SENSITIVE, margin), gap=gap)
+    return Validation(ValidationStatus.RAN, (found,), emulation=emulation)
 
 
 WRONG = wrong()

@@ -122,7 +122,14 @@ def test_one_reason_is_given_once_with_the_node_to_blame() -> None:
 
 
 def test_a_simulator_and_an_emulation_are_named() -> None:
-    emulation = Emulation("float16", "a simulator", 72, "tone at 0.1", 23.4, 3.4, "Sqrt root is 0")
+    emulation = Emulation(
+        "float16",
+        "a simulator",
+        72,
+        "tone at 0.1",
+        Agreement("y", 0.1, 0.9, 23.4, margin=3.4),
+        "Sqrt root is 0",
+    )
     sensitive = dataclasses.replace(
         AGREEMENTS[0], status=AgreementStatus.SENSITIVE, reason=emulation.reason
     )

@@ -118,7 +118,7 @@ def _compare(
         expected = for_other_numbers(expected)
     # The session that wrote it: opening the file again takes as long as simplifying it.
     session = simplified or open_session(result, cpu_options())
-    name = "the source model's" if expected.facts.float_form_db is None else "its float form's"
+    name = "the source model's" if expected.facts.float_form is None else "its float form's"
     name += f" before it was {done}" if done else ""
     explain = partial(first_difference, before, result, model, expected)
     subject = Subject(model, "the prepared model on the CPU", name, explain=explain)

@@ -129,10 +129,10 @@ def _compare(
         agreements = compare_runs(session, Reference((run,), Facts()), own, subject).agreements
         if any(agreement.differs for agreement in agreements):
             return replace(validation, agreements=agreements)
-    float_form_db = expected.facts.float_form_db
+    float_form = expected.facts.float_form
     subject = Subject(
         model,
-        reference="the CPU's" if float_form_db is None else "its float form's",
+        reference="the CPU's" if float_form is None else "its float form's",
         only_target=request.only_target,
         explain=_explain(request, expected),
     )
@@ -143,8 +143,7 @@ def _compare(
         agreements=compared.agreements,
         samples=compared.samples,
         warnings=compared.warnings,
-        gap=compared.gap,
-        float_form_db=float_form_db,
+        float_form=float_form,
     )
     if validation.differs:
         return validation

@@ -54,13 +54,12 @@ class Subject:
 @dataclass(frozen=True)
 class ComparisonResult:
     """The worst agreement of each output, or those of the step that differs; disagreements on inputs that may
-    never be so large; and the names of the samples. ``gap``: as in `Validation`, as far as it counts.
+    never be so large; and the names of the samples.
     """
 
     agreements: tuple[Agreement, ...]
     warnings: tuple[str, ...]
     samples: tuple[str, ...]
-    gap: float | None
 
 
 def compare_runs(
@@ -81,25 +80,27 @@ def compare_runs(
     warnings: list[str] = []
     samples: list[str] = []
     levels: list[Level] = []
-    gap = None if emulator is None else 0.0
     if runs is None:
         runs = [run for run in reference.runs if run.on_target]
     for run in runs:
         samples.append(run.name)
         agreeing, differing = _compare_run(session, reference, run, limits, subject)
-        compared += agreeing
         if differing:
-            agreements, distance = _explained(differing, run, subject, emulator)
+            compared += agreeing
+            agreements = _explained(differing, run, subject, emulator)
             # The app may never have unusual inputs; but if the number format does not explain the EP's error
             # there, the EP may be wrong elsewhere too.
             if run.usual or (emulator is not None and emulator.level(run).margin >= SENSITIVE):
-                return ComparisonResult(agreements, tuple(warnings), tuple(samples), distance)
+                return ComparisonResult(agreements, tuple(warnings), tuple(samples))
             warnings.append(_warning(agreements))
-        elif emulator is not None and gap is not None:
+        elif emulator is None:
+            compared += agreeing
+        else:
             level = replace(Level.of(run, agreeing, reference.facts, limits), ran=True)
             levels.append(level)
             emulated = emulator.level(run).margin
-            gap = max(gap, min(emulated, _reachable(emulator)) - level.margin)
+            gap = max(0.0, min(emulated, _reachable(emulator)) - level.margin)
+            compared += (replace(a, gap=gap) if a is level.nearest else a for a in agreeing)
             if (
                 _is_as_emulated(level, emulated, runs, subject.model)
                 and run is not reference.runs[0]
@@ -108,7 +109,7 @@ def compare_runs(
                 break
     if emulator is not None:
         emulator.correct(levels)
-    return ComparisonResult(worst_agreements(compared), tuple(warnings), tuple(samples), gap)
+    return ComparisonResult(worst_agreements(compared), tuple(warnings), tuple(samples))
 
 
 def _compare_run(
@@ -162,10 +163,8 @@ def _explained(
     run: ReferenceRun,
     subject: Subject,
     emulator: Emulator | None,
-) -> tuple[tuple[Agreement, ...], float | None]:
-    """``agreements`` of ``run`` with the first diverging node, if that is known, in the reason of the first
-    difference; and the gap, as in `Validation`.
-    """
+) -> tuple[Agreement, ...]:
+    """``agreements`` of ``run``: the first difference has the gap, and names the first diverging node."""
     gap, first = None, next(agreement for agreement in agreements if agreement.differs)
     if emulator is not None:
         margins = (a.margin for a in agreements if a.differs and a.margin is not None)
@@ -176,8 +175,9 @@ def _explained(
         gap = max(0.0, distance) if distance < math.inf else None
     else:
         text = "" if subject.explain is None else subject.explain(run)
-    explained = replace(first, reason=f"{first.reason}\n{text}" if text else first.reason)
-    return tuple(explained if a is first else a for a in agreements), gap
+    reason = f"{first.reason}\n{text}" if text else first.reason
+    explained = replace(first, reason=reason, gap=gap)
+    return tuple(explained if a is first else a for a in agreements)
 
 
 def _warning(agreements: Iterable[Agreement]) -> str:
@@ -236,9 +236,9 @@ def _advice(comparison: Comparison, subject: Subject, facts: Facts) -> tuple[str
 
 def _is_wrong(comparison: Comparison) -> bool:
     """Whether an output differs so much that no limit should allow it."""
-    needed, worst = comparison.needed, comparison.agreement.worst
+    needed, worst = comparison.needed, comparison.agreement.worst_snr
     if "snr" in needed:
-        slice_is_wrong = worst is not None and worst.snr < _WRONG_SLICE
+        slice_is_wrong = worst is not None and worst < _WRONG_SLICE
         return needed["snr"] < _WRONG or slice_is_wrong
     return needed.get("cosine", 1.0) <= 0
 

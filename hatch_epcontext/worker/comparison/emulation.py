@@ -260,12 +260,18 @@ class Emulator:
             self._format.seen,
             len(self._emulated),
             worst.run.name,
-            max(worst.snr, NOTHING) if worst.snr < math.inf else None,
-            margin if math.isfinite(margin) else None,
+            self._nearest(worst),
             reason,
             inexact=tuple(sorted(inexact)),
             in_format=hurt is not None or min(level.spare for level in self._emulated) < SENSITIVE,
         )
+
+    def _nearest(self, worst: Level) -> Agreement | None:
+        if worst.nearest is None:
+            return None
+        # JSON has no infinity.
+        snr, margin = (number if number < math.inf else None for number in (worst.snr, self.margin))
+        return replace(worst.nearest, snr=snr, margin=margin)
 
     def _describe(self, level: Level) -> str:
         snr = f"{level.snr:.0f} dB" if level.snr > NOTHING else "no number"

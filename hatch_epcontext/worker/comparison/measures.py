@@ -76,6 +76,8 @@ Numbers = NDArray[np.float64]
 
 _Axes = tuple[int, ...] | None
 
+_Row = tuple[float, Slice]
+
 _T = TypeVar("_T", bound=np.generic)
 
 
@@ -257,7 +259,7 @@ def compare_values(
     return _joined(parts)
 
 
-def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: Slice | None) -> Comparison:
+def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: _Row | None) -> Comparison:
     """Compare values that are equal or not."""
     # One in ten may differ: near ties, an index changes with the rounding.
     limits = replace(limits, snr=limits.snr / (2 if aligned.rows is None else 1), cosine=0.0)
@@ -266,7 +268,7 @@ def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: Slice | 
     agreement = _measure(name, _Measure(out, ref, OutputFacts(), limits.unit, Elsewhere()))
     # Each place is right or wrong: slices show nothing more; for selected rows only their own ratios do.
     snr = agreement.snr if aligned.rows is None else None
-    return _judge(replace(agreement, worst=None, snr=snr), out, ref, limits, row)
+    return _judge(replace(agreement, worst=None, worst_snr=None, snr=snr), out, ref, limits, row)
 
 
 def _joined(parts: Sequence[Comparison]) -> Comparison:
@@ -290,15 +292,15 @@ def other_shape(name: str, output: Array, reference: Array) -> Agreement | None:
     return Agreement(name, 0.0, None, status=AgreementStatus.OTHER_SHAPE, reason=reason)
 
 
-def _worst_row(aligned: Aligned) -> Slice | None:
-    """The worst of the selected rows, batch x rows."""
+def _worst_row(aligned: Aligned) -> _Row | None:
+    """The worst of the selected rows, batch x rows, and its ratio."""
     rows, shape = aligned.rows, aligned.reference.shape
     if rows is None or (shape and rows.shape[1] not in shape):
         return None
     ratios = rows.min(axis=0)
     index = int(ratios.argmin())
     axis = shape.index(rows.shape[1]) if shape else 0
-    return Slice(axis, index, len(shape), float(ratios[index]))
+    return float(ratios[index]), Slice(axis, index, len(shape))
 
 
 def _judge(
@@ -306,29 +308,30 @@ def _judge(
     out: Numbers,
     ref: Numbers,
     limits: Tolerance,
-    row: Slice | None,
+    row: _Row | None,
     part: str = "",
 ) -> Comparison:
     """Judge the ``agreement`` of ``out`` and ``ref``, which are ``part`` of an output, if not all of it."""
     excesses = []
     needed: dict[str, float] = {}
-    margins = []
+    # Ratios, what they are at least, and where they are.
+    ratios: list[tuple[float, float, str]] = []
     if agreement.snr is not None:
-        margins.append(agreement.snr - limits.snr)
-    if agreement.snr is not None and agreement.snr < limits.snr:
-        ratio = f"{agreement.snr:.1f} dB{part} (at least {limits.snr:g})"
-        excesses.append(f"a signal-to-noise ratio of {ratio}")
-        needed["snr"] = agreement.snr
-    for worst, least in (
-        (agreement.worst, limits.snr - _less(ref.shape, agreement.worst)),
-        (row, limits.snr),
-    ):
-        if worst is None:
-            continue
-        margins.append(worst.snr - least)
-        if worst.snr < least:
-            excesses.append(f"{worst.snr:.1f} dB in {worst.text}{part} (at least {least:g})")
-            needed["snr"] = min(needed.get("snr", limits.snr), limits.snr + worst.snr - least)
+        ratios.append((agreement.snr, limits.snr, ""))
+    if agreement.worst is not None and agreement.worst_snr is not None:
+        least = limits.snr - _less(ref.shape, agreement.worst)
+        ratios.append((agreement.worst_snr, least, agreement.worst.text))
+    if row is not None:
+        ratios.append((row[0], limits.snr, row[1].text))
+    for ratio, least, where in ratios:
+        if ratio < least:
+            text = (
+                f"{ratio:.1f} dB in {where}"
+                if where
+                else f"a signal-to-noise ratio of {ratio:.1f} dB"
+            )
+            excesses.append(f"{text}{part} (at least {least:g})")
+            needed["snr"] = min(needed.get("snr", math.inf), ratio + (limits.snr - least))
     if agreement.cosine is not None and agreement.cosine < limits.cosine:
         excesses.append(f"a cosine of {agreement.cosine:.5f}{part} (at least {limits.cosine:g})")
         needed["cosine"] = agreement.cosine
@@ -341,7 +344,7 @@ def _judge(
             )
             needed["atol"] = atol + float(beyond.max())
     # JSON has no infinity.
-    margin = None if not margins else max(min(margins), NOTHING)
+    margin = max(min(r - least for r, least, _ in ratios), NOTHING) if ratios else None
     return Comparison(replace(agreement, margin=margin), tuple(excesses), needed)
 
 
@@ -362,16 +365,19 @@ def _measure(name: str, measure: _Measure) -> Agreement:
     largest_error = float(np.abs(measure.error).max(initial=0.0))
     if not largest_error:
         return Agreement(name, 0.0, 1.0)
-    slices = []
+    slices: list[_Row] = []
     for axis, size in enumerate(ref.shape):
         if size < 2 or (measure.facts.is_state and not _is_column(size, ref.size // size)):
             continue
         ratios = measure.decibels(tuple(other for other in range(ref.ndim) if other != axis))
         index = int(np.argsort(ratios)[size // MANY])
         if np.isfinite(ratios[index]):
-            slices.append(Slice(axis, index, ref.ndim, float(ratios[index])))
-    worst = min(slices, key=lambda part: part.snr + _less(ref.shape, part), default=None)
-    return Agreement(name, largest_error, measure.cosine, float(measure.decibels(None)), worst)
+            slices.append((float(ratios[index]), Slice(axis, index, ref.ndim)))
+    ratio, worst = min(
+        slices, key=lambda item: item[0] + _less(ref.shape, item[1]), default=(None, None)
+    )
+    snr = float(measure.decibels(None))
+    return Agreement(name, largest_error, measure.cosine, snr, worst, ratio)
 
 
 @dataclass(frozen=True)

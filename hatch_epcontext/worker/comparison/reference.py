@@ -56,7 +56,7 @@ from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant, sized
 from hatch_epcontext.worker.dummy.samples import Sample, number_of_long_steps
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.results import AgreementStatus
+from hatch_epcontext.worker.results import Agreement, AgreementStatus
 from hatch_epcontext.worker.run_errors import source_failed
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.states import state_pairs
@@ -343,8 +343,8 @@ def source_reference(
     expected = reference(model, float_form, floats)
     try:
         session = open_session(path, cpu_options())
-        ratios = [
-            comparison.agreement.snr
+        integers = [
+            comparison.agreement
             for comparison in _compared(model, session, for_other_numbers(expected))
         ]
     except (BuildError, ModelError):
@@ -352,8 +352,10 @@ def source_reference(
     except Exception as error:
         source = onnx.load(path, load_external_data=False)
         raise ModelError(source_failed(model, source, error)) from error
-    decibels = min([_EQUAL, *(ratio for ratio in ratios if ratio is not None)])
-    expected = replace(expected, facts=replace(expected.facts, float_form_db=decibels))
+    equal = Agreement("", 0.0, 1.0, snr=_EQUAL)
+    nearest = min(integers, key=lambda agreement: agreement.snr or _EQUAL, default=equal)
+    nearest = equal if nearest.snr is None else nearest
+    expected = replace(expected, facts=replace(expected.facts, float_form=nearest))
     return with_noise(model, floats, expected) if is_noisy(float_form) else expected
 
 

@@ -63,8 +63,8 @@ class Facts:
     a NonMaxSuppression selects (``selections``).
 
     ``long_steps``: the number of steps that show how errors in lasting states add up; 0 if states decay, as
-    in an LSTM. ``unbounded``: the synthetic float inputs that nothing bounds. ``float_form_db``: the decibels
-    by which dynamic integers differ from the float form, if that is the reference.
+    in an LSTM. ``unbounded``: the synthetic float inputs that nothing bounds. ``float_form``: how near
+    dynamic integers are to the float form, if that is the reference.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Facts:
     selections: Selections = Selections()
     long_steps: int = 0
     unbounded: tuple[str, ...] = ()
-    float_form_db: float | None = None
+    float_form: Agreement | None = None
 
     def of(self, output: str) -> OutputFacts:
         """What is known of ``output``."""

@@ -57,8 +57,8 @@ def test_the_float_form_is_the_reference_and_the_integers_differ_from_it(
 ) -> None:
     spec, path, floats = referred(quantized(source, tmp_path), tmp_path)
     expected = source_reference(spec, onnx.load(path), path, floats)
-    assert expected.facts.float_form_db is not None
-    assert 20 < expected.facts.float_form_db < 70
+    assert expected.facts.float_form is not None
+    assert 20 < (expected.facts.float_form.snr or 0) < 70
     assert expected.facts.of("y").noise is None
     alone = reference(spec, onnx.load(floats), floats)
     for name, array in alone.runs[0].outputs[0].items():
@@ -74,13 +74,13 @@ def test_only_a_dynamically_quantized_source_has_noise(tmp_path: Path) -> None:
     expected = reference_of_artifact(spec, onnx.load(path), dequantized=True)
     assert not is_dynamic(onnx.load(path))
     assert all(output.noise is None for output in expected.facts.outputs.values())
-    assert expected.facts.float_form_db is None
+    assert expected.facts.float_form is None
     made = quantized(layers(), tmp_path)
     path = save(made, tmp_path / "b.onnx")
     spec = replace(spec, path=path)
     noisy = reference_of_artifact(spec, made, dequantized=False)
     assert is_dynamic(made)
-    assert noisy.facts.float_form_db is None
+    assert noisy.facts.float_form is None
     noise = noisy.facts.of("y").noise
     assert noise is not None
     assert 10 ** (-70 / 20) < noise < 0.1
