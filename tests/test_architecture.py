@@ -179,13 +179,6 @@ def test_nothing_imports_the_loader() -> None:
     assert importing == {"_recompile.py"}, "put into `shipped` what both need"
 
 
-def test_a_command_and_its_core_have_names_of_their_own() -> None:
-    commands, cores = (
-        {path.stem for path in (PACKAGE / each).glob("[!_]*.py")} for each in ("cli", "tools")
-    )
-    assert not commands & cores
-
-
 def test_the_tests_mirror_the_folders() -> None:
     parts = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     mirrored = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()}
