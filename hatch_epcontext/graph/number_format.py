@@ -97,7 +97,7 @@ class NumberFormat:
 
     def faults_of(self, operator: str) -> tuple[Fault, ...]:
         """The faults that nodes of ``operator`` may have."""
-        return tuple(each for each in self.faults if each.operator == operator)
+        return tuple(fault for fault in self.faults if fault.operator == operator)
 
     @property
     def rewrites(self) -> frozenset[RewriteName]:

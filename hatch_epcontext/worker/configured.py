@@ -12,7 +12,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.bodies import fix_states
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.graph.values.kinds import dimension_kind
+from hatch_epcontext.graph.values.conventions import dimension_kind
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
@@ -21,16 +21,27 @@ from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
 def feeds_for(onnx_model: onnx.ModelProto, model: Model) -> dict[str, Array]:
     """Return dummy inputs, within their ranges, for a model after `fix_inputs`."""
     inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
-    return dummy_inputs(inputs, model, ranges_for(onnx_model, model))
+    ranges = ranges_for(typed_graph(onnx_model, model), inputs, model)
+    return dummy_inputs(inputs, model, ranges)
 
 
-def ranges_for(onnx_model: onnx.ModelProto, model: Model) -> dict[str, Range]:
-    """Return the ranges of the inputs of a model after `fix_inputs`; empty if none are needed."""
-    if model.validate.inputs != "random":
-        return {}
-    return input_ranges(
-        onnx_model, sized(list(map(graph.facts, graph.inputs(onnx_model.graph))), model)
-    )
+def typed_graph(onnx_model: onnx.ModelProto, model: Model) -> onnx.GraphProto:
+    """Return the graph of a model after `fix_inputs`, with the types that onnx infers.
+
+    It has the sizes of the dummy inputs, and no large tensors.
+    """
+    if not model.static_shapes:
+        open_model, onnx_model = onnx_model, onnx.ModelProto()
+        onnx_model.CopyFrom(open_model)
+        fix_shapes(onnx_model, model)
+    return graph.inferred(onnx_model)
+
+
+def ranges_for(
+    main: onnx.GraphProto, inputs: Sequence[TensorFacts], model: Model
+) -> dict[str, Range]:
+    """Return the ranges of ``inputs`` as their `typed_graph` shows them; empty if none are needed."""
+    return input_ranges(main, sized(inputs, model)) if model.validate.inputs == "random" else {}
 
 
 def fix_inputs(onnx_model: onnx.ModelProto, model: Model) -> None:

@@ -1,1 +1,1 @@
-"""What is known of values: which are constant, and which values an input accepts."""
+"""The values that the inputs of a model accept, as far as its graph shows them."""

@@ -20,7 +20,6 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker import advice
 from hatch_epcontext.worker.configured import (
-    feeds_for,
     fix_constants,
     fix_shapes,
     how_to_fix,
@@ -29,7 +28,7 @@ from hatch_epcontext.worker.configured import (
     sizes_to_fix,
     unknown_name,
 )
-from hatch_epcontext.worker.dummy.inputs import sized
+from hatch_epcontext.worker.dummy.inputs import check_inputs, sized
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
@@ -84,13 +83,13 @@ def _check_model(model: Model) -> ModelFacts:
         )
     refused = list(not_compilable(onnx_model, model, model.targets))
     # If nothing can be compiled, other outputs do not help. The node of a wrong output is refused too.
-    hopeless = [each for each in refused if not each.settings]
+    hopeless = [problem for problem in refused if not problem.settings]
     problems += hopeless or outputs_problems or refused
     if problems:
         raise ModelError(*problems)
     state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
-    # Dummy inputs that do not fit are an error before anything is compiled.
-    feeds_for(onnx_model, model)
+    # Before anything is compiled.
+    check_inputs(inputs, model)
     outputs = tuple(map(graph.facts, onnx_model.graph.output))
     return ModelFacts(
         inputs,
@@ -108,17 +107,17 @@ def _check_target(
     """What the EP contexts of ``target`` cannot have: inputs without values, and an output listed twice."""
     provider = target.provider
     if provider.limits is not None and not provider.limits.empty:
-        for each in inputs:
-            if 0 in each.sizes:
+        for tensor in inputs:
+            if 0 in tensor.sizes:
                 yield Problem.at(
-                    model.place("shapes") if each.name in model.shapes else model.key,
+                    model.place("shapes") if tensor.name in model.shapes else model.key,
                     Kind.NOT_COMPILABLE,
-                    f"the input {each.name!r} has no values ({each.shape_text}), and {provider.ep} compiles "
-                    "only tensors that have some.",
+                    f"the input {tensor.name!r} has no values ({tensor.shape_text}), and {provider.ep} "
+                    "compiles only tensors that have some.",
                     "Give it other sizes, or leave out the target for this model.",
                 )
     if provider.product == "context":
-        names = Counter(each.name for each in main.output)
+        names = Counter(value.name for value in main.output)
         if twice := [name for name, number in names.items() if number > 1]:
             yield Problem.at(
                 model.key,
@@ -176,14 +175,15 @@ def _can_run(dtype: str) -> bool:
 
 def _check_dtypes(tensors: Iterable[TensorFacts], noun: str, model: Model) -> Iterator[Problem]:
     kind = Kind.UNSUPPORTED_INPUT if noun == "input" else Kind.UNSUPPORTED_OUTPUT
-    for each in tensors:
-        if not _is_no_tensor(each) and not _can_run(each.dtype):
+    for tensor in tensors:
+        if not _is_no_tensor(tensor) and not _can_run(tensor.dtype):
             yield Problem.at(
                 model.key,
                 kind,
-                f"the {noun} {each.name!r} is {each.dtype}, and ONNX Runtime runs no tensors of this type.",
+                f"the {noun} {tensor.name!r} is {tensor.dtype}, and ONNX Runtime runs no tensors of this "
+                "type.",
                 "Change its type in the model: complex numbers can be floats with a last dimension of 2."
-                if each.dtype.startswith("complex")
+                if tensor.dtype.startswith("complex")
                 else "Change its type in the model, such as to float16.",
             )
 
@@ -195,11 +195,13 @@ def _is_no_tensor(facts: TensorFacts) -> bool:
 def _check_outputs(onnx_model: onnx.ModelProto, model: Model) -> Iterator[Problem]:
     """The outputs that are no tensors, each with the tensors that it is made of."""
     main = onnx_model.graph
-    others = [each.name for each in main.output if graph.facts(each).dtype.endswith("_type")]
+    others = [value.name for value in main.output if graph.facts(value).dtype.endswith("_type")]
     if not others:
         return
     scope = Scope(main)
-    tensors = dict.fromkeys(name for each in main.output for name in _tensors_of(scope, each.name))
+    tensors = dict.fromkeys(
+        name for value in main.output for name in _tensors_of(scope, value.name)
+    )
     # The app has the inputs already.
     cut = Cut(outputs=tuple(n for n in tensors if n not in others and scope.maker(n) is not None))
     may_be_cut = bool(cut.outputs) and is_possible(onnx_model, cut, (), ())
@@ -243,16 +245,16 @@ def check_fixed(
     """
     # Inputs with the same dimensions are one problem.
     alike: dict[str, tuple[list[TensorFacts], Key, str, list[Setting]]] = {}
-    for each, fixed in zip(inputs, sized(inputs, model), strict=True):
-        if ep is None or each.is_fixed:
+    for tensor, fixed in zip(inputs, sized(inputs, model), strict=True):
+        if ep is None or tensor.is_fixed:
             continue
-        place = model.key if left_open else place_of_sizes(each, model)
+        place = model.key if left_open else place_of_sizes(tensor, model)
         hint = "" if fixed.is_fixed else how_to_fix(fixed)
         settings = [] if fixed.is_fixed else sizes_to_fix(fixed, model)
         if left_open:
             hint = f"Remove static-shapes = false{', too' if hint else ''}. {hint}".strip()
         same = str((place, hint, settings))
-        alike.setdefault(same, ([], place, hint, settings))[0].append(each)
+        alike.setdefault(same, ([], place, hint, settings))[0].append(tensor)
     for tensors, place, hint, settings in alike.values():
         message = open_dimension_message(tensors, ep or "")
         if left_open:

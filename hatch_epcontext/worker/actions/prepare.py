@@ -34,7 +34,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     write_reference,
 )
-from hatch_epcontext.worker.configured import fix_inputs, ranges_for
+from hatch_epcontext.worker.configured import fix_inputs, ranges_for, typed_graph
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
@@ -52,7 +52,6 @@ def handle(request: PrepareRequest) -> PrepareReply:
     step("reading the model")
     onnx_model, fixed = _write_fixed(request, folder)
     nodes_before = len(graph.compute_nodes(onnx_model.graph))
-    ranges = ranges_for(onnx_model, model)
     # A folder of its own, because beside the fixed model are links to the source's data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
     how, undone, integers = request.precision, 0, fixed
@@ -60,11 +59,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
         floats = own / f"{model.name}.floats.onnx"
         undone = write_float_form(fixed, floats)
         fixed = floats if undone else fixed
-    # Before simplifying: the simplifier is not the cause if the source itself cannot be run.
-    expected = _reference(request, onnx_model, integers, fixed)
-    outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
-    # The result is compared with the form before the changes below.
-    done = None
+    form, done = fixed, None
     if how is not None and how.dequantize == "all":
         floats = own / f"{model.name}.without-qdq.onnx"
         if more := write_float_form(fixed, floats, static=True):
@@ -72,8 +67,20 @@ def handle(request: PrepareRequest) -> PrepareReply:
             done = "dequantized"
     result = own / f"{model.name}.onnx"
     step(f"simplifying the model ({request.simplifier})")
-    if (simplified := _simplify(fixed, result, request)) is None:
-        result = fixed
+    try:
+        if (simplified := _simplify(fixed, result, request)) is None:
+            result = fixed
+    except Exception:
+        # The simplifier is not the cause if the source itself cannot be run.
+        _reference(request, onnx_model, integers, form, None)
+        raise
+    # Integers show what they saturate at.
+    shown = onnx_model if done else onnx.load(result, load_external_data=False)
+    folded = typed_graph(shown, model)
+    del shown
+    # The result is compared with the form before its static quantization is undone.
+    expected = _reference(request, onnx_model, integers, form, folded)
+    outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
     precision = f"dequantized ({count(undone, 'operator')})" if undone else None
     if how is not None and how.quantize is not None:
         # Imported here: few builds need it, and importing it takes long.
@@ -85,17 +92,16 @@ def handle(request: PrepareRequest) -> PrepareReply:
     if expected is not None and (simplified is not None or done is not None):
         before = fixed if done is None else integers
         _compare(simplified, before, result, expected, request, done)
-    onnx_model = onnx.load(result, load_external_data=False)
-    nodes = len(graph.compute_nodes(onnx_model.graph))
+    prepared = onnx.load(result, load_external_data=False)
     return PrepareReply(
         str(result),
         nodes_before,
-        nodes,
-        graph.control_flow(onnx_model.graph),
-        ranges,
+        len(graph.compute_nodes(prepared.graph)),
+        graph.control_flow(prepared.graph),
+        ranges_for(folded, list(map(graph.facts, graph.inputs(onnx_model.graph))), model),
         outputs_path,
         precision,
-        applicable(onnx_model.graph),
+        applicable(prepared.graph),
     )
 
 
@@ -127,15 +133,19 @@ def _compare(
 
 
 def _reference(
-    request: PrepareRequest, onnx_model: onnx.ModelProto, integers: Path, fixed: Path
+    request: PrepareRequest,
+    onnx_model: onnx.ModelProto,
+    integers: Path,
+    form: Path,
+    folded: onnx.GraphProto | None,
 ) -> Reference | None:
-    """The reference. ``fixed``: the float form of ``integers`` if that was dequantized, else the same."""
+    """The reference. ``form``: the float form of ``integers`` if that was dequantized, else the same."""
     if not request.compare:
         return None
     if request.reference is not None:
         return read_reference(request.reference)
-    floats = None if fixed == integers else fixed
-    return source_reference(request.model, onnx_model, integers, floats)
+    floats = None if form == integers else form
+    return source_reference(request.model, onnx_model, integers, floats, folded)
 
 
 def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.InferenceSession | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -13,7 +12,7 @@ import onnx
 from hatch_epcontext.graph import graph, reading
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.graph.values.kinds import DimensionKind, dimension_kind, is_length_name
+from hatch_epcontext.graph.values.conventions import DimensionKind, dimension_kind, is_length_name
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.worker.requests import (
     OpenSize,
@@ -50,11 +49,11 @@ def handle(request: SuggestRequest) -> SuggestReply:
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
     kinds, metadata = _kinds(model, inputs), _metadata(model)
     sizes: _Sizes = {dim: (1, "1 is a guess") for dim, kind in kinds.items() if kind == "batch"}
-    for each in inputs:
-        for axis, dim in _open(each):
-            given = _given(each, axis, kinds[dim], metadata)
-            if _is_int(given) and 0 < given < 2**31:
-                sizes[dim] = given, "from the metadata of the file"
+    for facts in inputs:
+        for axis, dim in _open(facts):
+            size = _size(facts, axis, kinds[dim], metadata)
+            if _is_int(size) and 0 < size < 2**31:
+                sizes[dim] = size, "from the metadata of the file"
     factors: Mapping[DimensionKind, int] = {
         "height": _factor(model, inputs, -2),
         "width": _factor(model, inputs, -1),
@@ -66,12 +65,13 @@ def handle(request: SuggestRequest) -> SuggestReply:
     def question(kind: DimensionKind) -> str:
         return f"{_QUESTIONS.get(kind, 'which size?')} {hints.get(kind, '')}".strip()
 
-    found = (
-        OpenSize(each.name, axis, *sizes.get(dim, (None, question(kinds[dim]))))
-        for each in inputs
-        for axis, dim in _open(each)
+    suggestions = tuple(
+        OpenSize(facts.name, axis, *sizes.get(dim, (None, question(kinds[dim]))))
+        for facts in inputs
+        for axis, dim in _open(facts)
     )
-    return SuggestReply(tuple(found), tuple(_constants(model, _sized(inputs, sizes))))
+    _fix(model, sizes)
+    return SuggestReply(suggestions, tuple(_constants(model)))
 
 
 def _open(facts: TensorFacts) -> Iterator[tuple[int, _Dim]]:
@@ -84,9 +84,9 @@ def _open(facts: TensorFacts) -> Iterator[tuple[int, _Dim]]:
 def _kinds(model: onnx.ModelProto, inputs: Sequence[TensorFacts]) -> dict[_Dim, DimensionKind]:
     states = first_states(model.graph)
     kinds: dict[_Dim, DimensionKind] = {}
-    for each in inputs:
-        for axis, dim in _open(each):
-            kind = dimension_kind(each, axis, is_state=each.name in states)
+    for facts in inputs:
+        for axis, dim in _open(facts):
+            kind = dimension_kind(facts, axis, is_state=facts.name in states)
             if kind == "batch" or dim not in kinds:
                 kinds[dim] = kind
     return kinds
@@ -94,38 +94,38 @@ def _kinds(model: onnx.ModelProto, inputs: Sequence[TensorFacts]) -> dict[_Dim, 
 
 def _metadata(model: onnx.ModelProto) -> dict[str, Any]:
     """The metadata of the file, including the contents of JSON objects, with keys in lower case."""
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for entry in model.metadata_props:
         try:
             value = json.loads(entry.value)
         except (ValueError, RecursionError):
             continue
         inner = value.items() if isinstance(value, dict) else [(entry.key, value)]
-        found.update((str(key).lower(), each) for key, each in inner)
-    return found
+        metadata.update((str(key).lower(), inner_value) for key, inner_value in inner)
+    return metadata
 
 
 def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _given(
+def _size(
     facts: TensorFacts, axis: int, kind: DimensionKind, metadata: Mapping[str, Any]
 ) -> object:
-    """The sizes in the metadata: of images, under a dimension's name, or as a whole shape."""
-    found = [metadata.get(str(facts.sizes[axis]).lower())]
+    """A size in the metadata: of images, under a dimension's name, or in a whole shape."""
+    sizes = [metadata.get(str(facts.sizes[axis]).lower())]
     shapes = (metadata.get(key) for key in (f"{facts.name}_shape".lower(), "input_shape", "shape"))
-    found += [s[axis] for s in shapes if isinstance(s, list) and len(s) == len(facts.sizes)]
+    sizes += [s[axis] for s in shapes if isinstance(s, list) and len(s) == len(facts.sizes)]
     if kind in ("height", "width"):
         sides = next((metadata[key] for key in _SIDE_KEYS if key in metadata), None)
         both = sides if isinstance(sides, list) and len(sides) == 2 else [sides, sides]
-        found.append(both[kind == "width"])
-    return next(filter(None, found), None)
+        sizes.append(both[kind == "width"])
+    return next(filter(None, sizes), None)
 
 
 def _factor(model: onnx.ModelProto, inputs: Sequence[TensorFacts], axis: int) -> int:
     """The divisor of sizes in the graph: the largest product of strides along ``axis``, -1 or -2."""
-    products = {each.name: 1 for each in inputs}
+    products = {facts.name: 1 for facts in inputs}
     for node in model.graph.node:
         before = max((products.get(name, 1) for name in node.input), default=1)
         if node.op_type in ("Conv", "MaxPool", "AveragePool", "ConvInteger", "QLinearConv"):
@@ -139,31 +139,31 @@ def _factor(model: onnx.ModelProto, inputs: Sequence[TensorFacts], axis: int) ->
     return max(products.values(), default=1)
 
 
-def _sized(inputs: Sequence[TensorFacts], sizes: _Sizes) -> list[TensorFacts]:
-    """``inputs`` with the known sizes."""
-    found = []
-    for each in inputs:
-        known = {axis: sizes[dim][0] for axis, dim in _open(each) if dim in sizes}
-        shape = tuple(known.get(axis, size) for axis, size in enumerate(each.sizes))
-        found.append(replace(each, shape=shape) if shape else each)
-    return found
+def _fix(model: onnx.ModelProto, sizes: _Sizes) -> None:
+    """Fix the known sizes of the inputs of ``model``, in place."""
+    for value in graph.inputs(model.graph):
+        for axis, dim in _open(graph.facts(value)):
+            if dim in sizes:
+                value.type.tensor_type.shape.dim[axis].dim_value = sizes[dim][0]
 
 
-def _constants(
-    model: onnx.ModelProto, inputs: Sequence[TensorFacts]
-) -> Iterator[SuggestedConstant]:
+def _constants(model: onnx.ModelProto) -> Iterator[SuggestedConstant]:
     """The inputs that can be constants, with their values: lengths, and inputs that choose a branch."""
-    ranges, scope = input_ranges(model, inputs), Scope(model.graph, nested=True)
+    inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
+    ranges = input_ranges(graph.inferred(model), inputs)
+    scope = Scope(model.graph, nested=True)
     conditions = [graph.operand(node, 0) for node in scope.nodes if node.op_type == "If"]
     deciding = scope.ancestors(conditions)
-    for each in inputs:
-        if "int" not in each.dtype or each.shape not in ((), (1,)):
+    for facts in inputs:
+        if "int" not in facts.dtype or facts.shape not in ((), (1,)):
             continue
-        range_ = ranges[each.name]
-        if is_length_name(each.name) or (range_.usual is not None and range_.low == 1):
+        range_ = ranges[facts.name]
+        if is_length_name(facts.name) or (range_.usual is not None and range_.low == 1):
             if range_.usual is not None and all(other.is_fixed for other in inputs):
                 note = "the length, if it never changes"
-                yield SuggestedConstant(each.name, int(range_.usual), note)
+                yield SuggestedConstant(facts.name, int(range_.usual), note)
         elif range_.known and range_.low == range_.high:
             note = "the value with which the graph compares it"
-            yield SuggestedConstant(each.name, int(range_.low), note, needed=each.name in deciding)
+            yield SuggestedConstant(
+                facts.name, int(range_.low), note, needed=facts.name in deciding
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx
@@ -11,9 +11,7 @@ from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.graph.values.known import KnownValues
 from hatch_epcontext.worker.comparison.measures import Nature, OutputFacts, Scores
 from hatch_epcontext.worker.session import open_unoptimized
 from hatch_epcontext.worker.tensors import run
@@ -38,18 +36,14 @@ _MAX_PLACES = 2**26
 """The most places of an output whose scores are looked for."""
 
 
-def output_facts(
-    model: onnx.ModelProto, inputs: Sequence[TensorFacts] = (), more: Sequence[str] = ()
-) -> dict[str, OutputFacts]:
-    """What ``model``, with these ``inputs``, shows about its outputs and the values ``more`` inside it."""
-    known = KnownValues(model, inputs)
+def output_facts(main: onnx.GraphProto, names: Iterable[str], opset: int) -> dict[str, OutputFacts]:
+    """What ``main``, which has the types of its values, shows about those called ``names``."""
     # The values of inner graphs are no values of the main one.
-    scope = Scope(model.graph)
-    names = dict.fromkeys((*(value.name for value in model.graph.output), *more))
+    scope = Scope(main)
     facts = {}
     for name in names:
         nature = _nature(name, scope)
-        scores = _scores(name, scope, known, graph.opset(model)) if nature == "any" else None
+        scores = _scores(name, scope, opset) if nature == "any" else None
         facts[name] = OutputFacts(nature, _quantization_step(name, scope), scores)
     return facts
 
@@ -103,16 +97,16 @@ def _is_state(node: onnx.NodeProto, name: str) -> bool:
     return default and name in list(node.output)[:2]
 
 
-def _scores(output: str, scope: Scope, known: KnownValues, opset: int) -> Scores | None:
+def _scores(output: str, scope: Scope, opset: int) -> Scores | None:
     """Where ``output`` has scores, if nodes join them with other values, in places that the graph shows.
 
     These nodes are run with ones for scores and zeros for all else.
     """
-    tail, origins = _tail(output, scope, known)
+    tail, origins = _tail(output, scope)
     scoring = {name for name in origins if _nature(name, scope) in ("unit", "probabilities")}
     feeds: dict[str, Array] = {}
     for name in origins if scoring and tail else ():
-        if (sizes := known.sizes(name)) is None:
+        if (sizes := scope.sizes(name)) is None:
             return None
         # The sizes of other axes than that of the scores do not matter.
         shape = tuple(1 if size is None else size for size in sizes)
@@ -122,7 +116,7 @@ def _scores(output: str, scope: Scope, known: KnownValues, opset: int) -> Scores
     if not feeds:
         return None
     constants = {
-        name for node in tail for name in node.input if name and known.value(name) is not None
+        name for node in tail for name in node.input if name and scope.constant(name) is not None
     }
     part = helper.make_graph(
         tail,
@@ -130,7 +124,7 @@ def _scores(output: str, scope: Scope, known: KnownValues, opset: int) -> Scores
         [helper.make_tensor_value_info(name, 1, array.shape) for name, array in feeds.items()],
         [onnx.ValueInfoProto(name=output)],
         [
-            numpy_helper.from_array(np.asarray(known.value(name)), name)
+            numpy_helper.from_array(np.asarray(scope.constant(name)), name)
             for name in constants.difference(feeds)
         ],
     )
@@ -143,9 +137,7 @@ def _scores(output: str, scope: Scope, known: KnownValues, opset: int) -> Scores
     return Scores.at(np.asarray(places, bool))
 
 
-def _tail(
-    output: str, scope: Scope, known: KnownValues
-) -> tuple[Sequence[onnx.NodeProto], Sequence[str]]:
+def _tail(output: str, scope: Scope) -> tuple[Sequence[onnx.NodeProto], Sequence[str]]:
     """The nodes that join and move values into ``output``, and the values of which they make it.
 
     No nodes if none of them joins values.
@@ -161,7 +153,7 @@ def _tail(
         node = None if index is None else scope.nodes[index]
         data = () if node is None else _moved(node)
         others = () if node is None else [side for side in node.input if side and side not in data]
-        if index is None or not data or any(known.value(side) is None for side in others):
+        if index is None or not data or any(scope.constant(side) is None for side in others):
             origins[name] = None
             continue
         nodes[index] = scope.nodes[index]

@@ -51,9 +51,9 @@ from hatch_epcontext.worker.comparison.runs import (
     with_telling,
 )
 from hatch_epcontext.worker.comparison.selections import selections
-from hatch_epcontext.worker.configured import fix_inputs, ranges_for
-from hatch_epcontext.worker.dummy.attempts import run_samples
-from hatch_epcontext.worker.dummy.inputs import constant, sized
+from hatch_epcontext.worker.configured import fix_inputs, ranges_for, typed_graph
+from hatch_epcontext.worker.dummy.accepted import run_samples
+from hatch_epcontext.worker.dummy.inputs import constant
 from hatch_epcontext.worker.dummy.samples import Sample, number_of_long_steps
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
@@ -86,11 +86,17 @@ _NO_LIMITS = Tolerance(snr=1000, cosine=1)
 _SOURCE = "the source model on the CPU"
 
 
-def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) -> Reference:
+def reference(
+    model: Model,
+    fixed: onnx.ModelProto,
+    path: Path | None = None,
+    folded: onnx.GraphProto | None = None,
+) -> Reference:
     """Run the source model on the CPU, with its constants fed as inputs.
 
     ``fixed``: the model after its configuration was applied; its inputs are fed. ``path``: the file of
-    another form of the source to run instead. Raises ModelError when it cannot be run.
+    another form of the source to run instead. ``folded``: the `typed_graph` of ``fixed`` or of its simplified
+    form, which shows more of the inputs and outputs. Raises ModelError when it cannot be run.
     """
     path = path or Path(model.path)
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
@@ -99,9 +105,17 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
     try:
         chosen = selections(fixed)
         cpu = _SourceSession.open(model, path, states, chosen.values)
-        cost = multiply_adds(graph.inferred(fixed))
-        tried, ranges = run_samples(cpu.run, inputs, model, ranges_for(fixed, model), cost, states)
-        outputs = output_facts(fixed, sized(inputs, model), chosen.reads)
+        typed, opset = graph.inferred(fixed), graph.opset(fixed)
+        cost = multiply_adds(typed)
+        if folded is None:
+            folded = typed_graph(fixed, model)
+        shown = ranges_for(folded, inputs, model)
+        tried, ranges = run_samples(cpu.run, inputs, model, shown, cost, states)
+        names = [value.name for value in fixed.graph.output]
+        outputs = {
+            **output_facts(typed, chosen.reads, opset),
+            **output_facts(folded, names, opset),
+        }
         random = cpu.random(*tried[0])
         runs = [run for _, run in tried]
         is_synthetic = model.validate.inputs in SYNTHETIC
@@ -327,20 +341,25 @@ def reference_of_artifact(model: Model, fixed: onnx.ModelProto, *, dequantized: 
 
 
 def source_reference(
-    model: Model, fixed: onnx.ModelProto, path: Path, floats: Path | None
+    model: Model,
+    fixed: onnx.ModelProto,
+    path: Path,
+    floats: Path | None,
+    folded: onnx.GraphProto | None = None,
 ) -> Reference:
     """The reference of ``model``, with its noise if it is quantized.
 
-    ``fixed``: as for `reference`; ``path``: its file; ``floats``: that of its float form, if there is one.
+    ``fixed`` and ``folded``: as for `reference`; ``path``: the file of ``fixed``; ``floats``: that of its
+    float form, if there is one.
     Raises BuildError when an output of that has another shape than the source's, and ModelError when the
     model cannot be run.
     """
     if not is_noisy(fixed):
-        return reference(model, fixed)
+        return reference(model, fixed, folded=folded)
     if floats is None:
-        return with_noise(model, path, reference(model, fixed))
+        return with_noise(model, path, reference(model, fixed, folded=folded))
     float_form = onnx.load(floats, load_external_data=False)
-    expected = reference(model, float_form, floats)
+    expected = reference(model, float_form, floats, folded)
     try:
         session = open_session(path, cpu_options())
         integers = [

@@ -1,4 +1,4 @@
-"""Dummy inputs of a model, generated or given, and its constants."""
+"""Dummy inputs of a model, generated or from files, and its constants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.arrays import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
-from hatch_epcontext.worker.dummy.given import given_samples, read_test_data
+from hatch_epcontext.worker.dummy.sample_files import read_samples, read_test_data
 from hatch_epcontext.worker.dummy.synthetic import RANDOM, ZEROS, Pattern, assumed_range, values
 
 _SEED = 20240229
@@ -25,25 +25,52 @@ _MAX_VALUES = 2**29
 """The most values of a generated input: generating them takes 4 GiB."""
 
 
+def check_inputs(inputs: Sequence[TensorFacts], model: Model) -> None:
+    """Raise ModelError if `dummy_inputs` cannot return an array for each of ``inputs``.
+
+    The file does not fit the model, or a dtype or size cannot be generated.
+    """
+    if model.validate.inputs not in SYNTHETIC:
+        next(read_samples(Path(model.validate.inputs), inputs, _key(model)))
+        return
+    for tensor in sized(inputs, model):
+        try:
+            numpy_dtype(tensor.dtype)
+        except TypeError:
+            raise _invalid(
+                model,
+                f"the input {tensor.name!r} has the dtype {tensor.dtype}, which cannot be generated.",
+                "Give an .npz with an array for each input.",
+            ) from None
+        if math.prod(size if isinstance(size, int) else 1 for size in tensor.sizes) > _MAX_VALUES:
+            raise _invalid(
+                model,
+                f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated.",
+                "Check the sizes of the model's inputs.",
+                Setting(model.place("dims")),
+                Setting(model.place("shapes")),
+            )
+
+
 def dummy_inputs(
     inputs: Sequence[TensorFacts], model: Model, ranges: Mapping[str, Range] | None = None
 ) -> dict[str, Array]:
     """Return an array for each of ``inputs``, of its shape and dtype, as ``model.validate.inputs`` requires.
 
     This is ``"ones"``, ``"zeros"``, ``"random"``, or a path: then they are the first sample of
-    `given_samples`. Random values are the same in every run, and within their range in ``ranges``: without a
+    `read_samples`. Random values are the same in every run, and within their range in ``ranges``: without a
     range, floats have a normal distribution, integers are 0 or 1 like booleans, and strings are one of two
-    words. An open dimension gets its size in ``model``, or else 1. Raises ModelError when the file does not
-    fit the model, or a dtype cannot be generated.
+    words. An open dimension gets its size in ``model``, or else 1. Raises ModelError as `check_inputs` does.
     """
-    if model.validate.inputs == "random":
-        return generated_inputs(RANDOM, sized(inputs, model), model, ranges or {}, generator())
-    if (same := _SAME.get(model.validate.inputs)) is not None:
-        inputs = sized(inputs, model)
-        same_ranges = {tensor.name: same for tensor in inputs}
-        return generated_inputs(ZEROS, inputs, model, same_ranges, generator())
-    _, first = next(given_samples(Path(model.validate.inputs), inputs, _key(model)))
-    return first
+    kind = model.validate.inputs
+    if kind not in SYNTHETIC:
+        _, first = next(read_samples(Path(kind), inputs, _key(model)))
+        return first
+    check_inputs(inputs, model)
+    if kind == "random":
+        return generated_inputs(RANDOM, sized(inputs, model), ranges or {}, generator())
+    same = {tensor.name: _SAME[kind] for tensor in inputs}
+    return generated_inputs(ZEROS, sized(inputs, model), same, generator())
 
 
 def generator(number: int = 0) -> np.random.Generator:
@@ -54,7 +81,6 @@ def generator(number: int = 0) -> np.random.Generator:
 def generated_inputs(
     pattern: Pattern,
     inputs: Iterable[TensorFacts],
-    model: Model,
     ranges: Mapping[str, Range],
     rng: np.random.Generator,
     *,
@@ -67,23 +93,23 @@ def generated_inputs(
     if steps is not None:
         inputs = [replace(tensor, shape=(steps, *tensor.sizes)) for tensor in inputs]
     return {
-        tensor.name: _generate(pattern, tensor, rng, ranges.get(tensor.name), model)
+        tensor.name: values(pattern, tensor, ranges.get(tensor.name) or assumed_range(tensor), rng)
         for tensor in inputs
     }
 
 
 def sized(inputs: Sequence[TensorFacts], model: Model) -> list[TensorFacts]:
     """Return ``inputs`` with the sizes that ``model`` has for their open dimensions."""
-    shapes = {e.name: model.shapes.get(e.name, e.shape) for e in inputs}
+    shapes = {tensor.name: model.shapes.get(tensor.name, tensor.shape) for tensor in inputs}
     sizes: dict[Size, Size] = dict(model.dims.items())
-    for each in inputs:
+    for tensor in inputs:
         # A named dimension has one size in the whole model.
-        for size, given in zip(each.sizes, shapes[each.name] or (), strict=False):
-            if isinstance(size, str) and isinstance(given, int):
-                sizes.setdefault(size, given)
+        for name, size in zip(tensor.sizes, shapes[tensor.name] or (), strict=False):
+            if isinstance(name, str) and isinstance(size, int):
+                sizes.setdefault(name, size)
     return [
-        replace(each, shape=shape and tuple(sizes.get(size, size) for size in shape))
-        for each, shape in zip(inputs, shapes.values(), strict=True)
+        replace(tensor, shape=shape and tuple(sizes.get(size, size) for size in shape))
+        for tensor, shape in zip(inputs, shapes.values(), strict=True)
     ]
 
 
@@ -116,32 +142,3 @@ def _key(model: Model) -> Key:
 
 def _invalid(model: Model, message: str, hint: str | None = None, *settings: Setting) -> ModelError:
     return ModelError(Problem.at(_key(model), Kind.INVALID_INPUTS, message, hint, *settings))
-
-
-def _generate(
-    pattern: Pattern,
-    tensor: TensorFacts,
-    rng: np.random.Generator,
-    range_: Range | None,
-    model: Model,
-) -> Array:
-    count = math.prod(size if isinstance(size, int) else 1 for size in tensor.sizes)
-    try:
-        if count <= _MAX_VALUES:
-            return values(pattern, tensor, range_ or assumed_range(tensor), rng)
-    except TypeError:
-        raise _invalid(
-            model,
-            f"the input {tensor.name!r} has the dtype {tensor.dtype}, which cannot be generated.",
-            "Give an .npz with an array for each input.",
-        ) from None
-    except (ValueError, MemoryError):
-        # NumPy's errors for a size that is too large to count, and for a lack of memory.
-        pass
-    raise _invalid(
-        model,
-        f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated.",
-        "Check the sizes of the model's inputs.",
-        Setting(model.place("dims")),
-        Setting(model.place("shapes")),
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ import numpy as np
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.worker.dummy.given import given_samples
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs, generator, sized
+from hatch_epcontext.worker.dummy.sample_files import read_samples
 from hatch_epcontext.worker.dummy.synthetic import RANDOM, Pattern, assumed_range, patterns
 from hatch_epcontext.worker.results import FEW_SAMPLES
 
@@ -55,7 +56,7 @@ class Sample:
     """Dummy inputs of one run, or of several ``steps`` in which states are fed back: the first step has them.
 
     ``name`` describes them, such as ``"tone at 0.01"``; a single sample from files is ``"given"``, and each
-    of several has its name from `given_samples`. ``nature``: the name without the level. ``usual``: whether
+    of several has its name from `read_samples`. ``nature``: the name without the level. ``usual``: whether
     an app can have such values, as all values within bounds of the graph. Floats that nothing bounds may
     never be all zero, near silence, or very large.
     """
@@ -110,90 +111,79 @@ def samples(
     """
     kind = model.validate.inputs
     if kind not in SYNTHETIC:
-        read = given_samples(Path(kind), inputs, model.key / "validate" / "inputs")
-        given = list(itertools.islice(read, MAX_GIVEN))
-        found = [
-            Sample(name if len(given) > 1 else "given", (feeds,), name) for name, feeds in given
-        ]
-        return (*found, *(given_sequences(found, states) if states else ()))
+        read = read_samples(Path(kind), inputs, model.key / "validate" / "inputs")
+        named = list(itertools.islice(read, MAX_GIVEN))
+        single = len(named) == 1
+        given = [Sample("given" if single else name, (feeds,), name) for name, feeds in named]
+        return (*given, *(sequences(given, states) if states else ()))
     first = dummy_inputs(inputs, model, ranges)
+    result = [Sample(kind, (first,), kind)]
     if kind != "random":
-        found = [Sample(kind, (first,), kind)]
         if states:
             steps = _same_steps(first, states, begin=True)
-            found.append(Sample(f"{STEPS} steps", steps, kind))
-        return tuple(found)
-    found = [Sample("random", (first,), "random")]
+            result.append(Sample(f"{STEPS} steps", steps, kind))
+        return tuple(result)
     if sum(array.nbytes for array in first.values()) > _MAX_BYTES:
-        return tuple(found)
-    of_inputs = {each.name: ranges.get(each.name) or assumed_range(each) for each in inputs}
+        return tuple(result)
     number = number_of_samples(multiply_adds * (STEPS if states else 1))
-    seen = {_digest(found[0].steps)}
+    result += itertools.islice(
+        _varied(result[0], sized(inputs, model), ranges, states or {}), number - 1
+    )
+    if states:
+        result[1:1] = _mixed(result, states, number_of_steps(multiply_adds))
+    return tuple(result)
+
+
+def _varied(
+    first: Sample,
+    inputs: Sequence[TensorFacts],
+    ranges: Mapping[str, Range],
+    states: Mapping[str, str],
+) -> Iterator[Sample]:
+    """Yield samples of all patterns that differ from ``first`` and from each other."""
+    of_inputs = [ranges.get(tensor.name) or assumed_range(tensor) for tensor in inputs]
+    is_open = any(range_.is_open and range_.usual is None for range_ in of_inputs)
+    seen = {_digest(first.steps)}
     natures: set[str] = set()
-    certain: set[tuple[object, ...]] = set()
-    names: dict[str, int] = {}
-    is_open = any(range_.is_open for range_ in of_inputs.values())
-    inputs = sized(inputs, model)
+    names: Counter[str] = Counter()
     for index, pattern in enumerate(patterns()):
-        if len(found) >= number:
-            break
         if pattern == RANDOM and not states:
             continue
-        nature = pattern.nature(of_inputs.values())
+        nature = pattern.nature(of_inputs)
         # How errors grow depends on the nature; each level gets only one step.
         count = 1 if nature in natures else STEPS
         natures.add(nature)
-        # All that its values depend on, unless they are random.
-        drawn = (nature, count, is_open and pattern.level, pattern.ids == "padded")
-        if drawn in certain:
-            continue
-        rng = generator(index)
-        before = rng.bit_generator.state
-        steps = _steps(pattern, inputs, model, ranges, rng, states or {}, count)
-        if rng.bit_generator.state == before:
-            certain.add(drawn)
+        steps = _steps(pattern, inputs, ranges, generator(index), states, count)
         if (digest := _digest(steps)) in seen:
             continue
         seen.add(digest)
-        found.append(_named(pattern, steps, [*of_inputs.values()], names))
-    if states:
-        found[1:1] = _mixed(found, states, number_of_steps(multiply_adds))
-    return tuple(found)
+        name = f"{nature} at {pattern.level:g}" if is_open else nature
+        names[name] += 1
+        if names[name] > 1:
+            name = f"{name} ({names[name]})"
+        yield Sample(name, steps, nature, pattern.usual or not is_open)
 
 
-def _mixed(found: Sequence[Sample], states: Mapping[str, str], number: int) -> Iterator[Sample]:
+def _mixed(samples: Sequence[Sample], states: Mapping[str, str], number: int) -> Iterator[Sample]:
     """One sample of ``number`` steps, with the natures that an app can have one after the other."""
-    usual = [each for each in found if each.usual and len(each.steps) > 1]
-    steps = [step for each in usual for step in each.steps][:number]
+    usual = [sample for sample in samples if sample.usual and len(sample.steps) > 1]
+    steps = [step for sample in usual for step in sample.steps][:number]
     if len(steps) > STEPS:
-        rest = [{n: a for n, a in each.items() if n not in states} for each in steps[1:]]
+        rest = [{n: a for n, a in step.items() if n not in states} for step in steps[1:]]
         yield Sample(f"{len(steps)} steps", (steps[0], *rest), "mixed")
-
-
-def _named(
-    pattern: Pattern, steps: tuple[Arrays, ...], ranges: Sequence[Range], names: dict[str, int]
-) -> Sample:
-    nature = pattern.nature(ranges)
-    is_open = any(each.is_open and each.usual is None for each in ranges)
-    name = f"{nature} at {pattern.level:g}" if is_open else nature
-    names[name] = names.get(name, 0) + 1
-    if names[name] > 1:
-        name = f"{name} ({names[name]})"
-    return Sample(name, steps, nature, pattern.usual or not is_open)
 
 
 def _steps(
     pattern: Pattern,
     inputs: Sequence[TensorFacts],
-    model: Model,
     ranges: Mapping[str, Range],
     rng: np.random.Generator,
     states: Mapping[str, str],
     count: int,
 ) -> tuple[Arrays, ...]:
     if not states:
-        return (generated_inputs(pattern, inputs, model, ranges, rng),)
-    whole = generated_inputs(pattern, inputs, model, ranges, rng, steps=count)
+        return (generated_inputs(pattern, inputs, ranges, rng),)
+    whole = generated_inputs(pattern, inputs, ranges, rng, steps=count)
     rest = {name: array for name, array in whole.items() if name not in states}
     # As an app starts.
     first = {name: np.zeros_like(array[0]) for name, array in whole.items() if name in states}
@@ -210,38 +200,35 @@ def _same_steps(first: Arrays, states: Mapping[str, str], *, begin: bool) -> tup
     return ({**first, **zeros}, *[rest] * (STEPS - 1))
 
 
-def given_sequences(given: Sequence[Sample], states: Mapping[str, str]) -> list[Sample]:
-    """Return the sequences of steps in ``given``; if there are none, one sequence of the same inputs.
+def sequences(samples: Sequence[Sample], states: Mapping[str, str]) -> list[Sample]:
+    """Return the sequences of steps in ``samples``; if there are none, one sequence of the same inputs.
 
     ``speech-1`` and ``speech-2`` are consecutive steps of a recurrent model; ``speech-4`` starts a new
     sequence.
     """
-    found: list[tuple[Sample, list[Arrays]]] = []
+    started: list[tuple[Sample, list[Arrays]]] = []
     before: tuple[str, int] | None = None
-    for each in given:
-        stem, _, number = each.name.rpartition("-")
+    for sample in samples:
+        stem, _, number = sample.name.rpartition("-")
         place = (stem, int(number)) if stem and number.isdecimal() else None
         if place and before and place == (before[0], before[1] + 1):
-            found[-1][1].append(each.feeds)
+            started[-1][1].append(sample.feeds)
         elif place:
-            found.append((each, [each.feeds]))
+            started.append((sample, [sample.feeds]))
         before = place
-    sequences = [
+    steps = _same_steps(samples[0].feeds, states, begin=False)
+    return [
         Sample(f"{len(steps)} steps from {first.name!r}", tuple(steps), first.name)
-        for first, steps in found
+        for first, steps in started
         if len(steps) > 1
-    ]
-    if sequences:
-        return sequences
-    steps = _same_steps(given[0].feeds, states, begin=False)
-    return [Sample(f"{STEPS} steps", steps, given[0].nature)]
+    ] or [Sample(f"{STEPS} steps", steps, samples[0].nature)]
 
 
 def _digest(steps: Sequence[Arrays]) -> int:
     return hash(
         tuple(
             array.tobytes() if array.dtype != object else str(array.tolist())
-            for each in steps
-            for array in each.values()
+            for step in steps
+            for array in step.values()
         )
     )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.graph.arrays import Array, is_extended, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.graph.values.kinds import DEVIATIONS
+from hatch_epcontext.graph.values.conventions import DEVIATIONS
 
 _WORDS = ("alpha", "beta")
 
@@ -45,8 +45,8 @@ class Pattern:
 
     def nature(self, ranges: Iterable[Range]) -> str:
         """The nature of inputs with these ``ranges``, whatever their level."""
-        found = (self._nature(each) for each in ranges)
-        return ", ".join(dict.fromkeys(filter(None, found)))
+        natures = (self._nature(range_) for range_ in ranges)
+        return ", ".join(dict.fromkeys(filter(None, natures)))
 
     def _nature(self, range_: Range) -> str:
         if range_.usual is not None:
@@ -78,10 +78,10 @@ def values(pattern: Pattern, facts: TensorFacts, range_: Range, rng: np.random.G
         return np.asarray(np.array(_WORDS, dtype=object)[chosen], dtype=object)
     dtype = numpy_dtype(facts.dtype)
     if range_.usual is not None:
-        found = np.full(shape, range_.usual)
+        usual = np.full(shape, range_.usual)
         if pattern.ids == "padded" and _is_padding_mask(range_, shape):
-            found[..., shape[-1] - shape[-1] // 2 :] = range_.low
-        return found.astype(dtype)
+            usual[..., shape[-1] - shape[-1] // 2 :] = range_.low
+        return usual.astype(dtype)
     numbers = np.asarray(_of_range(pattern, shape, range_, rng))
     if is_extended(dtype) and is_float(dtype):
         # Beyond their limits are NaN and Inf, and one has neither signs nor zero.
@@ -130,7 +130,7 @@ def patterns() -> Iterator[Pattern]:
     levels = (
         (name, level, name != "constant" and level >= _QUIET) for level in _LEVELS for name in _LOUD
     )
-    signals = [*first, *(each for each in levels if each not in first)]
+    signals = [*first, *(signal for signal in levels if signal not in first)]
     pictures, ids = [*_PICTURES][1:], [*_IDS][1:]
     for index, (signal, level, usual) in enumerate(signals):
         yield Pattern(signal, pictures[index % len(pictures)], ids[index % len(ids)], level, usual)
@@ -153,8 +153,8 @@ def _pink(count: int, rng: np.random.Generator) -> Numbers:
         return np.zeros(0)
     frequencies = np.fft.rfftfreq(count)
     frequencies[0] = frequencies[1] if count > 1 else 1.0
-    found = np.fft.irfft(_complex(frequencies.shape, rng) / np.sqrt(frequencies), count)
-    return np.asarray(3 * found / max(np.abs(found).max(), 1e-9))
+    noise = np.fft.irfft(_complex(frequencies.shape, rng) / np.sqrt(frequencies), count)
+    return np.asarray(3 * noise / max(np.abs(noise).max(), 1e-9))
 
 
 def _complex(shape: _Shape, rng: np.random.Generator) -> NDArray[np.complex128]:
@@ -201,7 +201,7 @@ def _in_plane(make: Callable[[int, int, np.random.Generator], Numbers]) -> _Pict
     def picture(shape: _Shape, rng: np.random.Generator) -> Numbers:
         if len(shape) < 2:
             return make(1, math.prod(shape), rng).reshape(shape)
-        axis = max(range(len(shape) - 1), key=lambda each: min(shape[each : each + 2]))
+        axis = max(range(len(shape) - 1), key=lambda axis: min(shape[axis : axis + 2]))
         plane = make(shape[axis], shape[axis + 1], rng)
         wide = [*[1] * axis, *plane.shape, *[1] * (len(shape) - axis - 2)]
         return np.broadcast_to(plane.reshape(wide), shape)
@@ -213,9 +213,9 @@ def _clouds(height: int, width: int, rng: np.random.Generator) -> Numbers:
     """Structure of all sizes, as photographs have it."""
     frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequencies[0, 0] = 1 / max(height, width)
-    found = np.fft.irfft2(_complex(frequencies.shape, rng) / frequencies, (height, width))
-    found -= found.min()
-    return np.asarray(found / max(found.max(), 1e-9))
+    clouds = np.fft.irfft2(_complex(frequencies.shape, rng) / frequencies, (height, width))
+    clouds -= clouds.min()
+    return np.asarray(clouds / max(clouds.max(), 1e-9))
 
 
 def _checkers(height: int, width: int, rng: np.random.Generator) -> Numbers:
@@ -251,9 +251,8 @@ _Ids = Callable[[_Shape, int, int, np.random.Generator], NDArray[np.int64]]
 
 
 def _random_ids(shape: _Shape, low: int, high: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Integers from ``low`` to ``high``: each of them, if there is room for all."""
-    found = rng.integers(low, high, shape, endpoint=True)
-    flat = found.reshape(-1)
+    """Integers from ``low`` to ``high``: all of them, if there is room."""
+    flat = rng.integers(low, high, shape, endpoint=True).reshape(-1)
     if flat.size > high - low:
         flat[: high - low + 1] = np.arange(low, high + 1)
     elif flat.size > 1:
@@ -266,18 +265,18 @@ def _listed(make: Callable[[int, int, np.random.Generator], Iterable[float]]) ->
     """Integers from 0 that ``make`` yields for a count and a size of the range, moved into the range."""
 
     def ids(shape: _Shape, low: int, high: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        found = np.fromiter(make(math.prod(shape), high - low + 1, rng), np.int64)
-        return (low + found % (high - low + 1)).reshape(shape)
+        numbers = np.fromiter(make(math.prod(shape), high - low + 1, rng), np.int64)
+        return (low + numbers % (high - low + 1)).reshape(shape)
 
     return ids
 
 
 def _special(count: int, size: int, rng: np.random.Generator) -> Iterable[float]:
     """The special tokens, then ordinary ones, and the last special one at the end."""
-    found = rng.integers(0, size, count)
-    found[:_SPECIAL] = np.arange(_SPECIAL)[:count]
-    found[-1:] = size - 1
-    return found
+    ids = rng.integers(0, size, count)
+    ids[:_SPECIAL] = np.arange(_SPECIAL)[:count]
+    ids[-1:] = size - 1
+    return ids
 
 
 def _padded(count: int, size: int, rng: np.random.Generator) -> Iterable[float]:

@@ -17,7 +17,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.dummy.given import given_samples
+from hatch_epcontext.worker.dummy.sample_files import read_samples
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.results import Precision
 
@@ -48,7 +48,7 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
         hint = "Remove quantize: static quantization is compiled as it is; dequantize undoes a dynamic one."
         raise ModelError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
     inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
-    found = given_samples(Path(precision.calibration), inputs, key / "inputs")
+    found = read_samples(Path(precision.calibration), inputs, key / "inputs")
     data = _CalibrationReader(sample for _, sample in found)
     fused = result.with_name("fused.onnx")
     try:

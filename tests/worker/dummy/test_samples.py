@@ -13,11 +13,11 @@ from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.samples import (
     MAX_GIVEN,
     Sample,
-    given_sequences,
     number_of_long_steps,
     number_of_samples,
     number_of_steps,
     samples,
+    sequences,
 )
 
 X = TensorFacts("x", "float32", (2, 50))
@@ -169,6 +169,6 @@ def test_consecutive_numbers_are_the_steps_of_a_sequence() -> None:
     given = [Sample(name, ({"x": np.full(1, index)},), name) for index, name in enumerate(names)]
     found = [
         (each.nature, [int(feeds["x"].astype(int)[0]) for feeds in each.steps])
-        for each in given_sequences(given, {"h": "h1"})
+        for each in sequences(given, {"h": "h1"})
     ]
     assert found == [("a-1", [0, 1]), ("a-4", [2, 3, 4])]

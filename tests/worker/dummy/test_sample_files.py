@@ -10,7 +10,7 @@ import pytest
 from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.graph.arrays import numpy_dtype
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.worker.dummy.given import given_samples
+from hatch_epcontext.worker.dummy.sample_files import read_samples
 
 KEY = Key(("models", 0)) / "quantize" / "inputs"
 INPUTS = (TensorFacts("x", "float32", (1, 3)), TensorFacts("n", "int64", ()))
@@ -21,11 +21,11 @@ def arrays(x: Any, n: Any, dtype: type[Any] = np.float32) -> dict[str, Any]:
 
 
 def found(path: Path) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(each["x"].shape, each["n"].shape) for _, each in given_samples(path, INPUTS, KEY)]
+    return [(each["x"].shape, each["n"].shape) for _, each in read_samples(path, INPUTS, KEY)]
 
 
 def names(path: Path) -> list[str]:
-    return [name for name, _ in given_samples(path, INPUTS, KEY)]
+    return [name for name, _ in read_samples(path, INPUTS, KEY)]
 
 
 def test_each_archive_and_each_folder_of_test_data_is_a_sample(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_arrays_of_types_that_numpy_lacks_keep_their_values(tmp_path: Path, dtyp
     raw = np.concatenate([array, array]).view(f"V{array.itemsize}")
     np.savez(tmp_path / "all.npz", x=raw)
     tensor = TensorFacts("x", dtype, (1, 3))
-    samples = [sample["x"] for _, sample in given_samples(tmp_path, [tensor], KEY)]
+    samples = [sample["x"] for _, sample in read_samples(tmp_path, [tensor], KEY)]
     assert [sample.tolist() for sample in samples] == [array.tolist()] * 2
 
 

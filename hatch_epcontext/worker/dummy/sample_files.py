@@ -1,4 +1,4 @@
-"""Inputs of a model from files."""
+"""Samples of the inputs of a model in files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
@@ -18,21 +17,37 @@ from hatch_epcontext.graph.arrays import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import TensorFacts
 
 
-def sample_files(path: Path, key: Key) -> list[Path]:
-    """Return the files and folders of samples at ``path``, in natural order of their names.
+def read_samples(
+    path: Path, inputs: Sequence[TensorFacts], key: Key
+) -> Iterator[tuple[str, dict[str, Array]]]:
+    """Yield the samples at ``path``, one at a time: an array for each of ``inputs``, of its dtype and shape.
 
-    ``path`` is an ``.npz``, a folder with ``input_*.pb``, or a folder of such files and folders. Raises
-    ModelError, at ``key``, when it has none.
+    ``path`` is an ``.npz``, a folder with ``input_*.pb``, or a folder of such files and folders, which are
+    read in natural order. Each sample is named after its file in the folder, without ``.npz``. An archive
+    whose arrays are longer along the first axis than the model's input, or have one axis more, has several
+    samples. Raises ModelError, at ``key``, when there is no sample, when an array is missing, has another
+    dtype or shape, or when arrays of one archive have different numbers of samples.
     """
+    for file in _files(path, key):
+        name = file.name if file == path else file.relative_to(path).as_posix()
+        arrays = (
+            read_test_data(file, "input", inputs, key) if file.is_dir() else _read_npz(file, key)
+        )
+        samples = list(_split(arrays, file, inputs, key))
+        for number, sample in enumerate(samples):
+            index = f"[{number}]" if len(samples) > 1 else ""
+            yield f"{name.removesuffix('.npz')}{index}", sample
+
+
+def _files(path: Path, key: Key) -> list[Path]:
     if not path.is_dir() or _is_test_data(path):
         return [path]
-    candidates = sorted(path.rglob("*"), key=_natural)
-    found = [each for each in candidates if each.suffix == ".npz" or _is_test_data(each)]
-    if not found:
+    files = [file for file in path.rglob("*") if file.suffix == ".npz" or _is_test_data(file)]
+    if not files:
         message = f"{path.name} has no sample: no .npz, and no folder with input_*.pb."
         hint = "Save one .npz for each sample, with an array for each input: numpy.savez."
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
-    return found
+    return sorted(files, key=_natural)
 
 
 def _natural(path: Path) -> tuple[list[str | int], Path]:
@@ -45,44 +60,30 @@ def _is_test_data(path: Path) -> bool:
     return path.is_dir() and any(path.glob("input_*.pb"))
 
 
-def given_samples(
-    path: Path, inputs: Sequence[TensorFacts], key: Key
-) -> Iterator[tuple[str, dict[str, Array]]]:
-    """Yield the samples at ``path``, one at a time: an array for each of ``inputs``, of its dtype and shape.
-
-    Each is named after its file in the folder ``path``, without ``.npz``. An archive whose arrays are longer
-    along the first axis than the model's input, or have one axis more, has several samples. Raises
-    ModelError, at ``key``, when an array is missing, has another dtype or shape, or when arrays of one
-    archive have different numbers of samples.
-    """
-    for file in sample_files(path, key):
-        name = file.name if file == path else file.relative_to(path).as_posix()
-        parts = list(_split(read_arrays(file, inputs, key), file, inputs, key))
-        for number, part in enumerate(parts):
-            index = f"[{number}]" if len(parts) > 1 else ""
-            yield f"{name.removesuffix('.npz')}{index}", part
-
-
 def _split(
-    found: Mapping[str, Array], file: Path, inputs: Sequence[TensorFacts], key: Key
+    arrays: Mapping[str, Array], file: Path, inputs: Sequence[TensorFacts], key: Key
 ) -> Iterator[dict[str, Array]]:
-    parts = {each.name: _parts(found, each, file, key) for each in inputs}
-    counts = {name: len(its) for name, its in parts.items()}
+    parts = {tensor.name: _parts(arrays, tensor, file, key) for tensor in inputs}
+    counts = {name: len(of_input) for name, of_input in parts.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{number} for {name!r}" for name, number in counts.items())
         message = f"{file.name} has different numbers of samples for its inputs: {listed}."
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message))
     for index in range(next(iter(counts.values()), 1)):
-        yield {name: its[index] for name, its in parts.items()}
+        yield {name: of_input[index] for name, of_input in parts.items()}
 
 
 def _parts(
-    found: Mapping[str, Array], tensor: TensorFacts, file: Path, key: Key
+    arrays: Mapping[str, Array], tensor: TensorFacts, file: Path, key: Key
 ) -> Sequence[Array]:
     """The samples of one input in an archive."""
-    array = array_for(found, tensor, file, key)
-    dtype = numpy_dtype(tensor.dtype)
-    if _is_raw(array.dtype, dtype):
+    if tensor.name not in arrays:
+        message = f"{file.name} has no array for the input {tensor.name!r}."
+        hint = f"It has: {', '.join(sorted(arrays)) or 'none'}."
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
+    array, dtype = arrays[tensor.name], numpy_dtype(tensor.dtype)
+    # NumPy keeps the bytes of types that it lacks.
+    if is_extended(dtype) and array.dtype == np.dtype(f"V{dtype.itemsize}"):
         array = array.view(dtype)
     fits = array.dtype == dtype
     if fits and tensor.takes(array.shape):
@@ -95,13 +96,12 @@ def _parts(
             parts = np.split(array, len(array) // batch)
             if tensor.takes(parts[0].shape):
                 return parts
+    message = (
+        f"{file.name} has {array.dtype.name} {list(array.shape)} for the input {tensor.name!r}, which "
+        f"takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}."
+    )
     hint = "Save arrays in the shapes of the model's inputs, or several of them along a first axis."
-    raise misfit(array, tensor, file, key, hint)
-
-
-def _is_raw(stored: np.dtype[Any], dtype: np.dtype[np.generic]) -> bool:
-    """Whether ``stored`` is what NumPy keeps in an archive of a ``dtype`` that it lacks: bytes."""
-    return is_extended(dtype) and stored == np.dtype(f"V{dtype.itemsize}")
+    raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
 
 
 _UNREADABLE = (
@@ -118,18 +118,13 @@ _UNREADABLE = (
 )
 
 
-def read_arrays(path: Path, inputs: Sequence[TensorFacts], key: Key) -> dict[str, Array]:
-    """Return the arrays in an ``.npz`` or a folder; raises ModelError, at ``key``, if it is invalid."""
-    return read_test_data(path, "input", inputs, key) if path.is_dir() else _read_npz(path, key)
-
-
 def _read_npz(path: Path, key: Key) -> dict[str, Array]:
     """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is invalid."""
     _refuse_pipe(path, key)
     try:
         # Opened here, because NumPy does not close a file that it cannot read.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            found = {name: _plain_array(file[name]) for name in file.files}
+            arrays = {name: _plain_array(file[name]) for name in file.files}
     except _UNREADABLE as error:
         message = f"{path.name} is not an .npz of plain arrays: {error}."
         if not is_zipfile(path):
@@ -138,14 +133,14 @@ def _read_npz(path: Path, key: Key) -> dict[str, Array]:
         hint = "Save it with numpy.savez, with an array for each input."
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint)) from None
     # NumPy's strings have a fixed length; ONNX Runtime needs Python's.
-    return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in found.items()}
+    return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in arrays.items()}
 
 
-def _plain_array(found: object) -> Array:
-    """``found``, a member of an archive; raises TypeError if it is not an array."""
-    if not isinstance(found, np.ndarray):
+def _plain_array(member: object) -> Array:
+    """``member`` of an archive; raises TypeError if it is not an array."""
+    if not isinstance(member, np.ndarray):
         raise TypeError("it has other files too")
-    return found
+    return member
 
 
 def read_test_data(
@@ -155,8 +150,8 @@ def read_test_data(
 
     Raises ModelError, at ``key``, when a file is not a tensor.
     """
-    found: dict[str, Array] = {}
-    names = [each.name for each in tensors]
+    arrays: dict[str, Array] = {}
+    names = [tensor.name for tensor in tensors]
     for file in sorted(path.glob(f"{prefix}_*.pb")):
         _refuse_pipe(file, key)
         try:
@@ -169,10 +164,10 @@ def read_test_data(
         if tensor.data_type == onnx.TensorProto.STRING:
             array = np.array([s.decode() for s in tensor.string_data], object).reshape(array.shape)
         if tensor.name in names:
-            found[tensor.name] = array
+            arrays[tensor.name] = array
         elif number.isdigit() and int(number) < len(names):
-            found[names[int(number)]] = array
-    return found
+            arrays[names[int(number)]] = array
+    return arrays
 
 
 def _refuse_pipe(path: Path, key: Key) -> None:
@@ -180,21 +175,3 @@ def _refuse_pipe(path: Path, key: Key) -> None:
     if rejection := unreadable(path):
         message = f"{path.name} {rejection.message}"
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, rejection.hint))
-
-
-def array_for(found: Mapping[str, Array], tensor: TensorFacts, path: Path, key: Key) -> Array:
-    """The array for an input in the file ``path``; raises ModelError, at ``key``, if there is none."""
-    if tensor.name not in found:
-        message = f"{path.name} has no array for the input {tensor.name!r}."
-        hint = f"It has: {', '.join(sorted(found)) or 'none'}."
-        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
-    return found[tensor.name]
-
-
-def misfit(array: Array, tensor: TensorFacts, path: Path, key: Key, hint: str | None) -> ModelError:
-    """The error at ``key`` for an ``array`` of the file ``path`` that does not fit its input."""
-    message = (
-        f"{path.name} has {array.dtype.name} {list(array.shape)} for the input {tensor.name!r}, which "
-        f"takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}."
-    )
-    return ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))

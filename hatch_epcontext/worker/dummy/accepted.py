@@ -1,4 +1,4 @@
-"""Dummy inputs that a model accepts: gentler ones if it rejects the first."""
+"""Samples that a model accepts: gentler ones if it rejects the first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.graph.values.kinds import is_length_name
+from hatch_epcontext.graph.values.conventions import is_length_name
 from hatch_epcontext.worker.dummy.samples import Sample, samples
 
 T = TypeVar("T")
@@ -36,18 +36,18 @@ def run_samples(
     are left out, unless they were given. Raises ModelError at once, and the first error if all inputs fail.
     """
     failure: _FailedRun | None = None
-    for each in _attempts(inputs, model, ranges):
-        first, *others = samples(inputs, model, each, multiply_adds, states)
+    for gentler in _gentler(inputs, model, ranges):
+        first, *others = samples(inputs, model, gentler, multiply_adds, states)
         result = _try(run, first)
         if isinstance(result, _FailedRun):
             failure = failure or result
             continue
         if model.validate.inputs not in SYNTHETIC:
-            return [(first, result), *((sample, run(sample)) for sample in others)], each
-        further = ((sample, _try(run, sample)) for sample in others)
+            return [(first, result), *((sample, run(sample)) for sample in others)], gentler
+        results = ((sample, _try(run, sample)) for sample in others)
         # Samples that fail are extremes that the graph rejects, although its ranges do not show it.
-        kept = [(sample, found) for sample, found in further if not isinstance(found, _FailedRun)]
-        return [(first, result), *kept], each
+        accepted = [(sample, it) for sample, it in results if not isinstance(it, _FailedRun)]
+        return [(first, result), *accepted], gentler
     assert failure is not None
     raise failure.error
 
@@ -66,34 +66,28 @@ def _try(run: Callable[[Sample], T], sample: Sample) -> T | _FailedRun:
         return _FailedRun(error)
 
 
-def _attempts(inputs: Sequence[TensorFacts], model: Model, ranges: Ranges) -> Iterator[Ranges]:
+def _gentler(inputs: Sequence[TensorFacts], model: Model, ranges: Ranges) -> Iterator[Ranges]:
     """Yield ``ranges``, then gentler ones: other lengths, and values that are all 1 or 0."""
-    tried = [dict(ranges)]
     yield ranges
     if model.validate.inputs != "random":
         return
-    for gentler in _gentler(inputs, ranges):
-        if gentler not in tried:
-            tried.append(gentler)
-            yield gentler
-
-
-def _gentler(inputs: Sequence[TensorFacts], ranges: Ranges) -> Iterator[dict[str, Range]]:
-    lengths = [name for name, each in ranges.items() if _is_length(name, each)]
+    seen = [ranges]
+    lengths = [name for name, range_ in ranges.items() if _is_length(name, range_)]
     sizes = {
         size
-        for each in inputs
-        if each.name not in lengths
-        for size in each.sizes
+        for tensor in inputs
+        if tensor.name not in lengths
+        for size in tensor.sizes
         if isinstance(size, int) and size > 1
     }
-    for size in sorted(sizes, reverse=True)[:_MAX_SIZES]:
-        yield {**ranges, **{name: _only(ranges[name], size) for name in lengths}}
-    whole = {name: each for name, each in ranges.items() if each.whole}
-    for number in (1, 0):
-        yield {**ranges, **{name: _only(each, number) for name, each in whole.items()}}
-    for number in (1, 0):
-        yield {name: _only(each, number) for name, each in ranges.items()}
+    whole = [name for name, range_ in ranges.items() if range_.whole]
+    longest = sorted(sizes, reverse=True)[:_MAX_SIZES]
+    for names, numbers in ((lengths, longest), (whole, (1, 0)), (list(ranges), (1, 0))):
+        for number in numbers:
+            gentler = {**ranges, **{name: _only(ranges[name], number) for name in names}}
+            if gentler not in seen:
+                seen.append(gentler)
+                yield gentler
 
 
 def _is_length(name: str, range_: Range) -> bool:

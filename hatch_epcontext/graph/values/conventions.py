@@ -1,4 +1,4 @@
-"""Kinds of inputs, by their names and shapes: masks, lengths, images."""
+"""What the names and the shapes of inputs say by convention: masks, lengths, images."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 import re
 from typing import Literal
 
-from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.graph.values.forms import Bounds
+from hatch_epcontext.graph.facts import TensorFacts
 
 DEVIATIONS = 8.0
 """The range, in standard deviations, of floats that nothing bounds."""
@@ -43,12 +42,6 @@ _CHANNELS = (1, 3, 4)
 _MIN_IMAGE = 8
 """The smallest number of pixels along a side."""
 
-_SCALED = 0.03
-"""The factor below which a graph scales bytes to about 1: usual factors are 1/255 to 1/57."""
-
-_CENTERED = -60.0
-"""The offset below which a graph subtracts the mean of bytes."""
-
 
 def is_mask_name(name: str) -> bool:
     """Whether an input with this name is a mask."""
@@ -71,12 +64,6 @@ def looks_like_image(facts: TensorFacts) -> bool:
     """Whether this input of a convolution is an image, with the channels first or last."""
     sides = [facts.sizes[axis] for axis in _sides(facts)]
     return bool(sides) and all(not isinstance(n, int) or n >= _MIN_IMAGE for n in sides)
-
-
-def image_range(scale: Bounds, offset: Bounds) -> Range:
-    """The range of an image if its first convolution reads ``scale`` times it plus ``offset``."""
-    of_bytes = 0 < scale[1] < _SCALED or offset[1] < _CENTERED
-    return Range(0.0, 255.0 if of_bytes else 1.0, known=False)
 
 
 def dimension_kind(facts: TensorFacts, axis: int, *, is_state: bool) -> DimensionKind:

@@ -1,0 +1,235 @@
+"""The values that nodes accept as their operands: indices, lengths, sizes, masks, and clipped values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.values.linear import INVALID, clip_bounds
+
+_MAX_CLIP = 1e4
+"""The largest limit that describes the values: exporters also write the limits of a dtype."""
+
+_MAX_CHANGED = 8
+"""The largest size that an input may set freely, such as a number of repetitions."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The operand number ``operand`` is between ``low`` and ``high``, both included.
+
+    ``kind``: an ``"index"`` must stay within the bounds; so must a ``"length"``, whose ``high`` is infinite
+    if the graph does not show what it measures; values beyond a ``"clip"`` have no effect; a ``"mask"`` is
+    true or false; a ``"choice"`` is one of the values with which a number is compared; an ``"image"`` is
+    convolved. ``usual``: the value in normal use. ``whole``: it is rounded first.
+    """
+
+    operand: int
+    low: float
+    high: float
+    kind: Literal["index", "length", "clip", "mask", "choice", "image"] = "index"
+    usual: float | None = None
+    whole: bool = False
+
+
+_Rule = Callable[[onnx.NodeProto, Scope], Iterable[Bound]]
+
+
+def bounds(node: onnx.NodeProto, scope: Scope) -> list[Bound]:
+    """Return the bounds of the operands of ``node``; none for a malformed one."""
+    if (rule := _RULES.get(graph.operator(node))) is None:
+        return []
+    try:
+        of_node = list(rule(node, scope))
+    except INVALID:
+        return []
+    return [
+        bound for bound in of_node if bound.operand < len(node.input) and bound.low <= bound.high
+    ]
+
+
+def _indices(operand: int, size: int | None) -> Iterator[Bound]:
+    """An index below ``size``."""
+    if size:
+        yield Bound(operand, 0, size - 1)
+
+
+def _lengths(operand: int, size: int | None) -> Iterator[Bound]:
+    """A length of at most ``size``."""
+    high = math.inf if size is None else size
+    if size is None or size > 0:
+        yield Bound(operand, 1, high, "length", size)
+
+
+_Axis = int | tuple[str, int]
+"""An axis, or the attribute that names it, and its default."""
+
+
+def _size(node: onnx.NodeProto, scope: Scope, operand: int, axis: _Axis) -> int | None:
+    """The size of an operand along ``axis``; None if it is unknown."""
+    sizes = scope.sizes(graph.operand(node, operand)) or ()
+    along = axis if isinstance(axis, int) else int(graph.attribute(node, *axis))
+    return sizes[along] if -len(sizes) <= along < len(sizes) else None
+
+
+def _index(operand: int, table: int, axis: _Axis) -> _Rule:
+    """The operand is an index into the operand ``table``."""
+    return lambda node, scope: _indices(operand, _size(node, scope, table, axis))
+
+
+def _length(operand: int, axis: _Axis) -> _Rule:
+    """The operand is a length within the first one."""
+    return lambda node, scope: _lengths(operand, _size(node, scope, 0, axis))
+
+
+def _fixed(*fixed: Bound) -> _Rule:
+    return lambda node, scope: fixed
+
+
+def _all(*rules: _Rule) -> _Rule:
+    return lambda node, scope: (bound for rule in rules for bound in rule(node, scope))
+
+
+def _gather_nd(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    first, depth = int(graph.attribute(node, "batch_dims", 0)), _size(node, scope, 1, -1)
+    sizes = scope.sizes(graph.operand(node, 0))
+    if sizes and depth and first >= 0:
+        indexed = sizes[first : first + depth]
+        yield from _indices(1, min((size for size in indexed if size), default=None))
+
+
+def _one_hot(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    depth = scope.constant(graph.operand(node, 1))
+    if depth is not None and depth.size == 1:
+        yield from _indices(0, int(depth.item()))
+
+
+def _equal(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """A member of a stored range, as exporters write one-hot tables, or a number with special values."""
+    for operand, members in _compared(node, scope):
+        if members.size == 1:
+            yield Bound(operand, members[0], members[0], "choice")
+        elif _is_range(members):
+            yield Bound(operand, members[0], members[-1])
+
+
+def _compare(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """A length that is compared with positions."""
+    for operand, members in _compared(node, scope):
+        if members.size > 1 and members[0] in (0, 1) and _is_range(members):
+            yield from _lengths(operand, int(members[-1] - members[0]) + 1)
+
+
+def _compared(node: onnx.NodeProto, scope: Scope) -> Iterator[tuple[int, np.ndarray]]:
+    """Each operand that is compared with a constant, and the different values of that in order."""
+    for operand, other in ((0, 1), (1, 0)):
+        value = scope.constant(graph.operand(node, other))
+        if value is not None and value.size and value.dtype.kind in "iufb":
+            yield operand, np.unique(value).astype(np.float64)
+
+
+def _is_range(members: np.ndarray) -> bool:
+    return bool((np.diff(members) == 1).all())
+
+
+def _slice(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    sizes = scope.sizes(graph.operand(node, 0)) or ()
+    axes = scope.constant(graph.operand(node, 3))
+    cut = sizes if axes is None else [sizes[int(axis)] for axis in axes.ravel()]
+    size = min((size for size in cut if size), default=1)
+    yield from (Bound(1, 0, size - 1, usual=0), Bound(2, 1, size, usual=size), Bound(4, 1, 1))
+
+
+def _clip(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    low, high = clip_bounds(node, scope)
+    if max(abs(low), abs(high)) <= _MAX_CLIP:
+        yield Bound(0, low, high, "clip")
+
+
+def _quantize(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """The values that do not saturate."""
+    scale, zero = (scope.constant(graph.operand(node, number)) for number in (1, 2))
+    if scale is None or zero is None or scale.size != 1 or zero.size != 1:
+        return
+    if zero.dtype.kind in "iu":
+        info, factor, middle = np.iinfo(zero.dtype.name), float(scale.item()), int(zero.item())
+        yield Bound(0, (info.min - middle) * factor, (info.max - middle) * factor, "clip")
+
+
+def _positions(operand: int, table: int) -> _Rule:
+    """Positions in a table of two dimensions."""
+
+    def rule(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+        sizes = scope.sizes(graph.operand(node, table)) or ()
+        if len(sizes) == 2:
+            yield from _indices(operand, sizes[0])
+
+    return rule
+
+
+def _written(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """The position of a write into a cache, which leaves room for the new values."""
+    room, written = (_size(node, scope, operand, ("axis", -2)) for operand in (0, 1))
+    if room is not None and written is not None:
+        yield from _indices(2, room - written + 1)
+
+
+def _group_query_attention(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """The lengths of the cache with the new part: minus one, and of the whole batch."""
+    past, new = _size(node, scope, 3, 2), _size(node, scope, 0, 1)
+    # Shapes after ONNX Runtime's operators are unknown: there is at least one new token.
+    total = (past or 0) + (new or 1)
+    yield Bound(5, 0, total - 1, usual=total - 1)
+    yield Bound(6, 1, total, usual=total)
+
+
+def _mask(operand: int) -> _Rule:
+    return _fixed(Bound(operand, 0, 1, "mask", 1))
+
+
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(
+        (
+            *("Gather", "GatherElements", "ScatterElements", "Scatter"),
+            "com.microsoft.GatherBlockQuantized",
+        ),
+        _index(1, 0, ("axis", 0)),
+    ),
+    **dict.fromkeys(("GatherND", "ScatterND"), _gather_nd),
+    **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compare),
+    **dict.fromkeys(("LSTM", "GRU", "RNN", "com.microsoft.DynamicQuantizeLSTM"), _length(4, 0)),
+    **dict.fromkeys(("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"), _index(1, 0, 1)),
+    **dict.fromkeys(("Expand", "Tile"), _fixed(Bound(1, 1, _MAX_CHANGED, usual=1))),
+    "ConstantOfShape": _fixed(Bound(0, 1, _MAX_CHANGED, usual=1)),
+    "Loop": _fixed(Bound(0, 1, _MAX_CHANGED, usual=_MAX_CHANGED)),
+    # The limits of a detector's results.
+    "NonMaxSuppression": _all(_length(2, 1), _fixed(Bound(3, 0, 1), Bound(4, 0, 1))),
+    "RotaryEmbedding": _positions(3, 1),
+    "TensorScatter": _written,
+    "OneHot": _one_hot,
+    "Equal": _equal,
+    "ReverseSequence": _length(1, ("time_axis", 0)),
+    "Pad": _fixed(Bound(1, 0, 2)),
+    "Slice": _slice,
+    "TopK": _length(1, ("axis", -1)),
+    "Range": _fixed(Bound(0, 0, 0), Bound(1, 1, math.inf, "length"), Bound(2, 1, 1)),
+    "Resize": _fixed(Bound(2, 1, 2, usual=1)),
+    "Clip": _clip,
+    "QuantizeLinear": _quantize,
+    "Where": _mask(0),
+    # Tokens, segments and positions, each with its table.
+    "com.microsoft.EmbedLayerNormalization": _all(
+        *(_index(operand, table, 0) for operand, table in ((0, 2), (1, 4), (8, 3))), _mask(7)
+    ),
+    "com.microsoft.Attention": _mask(3),
+    "com.microsoft.MultiHeadAttention": _mask(4),
+    "com.microsoft.RotaryEmbedding": _positions(1, 2),
+    "com.microsoft.GroupQueryAttention": _group_query_attention,
+}

@@ -1,0 +1,272 @@
+"""Values of a graph as linear forms of its inputs, where they are linear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import onnx
+
+from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.scope import Scope
+
+_MAX_FORMS = 8
+"""The most paths to one value that are followed."""
+
+INVALID = (ValueError, TypeError, IndexError, KeyError, ArithmeticError)
+"""The errors of malformed nodes: opening a session reports the reason."""
+
+_MIN_OF_MASKS = 1000.0
+"""The size from which an added value hides the other summand."""
+
+
+@dataclass(frozen=True)
+class LinearForm:
+    """A value that is ``scale`` times the input called ``input``, plus ``offset``.
+
+    ``low`` and ``high``: what a limit on the path guarantees for any input. ``whole``: it was rounded on the
+    path. ``truth``: whether it became a boolean, by ``"itself"`` or because it was ``"compared"``.
+    ``masked``: it is 0 where a boolean is false.
+    """
+
+    input: str
+    scale: float = 1.0
+    offset: float = 0.0
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+    truth: Literal["", "itself", "compared"] = ""
+    masked: bool = False
+
+    def plus(self, number: float) -> LinearForm:
+        low, high = self.low + number, self.high + number
+        return replace(self, offset=self.offset + number, low=low, high=high)
+
+    def times(self, factor: float) -> LinearForm:
+        """The product with ``factor``, which is not 0."""
+        low, high = sorted((self.low * factor, self.high * factor))
+        scale, offset = self.scale * factor, self.offset * factor
+        return replace(self, scale=scale, offset=offset, low=low, high=high)
+
+    def within(self, low: float, high: float) -> LinearForm:
+        return replace(self, low=max(self.low, low), high=min(self.high, high))
+
+    def input_between(self, low: float, high: float) -> tuple[float, float]:
+        """The values of the input for which the form is from ``low`` to ``high``."""
+        low = -math.inf if self.low >= low else low
+        high = math.inf if self.high <= high else high
+        first, last = sorted(((low - self.offset) / self.scale, (high - self.offset) / self.scale))
+        return first, last
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it depends on the input at all, and no factor on the path is beyond all numbers."""
+        return 0 < abs(self.scale) < math.inf and math.isfinite(self.offset)
+
+    @property
+    def hides(self) -> bool:
+        """Whether it is an added mask: 0 for a 1, and a large negative number for a 0."""
+        return self.scale >= _MIN_OF_MASKS and math.isclose(self.offset, -self.scale, rel_tol=1e-3)
+
+
+class LinearForms:
+    """The linear forms of the values of ``main``, from the ``forms`` of its inputs by their names.
+
+    ``scope``: the shapes and constants of its values.
+    """
+
+    def __init__(self, main: onnx.GraphProto, forms: Mapping[str, LinearForm]) -> None:
+        self.scope = Scope(main, nested=True)
+        self._forms: dict[str, tuple[LinearForm, ...]] = {
+            name: (form,) for name, form in forms.items()
+        }
+
+    def of(self, name: str) -> tuple[LinearForm, ...]:
+        """The forms of the value ``name``, none if it is not linear."""
+        return self._forms.get(name, ())
+
+    def __iter__(self) -> Iterator[LinearForm]:
+        """The forms of all values that were followed."""
+        return (form for forms in self._forms.values() for form in forms)
+
+    def follow(self, part: graph.Part | None = None) -> Iterator[onnx.NodeProto]:
+        """Add the forms of all values in ``part``, by default the main graph, and the graphs inside it.
+
+        Yields each node that reads a value with forms, when the forms of its operands are complete.
+        """
+        for node in (self.scope.part if part is None else part).node:
+            is_followed = any(name in self._forms for name in node.input)
+            if is_followed:
+                yield node
+            inner_graphs = graph.inner_graphs(node)
+            for inner in inner_graphs:
+                if node.op_type in ("Loop", "Scan"):
+                    # A Loop counts its iterations itself; all other values have the same position as outside.
+                    self._pass(node.input, [value.name for value in inner.input])
+                yield from self.follow(inner)
+                results = [value.name for value in inner.output]
+                self._pass(results[node.op_type == "Loop" :], node.output)
+            if is_followed and not inner_graphs and node.domain in graph.STANDARD:
+                self._add_results(node)
+
+    def _pass(self, names: Sequence[str], others: Sequence[str]) -> None:
+        """Give the values called ``others`` the forms of those called ``names``."""
+        for name, other in zip(names, others, strict=False):
+            if name in self._forms:
+                self._forms[other] = self._forms[name]
+
+    def _add_results(self, node: onnx.NodeProto) -> None:
+        if (rule := _RULES.get(node.op_type)) is None:
+            return
+        try:
+            operands = [self.of(name) for name in node.input]
+            results = rule(node, operands, self.scope)
+            forms = tuple(dict.fromkeys(form for form in results if form.is_finite))
+        except INVALID:
+            return
+        if forms:
+            outputs = node.output if node.op_type == "Split" else node.output[:1]
+            self._forms.update(dict.fromkeys(outputs, forms[:_MAX_FORMS]))
+
+
+_Operands = Sequence[Sequence[LinearForm]]
+"""The forms of each operand of a node."""
+
+_Rule = Callable[[onnx.NodeProto, _Operands, Scope], Iterable[LinearForm]]
+
+
+def _any(operands: _Operands) -> Iterable[LinearForm]:
+    """The forms of all operands: the result has values of each."""
+    return (form for forms in operands for form in forms)
+
+
+def _cast(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+    to = graph.attribute(node, "to", 0)
+    for form in operands[0]:
+        if to == onnx.TensorProto.BOOL:
+            yield replace(form, truth=form.truth or "itself")
+        else:
+            yield replace(form, whole=form.whole or to in _WHOLE)
+
+
+def _equal(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+    """Booleans: the forms of all operands, if the others are 0, 1 or booleans too."""
+    for name in node.input:
+        value = scope.constant(name)
+        if value is not None and (value.size != 1 or value.item() not in (0, 1)):
+            return
+    for form in _any(operands):
+        yield replace(form, truth=form.truth or "itself")
+
+
+def _added(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+    sign = -1.0 if node.op_type == "Sub" else 1.0
+    first, second = (ends(name, scope) for name in node.input[:2])
+    left, right = operands[0], [form.times(sign) for form in operands[1]]
+    if second:
+        yield from (form.plus(sign * number) for form in left for number in second)
+    elif first:
+        yield from (form.plus(number) for form in right for number in first)
+    elif left and right:
+        # Masked summands take turns. Of others the sum is within limits if twice each of them is.
+        masked = all(form.masked for form in (*left, *right))
+        yield from (form if masked else form.times(2) for form in (*left, *right))
+
+
+def _multiplied(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+    for one, other in ((0, 1), (1, 0)):
+        yield from _scaled(operands[one], ends(node.input[other], scope))
+        if any(form.truth for form in operands[other]):
+            yield from (replace(form, masked=True) for form in operands[one])
+
+
+def _divided(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+    divisors = ends(node.input[1], scope)
+    if 0 not in divisors:
+        yield from _scaled(operands[0], [1 / number for number in divisors])
+
+
+def _scaled(forms: Iterable[LinearForm], factors: Sequence[float]) -> Iterator[LinearForm]:
+    """The products with the smallest and the largest of ``factors``, if these have the same sign."""
+    if factors and min(factors) * max(factors) > 0:
+        yield from (form.times(factor) for form in forms for factor in factors)
+
+
+def _summed(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+    """Sums of at most all values."""
+    count = math.prod(size or 1 for size in scope.sizes(node.input[0]) or ())
+    for form in operands[0]:
+        yield from (form,) if form.truth else (form, form.times(max(count, 1)))
+
+
+def _limited(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+    low, high = clip_bounds(node, scope)
+    yield from (form.within(low, high) for form in _any(operands))
+
+
+_KEEPING = operators.MOVES | operators.PADS | operators.EXTREMES | operators.MEANS
+_KEEPING |= {"Abs", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear", "TopK"}
+"""Operators whose results are within the values of their first operand, or nearly."""
+
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(_KEEPING, lambda node, operands, scope: operands[0]),
+    **dict.fromkeys(
+        ("Floor", "Ceil", "Round"),
+        lambda node, operands, scope: (replace(form, whole=True) for form in operands[0]),
+    ),
+    **dict.fromkeys(
+        ("ScatterElements", "ScatterND", "Scatter"),
+        # The data and the updates.
+        lambda node, operands, scope: (*operands[0], *operands[2]),
+    ),
+    **dict.fromkeys(("Equal", "Not", "And", "Or"), _equal),
+    **dict.fromkeys(
+        ("Less", "LessOrEqual", "Greater", "GreaterOrEqual"),
+        lambda node, operands, scope: (replace(form, truth="compared") for form in _any(operands)),
+    ),
+    **dict.fromkeys(("Add", "Sub"), _added),
+    **dict.fromkeys(("ReduceSum", "CumSum"), _summed),
+    **dict.fromkeys(("Min", "Max", "Clip"), _limited),
+    "Cast": _cast,
+    "Concat": lambda node, operands, scope: _any(operands),
+    "Where": lambda node, operands, scope: (*operands[1], *operands[2]),
+    "Mul": _multiplied,
+    "Div": _divided,
+    "Neg": lambda node, operands, scope: (form.times(-1) for form in operands[0]),
+    "Range": lambda node, operands, scope: (form.plus(-1) for form in operands[1]),
+}
+
+_WHOLE = frozenset(
+    onnx.TensorProto.DataType.Value(f"{sign}INT{bits}")
+    for sign in ("", "U")
+    for bits in (8, 16, 32, 64)
+)
+
+
+def ends(name: str, scope: Scope) -> tuple[float, ...]:
+    """The smallest and the largest value of the constant ``name``; none if it is not a finite constant."""
+    value = scope.constant(name)
+    if value is None or not value.size:
+        return ()
+    both = (float(value.min()), float(value.max()))
+    return tuple(dict.fromkeys(both)) if all(map(math.isfinite, both)) else ()
+
+
+def clip_bounds(node: onnx.NodeProto, scope: Scope) -> tuple[float, float]:
+    """The constants between which ``node``, a Clip, Min or Max, keeps its values."""
+    if node.op_type == "Clip":
+        low, high = (_clip_bound(node, i, name, scope) for i, name in ((1, "min"), (2, "max")))
+        return (-math.inf if low is None else low, math.inf if high is None else high)
+    constants = [numbers for name in node.input if (numbers := ends(name, scope))]
+    if node.op_type == "Min":
+        return -math.inf, min((max(numbers) for numbers in constants), default=math.inf)
+    return max((min(numbers) for numbers in constants), default=-math.inf), math.inf
+
+
+def _clip_bound(node: onnx.NodeProto, operand: int, name: str, scope: Scope) -> float | None:
+    attribute = graph.attribute(node, name, None)
+    if isinstance(attribute, float):
+        return attribute if math.isfinite(attribute) else None
+    return next(iter(ends(graph.operand(node, operand), scope)), None)
