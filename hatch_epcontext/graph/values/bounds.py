@@ -174,13 +174,6 @@ def _positions(operand: int, table: int) -> _Rule:
     return rule
 
 
-def _written(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
-    """The position of a write into a cache, which leaves room for the new values."""
-    room, written = (_size(node, scope, operand, ("axis", -2)) for operand in (0, 1))
-    if room is not None and written is not None:
-        yield from _indices(2, room - written + 1)
-
-
 def _group_query_attention(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     """The lengths of the cache with the new part: minus one, and of the whole batch."""
     past, new = _size(node, scope, 3, 2), _size(node, scope, 0, 1)
@@ -205,14 +198,12 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("GatherND", "ScatterND"), _gather_nd),
     **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compare),
     **dict.fromkeys(("LSTM", "GRU", "RNN", "com.microsoft.DynamicQuantizeLSTM"), _length(4, 0)),
-    **dict.fromkeys(("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"), _index(1, 0, 1)),
     **dict.fromkeys(("Expand", "Tile"), _fixed(Bound(1, 1, _MAX_CHANGED, usual=1))),
     "ConstantOfShape": _fixed(Bound(0, 1, _MAX_CHANGED, usual=1)),
     "Loop": _fixed(Bound(0, 1, _MAX_CHANGED, usual=_MAX_CHANGED)),
     # The limits of a detector's results.
     "NonMaxSuppression": _all(_length(2, 1), _fixed(Bound(3, 0, 1), Bound(4, 0, 1))),
     "RotaryEmbedding": _positions(3, 1),
-    "TensorScatter": _written,
     "OneHot": _one_hot,
     "Equal": _equal,
     "ReverseSequence": _length(1, ("time_axis", 0)),

@@ -194,13 +194,6 @@ def _scaled(forms: Iterable[LinearForm], factors: Sequence[float]) -> Iterator[L
         yield from (form.times(factor) for form in forms for factor in factors)
 
 
-def _summed(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
-    """Sums of at most all values."""
-    count = math.prod(size or 1 for size in scope.sizes(node.input[0]) or ())
-    for form in operands[0]:
-        yield from (form,) if form.truth else (form, form.times(max(count, 1)))
-
-
 def _limited(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
     low, high = clip_bounds(node, scope)
     yield from (form.within(low, high) for form in _any(operands))
@@ -227,7 +220,6 @@ _RULES: Mapping[str, _Rule] = {
         lambda node, operands, scope: (replace(form, truth="compared") for form in _any(operands)),
     ),
     **dict.fromkeys(("Add", "Sub"), _added),
-    **dict.fromkeys(("ReduceSum", "CumSum"), _summed),
     **dict.fromkeys(("Min", "Max", "Clip"), _limited),
     "Cast": _cast,
     "Concat": lambda node, operands, scope: _any(operands),

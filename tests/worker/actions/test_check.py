@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,17 @@ def test_the_problems_of_all_models_are_reported_at_once(tmp_path: Path) -> None
         "tool.epcontext.models[0]",
         "tool.epcontext.models[2]",
     ]
+
+
+def test_inputs_are_not_generated_to_check_their_sizes(tmp_path: Path) -> None:
+    made = parsed("(float[n] x) => (float[n] y) { y = Relu (x) }")
+    path = save(made, tmp_path / "a.onnx")
+    tracemalloc.start()
+    handle(request_for(path, dims={"n": 2**29}))
+    assert tracemalloc.get_traced_memory()[1] < 2**29
+    tracemalloc.stop()
+    with pytest.raises(ModelError, match="too large to be generated"):
+        handle(request_for(path, dims={"n": 2**29 + 1}))
 
 
 def test_dummy_inputs_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
