@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,14 @@ class Builder:
         self.dtype: np.dtype[Any] = np.dtype(np.float32)
         self._stem = self._stem_of_nodes = ""
         self.size = 0
-        self._taken: set[str] = set()
+        self._names: set[str] = set()
         self._counts: dict[str, int] = {}
         for part in graph.graphs(model.graph):
-            self._taken |= {each.name for each in (*part.input, *part.output, *part.value_info)}
-            self._taken |= {each.name for each in graph.stored_tensors(part)}
+            values = (*part.input, *part.output, *part.value_info)
+            self._names |= {value.name for value in values}
+            self._names |= {tensor.name for tensor in graph.stored_tensors(part)}
             for node in part.node:
-                self._taken |= {node.name, *node.input, *node.output}
+                self._names |= {node.name, *node.input, *node.output}
 
     def replace(self, scope: Scope, rules: Rules, *, nested: bool = True) -> int:
         """Add the nodes of the graph of ``scope``, each replaced by the rule for its operator, if any.
@@ -69,8 +71,7 @@ class Builder:
         Returns the number of replaced nodes; with ``nested`` also those of the graphs inside it.
         """
         count = 0
-        for each in scope.part.node:
-            node = copy_of(each)
+        for node in map(copy_of, scope.part.node):
             # Inner graphs come first: the node around them may copy them.
             for inner in graph.inner_graphs(node) if nested else ():
                 builder = copy.copy(self)
@@ -95,16 +96,16 @@ class Builder:
             values = rule(node, scope, self) or ()
         except MissingOperatorError:
             values = ()
-        given = [*values, *[""] * len(node.output)][: len(node.output)]
-        if not values or any(o and not value for o, value in zip(node.output, given, strict=True)):
+        pairs = [*zip_longest(node.output, values[: len(node.output)], fillvalue="")]
+        if not values or any(output and not value for output, value in pairs):
             del self.nodes[nodes:], self.stored[stored:]
             self.size = size
             return False
         new = self.nodes[nodes:]
-        made = {name for each in new for name in each.output}
+        results = {name for added in new for name in added.output}
         names: dict[str, str] = {}
-        for value, output in zip(given, node.output, strict=True):
-            if output and value in made and value not in names:
+        for output, value in pairs:
+            if output and value in results and value not in names:
                 names[value] = output
             elif output:
                 self.copy_to(names.get(value, value), output)
@@ -116,21 +117,21 @@ class Builder:
         set_nodes(self.model.graph, self.nodes)
         self.model.graph.initializer.extend(self.stored)
 
-    def fresh(self, wanted: str) -> str:
-        """``wanted``, with a number after it if a value or a node has the name."""
-        name = wanted
-        while name in self._taken or not name:
-            self._counts[wanted] = self._counts.get(wanted, 0) + 1
-            name = f"{wanted}_{self._counts[wanted]}"
-        self._taken.add(name)
-        return name
+    def fresh(self, name: str) -> str:
+        """``name``, with a number after it if a value or a node has it."""
+        unique = name
+        while unique in self._names or not unique:
+            self._counts[name] = self._counts.get(name, 0) + 1
+            unique = f"{name}_{self._counts[name]}"
+        self._names.add(unique)
+        return unique
 
     def append(self, node: onnx.NodeProto) -> None:
         """Add ``node``, whose names are unique."""
         self.nodes.append(node)
         if self.limit is None or node.op_type == "Constant":
             return
-        self.size += 1 + sum(len(graph.compute_nodes(each)) for each in graph.inner_graphs(node))
+        self.size += 1 + sum(map(len, map(graph.compute_nodes, graph.inner_graphs(node))))
         if self.size > self.limit:
             raise TooManyNodesError(self.limit)
 
@@ -143,7 +144,7 @@ class Builder:
         """
         if not attributes.get("domain") and not onnx.defs.has(op, self.opset):
             raise MissingOperatorError(op, self.opset)
-        names = [each and self.fresh(f"{self._stem}/{op}") for each in outputs]
+        names = [output and self.fresh(f"{self._stem}/{op}") for output in outputs]
         while inputs and not inputs[-1]:
             inputs = inputs[:-1]
         # Not the output's name: ONNX Runtime's optimizer has one namespace for both.
@@ -339,8 +340,8 @@ def by_node(name: str, rules: Rules, *, nested: bool = True) -> Rewrite:
     """A rewrite that replaces single nodes, with ``nested`` also in inner graphs, and removes unused ones."""
 
     def apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
-        wanted = {operator: rule for operator, rule in rules.items() if operator in refused}
-        if count := replace(model, wanted, types, nested=nested):
+        needed = {operator: rule for operator, rule in rules.items() if operator in refused}
+        if count := replace(model, needed, types, nested=nested):
             for part in graph.graphs(model.graph):
                 remove_unused(part)
         return count
@@ -457,7 +458,7 @@ def remove_unused(
 
 
 def _keep(named: Any, used: set[str]) -> None:
-    kept = [each for each in named if each.name in used]
+    kept = [entry for entry in named if entry.name in used]
     del named[:]
     named.extend(kept)
 

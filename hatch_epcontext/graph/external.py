@@ -61,19 +61,19 @@ def external_data(model: onnx.ModelProto, path: Path, location: str = "") -> tup
         raise ModelError(*problems) from None
     inside = _ModelFolder(path)
     for name, end in sorted(ends.items()):
-        found = inside.status(name)
+        status = inside.status(name)
         if PurePosixPath(name).name == "manifest.json":
             message = f"the external data {name!r} has the name of a model package's manifest."
             add(message, "Save the model and its data again, with another name.")
-        elif isinstance(found, Rejection):
-            add(f"the external data {name!r} {found.message}", found.hint)
-        elif found.st_size < end:
+        elif isinstance(status, Rejection):
+            add(f"the external data {name!r} {status.message}", status.hint)
+        elif status.st_size < end:
             message = f"the external data {name!r} is shorter than the model requires."
             add(message, "Save the model and its data again.")
-        elif reason := too_large(found, end):
+        elif reason := too_large(status, end):
             add(f"the external data {name!r} {reason}.")
         else:
-            total += found.st_size
+            total += status.st_size
     if total > MAX_BYTES:
         add(f"the external data is larger than {show_size(MAX_BYTES)}: {show_size(total)}.")
     if problems:
@@ -143,18 +143,14 @@ def refuse_too_large(model: onnx.ModelProto, path: Path) -> None:
     """
     inside = _ModelFolder(path)
     for name, end in sorted(_ends(model).items()):
-        found = inside.status(name)
-        if not isinstance(found, Rejection) and (reason := too_large(found, end)):
+        status = inside.status(name)
+        if not isinstance(status, Rejection) and (reason := too_large(status, end)):
             message = f"the external data {name!r} {reason}."
             raise ModelError(Problem(Kind.EXTERNAL_DATA, "", message))
 
 
 _OUTSIDE = Rejection("is outside the model's folder.", "Save the model with relative locations.")
-_MISSING = Rejection(
-    "is missing.",
-    "It belongs beside the model, in the sdist too. With a url: remove sha256 and data, and run epcontext "
-    "fetch --pin.",
-)
+_MISSING = Rejection("is missing.", "It belongs beside the model.")
 _NO_FILE = Rejection("is not a regular file.", "Save the model and its data again.")
 _LFS_POINTER = Rejection(
     "is a Git LFS pointer, not the data itself.", "Fetch the data with Git LFS."
@@ -245,8 +241,7 @@ def _ends(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    parts: list[graph.Part] = [model.graph, *model.functions]
-    for part in parts:
+    for part in graph.parts(model):
         yield from (tensor for tensor in graph.tensors(part) if graph.is_external(tensor))
 
 

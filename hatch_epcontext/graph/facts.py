@@ -29,8 +29,8 @@ class TensorFacts:
         if self.shape is None:
             return True
         return len(shape) == len(self.shape) and all(
-            not isinstance(size, int) or size == given
-            for given, size in zip(shape, self.shape, strict=True)
+            not isinstance(size, int) or size == length
+            for length, size in zip(shape, self.shape, strict=True)
         )
 
     @property

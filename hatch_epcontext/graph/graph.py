@@ -54,9 +54,9 @@ def graphs(part: _P) -> Iterator[_P | onnx.GraphProto]:
     """Yield ``part`` and all graphs inside its nodes."""
     waiting: list[_P | onnx.GraphProto] = [part]
     while waiting:
-        each = waiting.pop()
-        yield each
-        waiting += reversed([inner for node in each.node for inner in inner_graphs(node)])
+        outer = waiting.pop()
+        yield outer
+        waiting += reversed([inner for node in outer.node for inner in inner_graphs(node)])
 
 
 def inner_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
@@ -70,27 +70,27 @@ def inner_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
 
 def nodes(part: Part) -> Iterator[onnx.NodeProto]:
     """Yield all nodes of ``part`` and of the graphs inside them."""
-    for each in graphs(part):
-        yield from each.node
+    for inner in graphs(part):
+        yield from inner.node
 
 
 def read_by(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the values of the graph around it that ``node`` reads, also in the graphs inside it."""
     yield from filter(None, node.input)
     for inner in inner_graphs(node):
-        own = {each.name for each in inner.input}
-        own |= {each.name for each in stored_tensors(inner)}
-        own |= {name for each in inner.node for name in each.output}
-        for each in inner.node:
-            yield from (name for name in read_by(each) if name not in own)
+        own = {value.name for value in inner.input}
+        own |= {tensor.name for tensor in stored_tensors(inner)}
+        own |= {name for child in inner.node for name in child.output}
+        for child in inner.node:
+            yield from (name for name in read_by(child) if name not in own)
         # An inner graph may also return a value of the graph around it as it is.
-        yield from (each.name for each in inner.output if each.name not in own)
+        yield from (value.name for value in inner.output if value.name not in own)
 
 
 def is_random(node: onnx.NodeProto) -> bool:
     """Whether two runs of ``node``, or of a graph inside it, can give different values."""
-    nested = (each for inner in inner_graphs(node) for each in nodes(inner))
-    return any(each.op_type in _RANDOM for each in (node, *nested))
+    nested = (child for inner in inner_graphs(node) for child in nodes(inner))
+    return any(child.op_type in _RANDOM for child in (node, *nested))
 
 
 def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
@@ -100,15 +100,15 @@ def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 def name_nodes(graph: onnx.GraphProto) -> None:
     """Give the nodes of ``graph`` that have no name that of their first output, in place."""
-    found = compute_nodes(graph)
-    taken = {node.name for node in found}
-    for node in found:
+    nodes = compute_nodes(graph)
+    names = {node.name for node in nodes}
+    for node in nodes:
         if not node.name:
             name = next(filter(None, node.output), node.op_type)
-            while name in taken:
+            while name in names:
                 name += "_"
             node.name = name
-            taken.add(name)
+            names.add(name)
 
 
 def order_layout_changes(graph: onnx.GraphProto) -> None:
@@ -158,11 +158,11 @@ def operand(node: onnx.NodeProto, number: int) -> str:
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     """Return the value of an attribute of ``node``, text as bytes; ``default`` if it has no value."""
-    for each in node.attribute:
-        if each.name == name:
+    for attribute in node.attribute:
+        if attribute.name == name:
             # It refers to a function's attribute, or has an invalid type.
             with contextlib.suppress(ValueError):
-                return onnx.helper.get_attribute_value(each)
+                return onnx.helper.get_attribute_value(attribute)
     return default
 
 
@@ -176,10 +176,8 @@ def text(node: onnx.NodeProto, name: str) -> str:
 
 def blob(node: onnx.NodeProto, name: str) -> bytes:
     """Return the bytes of a text attribute of ``node``; empty if it is missing. Raises as `text` does."""
-    for each in node.attribute:
-        if each.name == name:
-            return bytes(_typed(node, each, onnx.AttributeProto.STRING).s)
-    return b""
+    attribute = _typed(node, name, onnx.AttributeProto.STRING)
+    return b"" if attribute is None else bytes(attribute.s)
 
 
 def number(node: onnx.NodeProto, name: str, default: int) -> int:
@@ -187,22 +185,20 @@ def number(node: onnx.NodeProto, name: str, default: int) -> int:
 
     Raises ModelError, without a location, when it is not an integer.
     """
-    for each in node.attribute:
-        if each.name == name:
-            return int(_typed(node, each, onnx.AttributeProto.INT).i)
-    return default
+    attribute = _typed(node, name, onnx.AttributeProto.INT)
+    return default if attribute is None else int(attribute.i)
 
 
-def _typed(node: onnx.NodeProto, given: onnx.AttributeProto, type_: int) -> onnx.AttributeProto:
-    if given.type != type_:
+def _typed(node: onnx.NodeProto, name: str, type_: int) -> onnx.AttributeProto | None:
+    attribute = next((attribute for attribute in node.attribute if attribute.name == name), None)
+    if attribute is not None and attribute.type != type_:
         types = onnx.AttributeProto.AttributeType
-        wanted, found = (types.Name(each).lower() for each in (type_, given.type))
         message = (
-            f"the attribute {given.name!r} of the node {node.name!r} ({node.op_type}) must be {wanted}, "
-            f"not {found}."
+            f"the attribute {name!r} of the node {node.name!r} ({node.op_type}) must be "
+            f"{types.Name(type_).lower()}, not {types.Name(attribute.type).lower()}."
         )
         raise ModelError(Problem(Kind.INVALID_MODEL, "", message))
-    return given
+    return attribute
 
 
 def is_main(node: onnx.NodeProto) -> bool:
@@ -234,15 +230,15 @@ def license_of(model: onnx.ModelProto) -> str | None:
 
 def control_flow(graph: onnx.GraphProto) -> tuple[str, ...]:
     """Return the operators in ``graph`` that choose or repeat other graphs, each once."""
-    found = (node.op_type for node in nodes(graph) if node.op_type in ("If", "Loop", "Scan"))
-    return tuple(dict.fromkeys(found))
+    operators = dict.fromkeys(node.op_type for node in nodes(graph))
+    return tuple(operator for operator in operators if operator in ("If", "Loop", "Scan"))
 
 
 def tensors(part: Part) -> Iterator[onnx.TensorProto]:
     """Yield all stored tensors of ``part``, also those in attributes and in the graphs inside it."""
-    for each in graphs(part):
-        yield from stored_tensors(each)
-        for node in each.node:
+    for inner in graphs(part):
+        yield from stored_tensors(inner)
+        for node in inner.node:
             for attribute in node.attribute:
                 yield from attribute_tensors(attribute)
 
@@ -271,17 +267,18 @@ def has_float16(model: onnx.ModelProto) -> bool:
     half = onnx.TensorProto.FLOAT16
     return (
         any(value.type.tensor_type.elem_type == half for value in model.graph.input)
-        or any(tensor.data_type == half for part in _parts(model) for tensor in tensors(part))
+        or any(tensor.data_type == half for part in parts(model) for tensor in tensors(part))
         or any(
             attribute.i == half and attribute.name in TYPE_ATTRIBUTES
-            for part in _parts(model)
+            for part in parts(model)
             for node in nodes(part)
             for attribute in node.attribute
         )
     )
 
 
-def _parts(model: onnx.ModelProto) -> tuple[Part, ...]:
+def parts(model: onnx.ModelProto) -> tuple[Part, ...]:
+    """Return the main graph and the functions of ``model``."""
     return (model.graph, *model.functions)
 
 
@@ -294,14 +291,14 @@ def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
     """Return the value of a Constant node; None for another node, or a value that is not a dense tensor."""
     if node.op_type != "Constant" or node.domain not in STANDARD or not node.attribute:
         return None
-    (given,) = node.attribute[:1]
-    if given.name == "value":
-        return given.t
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        return attribute.t
     types = {"int": onnx.TensorProto.INT64, "float": onnx.TensorProto.FLOAT}
-    kind = given.name.removeprefix("value_").removesuffix("s")
+    kind = attribute.name.removeprefix("value_").removesuffix("s")
     if kind not in types:
         return None
-    values = onnx.helper.get_attribute_value(given)
+    values = onnx.helper.get_attribute_value(attribute)
     several = isinstance(values, (list, tuple))
     shape = [len(values)] if several else []
     return onnx.helper.make_tensor("", types[kind], shape, values if several else [values])
@@ -338,8 +335,8 @@ def sizes(type_: onnx.TypeProto) -> tuple[int | None, ...] | None:
     tensor = type_.tensor_type
     if not tensor.HasField("shape"):
         return None
-    found = map(size, tensor.shape.dim)
-    return tuple(each if isinstance(each, int) else None for each in found)
+    dims = map(size, tensor.shape.dim)
+    return tuple(dim if isinstance(dim, int) else None for dim in dims)
 
 
 def size(dim: onnx.TensorShapeProto.Dimension) -> Size:
@@ -378,9 +375,8 @@ def inferred(
     main.input.extend(model.graph.input)
     main.output.extend(model.graph.output)
     main.value_info.extend(model.graph.value_info)
-    main.value_info.extend(
-        onnx.ValueInfoProto(name=name, type=each) for name, each in types.items()
-    )
+    for name, type_ in types.items():
+        main.value_info.add(name=name, type=type_)
     main.sparse_initializer.extend(model.graph.sparse_initializer)
     for tensor in model.graph.initializer:
         # Shape inference would copy large tensors twice, and fail if they are in another file.
@@ -388,7 +384,7 @@ def inferred(
             main.initializer.append(tensor)
         else:
             type_ = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
-            main.value_info.append(onnx.ValueInfoProto(name=tensor.name, type=type_))
+            main.value_info.add(name=tensor.name, type=type_)
     try:
         return onnx.shape_inference.infer_shapes(light, data_prop=True).graph
     except Exception:

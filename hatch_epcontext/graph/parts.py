@@ -61,11 +61,11 @@ def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> Pa
         return WrongCut(unknown)
     outputs = cut.outputs or tuple(value.name for value in main.output)
     ends = {*cut.inputs, *own}
-    nodes = scope.above(outputs, lambda each: each not in ends)
+    nodes = scope.above(outputs, lambda name: name not in ends)
     # An output of the graph can be the cut's own input, or the graph's.
     reached = {
-        name: ends.intersection(scope.ancestors([name], lambda each: each not in ends))
-        for name in outputs
+        output: ends.intersection(scope.ancestors([output], lambda name: name not in ends))
+        for output in outputs
     }
     needed = {name for its in reached.values() for name in its}
     named = set(cut.inputs) if cut.inputs else set(own)
@@ -100,7 +100,7 @@ def is_possible(
         return False
     typed = graph.inferred(model)
     values = map(graph.facts, (*typed.input, *typed.value_info, *typed.output))
-    others = {each.name for each in values if each.dtype.endswith("_type")}
+    others = {value.name for value in values if value.dtype.endswith("_type")}
     return others.isdisjoint((*part.inputs, *part.outputs))
 
 
@@ -109,20 +109,20 @@ def extract(model: onnx.ModelProto, part: Part, ends: Mapping[str, onnx.ValueInf
     main = model.graph
     nodes = [main.node[index] for index in part.nodes]
     used = {name for node in nodes for name in graph.read_by(node)} - set(part.inputs)
-    made = {name for node in nodes for name in node.output}
+    results = {name for node in nodes for name in node.output}
     kept = onnx.GraphProto(name=main.name, doc_string=main.doc_string)
     kept.node.extend(nodes)
     kept.input.extend(ends[name] for name in part.inputs)
     # Before ONNX IR 4 an initializer had to be listed as an input too.
     if model.ir_version < 4:
-        kept.input.extend(each for each in main.input if each.name in used - made)
+        kept.input.extend(value for value in main.input if value.name in used - results)
     kept.output.extend(ends[name] for name in part.outputs)
-    kept.initializer.extend(each for each in main.initializer if each.name in used)
+    kept.initializer.extend(tensor for tensor in main.initializer if tensor.name in used)
     kept.sparse_initializer.extend(
-        each for each in main.sparse_initializer if each.values.name in used
+        tensor for tensor in main.sparse_initializer if tensor.values.name in used
     )
-    known = made - set(part.outputs)
-    kept.value_info.extend(each for each in main.value_info if each.name in known)
+    inside = results - set(part.outputs)
+    kept.value_info.extend(value for value in main.value_info if value.name in inside)
     model.graph.CopyFrom(kept)
 
 
@@ -142,36 +142,23 @@ def largest_covered(
     """
     flow = _Flow(prepared, list(uncovered))
     inputs = {value.name for value in graph.inputs(source.graph)}
-    made = {name for node in source.graph.node for name in node.output}
-    begin, end = (inputs | made) - set(open_values), made
-    parts = sorted(
-        (_within(flow, part, begin, end) for part in flow.parts()), key=len, reverse=True
-    )
-    cuts = (
-        _cut(flow, part, source.graph)
-        for part in parts
-        if len(part) > _MIN_PART * len(flow.numbers)
-    )
-    return next(
-        (
+    outputs = {value.name for value in source.graph.output}
+    results = {name for node in source.graph.node for name in node.output}
+    begin = (inputs | results) - set(open_values)
+    parts = (_within(flow, part, begin, results) for part in flow.parts())
+    for part in sorted(parts, key=len, reverse=True):
+        if len(part) <= _MIN_PART * len(flow.numbers):
+            break
+        first, last = map(tuple, flow.ends(part))
+        cut = Cut(() if inputs.issuperset(first) else first, () if outputs == {*last} else last)
+        if (
             cut
-            for cut in cuts
-            if cut
             and max(len(cut.inputs), len(cut.outputs)) <= _MAX_ENDS
             # More may depend on the inputs of the source than in the prepared graph.
             and is_possible(source, cut, frozen, flow.left)
-        ),
-        None,
-    )
-
-
-def _cut(flow: _Flow, part: set[int], source: onnx.GraphProto) -> Cut:
-    first, last = flow.ends(part)
-    inputs = {value.name for value in graph.inputs(source)}
-    outputs = {value.name for value in source.output}
-    return Cut(
-        () if set(first) <= inputs else tuple(first), () if set(last) == outputs else tuple(last)
-    )
+        ):
+            return cut
+    return None
 
 
 class _Flow(Scope):
@@ -189,8 +176,8 @@ class _Flow(Scope):
         self.numbers = [i for i, node in enumerate(main.node) if node.op_type != "Constant"]
         self.covered = set(self.numbers) - set(left)
         self._outputs = {value.name for value in main.output}
-        made = (name for i in self.numbers for name in main.node[i].output)
-        self._values = {*(value.name for value in graph.inputs(main)), *made}
+        self._values = {value.name for value in graph.inputs(main)}
+        self._values |= {name for index in self.numbers for name in main.node[index].output}
 
     def parts(self) -> Iterator[set[int]]:
         """Yield connected covered parts that no path leaves and enters again.
@@ -224,35 +211,29 @@ class _Flow(Scope):
     ) -> dict[int, int]:
         depths: dict[int, int] = {}
         for index in order:
-            deepest = max((depths[each] for each in neighbours(index)), default=0)
+            deepest = max(map(depths.__getitem__, neighbours(index)), default=0)
             depths[index] = deepest + (index not in self.covered)
         return depths
 
     def _connected(self, level: set[int]) -> Iterator[set[int]]:
         waiting = set(level)
         while waiting:
-            part, found = set[int](), [waiting.pop()]
-            while found:
-                index = found.pop()
-                part.add(index)
+            part = [waiting.pop()]
+            for index in part:
                 after = [*self._after(index)]
-                beside = (each for reader in after for each in self._before(reader))
+                beside = (other for reader in after for other in self._before(reader))
                 near = {*self._before(index), *after, *beside} & waiting
                 waiting -= near
-                found += near
-            yield part
+                part += near
+            yield set(part)
 
     def ends(self, part: Collection[int]) -> tuple[list[str], list[str]]:
         """The values that ``part`` reads from outside, and those of its own that are read there."""
-        made = [name for index in sorted(part) for name in self.nodes[index].output if name]
+        results = [name for index in sorted(part) for name in self.nodes[index].output if name]
         read = dict.fromkeys(name for index in sorted(part) for name in self._read(index))
         first = [name for name in read if self.makers.get(name) not in part]
-        last = [
-            n
-            for n in made
-            if n in self._outputs or not self.readers.get(n, frozenset()) <= set(part)
-        ]
-        return first, last
+        inside = {name for name in results if self.readers.get(name, frozenset()) <= set(part)}
+        return first, [name for name in results if name not in inside - self._outputs]
 
 
 def _within(flow: _Flow, part: set[int], begin: Set[str], end: Set[str]) -> set[int]:
@@ -261,7 +242,7 @@ def _within(flow: _Flow, part: set[int], begin: Set[str], end: Set[str]) -> set[
     while part:
         first, last = flow.ends(part)
         wrong = {flow.makers[name] for name in last if name not in end}
-        wrong |= {each for n in first if n not in begin for each in flow.readers[n] & part}
+        wrong = wrong.union(*(flow.readers[name] & part for name in first if name not in begin))
         if not wrong:
             break
         part -= wrong

@@ -126,7 +126,7 @@ def _no_names(what: str, *names: str | bytes) -> Iterator[str]:
 
 def _endless_functions(model: onnx.ModelProto) -> Iterator[str]:
     """The functions that call themselves, or expand to too many nodes."""
-    own = {(each.domain, each.name, each.overload): each for each in model.functions}
+    own = {(its.domain, its.name, its.overload): its for its in model.functions}
     if not own:
         return
     sizes: dict[_Function, int] = {}
@@ -141,10 +141,10 @@ def _endless_functions(model: onnx.ModelProto) -> Iterator[str]:
     waiting = list(own)
     while waiting:
         name = waiting[-1]
-        inner = [each for each in dict.fromkeys(calls[name]) if each not in expanded]
+        inner = [call for call in dict.fromkeys(calls[name]) if call not in expanded]
         if name in expanded or not inner:
             waiting.pop()
-            size = sizes[name] + sum(expanded[each] for each in calls[name])
+            size = sizes[name] + sum(expanded[call] for call in calls[name])
             expanded[name] = min(size, _MAX_NODES + 1)
         elif name in entered:
             yield f"the function {name[1]!r} calls itself"
@@ -152,7 +152,7 @@ def _endless_functions(model: onnx.ModelProto) -> Iterator[str]:
         else:
             entered.add(name)
             waiting += inner
-    if sum(expanded[each] for each in _calls(graph.nodes(model.graph), own)) > _MAX_NODES:
+    if sum(expanded[call] for call in _calls(graph.nodes(model.graph), own)) > _MAX_NODES:
         yield f"its functions expand to more than {_MAX_NODES} nodes"
 
 
@@ -168,11 +168,11 @@ def _damaged_tensor(tensor: TensorProto) -> Iterator[str]:
         return
     if tensor.data_type == TensorProto.STRING:
         return
-    needed, found = byte_size(tensor), len(tensor.raw_data)
+    needed, stored = byte_size(tensor), len(tensor.raw_data)
     if needed is None:
         yield f"the tensor {tensor.name!r} has the unknown dtype {tensor.data_type}"
-    elif found != needed and not graph.is_external(tensor) and not _is_unpacked(tensor):
-        yield f"the tensor {tensor.name!r} has {found} bytes, and its shape needs {needed}"
+    elif stored != needed and not graph.is_external(tensor) and not _is_unpacked(tensor):
+        yield f"the tensor {tensor.name!r} has {stored} bytes, and its shape needs {needed}"
 
 
 def _is_unpacked(tensor: TensorProto) -> bool:

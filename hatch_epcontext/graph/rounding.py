@@ -40,7 +40,7 @@ def widen(model: onnx.ModelProto) -> None:
     """
     main, half = model.graph, TensorProto.FLOAT16
     outside = [*graph.inputs(main), *main.output]
-    names = [each.name for each in outside if each.type.tensor_type.elem_type == half]
+    names = [value.name for value in outside if value.type.tensor_type.elem_type == half]
     for part in graph.graphs(main):
         _widen_types(part, names)
     builder = Builder(model)
@@ -69,7 +69,7 @@ def _widen_types(part: onnx.GraphProto, kept: Container[str]) -> None:
     for value in (*part.value_info, *part.input, *part.output):
         if value.type.tensor_type.elem_type == TensorProto.FLOAT16 and value.name not in kept:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
-    for attribute in (each for node in part.node for each in node.attribute):
+    for attribute in (attribute for node in part.node for attribute in node.attribute):
         if attribute.name in graph.TYPE_ATTRIBUTES and attribute.i == TensorProto.FLOAT16:
             attribute.i = TensorProto.FLOAT
 
@@ -84,9 +84,9 @@ def emulate(
     computes with integers between quantized values, their scales, inner graphs, and stored numbers that a
     node without rounding also reads.
     """
-    for each in model.opset_import:
-        if not each.domain and each.version in (_WHERE - 2, _WHERE - 1):
-            each.version = _WHERE
+    for opset in model.opset_import:
+        if not opset.domain and opset.version in (_WHERE - 2, _WHERE - 1):
+            opset.version = _WHERE
     emulated = _EmulatedGraph(model, types, format_)
     for node in model.graph.node:
         emulated.add(node, rounds=node.name not in skipped or not node.name)
@@ -98,8 +98,8 @@ def rounded(values: Array, format_: NumberFormat) -> Array:
     import ml_dtypes
 
     dtype = np.float16 if format_.name == "float16" else ml_dtypes.bfloat16
-    found: Array = np.clip(values, -format_.largest, format_.largest).astype(dtype)
-    return found.astype(np.float32)
+    inside: Array = np.clip(values, -format_.largest, format_.largest)
+    return inside.astype(dtype).astype(np.float32)
 
 
 class _EmulatedGraph:
@@ -107,11 +107,11 @@ class _EmulatedGraph:
         self._format = format_
         self._scope = Scope.of(model, types)
         self._builder = Builder(model)
-        self._outputs = {each.name for each in model.graph.output}
+        self._outputs = {value.name for value in model.graph.output}
         self._constants: dict[float, str] = {}
         self._data: set[str] = set()
         self._exact: set[str] = set()
-        self._outside = {each.name for each in graph.inputs(model.graph)}
+        self._outside = {value.name for value in graph.inputs(model.graph)}
         self._entered: dict[str, str] = {}
 
     def add(self, node: onnx.NodeProto, *, rounds: bool) -> None:
@@ -129,7 +129,7 @@ class _EmulatedGraph:
         is_data = rounds and graph.operator(node) not in quantized
         data = node.input[:1] if node.op_type in _SCALING else node.input
         self._data.update(data if is_data else ())
-        self._exact.update(each for each in node.input if not is_data or each not in data)
+        self._exact.update(name for name in node.input if not is_data or name not in data)
         if not rounds or graph.operator(node) in _SAME_VALUES:
             return
         for index, name in enumerate(node.output):
@@ -142,9 +142,9 @@ class _EmulatedGraph:
 
     def write(self) -> None:
         """Give the model the nodes, and rounded weights."""
-        wanted = self._data - self._exact
+        weights = self._data - self._exact
         for tensor in self._builder.model.graph.initializer:
-            if tensor.data_type == TensorProto.FLOAT and tensor.name in wanted:
+            if tensor.data_type == TensorProto.FLOAT and tensor.name in weights:
                 values = rounded(numpy_helper.to_array(tensor), self._format)
                 tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
         self._builder.write()
@@ -175,7 +175,7 @@ class _EmulatedGraph:
         if len(readers) > 1 or node.op_type not in FUSING:
             return False
         (reader,) = readers
-        has_constant = any(self._scope.constant(each) is not None for each in reader.input)
+        has_constant = any(self._scope.constant(name) is not None for name in reader.input)
         return reader.op_type in ("Relu", "Clip") or (reader.op_type == "Add" and has_constant)
 
     def _round(self, value: str, name: str, *, wide: bool) -> None:
@@ -221,7 +221,7 @@ class _EmulatedGraph:
 
 def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether ``node`` can have ``fault``, whatever its values."""
-    texts = {each.name: graph.text(node, each.name) for each in node.attribute if each.s}
+    texts = {its.name: graph.text(node, its.name) for its in node.attribute if its.s}
     if not fault.concerns(graph.operator(node), len(node.input), texts):
         return False
     if fault.computed and scope.constant(node.input[fault.operand]) is not None:
@@ -233,7 +233,7 @@ def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
         )
     if not fault.behind:
         return True
-    return any(each.op_type in fault.behind for each in _before(node, scope))
+    return any(before.op_type in fault.behind for before in _before(node, scope))
 
 
 def hidden_faults(format_: NumberFormat, node: onnx.NodeProto, scope: Scope) -> Iterator[Fault]:
@@ -258,10 +258,10 @@ def _before(node: onnx.NodeProto, scope: Scope) -> Iterator[onnx.NodeProto]:
 def expose(model: onnx.ModelProto, types: Types) -> None:
     """Make all floats of ``model`` outputs, in place."""
     scope = Scope.of(model, types)
-    known = {each.name for each in model.graph.output}
+    outputs = {value.name for value in model.graph.output}
     for node in model.graph.node:
         for name in node.output:
-            if name and name not in known and scope.elem_type(name) == TensorProto.FLOAT:
+            if name and name not in outputs and scope.elem_type(name) == TensorProto.FLOAT:
                 model.graph.output.append(
                     helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
                 )

@@ -50,17 +50,15 @@ class Scope:
         self.nodes: Sequence[onnx.NodeProto] = [*graph.nodes(part)] if nested else part.node
         own: dict[str, onnx.TypeProto | None] = dict(types)
         stored: dict[str, onnx.TensorProto | None] = {}
-        for each in graph.graphs(part) if nested else (part,):
-            its = {
-                value.name: value.type for value in (*each.input, *each.value_info, *each.output)
-            }
-            own |= its
-            stored |= dict.fromkeys(its)
-            for node in each.node:
+        for inner in graph.graphs(part) if nested else (part,):
+            values = (*inner.input, *inner.value_info, *inner.output)
+            own |= {value.name: value.type for value in values}
+            stored |= {value.name: None for value in values}
+            for node in inner.node:
                 for name in node.output:
                     own.setdefault(name, None)
                     stored[name] = graph.constant_tensor(node)
-            stored |= {tensor.name: tensor for tensor in each.initializer}
+            stored |= {tensor.name: tensor for tensor in inner.initializer}
         self._own = own.keys()
         self.types: MutableMapping[str, onnx.TypeProto | None] = own
         self.stored: MutableMapping[str, onnx.TensorProto | None] = stored
@@ -91,11 +89,11 @@ class Scope:
     @cached_property
     def readers(self) -> Mapping[str, Set[int]]:
         """The numbers of the nodes of this graph that read each value."""
-        found: defaultdict[str, set[int]] = defaultdict(set)
+        readers: defaultdict[str, set[int]] = defaultdict(set)
         for index, names in enumerate(self.reads):
             for name in names:
-                found[name].add(index)
-        return found
+                readers[name].add(index)
+        return readers
 
     def maker(self, name: str) -> onnx.NodeProto | None:
         """The node that computes a value, in this graph or around it; None for inputs and stored tensors."""
@@ -113,15 +111,15 @@ class Scope:
 
         ``goes_on``: whether to follow what a value depends on.
         """
-        found: dict[int, None] = {}
+        indices: dict[int, None] = {}
         waiting = deque(names)
         while waiting:
             name = waiting.popleft()
             index = self.makers.get(name)
-            if index is not None and index not in found and goes_on(name):
-                found[index] = None
+            if index is not None and index not in indices and goes_on(name):
+                indices[index] = None
                 waiting += self.reads[index]
-        return list(found)
+        return list(indices)
 
     def ancestors(
         self, names: Iterable[str], goes_on: Callable[[str], bool] = lambda name: True

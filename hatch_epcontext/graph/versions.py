@@ -44,7 +44,7 @@ def lower_versions(model: onnx.ModelProto) -> None:
 
     Nothing changes if it has functions, or opsets that are newer than onnx.
     """
-    opsets = {_domain(each.domain): each.version for each in model.opset_import}
+    opsets = {_domain(opset.domain): opset.version for opset in model.opset_import}
     if model.functions or opsets.get("", 0) > onnx.defs.onnx_opset_version():
         return
     scope = Scope(graph.inferred(model), nested=True)
@@ -70,11 +70,11 @@ def keep_metadata(source: onnx.ModelProto, model: onnx.ModelProto) -> None:
     Its own properties stay, such as the compatibility of a context.
     """
     own = {entry.key for entry in model.metadata_props}
-    model.metadata_props.extend(each for each in source.metadata_props if each.key not in own)
+    model.metadata_props.extend(entry for entry in source.metadata_props if entry.key not in own)
     for name in ("doc_string", "domain", "model_version", "producer_name", "producer_version"):
         setattr(model, name, getattr(source, name))
     model.graph.name, model.graph.doc_string = source.graph.name, source.graph.doc_string
-    values = {each.name: each for each in (*source.graph.input, *source.graph.output)}
+    values = {value.name: value for value in (*source.graph.input, *source.graph.output)}
     for value in (*model.graph.input, *model.graph.output):
         if (before := values.get(value.name)) is not None:
             value.doc_string = before.doc_string
@@ -104,19 +104,19 @@ def _schema(node: onnx.NodeProto, domain: str, version: int) -> OpSchema | None:
 
 def _takes(older: OpSchema, newer: OpSchema, node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether ``node``, of the version ``newer``, is the same in the version before, ``older``."""
-    known = {name: _default(attribute) for name, attribute in older.attributes.items()}
+    known = _defaults(older)
     is_same = (
         (node.op_type, newer.since_version) not in _OTHER_MEANING
         and _parameters(older) == _parameters(newer)
-        and known.items() <= {n: _default(each) for n, each in newer.attributes.items()}.items()
+        and known.items() <= _defaults(newer).items()
     )
-    if not is_same or any(each.name not in known for each in node.attribute):
+    if not is_same or any(attribute.name not in known for attribute in node.attribute):
         return False
     # An attribute that is text may have a value that only the newer version has.
-    texts = {name: each.default_value.s for name, each in older.attributes.items()}
-    if any(each.s and each.s != texts[each.name] for each in node.attribute):
+    texts = {name: attribute.default_value.s for name, attribute in older.attributes.items()}
+    if any(attribute.s and attribute.s != texts[attribute.name] for attribute in node.attribute):
         return False
-    allowed = {each.type_param_str: each.allowed_type_strs for each in older.type_constraints}
+    allowed = {rule.type_param_str: rule.allowed_type_strs for rule in older.type_constraints}
     for names, formal in ((node.input, older.inputs), (node.output, older.outputs)):
         for index, name in enumerate(names):
             parameter = formal[min(index, len(formal) - 1)]
@@ -127,13 +127,17 @@ def _takes(older: OpSchema, newer: OpSchema, node: onnx.NodeProto, scope: Scope)
     return True
 
 
-def _default(attribute: OpSchema.Attribute) -> tuple[Any, ...]:
-    return attribute.type, attribute.required, attribute.default_value.SerializeToString()
+def _defaults(schema: OpSchema) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (its.type, its.required, its.default_value.SerializeToString())
+        for name, its in schema.attributes.items()
+    }
 
 
 def _parameters(schema: OpSchema) -> list[list[tuple[Any, str]]]:
     return [
-        [(each.option, each.type_str) for each in side] for side in (schema.inputs, schema.outputs)
+        [(parameter.option, parameter.type_str) for parameter in side]
+        for side in (schema.inputs, schema.outputs)
     ]
 
 
