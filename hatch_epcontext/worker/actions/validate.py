@@ -36,7 +36,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     run_model,
 )
-from hatch_epcontext.worker.comparison.suppression import Rest, expose_reads
+from hatch_epcontext.worker.comparison.selections import Rest, expose_reads
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.progress import step

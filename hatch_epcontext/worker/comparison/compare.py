@@ -22,6 +22,8 @@ from hatch_epcontext.worker.results import (
     SENSITIVE,
     Agreement,
     AgreementStatus,
+    Validation,
+    ValidationStatus,
     differences,
     worst_agreements,
 )
@@ -51,17 +53,6 @@ class Subject:
     explain: Callable[[ReferenceRun], str] | None = None
 
 
-@dataclass(frozen=True)
-class ComparisonResult:
-    """The worst agreement of each output, or those of the step that differs; disagreements on inputs that may
-    never be so large; and the names of the samples.
-    """
-
-    agreements: tuple[Agreement, ...]
-    warnings: tuple[str, ...]
-    samples: tuple[str, ...]
-
-
 def compare_runs(
     session: ort.InferenceSession,
     reference: Reference,
@@ -70,20 +61,19 @@ def compare_runs(
     *,
     runs: Sequence[ReferenceRun] | None = None,
     emulator: Emulator | None = None,
-) -> ComparisonResult:
+) -> Validation:
     """Run ``session`` on ``runs`` of the ``reference``, by default on those for a target.
 
-    It ends with the first run that differs. ``emulator``: of its number format; the runs correct it. Raises
-    ModelError when it takes too long.
+    Returns the worst agreement of each output, or those of the first step that differs. ``emulator``: of its
+    number format; the runs correct it. Raises ModelError when it takes too long.
     """
     compared: list[Agreement] = []
-    warnings: list[str] = []
-    samples: list[str] = []
     levels: list[Level] = []
+    result = Validation(ValidationStatus.RAN)
     if runs is None:
         runs = [run for run in reference.runs if run.on_target]
     for run in runs:
-        samples.append(run.name)
+        result = replace(result, samples=(*result.samples, run.name))
         agreeing, differing = _compare_run(session, reference, run, limits, subject)
         if differing:
             compared += agreeing
@@ -91,8 +81,8 @@ def compare_runs(
             # The app may never have unusual inputs; but if the number format does not explain the EP's error
             # there, the EP may be wrong elsewhere too.
             if run.usual or (emulator is not None and emulator.level(run).margin >= SENSITIVE):
-                return ComparisonResult(agreements, tuple(warnings), tuple(samples))
-            warnings.append(_warning(agreements))
+                return replace(result, agreements=agreements)
+            result = replace(result, warnings=(*result.warnings, _warning(agreements)))
         elif emulator is None:
             compared += agreeing
         else:
@@ -101,15 +91,13 @@ def compare_runs(
             emulated = emulator.level(run).margin
             gap = max(0.0, min(emulated, _reachable(emulator)) - level.margin)
             compared += (replace(a, gap=gap) if a is level.nearest else a for a in agreeing)
-            if (
-                _is_as_emulated(level, emulated, runs, subject.model)
-                and run is not reference.runs[0]
-            ):
+            is_first = run is reference.runs[0]
+            if not is_first and _is_as_emulated(level, emulated, runs, subject.model):
                 # The others are nearer, and simulators are slow.
                 break
     if emulator is not None:
         emulator.correct(levels)
-    return ComparisonResult(worst_agreements(compared), tuple(warnings), tuple(samples))
+    return replace(result, agreements=worst_agreements(compared))
 
 
 def _compare_run(
@@ -244,9 +232,5 @@ def _is_wrong(comparison: Comparison) -> bool:
 
 
 def _rounded(name: str, limit: float) -> float:
-    """``limit``, rounded to few digits and never stricter."""
-    if name != "atol":
-        return math.floor(limit * 1000) / 1000
-    exponent = math.floor(math.log10(limit))
-    # As decimal text: multiplying by powers of ten would add digits.
-    return float(f"{math.ceil(limit / 10.0**exponent * 100) / 100:.2f}e{exponent}")
+    """``limit``, rounded to a few digits and never stricter."""
+    return math.floor(limit * 1000) / 1000 if name != "atol" else float(f"{1.006 * limit:.3g}")

@@ -42,7 +42,7 @@ from hatch_epcontext.worker.comparison.runs import (
     run_steps,
     with_telling,
 )
-from hatch_epcontext.worker.comparison.suppression import expose_reads
+from hatch_epcontext.worker.comparison.selections import expose_reads
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,

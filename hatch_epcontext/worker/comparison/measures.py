@@ -226,12 +226,17 @@ def compare_values(
     facts: OutputFacts = OutputFacts(),
     elsewhere: Elsewhere | None = None,
 ) -> Comparison:
-    """Compare an output with its reference, of the same shape; places where either is NaN are left out.
+    """Compare an output with its reference; places where either is NaN are left out.
 
     ``elsewhere``: the same output of the reference for other inputs. A state has a lower limit, and its
     single features mean nothing. Strings, booleans and other indices are equal or not.
     """
     limits = facts.within(limits)
+    shape, own_shape = list(aligned.reference.shape), list(aligned.output.shape)
+    if own_shape != shape:
+        reason = f"the output {name!r} has the shape {own_shape}, but {shape} on the CPU."
+        status = AgreementStatus.OTHER_SHAPE
+        return Comparison(Agreement(name, 0.0, None, status=status, reason=reason))
     dtype, row = aligned.reference.dtype, _worst_row(aligned)
     if dtype == STRING or dtype.kind == "b" or facts.nature == "indices":
         return _compare_exact(name, aligned, limits, row)
@@ -279,17 +284,6 @@ def _joined(parts: Sequence[Comparison]) -> Comparison:
         choose = max if limit == "atol" else min
         needed[limit] = choose(needed.get(limit, number), number)
     return Comparison(agreement, tuple(text for part in parts for text in part.excesses), needed)
-
-
-def other_shape(name: str, output: Array, reference: Array) -> Agreement | None:
-    """The agreement of an ``output`` with another shape than ``reference``; None if the shapes are equal."""
-    if output.shape == reference.shape:
-        return None
-    reason = (
-        f"the output {name!r} has the shape {list(output.shape)}, but {list(reference.shape)} on the "
-        "CPU."
-    )
-    return Agreement(name, 0.0, None, status=AgreementStatus.OTHER_SHAPE, reason=reason)
 
 
 def _worst_row(aligned: Aligned) -> _Row | None:

@@ -166,3 +166,36 @@ def floor_of(scores: Numbers, unit: float) -> float:
     finite = scores[np.isfinite(scores)]
     largest = float(np.abs(finite).max(initial=0))
     return unit if largest <= 1 and finite.min(initial=0) >= 0 else SIGNAL_PART * largest
+
+
+def compare_possible(
+    columns: Sequence[Columns], outputs: Arrays, result: Selected, runs: Sequence[Arrays]
+) -> None:
+    """Compare the rows of ``outputs`` with those of the first of ``runs``, as a set.
+
+    Rows that another one lacks may be missing, and rows that it adds may be there.
+    """
+    first, *others = runs
+    result.wanted |= {name: first[name] for name in first.keys() & result.wanted.keys()}
+    groups: dict[tuple[int, ...], list[Columns]] = {}
+    for its in columns:
+        if its.output in outputs and outputs[its.output].dtype.kind in "biuf":
+            sizes = [its.of(arrays).shape[:2] for arrays in (outputs, first)]
+            # The rows of several samples are not counted apart.
+            if all(map(all, sizes)) and (sizes[0][0] == 1 or len(set(sizes)) == 1):
+                groups.setdefault((*sizes[0], *sizes[1]), []).append(its)
+    for group in groups.values():
+        rows = Rows(group, first)
+        own, possible = rows.of(outputs), rows.of(first)
+        is_needed = np.ones(possible.shape[:2], bool)
+        for other in others if len(own) == 1 else ():
+            places, _, noise = rows.match(rows.of(other), rows.of(first))
+            is_same = np.asarray(noise.max(axis=0).ravel() < LOST, bool)
+            is_needed &= np.isin(np.arange(is_needed.size), places.ravel()[is_same])
+            possible = np.concatenate([possible, rows.of(other)[:, ~is_same]], axis=1)
+        places, values, noise = rows.match(own, possible)
+        for index, needed in enumerate(is_needed):
+            if not set(np.flatnonzero(needed)) <= set(places[index]):
+                # The row that is the farthest from any is in the place of the missing one.
+                noise[:, index, noise[:, index].max(axis=0).argmax()] = WRONG
+        rows.put(result, outputs, values, noise)

@@ -22,7 +22,6 @@ from hatch_epcontext.worker.comparison.measures import (
     Elsewhere,
     OutputFacts,
     compare_values,
-    other_shape,
 )
 from hatch_epcontext.worker.comparison.selections import Selections, select
 from hatch_epcontext.worker.progress import step
@@ -122,15 +121,12 @@ class Reference:
         for name, output in outputs.items():
             if (values := selected.wanted.get(name)) is None:
                 continue
-            if (reshaped := other_shape(name, output, values)) is not None:
-                comparisons.append(Comparison(reshaped))
-                continue
             aligned = Aligned(output, values, selected.rows.get(name))
             own, elsewhere = facts.of(name), self.elsewhere(name)
             comparison = compare_values(name, aligned, limits.of(name), own, elsewhere)
-            if own.inconclusive and not comparison.excesses:
-                status = AgreementStatus.INCONCLUSIVE
-                agreement = replace(comparison.agreement, status=status, reason=own.inconclusive)
+            agreement, status = comparison.agreement, AgreementStatus.INCONCLUSIVE
+            if own.inconclusive and not (comparison.excesses or agreement.differs):
+                agreement = replace(agreement, status=status, reason=own.inconclusive)
                 comparison = replace(comparison, agreement=agreement)
             comparisons.append(comparison)
         return comparisons

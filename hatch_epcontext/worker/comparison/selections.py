@@ -3,18 +3,27 @@ by an ArgMax.
 
 Rows are compared as a set; and one whose score is about that of the last row may be another. A class with the
 largest score, also that of a row, is compared by its score in the source model.
+
+Rounding changes which boxes of a NonMaxSuppression overlap too much, and with one of them all that follow.
+So its inputs are compared with the CPU's; and from these inputs it must select what the CPU selects from the
+same ones. Inside a context its inputs are unknown: then only rows may be others that a little noise changes.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.arrays import Array, Arrays, is_float
+from hatch_epcontext.graph.parts import Part, extract
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import MANY, Numbers
 from hatch_epcontext.worker.comparison.rows import (
@@ -25,9 +34,11 @@ from hatch_epcontext.worker.comparison.rows import (
     Places,
     Rows,
     Selected,
+    compare_possible,
     floor_of,
 )
-from hatch_epcontext.worker.comparison.suppression import Rest, compare_possible, rest_of
+from hatch_epcontext.worker.session import cpu_options, open_session
+from hatch_epcontext.worker.tensors import run
 
 _SAME_NUMBERS = operators.RESHAPING | {"Cast", "Add", "Sub"}
 """Operators after which classes are still the same ones, also if they are counted from 1."""
@@ -43,6 +54,59 @@ _MAX_ROWS = 2**12
 
 _NOISIER = 16.0
 """How much noisier than in all rows that are the same a score may be to count as the last one."""
+
+
+_NOISE = 0.01
+"""The noise of values that agree well, as a part of their size."""
+
+_NOISY_RUNS = 8
+
+_MAX_REST = 2**24
+"""The most bytes of the rest of a model that is kept with the reference."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The part of a model from each NonMaxSuppression on: its ``outputs``, and ``model`` in base64.
+
+    ``reads``: the values that it reads; ``shapes``: those that depend on no data.
+    """
+
+    reads: tuple[str, ...]
+    shapes: tuple[str, ...]
+    outputs: tuple[str, ...]
+    model: str
+
+    @property
+    def values(self) -> frozenset[str]:
+        """The values inside the model that it reads."""
+        return frozenset((*self.reads, *self.shapes))
+
+    def outputs_of(self, own: Arrays, candidates: Arrays) -> dict[str, Array]:
+        """Its outputs for ``own`` values in place of the ``candidates``; none if some are missing."""
+        if not self.values <= candidates.keys() or not own.keys() >= set(self.reads):
+            return {}
+        feeds: dict[str, Array] = {name: candidates[name] for name in self.shapes}
+        feeds |= {name: own[name].astype(candidates[name].dtype) for name in self.reads}
+        return run(_opened(self.model), feeds)
+
+    def outputs_with_noise(self, candidates: Arrays) -> Iterator[dict[str, Array]]:
+        """Its outputs for ``candidates`` with a little noise: rows come and go that are at a limit."""
+        rng = np.random.default_rng(0)
+        for _ in range(_NOISY_RUNS):
+            own = dict(candidates)
+            for name in self.reads:
+                if is_float((array := candidates[name]).dtype):
+                    noise = rng.standard_normal(array.shape) * np.sqrt(
+                        np.mean(np.square(array, dtype=np.float64))
+                    )
+                    own[name] = array + _NOISE * noise
+            yield self.outputs_of(own, candidates)
+
+
+@lru_cache(maxsize=2)
+def _opened(model: str) -> ort.InferenceSession:
+    return open_session(base64.b64decode(model), cpu_options())
 
 
 @dataclass(frozen=True)
@@ -328,3 +392,62 @@ def _below_the_best(choice: Choice, candidates: Array, unit: float) -> Numbers:
     table = np.moveaxis(scores, choice.axis, -1).reshape(-1, scores.shape[choice.axis])
     signal = max(float(table.var(axis=1).mean()), floor**2, TINY) if table.size else 1.0
     return np.asarray((table.max(axis=1, keepdims=True) - table) ** 2 / signal)
+
+
+def rest_of(model: onnx.ModelProto) -> Rest | None:
+    """The part of ``model`` from its NonMaxSuppression on.
+
+    None without one, or if that part reads inputs of the model, is large, or reads values of unknown types.
+    """
+    scope = Scope.of(model)
+    suppressed = _suppressed(scope)
+    outputs = [value for value in model.graph.output if value.name in suppressed]
+    inputs = {value.name for value in graph.inputs(model.graph)}
+    read = dict.fromkeys(
+        name
+        for i in sorted({scope.makers[value] for value in suppressed})
+        for name in scope.reads[i]
+    )
+    read = dict.fromkeys(
+        name
+        for name in read
+        if name not in suppressed and inputs.intersection(scope.ancestors([name]))
+    )
+    types = {name: type_ for name in read if (type_ := scope.types.get(name)) is not None}
+    if not outputs or not types or len(types) < len(read) or not inputs.isdisjoint(read):
+        return None
+    names = tuple(value.name for value in outputs)
+    part = Part(
+        tuple(read), names, tuple(sorted(scope.above(names, lambda name: name not in read)))
+    )
+    rest = onnx.ModelProto()
+    rest.CopyFrom(model)
+    ends = {value.name: value for value in outputs}
+    extract(rest, part, ends | {name: helper.make_value_info(name, types[name]) for name in read})
+    is_apart = any(
+        tensor.data_location == TensorProto.EXTERNAL for tensor in graph.stored_tensors(rest.graph)
+    )
+    if is_apart or rest.ByteSize() > _MAX_REST:
+        return None
+    flow = Scope(model.graph)
+    shapes = tuple(name for name in read if not flow.depends([name]))
+    reads = tuple(name for name in read if name not in shapes)
+    return Rest(reads, shapes, names, base64.b64encode(rest.SerializeToString()).decode())
+
+
+def _suppressed(scope: Scope) -> set[str]:
+    """The values that depend on what a NonMaxSuppression selects."""
+    names: set[str] = set()
+    for node, reads in zip(scope.nodes, scope.reads, strict=True):
+        if node.op_type == "NonMaxSuppression" or not names.isdisjoint(reads):
+            names.update(name for name in node.output if name)
+    return names
+
+
+def expose_reads(model: onnx.ModelProto, rest: Rest) -> None:
+    """Make the values that ``rest`` reads outputs of ``model``, in place, if nodes compute all of them."""
+    results = {name for node in model.graph.node for name in node.output}
+    own = {value.name for value in model.graph.output}
+    if results.issuperset(rest.reads):
+        more = (onnx.ValueInfoProto(name=name) for name in rest.reads if name not in own)
+        model.graph.output.extend(more)

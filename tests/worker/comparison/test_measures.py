@@ -21,7 +21,6 @@ from hatch_epcontext.worker.comparison.measures import (
     OutputFacts,
     Scores,
     compare_values,
-    other_shape,
 )
 from hatch_epcontext.worker.results import differences
 
@@ -302,9 +301,7 @@ def test_needed_limits_are_those_that_let_it_pass() -> None:
 
 
 def test_another_shape_is_an_error() -> None:
-    assert other_shape("y", np.zeros(2), np.zeros(2)) is None
-    agreement = other_shape("y", np.zeros(2), np.zeros((1, 2)))
-    assert agreement is not None
+    agreement = compare("y", np.zeros(2), np.zeros((1, 2)), HALF).agreement
     (problem,) = differences([agreement])
     assert problem.kind is Kind.OUTPUT_SHAPE
     assert problem.message == "the output 'y' has the shape [2], but [1, 2] on the CPU."

@@ -15,7 +15,7 @@ from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import ComparisonResult, Subject, compare_runs
+from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
@@ -24,7 +24,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     write_reference,
 )
-from hatch_epcontext.worker.results import AgreementStatus, differences
+from hatch_epcontext.worker.results import AgreementStatus, Validation, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import parsed, save
 from tests.worker.actions.test_compile import MODEL
@@ -39,9 +39,7 @@ def referred(made: onnx.ModelProto, folder: Path, **settings: Any) -> tuple[Mode
     return spec, reference(spec, made)
 
 
-def check(
-    changed: onnx.ModelProto, spec: Model, expected: Reference, folder: Path
-) -> ComparisonResult:
+def check(changed: onnx.ModelProto, spec: Model, expected: Reference, folder: Path) -> Validation:
     """Compare ``changed``, run on the CPU, with the reference."""
     session = open_session(save(changed, folder / "changed.onnx"), cpu_options())
     return compare_runs(session, expected, HALF, Subject(spec, "the changed model"))

@@ -19,8 +19,12 @@ from hatch_epcontext.worker.comparison.measures import Aligned, Numbers, OutputF
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.rows import Choice
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
-from hatch_epcontext.worker.comparison.selections import Selections, select, selections
-from hatch_epcontext.worker.comparison.suppression import expose_reads
+from hatch_epcontext.worker.comparison.selections import (
+    Selections,
+    expose_reads,
+    select,
+    selections,
+)
 from hatch_epcontext.worker.results import Agreement, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
