@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -13,15 +11,14 @@ import onnx
 
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.files import (
-    CIRCLE,
-    FORBIDDEN,
     MAX_BYTES,
     Rejection,
-    dangling,
     is_inside,
     is_lfs_pointer,
+    is_missing,
     link_or_copy,
     too_large,
+    unreadable,
 )
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
@@ -151,7 +148,6 @@ def refuse_too_large(model: onnx.ModelProto, path: Path) -> None:
 
 _OUTSIDE = Rejection("is outside the model's folder.", "Save the model with relative locations.")
 _MISSING = Rejection("is missing.", "It belongs beside the model.")
-_NO_FILE = Rejection("is not a regular file.", "Save the model and its data again.")
 _LFS_POINTER = Rejection(
     "is a Git LFS pointer, not the data itself.", "Fetch the data with Git LFS."
 )
@@ -184,41 +180,21 @@ class _ModelFolder:
     def status(self, location: str) -> os.stat_result | Rejection:
         """The status of the file at ``location``, or why it cannot be used."""
         # Some exporters write 10^5 files into one folder, and resolving a path is slow.
-        plain = re.fullmatch(r"[\w-][\w.-]*", location) is not None
+        is_plain = re.fullmatch(r"[\w-][\w.-]*", location) is not None
         path = self._folder / location
-        try:
-            status = path.lstat() if plain else None
-            if status is None or stat.S_ISLNK(status.st_mode):
-                if not self.has(location):
-                    return _OUTSIDE if status is None else _link_to_another_place(path)
-                status = path.stat()
-        except FileNotFoundError:
-            return dangling(path) if path.is_symlink() else _MISSING
-        except OSError as error:
-            return {errno.ELOOP: CIRCLE, errno.EACCES: FORBIDDEN}.get(error.errno or 0, _MISSING)
-        return _unusable(path, status) or status
-
-
-def _unusable(path: Path, status: os.stat_result) -> Rejection | None:
-    if not stat.S_ISREG(status.st_mode):
-        return _NO_FILE
-    if not os.access(path, os.R_OK):
-        return FORBIDDEN
-    if status.st_size < _MAX_OF_A_POINTER and is_lfs_pointer(path):
-        return _LFS_POINTER
-    return None
-
-
-def _link_to_another_place(link: Path) -> Rejection:
-    """The message about a link out of the folder, and not to where the model itself is.
-
-    Raises FileNotFoundError if its target does not exist.
-    """
-    link.stat()
-    return Rejection(
-        f"is a link to {link.readlink()}, outside the model's folder.",
-        "Put the file itself beside the model.",
-    )
+        if not is_plain and not self.has(location):
+            return _OUTSIDE
+        if is_plain and os.path.islink(path):  # noqa: PTH114, the other raises for names that are too long
+            if path.exists() and not self.has(location):
+                message = f"is a link to {path.readlink()}, outside the model's folder."
+                return Rejection(message, "Put the file itself beside the model.")
+        elif is_missing(path):
+            return _MISSING
+        if rejection := unreadable(path):
+            return rejection
+        status = path.stat()
+        is_pointer = status.st_size < _MAX_OF_A_POINTER and is_lfs_pointer(path)
+        return _LFS_POINTER if is_pointer else status
 
 
 def _ends(model: onnx.ModelProto) -> dict[str, int]:

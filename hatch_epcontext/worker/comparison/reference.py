@@ -26,10 +26,10 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.builder import separate_outputs
-from hatch_epcontext.graph.cost import multiply_adds
 from hatch_epcontext.graph.dequantize import dequantize, is_noisy
 from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.scope import multiply_adds
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.compare import refuse_differences
 from hatch_epcontext.worker.comparison.measures import Comparison, OutputFacts
