@@ -378,7 +378,8 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
         sources = {source.model.name: source for source in task.sources}
         workers.expect([task.job.target.provider])
         with workers:
-            steps = Steps(workers, folder, versions, _devices)
+            sizes = {name: source.size for name, source in sources.items()}
+            steps = Steps(workers, folder, versions, sizes, _devices)
             steps.expect([task.job])
             built = JobRunner(sources, cache, cache.index, steps, folder, progress).run(task.job)
         record = built.artifact.record

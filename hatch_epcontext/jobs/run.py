@@ -129,7 +129,8 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     installed = check_environment(plan.local_targets, plan.requirements)
     read = read_sources(config, cache, workers, staging / "check")
     sources = {source.model.name: source for source in read}
-    steps = Steps(workers, staging, installed)
+    sizes = {name: source.size for name, source in sources.items()}
+    steps = Steps(workers, staging, installed, sizes)
     steps.expect(plan.jobs)
     return JobRunner(sources, cache, cache.index, steps, staging, workers.progress or _ignore)
 

@@ -7,7 +7,7 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
@@ -35,6 +35,9 @@ from hatch_epcontext.jobs.requirements import versions_of
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import Context, Precision, Validation
+
+_SMALL = 10 * 10**6
+"""The most bytes of a model with which starting a process takes a good part of the time."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,14 @@ class _Shared:
 class Steps:
     """The steps of jobs in ``workers``, with files below ``staging``; several threads take them.
 
-    ``installed``: the versions of all build requirements. ``devices``: the locks of exclusive devices, by the
-    names of their EPs.
+    ``installed``: the versions of all build requirements. ``sizes``: bytes of the source models, with their
+    external data, by name. ``devices``: the locks of exclusive devices, by the names of their EPs.
     """
 
     workers: Workers
     staging: Path
     installed: Mapping[str, str]
+    sizes: Mapping[str, int] = field(default_factory=dict)
     devices: dict[str, threading.Lock] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _shared: dict[str, _Shared] = field(default_factory=dict)
@@ -124,7 +128,9 @@ class Steps:
         from hatch_epcontext.worker.requests import CompileRequest
 
         start = time.monotonic()
-        with self.workers.process() as worker:
+        optimizes = job.target.provider.product == "optimized"
+        purpose = self._purpose(job, recipe, "optimize" if optimizes else "run")
+        with self.workers.process(purpose) as worker:
             prepared = self._prepare_all(job, recipe, worker)
             if isinstance(prepared, Refused):
                 return prepared
@@ -149,10 +155,14 @@ class Steps:
             paths = tuple(model.path for model in prepared)
             request = CompileRequest(models, paths, target, str(folder))
             call = self.scratch("compile")
+            # Hashed and validated when it is complete, and the device is free.
+            compiler: AbstractContextManager[Worker] = contextlib.closing(worker)
+            if purpose is not None:
+                # Compilers number what a process compiles, and blobs of QNN contain the numbers.
+                compiler = contextlib.nullcontext(worker) if optimizes else self.workers.process()
             try:
-                # Hashed and validated when it is complete, and the device is free.
-                with self._device(job.target), contextlib.closing(worker):
-                    reply = worker.call(request, call, location=job.location, step="")
+                with self._device(job.target), compiler as compiling:
+                    reply = compiling.call(request, call, location=job.location, step="")
             except BuildError as error:
                 rewrites = (name for model in preparations for name in model.rewrites)
                 names = tuple(dict.fromkeys((*options, *rewrites)))
@@ -193,9 +203,9 @@ class Steps:
             prepared=prepared,
             only_target=target.name if model.has_other_limits(target) else None,
         )
-        with self._device(target):
-            call = self.workers.call
-            validation = call(request, scratch, location=job.location, step="validation")
+        purpose = self._purpose(job, record.recipe, "run")
+        with self._device(target), self.workers.process(purpose) as worker:
+            validation = worker.call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
         return validation
 
@@ -357,6 +367,12 @@ class Steps:
                 self._shared[key] = _Shared(key, self.scratch("prepared"))
             self._shared[key].jobs.add(job.folder)
             return self._shared[key]
+
+    def _purpose(self, job: Job, recipe: Recipe, task: str) -> Hashable:
+        """What small jobs of one target use the same processes for; None if this one has its own."""
+        is_small = all(self.sizes.get(model.name, 0) <= _SMALL for model in job.models)
+        is_alone = job.target.provider.exclusive_device or job.group is not None
+        return (task, job.target.name) if is_small and recipe.is_plain and not is_alone else None
 
     def _device(self, target: Target) -> AbstractContextManager[object]:
         """The lock of a step that uses the target's EP: other steps wait if its device is exclusive."""

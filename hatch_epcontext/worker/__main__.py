@@ -34,8 +34,8 @@ from hatch_epcontext.worker.protocol import (
 )
 from hatch_epcontext.worker.requests import REQUESTS, Failure
 
-_INFO = 1
-"""ONNX Runtime's log severity for everything but messages for its own developers."""
+_INFO, _WARNING = 1, 2
+"""ONNX Runtime's log severities: everything but messages for its own developers, and its default."""
 
 
 def serve(orders: Iterable[bytes], send: Callable[[bytes], object]) -> int:
@@ -71,8 +71,8 @@ def answer(order: Order) -> Any:
     ):
         # Some builds for Windows ignore the variable. They have already sent an event.
         runtime.disable_telemetry_events()
-    if order.verbose and runtime is not None:
-        runtime.set_default_logger_severity(_INFO)
+    if runtime is not None:
+        runtime.set_default_logger_severity(_INFO if order.verbose else _WARNING)
     return handler.handle(request)
 
 

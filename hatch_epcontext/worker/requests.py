@@ -34,16 +34,17 @@ class WorkerRequest(Generic[ReplyT]):
     """A request that a worker answers with a `ReplyT`.
 
     A subclass names its action, which is also the module of `hatch_epcontext.worker.actions` whose
-    ``handle`` answers it.
+    ``handle`` answers it, and the field ``fills`` with the folder that this writes into.
     """
 
     action: ClassVar[str]
+    fills: ClassVar[str]
     reply_type: ClassVar[type[Any]]
 
-    def __init_subclass__(cls, action: str) -> None:
+    def __init_subclass__(cls, action: str, fills: str = "") -> None:
         super().__init_subclass__()
-        (base,) = (each for each in vars(cls)["__orig_bases__"] if get_args(each))
-        cls.action, (cls.reply_type,) = action, get_args(base)
+        (base,) = (base for base in vars(cls)["__orig_bases__"] if get_args(base))
+        cls.action, cls.fills, (cls.reply_type,) = action, fills, get_args(base)
         REQUESTS[action] = cls
 
 
@@ -64,7 +65,7 @@ class CutReply:
 
 
 @dataclass(frozen=True)
-class CutRequest(WorkerRequest[CutReply], action="cut"):
+class CutRequest(WorkerRequest[CutReply], action="cut", fills="folder"):
     """Write the configured part of a model into ``folder``, which exists and is empty.
 
     ``forms``: the model in all its forms, which differ only in what their configuration fixes.
@@ -102,7 +103,7 @@ class PrepareReply:
 
 
 @dataclass(frozen=True)
-class PrepareRequest(WorkerRequest[PrepareReply], action="prepare"):
+class PrepareRequest(WorkerRequest[PrepareReply], action="prepare", fills="folder"):
     """Fix and simplify a model into ``folder``, which exists and is empty.
 
     With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
@@ -138,7 +139,7 @@ class RewriteReply:
 
 
 @dataclass(frozen=True)
-class RewriteRequest(WorkerRequest[RewriteReply], action="rewrite"):
+class RewriteRequest(WorkerRequest[RewriteReply], action="rewrite", fills="folder"):
     """Rewrite the file ``prepared``, which was made of ``model``, where an EP refuses it.
 
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
@@ -170,7 +171,7 @@ class CompileReply:
 
 
 @dataclass(frozen=True)
-class CompileRequest(WorkerRequest[CompileReply], action="compile"):
+class CompileRequest(WorkerRequest[CompileReply], action="compile", fills="folder"):
     """Compile a job's prepared models into ``folder``, which exists and is empty.
 
     Several models are compiled in order, in one process, and share one sidecar.

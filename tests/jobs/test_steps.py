@@ -23,10 +23,16 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.worker.results import ModelFacts, Validation
 from tests.altered_workers import workers_with
+from tests.conftest import needs_qnn
 from tests.models import network, parsed, save, weights
 from tests.results import configured
 
 TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+
+SIMULATED = """
+targets.npu = { provider = "qnn", provider-options = { soc_model = 60, htp_arch = 73 } }
+models = ["models/a.onnx"]
+"""
 
 TWO_TARGETS = """
 targets = { one = { provider = "cpu" }, two = { provider = "cpu", optimization = "extended" } }
@@ -66,6 +72,7 @@ def altered(body: Path) -> Iterator[Workers]:
 def workers(altered: Workers, body: Path) -> Workers:
     for file in (body, body.with_name("tries")):
         file.write_bytes(b"")
+    altered.close_idle()
     return altered
 
 
@@ -85,14 +92,20 @@ def answering(staging: Path) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_job_has_a_process_that_prepares_and_compiles_and_one_that_validates(
-    project: Path, tmp_path: Path, workers: Workers
+@pytest.mark.parametrize("target", ["cpu", pytest.param("qnn", marks=needs_qnn)])
+def test_jobs_share_the_processes_that_validate_and_no_vendor_compiles_twice_in_one(
+    project: Path, tmp_path: Path, workers: Workers, target: str
 ) -> None:
-    save(network(), project / "models" / "a.onnx")
-    (one, _) = plan(configured(project, TWO_TARGETS)).jobs
-    run(Steps(workers, tmp_path / "alone", {}), one)
-    numbers = dict(answering(tmp_path / "alone"))
-    assert numbers["call"] == numbers["compile"] != numbers["validate"]
+    save(network(1), project / "models" / "a.onnx")
+    (job,) = plan(configured(project, SIMULATED if target == "qnn" else TOML)).jobs
+    numbers = []
+    for name in ("first", "second"):
+        run(Steps(workers, tmp_path / name, {}), job)
+        numbers.append(dict(answering(tmp_path / name)))
+    first, second = numbers
+    assert first["validate"] == second["validate"] not in (first["compile"], second["compile"])
+    assert (first["compile"] == second["compile"]) == (target == "cpu")
+    assert first["call"] == first["compile" if target == "cpu" else "validate"]
 
 
 def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(

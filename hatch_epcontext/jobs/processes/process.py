@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from hatch_epcontext.errors import (
     AccidentError,
     BuildError,
     CrashError,
+    InterruptedBuildError,
     Kind,
     Problem,
 )
@@ -43,6 +45,9 @@ _FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
 
 _POLL_SECONDS = 0.2
 """Seconds between checks of a worker's log."""
+
+_TASKS, _IDLE = 32, 16
+"""The most tasks of one process, because what libraries leave in it adds up; processes that wait for one."""
 
 
 class Heartbeat:
@@ -82,8 +87,9 @@ class _Processes:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.running: set[WorkerProcess] = set()
+        self.idle: list[tuple[Hashable, Worker]] = []
         self.server: ForkServer | None = None
-        self.use_server = False
+        self.is_open = False
         self.simulated: tuple[str, ...] = ()
         self.stopped = False
 
@@ -96,7 +102,7 @@ class _Processes:
             if self.stopped:
                 raise interrupted()
             try:
-                if alone or not self.use_server:
+                if alone or not (self.is_open and is_supported()):
                     process: WorkerProcess = Interpreter(log_path, memory_limit)
                 else:
                     self.server = self.server or ForkServer(self.simulated)
@@ -106,6 +112,24 @@ class _Processes:
                 raise NotStartedError from error
             self.running.add(process)
             return process
+
+    def lend(self, purpose: Hashable) -> Worker | None:
+        """A worker that waits for a task of this ``purpose``, if there is one."""
+        with self.lock:
+            for number, (kept_for, worker) in enumerate(self.idle):
+                if kept_for == purpose:
+                    del self.idle[number]
+                    worker.tasks += 1
+                    return worker
+        return None
+
+    def keep(self, worker: Worker, purpose: Hashable) -> Worker | None:
+        """Let ``worker`` wait for another task of this ``purpose``; returns the one to close for that."""
+        with self.lock:
+            if not self.is_open or worker.tasks >= _TASKS:
+                return worker
+            self.idle.append((purpose, worker))
+            return self.idle.pop(0)[1] if len(self.idle) > _IDLE else None
 
 
 @dataclass(frozen=True)
@@ -117,7 +141,7 @@ class Workers:
     of memory for each. ``progress`` gets a line about what runs whenever ``pulse`` is due.
 
     As a context manager it starts one process that has imported what workers need, where the system can
-    fork it; otherwise each worker is a fresh interpreter.
+    fork it; otherwise each worker is a fresh interpreter. And only then processes are kept for other tasks.
     """
 
     timeout: float
@@ -129,15 +153,23 @@ class Workers:
     _processes: _Processes = field(default_factory=_Processes)
 
     def __enter__(self) -> Workers:
-        self._processes.use_server = is_supported()
+        self._processes.is_open = True
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._processes.lock:
-            self._processes.use_server = False
+            self._processes.is_open = False
             server, self._processes.server = self._processes.server, None
         if server is not None:
             server.close()
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """End the processes that wait for another task."""
+        with self._processes.lock:
+            idle, self._processes.idle = self._processes.idle, []
+        for _, worker in idle:
+            worker.close()
 
     def expect(self, providers: Iterable[Provider]) -> None:
         """Name the ``providers`` that workers will compile for, before the first worker starts."""
@@ -157,14 +189,23 @@ class Workers:
             return worker.call(request, folder, location=location, step=step)
 
     @contextlib.contextmanager
-    def process(self) -> Iterator[Worker]:
-        """A worker for several requests, which ends with the context."""
-        worker = Worker(self, self._processes)
+    def process(self, purpose: Hashable = None) -> Iterator[Worker]:
+        """A worker for several requests: those of one task.
+
+        It ends with the context; with a ``purpose`` it may have done tasks of the same purpose before, and is
+        kept for more.
+        """
+        idle = None if purpose is None else self._processes.lend(purpose)
+        worker = idle or Worker(self, self._processes)
+        surplus: Worker | None = worker
         try:
             yield worker
+            if purpose is not None:
+                surplus = self._processes.keep(worker, purpose)
         finally:
             # After an error, such as an interruption, nothing needs its reply.
-            worker.close()
+            if surplus is not None:
+                surplus.close()
 
     @property
     def stopped(self) -> bool:
@@ -180,20 +221,24 @@ class Workers:
 
 
 class Worker:
-    """A process that answers the requests of one thread, one after the other; it starts with the first."""
+    """A process that answers the requests of one thread, one after the other; it starts with the first.
+
+    ``tasks``: how many the process has begun.
+    """
 
     def __init__(self, workers: Workers, processes: _Processes) -> None:
+        self.tasks = 1
         self._workers = workers
         self._processes = processes
         self._process: WorkerProcess | None = None
 
     def close(self) -> None:
-        """Return when it has ended, with all its children."""
+        """Return when it has ended, with all its children. The next request starts another process."""
         if self._process is not None:
             self._process.close()
             with self._processes.lock:
                 self._processes.running.discard(self._process)
-            self._process = None
+            self._process, self.tasks = None, 1
 
     def call(
         self,
@@ -209,8 +254,28 @@ class Worker:
         the log, and problems without a location. With the ``step`` of a job (empty for compiling) problems
         get only the step: the job's runner sets their location. Raises what the worker raised, CrashError
         when it crashes, LimitError when it takes too long or too much memory, and AccidentError when it is
-        killed or the system refuses something.
+        killed or the system refuses something; all this only in a process that has done no other task.
         """
+        is_used = self.tasks > 1
+        try:
+            return self._call(request, folder, location, step)
+        except InterruptedBuildError:
+            raise
+        except BuildError:
+            if not is_used:
+                raise
+        # What another task has left in the process may be the cause.
+        with writing("a folder for a worker", folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            if request.fills:
+                output: str = getattr(request, request.fills)
+                shutil.rmtree(output, ignore_errors=True)
+                Path(output).mkdir()
+        return self._call(request, folder, location, step)
+
+    def _call(
+        self, request: WorkerRequest[ReplyT], folder: Path, location: str, step: str | None
+    ) -> ReplyT:
         workers, limit = self._workers, self._workers.memory_limit
         label = f"{location}: {step}" if step else location
         order = Order(request.action, to_plain(request), folder, memory_limit=limit)

@@ -114,6 +114,46 @@ def test_a_worker_answers_several_requests_each_in_a_folder_of_its_own(
     assert (" while looking (for 0 s)" in failed.message) == (last == "crash")
 
 
+USED = """
+import os, sys
+from hatch_epcontext.worker.requests import CheckReply
+sys.tasks = getattr(sys, "tasks", 0) + 1
+open("pid", "w").write(str(os.getpid()))
+if request.models[0].name == "spoilt" and sys.tasks > 1:
+    os.abort()
+if request.models[0].name == "fail":
+    raise ValueError(f"task {sys.tasks}")
+reply = CheckReply(())
+"""
+
+
+@only_posix
+def test_tasks_of_one_purpose_share_processes_and_only_a_new_one_decides_that_one_fails(
+    tmp_path: Path, check: Path
+) -> None:
+    check.write_text(USED, encoding="utf-8")
+
+    def answering(name: str, purpose: str | None) -> int:
+        folder = tmp_path / f"{name} {purpose} {len(list(tmp_path.iterdir()))}"
+        with workers.process(purpose) as worker:
+            worker.call(request_for(tmp_path / "a.onnx", name), folder, location=name)
+        return process_in(folder / "pid")
+
+    with Workers(60) as workers:
+        first = answering("one", "run")
+        others = [answering("two", purpose) for purpose in ("optimize", None, "run")]
+        assert first not in others[:2]
+        assert others[2] == first
+        assert answering("spoilt", "run") != first
+        with pytest.raises(BuildError, match=r"task 1$"):
+            answering("fail", "optimize")
+        assert answering("three", "optimize") not in others
+        idle = [answering("three", "run"), answering("three", "optimize")]
+    for process in idle:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
 PRINTING = "for number in range(50): print('line', number, flush=True)\n"
 KILLING = "import os, signal\nos.kill(os.getpid(), signal.{})\n"
 FULL = """
