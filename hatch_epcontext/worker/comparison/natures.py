@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -102,7 +102,7 @@ def _scores(output: str, scope: Scope, opset: int) -> Scores | None:
 
     These nodes are run with ones for scores and zeros for all else.
     """
-    tail, origins = _tail(output, scope)
+    tail, origins, constants = _tail(output, scope)
     scoring = {name for name in origins if _nature(name, scope) in ("unit", "probabilities")}
     feeds: dict[str, Array] = {}
     for name in origins if scoring and tail else ():
@@ -115,17 +115,15 @@ def _scores(output: str, scope: Scope, opset: int) -> Scores | None:
         feeds[name] = np.full(shape, name in scoring, np.float32)
     if not feeds:
         return None
-    constants = {
-        name for node in tail for name in node.input if name and scope.constant(name) is not None
-    }
     part = helper.make_graph(
         tail,
         "tail",
         [helper.make_tensor_value_info(name, 1, array.shape) for name, array in feeds.items()],
         [onnx.ValueInfoProto(name=output)],
         [
-            numpy_helper.from_array(np.asarray(scope.constant(name)), name)
-            for name in constants.difference(feeds)
+            numpy_helper.from_array(array, name)
+            for name, array in constants.items()
+            if name not in feeds
         ],
     )
     model = helper.make_model(part, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
@@ -137,11 +135,14 @@ def _scores(output: str, scope: Scope, opset: int) -> Scores | None:
     return Scores.at(np.asarray(places, bool))
 
 
-def _tail(output: str, scope: Scope) -> tuple[Sequence[onnx.NodeProto], Sequence[str]]:
-    """The nodes that join and move values into ``output``, and the values of which they make it.
+def _tail(
+    output: str, scope: Scope
+) -> tuple[Sequence[onnx.NodeProto], Sequence[str], Mapping[str, Array]]:
+    """The nodes that join and move values into ``output``, the values of which they make it, and constants.
 
     No nodes if none of them joins values.
     """
+    constants: dict[str, Array] = {}
     nodes: dict[int, onnx.NodeProto] = {}
     origins: dict[str, None] = {}
     waiting = [output]
@@ -153,13 +154,18 @@ def _tail(output: str, scope: Scope) -> tuple[Sequence[onnx.NodeProto], Sequence
         node = None if index is None else scope.nodes[index]
         data = () if node is None else _moved(node)
         others = () if node is None else [side for side in node.input if side and side not in data]
-        if index is None or not data or any(scope.constant(side) is None for side in others):
+        sides = {side: scope.constant(side) for side in others}
+        if node is not None and node.op_type == "Reshape" and (shape := scope.shape(name)):
+            # Sizes are often computed of those of an input.
+            sides = dict.fromkeys(others, np.array(shape))
+        constants |= {side: array for side, array in sides.items() if array is not None}
+        if index is None or not data or any(array is None for array in sides.values()):
             origins[name] = None
             continue
         nodes[index] = scope.nodes[index]
         waiting += data
     tail = [_without_type(nodes[index]) for index in sorted(nodes)]
-    return tail if any(node.op_type in _JOINS for node in tail) else [], [*origins]
+    return tail if any(node.op_type in _JOINS for node in tail) else [], [*origins], constants
 
 
 def _moved(node: onnx.NodeProto) -> Sequence[str]:
