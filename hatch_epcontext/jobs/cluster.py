@@ -7,19 +7,18 @@ build may have the key, and it checks and stores what they compiled.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import json
+import logging
 import os
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +60,20 @@ _devices: dict[str, threading.Lock] = {}
 """The locks of exclusive devices, for all tasks of a worker."""
 
 _NAME = "hatch-epcontext"
-"""Of this distribution, and of the topic of the lines that workers report."""
+"""Of this distribution, and in the names of tasks."""
+
+_warn = logging.getLogger(_NAME).warning
+"""Writes to the log of a worker."""
 
 
 @dataclass(frozen=True)
 class Task:
     """A job of a build, and what a worker needs to run it.
 
-    ``files``: what the job reads, by path, in the shared cache at the URL ``cache``. ``versions``: those of
-    `Outcome`. The others are those of `Workers`; with ``log`` the build gets the lines of logs.
+    ``files``: what the job reads, by path, in the shared cache at the URL ``cache``. ``versions``: those that
+    the build began with, see `look`. The others are those of `Workers`.
     """
 
-    build: str
     job: Job
     sources: tuple[Source, ...]
     files: Mapping[str, FileRecord]
@@ -80,18 +81,14 @@ class Task:
     cache: str
     timeout: float
     memory_limit: int | None
-    verbose: bool
-    log: bool
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The result of a job: the ``record`` of its artifact, with files in the shared cache, validations of its
-    models, and its ``search``, if the worker has a cache; or its problems. ``versions``: of this package, and
-    of those that compile the job.
+    models, and its ``search``, if the worker has a cache; or its problems.
     """
 
-    versions: Mapping[str, str] = field(default_factory=dict)
     record: Record | None = None
     search: Search | None = None
     validations: Mapping[str, Validation] = field(default_factory=dict)
@@ -113,10 +110,9 @@ class Cluster:
     def __init__(self, settings: BuildSettings, workers: Workers, runner: JobRunner) -> None:
         assert settings.scheduler is not None, "there is one"
         assert runner.cache.shared is not None, "a cluster needs one"
-        self._build, self._workers, self._runner = uuid.uuid4().hex, workers, runner
-        self._transport, self._sending = runner.cache.shared.transport, threading.Lock()
+        self._workers, self._runner, self._sending = workers, runner, threading.Lock()
+        self._transport = runner.cache.shared.transport
         self._client = _connect(settings.scheduler)
-        self._client.subscribe_topic(_NAME, self._report)
         threads = sum(self._client.nthreads().values())
         self.jobs_at_once = (
             min(max(4, 2 * threads), 1000) if settings.jobs == "auto" else settings.jobs
@@ -129,11 +125,16 @@ class Cluster:
         """
         if job.target.from_cache:
             return self._runner.run(job)
-        with job.locating(), self._explaining():
-            address, own = self._find_worker(job), hatch_epcontext.__version__
-            answers = self._client.run(look, to_json(job), own, workers=[address])
-            versions = _read(answers[address]).versions
-            return self._known(job, versions) or self._run(job, versions)
+        with job.locating():
+            try:
+                address = self._find_worker(job)
+                own = {_NAME: hatch_epcontext.__version__}
+                versions = self._client.run(look, to_json(job), own, workers=[address])[address]
+                return self._known(job, versions) or self._run(job, versions)
+            except Exception as error:
+                if self._workers.stopped:
+                    raise interrupted() from None
+                raise BuildError(*_problems(error, "the build", self._transport.url)) from error
 
     def close(self) -> None:
         """End the connection; dask then cancels the tasks of the build."""
@@ -159,8 +160,8 @@ class Cluster:
         files = [file for source in sources for file in source.files]
         files += (file for path in named for file in input_files(path))
         workers, sent = self._workers, {str(file): self._send(file) for file in files}
-        limits = (workers.timeout, workers.memory_limit, workers.verbose, workers.log is not None)
-        task = Task(self._build, job, sources, sent, versions, self._transport.url, *limits)
+        limits = workers.timeout, workers.memory_limit
+        task = Task(job, sources, sent, versions, self._transport.url, *limits)
         future = self._client.submit(
             run_task,
             to_json(task),
@@ -169,16 +170,20 @@ class Cluster:
             resources=dict(job.target.resources) or None,
             pure=False,
         )
-        ended = threading.Event()
+        ended, start = threading.Event(), time.monotonic()
         future.add_done_callback(lambda _: ended.set())
         try:
             while not ended.wait(_POLL_SECONDS):
                 self._find_worker(job, ended)
-            outcome = _read(future.result())
+                if workers.progress and workers.pulse.due():
+                    seconds = time.monotonic() - start
+                    workers.progress(f"{job.location}: on the cluster for {seconds:.0f} s")
+            outcome = read_record(future.result(), Outcome)
         finally:
             future.cancel(force=True)
         record, folder = outcome.record, self._runner.staging / PACKAGE / job.folder
-        assert record is not None, "there are no problems"
+        if record is None:
+            raise BuildError(*outcome.problems)
         _fetch(self._transport, {folder / name: file for name, file in record.files.items()})
         artifact, form = Artifact(folder, record), record.recipe.form_of(job)
         built = Built(form, artifact, outcome.validations, cached=False)
@@ -223,38 +228,22 @@ class Cluster:
                 return ""
         raise interrupted()
 
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Raise BuildError in place of the errors of dask and of the shared cache."""
-        try:
-            yield
-        except Exception as error:
-            if self._workers.stopped:
-                raise interrupted() from None
-            raise BuildError(*_problems(error, "the build", self._transport.url)) from error
-
-    def _report(self, event: tuple[float, tuple[str, str, str]]) -> None:
-        """Pass on a line of a worker, if it works for this build."""
-        build, listener, line = event[1]
-        if build == self._build and (report := getattr(self._workers, listener)) is not None:
-            report(line)
-
 
 def _connect(address: str) -> Any:
-    # They have no types.
-    dask, distributed = map(importlib.import_module, ("dask", "distributed"))
+    # It has no types.
+    client = importlib.import_module("distributed").Client
+    opened: Future[Any] = Future()
 
-    async def probe() -> None:
-        arguments = distributed.Security().get_connection_args("client")
-        connection = distributed.comm.connect(address, timeout=CONNECT_SECONDS, **arguments)
-        await (await asyncio.wait_for(connection, CONNECT_SECONDS + 1)).close()
+    def connect() -> None:
+        try:
+            opened.set_result(client(address, timeout=CONNECT_SECONDS, set_as_default=False))
+        except BaseException as error:
+            opened.set_exception(error)
 
+    # It waits for ever for a server that never answers.
+    threading.Thread(target=connect, daemon=True).start()
     try:
-        # A client waits for ever for a server that never answers. The caller may have an event loop.
-        if not dask.config.get("distributed.client.security-loader", None):
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(asyncio.run, probe()).result()
-        return distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+        return opened.result(CONNECT_SECONDS + 1)
     # Any exception: another kind of server may answer at that address.
     except Exception as error:
         text = f"the scheduler {address} cannot be reached: {str(error) or type(error).__name__}"
@@ -285,13 +274,6 @@ def _problems(error: Exception, who: str, url: str) -> tuple[Problem, ...]:
     return (Problem(Kind.WORKER_LOST, "", message, hint),)
 
 
-def _read(answer: str) -> Outcome:
-    outcome = read_record(answer, Outcome)
-    if outcome.problems:
-        raise BuildError(*outcome.problems)
-    return outcome
-
-
 def _fetch(transport: Transport, files: Mapping[Path, FileRecord]) -> None:
     for path, file in files.items():
         with writing("a file of a job", path):
@@ -299,24 +281,15 @@ def _fetch(transport: Transport, files: Mapping[Path, FileRecord]) -> None:
             transport.fetch_file(file.sha256, file.size, path)
 
 
-def look(job: str, version: str, dask_worker: Any) -> str:
-    """The `Outcome` with the versions on this worker for a `Job` of a build with this ``version``."""
-    build = {_NAME: version}
-    return _answer(lambda: Outcome(_check(from_json(job, Job), dask_worker, build)), dask_worker)
+def look(text: str, build: Mapping[str, str], dask_worker: Any) -> Mapping[str, str]:
+    """The versions of this package, and of those that compile a `Job`, on this worker.
 
-
-def _answer(work: Callable[[], Outcome], worker: Any, url: str = "") -> str:
-    try:
-        return to_json(work())
-    except Exception as error:
-        return to_json(Outcome(problems=_problems(error, f"the worker {worker.name}", url)))
-
-
-def _check(job: Job, worker: Any, build: Mapping[str, str]) -> Mapping[str, str]:
-    """The versions on ``worker`` for ``job``; raises BuildError if they cannot be those of ``build``."""
+    Raises BuildError if it cannot compile the job, or lacks versions that the ``build`` began with.
+    """
+    job = from_json(text, Job)
     plugin, sha256 = job.target.provider.plugin, job.target.settings.library_sha256
     library = Path(plugin.path) if plugin is not None and plugin.path else None
-    where = f"the worker {worker.name} ({worker.address})"
+    where = f"the worker {dask_worker.name} ({dask_worker.address})"
     try:
         if library is not None and not (library.is_file() and file_sha256(library) == sha256):
             message = f"the library {library} is missing, or differs from the build's."
@@ -348,14 +321,14 @@ def run_task(text: str, paths: Sequence[str]) -> str:
             place = f"{root}/{path.lstrip('/')}".replace("\\", "/")
             text = text.replace(json.dumps(path), json.dumps(place))
         task = from_json(text, Task)
-        answer = _answer(lambda: _run_job(task, worker, folder), worker, task.cache)
-        return answer.replace(root, "")
+        try:
+            outcome = _run_job(task, worker, folder)
+        except Exception as error:
+            outcome = Outcome(problems=_problems(error, f"the worker {worker.name}", task.cache))
+        return to_json(outcome).replace(root, "")
 
 
 def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
-    def report(listener: str, line: str) -> None:
-        worker.log_event(_NAME, (task.build, listener, line))
-
     def watch(key: str) -> None:
         """End what runs when dask has cancelled the task: the build has ended, or needs no result."""
         while not ended.wait(_POLL_SECONDS):
@@ -366,26 +339,24 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
                 return
 
     transport, ended = Transport(task.cache), threading.Event()
-    log, progress = partial(report, "log") if task.log else None, partial(report, "progress")
-    workers = Workers(task.timeout, log, task.verbose, task.memory_limit, progress)
+    workers = Workers(task.timeout, memory_limit=task.memory_limit)
     threading.Thread(target=watch, args=[worker.get_current_task()], daemon=True).start()
     try:
-        versions = _check(task.job, worker, task.versions)
-        progress(f"{task.job.location}: runs on the worker {worker.name}")
+        versions = look(to_json(task.job), task.versions, worker)
         _fetch(transport, {Path(path): record for path, record in task.files.items()})
         own_cache = os.environ.get(f"{PREFIX}CACHE_DIR")
-        cache = Cache(Path(own_cache) if own_cache else default_root(), progress)
+        cache = Cache(Path(own_cache) if own_cache else default_root(), _warn)
         sources = {source.model.name: source for source in task.sources}
         workers.expect([task.job.target.provider])
         with workers:
             sizes = {name: source.size for name, source in sources.items()}
             steps = Steps(workers, folder, versions, sizes, _devices)
             steps.expect([task.job])
-            built = JobRunner(sources, cache, cache.index, steps, folder, progress).run(task.job)
+            built = JobRunner(sources, cache, cache.index, steps, folder, _warn).run(task.job)
         record = built.artifact.record
         for name in record.files:
             transport.send_file(built.artifact.folder / name)
         search = cache.get("searches", record.search, Search)
-        return Outcome(versions, record, search, built.validations)
+        return Outcome(record, search, built.validations)
     finally:
         ended.set()

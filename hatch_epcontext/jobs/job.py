@@ -20,6 +20,7 @@ from pathlib import Path
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.files import is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Recipe, Record, Source
@@ -73,7 +74,7 @@ class JobRunner:
         """
         run = _JobRun(self, job)
         if job.target.from_cache:
-            fingerprint, key = run.settings, run.cache.ref(run.settings)
+            fingerprint, key = run.settings, run.latest()
         else:
             with job.locating():
                 fingerprint = run.fingerprint(self.steps.versions(job))
@@ -89,7 +90,7 @@ class JobRunner:
         """
         run, record = _JobRun(self, job), built.artifact.record
         fingerprint = run.fingerprint(record.versions)
-        attempt = search.known(record.recipe.key(fingerprint))
+        attempt = search.attempts.get(record.recipe.key(fingerprint))
         if attempt is None or attempt.record is None or attempt.record.files != record.files:
             raise ValueError("it has searched for another job")
         self.cache.put("artifacts", attempt.key, attempt.record, built.artifact.folder)
@@ -117,6 +118,11 @@ class _JobRun:
         """The key of the job's search: what it is compiled from, and the ``versions`` of what compiles it."""
         return value_sha256([self.settings, versions])
 
+    def latest(self) -> str | None:
+        """The key of the latest artifact with the job's settings."""
+        # Others may have made a newer one.
+        return self.cache.get("refs", self.settings, str, fits=is_sha256, latest=True)
+
     def search_on(self) -> Built:
         """The winner of the job's search."""
         self._key = self.fingerprint(self._build.steps.versions(self._job))
@@ -137,7 +143,7 @@ class _JobRun:
 
     def from_cache(self) -> Built:
         """The latest artifact with the job's settings, whatever is installed."""
-        key = self.cache.ref(self.settings)
+        key = self.latest()
         record = None if key is None else self._take(key, self._place)
         if key is None or record is None:
             missing = "the cache has no artifact of this model with these settings."
@@ -149,7 +155,7 @@ class _JobRun:
         if not self._search.is_enough(attempt):
             raise failure(self._job, [attempt])
         self._search = self._validated(self._search, attempt, self._artifacts[key])
-        winner = self._search.attempts[-1]
+        winner = self._search.attempts[key]
         if winner.differences:
             raise failure(self._job, [winner])
         return self._built(winner)
@@ -173,13 +179,13 @@ class _JobRun:
             is_dynamic=is_dynamic and len(job.forms) > 1,
             required=value_sha256(required),
         )
-        get = self.cache.get_latest if latest else self.cache.get
-        if (stored := get("searches", key, Search)) is None:
+        stored = self.cache.get("searches", key, Search, latest=latest)
+        if stored is None:
             return search
         search = replace(search, validations=stored.validations, winners=stored.winners)
-        for attempt in stored.attempts:
+        for name, attempt in stored.attempts.items():
             # A shared cache may contain what no build has written.
-            is_own = attempt.key == attempt.recipe.key(key)
+            is_own = name == attempt.key == attempt.recipe.key(key)
             fits = attempt.refused if attempt.record is None else self._fits(attempt.record)
             if is_own and fits and attempt.required in ("", search.required):
                 search = self._validated(search, attempt)
@@ -198,7 +204,8 @@ class _JobRun:
                     self._keep(most_complete(step.tried))
                     return step
                 elif not (artifact := self._artifact(attempt, is_last=attempt is step.winner)):
-                    self._search = self._search.without(attempt)
+                    others = {k: a for k, a in self._search.attempts.items() if k != attempt.key}
+                    self._search = replace(self._search, attempts=others)
                 elif step.winner is not None:
                     self._search = self._search.won_by(attempt)
                     return step

@@ -473,8 +473,8 @@ class Search:
     """The attempts for a job, those of earlier builds too, and which ones won: one stored document.
 
     ``compares``: whether results decide what else is tried. ``is_dynamic``: whether dynamic quantization may
-    be undone. ``required``: identifies what validation requires. ``validations``: by their keys.
-    ``winners``: by the `terms` under which they won.
+    be undone. ``required``: identifies what validation requires. ``attempts`` and ``validations``: by their
+    keys. ``winners``: by the `terms` under which they won.
     """
 
     settings: CompileSettings
@@ -482,7 +482,7 @@ class Search:
     compares: bool = True
     is_dynamic: bool = False
     required: str = ""
-    attempts: tuple[Attempt, ...] = ()
+    attempts: Mapping[str, Attempt] = field(default_factory=dict)
     validations: Mapping[str, Validation] = field(default_factory=dict)
     winners: Mapping[str, Win] = field(default_factory=dict)
 
@@ -500,11 +500,7 @@ class Search:
     def won(self) -> Attempt | None:
         """The attempt that won an earlier search with these `terms`."""
         win = self.winners.get(self.terms)
-        return None if win is None else self.known(win.key)
-
-    def known(self, key: str) -> Attempt | None:
-        """The attempt with this key."""
-        return next((attempt for attempt in self.attempts if attempt.key == key), None)
+        return None if win is None else self.attempts.get(win.key)
 
     def won_by(self, winner: Attempt) -> Search:
         """The search with the ``winner`` that it has, and the notes on what else was tried."""
@@ -519,37 +515,29 @@ class Search:
 
     def to_store(self, day: str) -> Search:
         """What later builds may use, of a build of this ``day``: all but accidents."""
-        attempts = (
-            replace(attempt, validations={}, day=attempt.day or day)
-            for attempt in self.attempts
+        attempts = {
+            key: replace(attempt, validations={}, day=attempt.day or day)
+            for key, attempt in self.attempts.items()
             if not (attempt.refused and attempt.refused.is_accident)
-        )
-        return replace(self, attempts=tuple(attempts))
+        }
+        return replace(self, attempts=attempts)
 
     def to_share(self) -> Search:
         """What other machines may use: no refusals, which may have causes there."""
-        compiled = (attempt for attempt in self.attempts if attempt.record is not None)
-        return replace(self, attempts=tuple(compiled))
+        return replace(self, attempts={key: a for key, a in self.attempts.items() if a.record})
 
     def joined(self, other: Search) -> Search:
         """The search with what only the ``other`` one for the same job knows."""
-        attempts = {attempt.key: attempt for attempt in (*other.attempts, *self.attempts)}
         return replace(
             self,
-            attempts=tuple(attempts.values()),
+            attempts={**other.attempts, **self.attempts},
             validations={**other.validations, **self.validations},
             winners={**other.winners, **self.winners},
         )
 
-    def without(self, attempt: Attempt) -> Search:
-        """The search without what is known about ``attempt``."""
-        others = tuple(other for other in self.attempts if other.key != attempt.key)
-        return replace(self, attempts=others)
-
     def adding(self, attempt: Attempt) -> Search:
         """The search with ``attempt``, instead of what was known about it."""
-        others = (other for other in self.attempts if other.key != attempt.key)
-        return replace(self, attempts=(*others, attempt))
+        return replace(self, attempts={**self.attempts, attempt.key: attempt})
 
 
 def notes(attempts: Iterable[Attempt], other_than: Attempt) -> tuple[str, ...]:
@@ -600,7 +588,7 @@ def next_recipe(search: Search) -> Next:
 
 def _next_in_form(search: Search, tried: list[Attempt], *, dequantize: bool) -> Next | None:
     """What follows for a form of the job; None at its end. ``tried`` gets its attempts."""
-    known = {attempt.recipe: attempt for attempt in search.attempts}
+    known = {attempt.recipe: attempt for attempt in search.attempts.values()}
     provider = PROVIDERS[search.settings.provider]
     form = Form(search, search.settings, provider, {stage.phase: [] for stage in STAGES})
     for stage in STAGES:

@@ -414,8 +414,10 @@ def test_what_else_was_tried_is_noted() -> None:
 def stored(search: Search) -> Search:
     """What a later build reads."""
     kept = from_json(to_json(search.to_store("2026-11-23")), Search)
-    attempts = {attempt.key: attempt.validations for attempt in search.attempts}
-    known = tuple(replace(a, validations=attempts[a.key]) for a in kept.attempts)
+    known = {
+        key: replace(attempt, validations=search.attempts[key].validations)
+        for key, attempt in kept.attempts.items()
+    }
     return replace(kept, attempts=known)
 
 
@@ -450,7 +452,7 @@ def test_a_winner_that_could_not_be_run_loses_where_it_differs() -> None:
     outcomes: dict[str, Outcome] = {"plain": (), "unfused": ()}
     known = Ep(outcomes, {"plain": not_run}).finish(search_for())
     here = Ep(outcomes, {"plain": WRONG})
-    unknown = tuple(replace(a, validations={}) for a in known.attempts)
+    unknown = {key: replace(a, validations={}) for key, a in known.attempts.items()}
     other = here.winner(replace(known, attempts=unknown))
     assert other is not None
     assert (here.tried, here.validated) == (["unfused"], ["plain", "unfused"])
@@ -459,7 +461,7 @@ def test_a_winner_that_could_not_be_run_loses_where_it_differs() -> None:
 
 def test_refusals_are_not_shared() -> None:
     search = Ep({"plain": NO, "rewrite": ()}).finish(search_for())
-    assert [name_of(a.recipe) for a in search.to_share().attempts] == ["rewrite"]
+    assert [name_of(a.recipe) for a in search.to_share().attempts.values()] == ["rewrite"]
 
 
 # Of searches that nothing wins.

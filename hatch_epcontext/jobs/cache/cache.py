@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.files import is_generated, is_sha256, write_atomically
+from hatch_epcontext.files import is_generated, write_atomically
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cache.store import DamagedError, Growing, Kind, Store, files_of, untrusted
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from hatch_epcontext.jobs.cache.shared import SharedCache
 
 T = TypeVar("T")
-G = TypeVar("G", bound=Growing)
 
 
 class Cache:
@@ -66,59 +66,39 @@ class Cache:
         type_: type[T],
         folder: Path | None = None,
         fits: Callable[[T], bool] = lambda record: True,
+        *,
+        latest: bool = False,
     ) -> T | None:
         """The record of an entry, whose files are then in ``folder``, which is created; None for a miss.
 
-        The files are hard links where possible: later changes of the cache do not matter. An entry of the
-        shared cache is used only if its record ``fits``. Without a folder only its record is read.
+        The files are hard links where possible: later changes of the cache do not matter. Without a folder
+        only its record is read. An entry is used only if its record ``fits``. A shared cache is asked for
+        what this machine lacks; with ``latest`` also for what others have added or replaced.
         """
         own = self._own(kind, key, type_, folder)
-        if self.shared is None:
-            return own
-        record = self.shared.get(kind, key, type_, folder) if own is None else own
-        if record is None or (record is not own and not fits(record)):
-            shutil.rmtree(folder, ignore_errors=True) if folder else None
-            return None
-        if record is not own and (folder is not None or not files_of(record)):
-            self._keep(lambda store: store.put(kind, key, record, folder))
-        # Another build may have made it that could not write to the shared cache.
-        self.shared.put(kind, key, _shareable(record), folder)
+        record = own if own is not None and fits(own) else None
+        if self.shared is not None and (record is None or latest):
+            other = self.shared.get(kind, key, type_, folder)
+            if other is not None and fits(other):
+                record = own.joined(other) if isinstance(own, Growing) else other
+                if folder is not None or not files_of(record):
+                    self._keep(kind, key, record, folder)
+        if record is None and folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif self.shared is not None and record is not None and not latest:
+            # Another build may have made it that could not write to the shared cache.
+            self.shared.put(kind, key, _shareable(record), folder)
         return record
-
-    def get_latest(self, kind: Kind, key: str, type_: type[G]) -> G | None:
-        """The record of an entry, with what other machines have added to it in the shared cache."""
-        own = self._own(kind, key, type_)
-        record = None if self.shared is None else self.shared.get(kind, key, type_)
-        if record is None:
-            return own
-        joined: G = record if own is None else own.joined(record)
-        self._keep(lambda store: store.put(kind, key, joined))
-        return joined
 
     def put(self, kind: Kind, key: str, record: object, folder: Path | None = None) -> None:
         """Store ``record``, which names the files in ``folder`` that no longer change."""
-        self._keep(lambda store: store.put(kind, key, record, folder))
+        self._keep(kind, key, record, folder)
         if self.shared is not None:
             self.shared.put(kind, key, _shareable(record), folder)
 
-    def ref(self, name: str) -> str | None:
-        """The key that ``name``, a hex sha256, stands for.
-
-        The shared cache wins, if there is one: others may have made something newer.
-        """
-        shared = None if self.shared is None else self.shared.get("refs", name, str)
-        key = shared or self._own("refs", name, str)
-        return key if key is not None and is_sha256(key) else None
-
-    def set_ref(self, name: str, key: str) -> None:
-        """Let ``name``, a hex sha256, stand for ``key``."""
-        self.put("refs", name, key)
-
-    @contextlib.contextmanager
-    def lock(self, key: str, on_wait: Callable[[], None]) -> Iterator[None]:
+    def lock(self, key: str, on_wait: Callable[[], None]) -> AbstractContextManager[object]:
         """Hold the right to make what ``key`` identifies: see `Store.lock`."""
-        with contextlib.nullcontext() if self._store is None else self._store.lock(key, on_wait):
-            yield
+        return contextlib.nullcontext() if self._store is None else self._store.lock(key, on_wait)
 
     def store_report(self, name: str, text: str) -> Path | None:
         """Store the report of the last build of ``name``; returns its path, or None if it is not stored."""
@@ -134,7 +114,7 @@ class Cache:
             return write_atomically(file, text, durable=False)
         return None
 
-    def _own(self, kind: Kind, key: str, type_: type[T], folder: Path | None = None) -> T | None:
+    def _own(self, kind: Kind, key: str, type_: type[T], folder: Path | None) -> T | None:
         if self._store is None:
             return None
         try:
@@ -149,11 +129,11 @@ class Cache:
             self._warn(f"the entry {entry} of the cache {reason}, and is made again")
         return None
 
-    def _keep(self, action: Callable[[Store], None]) -> None:
+    def _keep(self, kind: Kind, key: str, record: object, folder: Path | None) -> None:
         if self._store is None or not self._is_writable:
             return
         try:
-            action(self._store)
+            self._store.put(kind, key, record, folder)
         except OSError as error:
             self._is_writable, root = False, self._store.root
             self._warn(

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from hatch_epcontext.files import (
@@ -138,7 +138,7 @@ class Store:
             _check(entry, files_of(record))
             if folder is not None:
                 for name in files_of(record):
-                    _transfer(kind, _file(entry, name), folder / PurePosixPath(name))
+                    _transfer(kind, entry / _FILES / name, folder / name)
         except OSError as error:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -164,27 +164,23 @@ class Store:
         with self.staging() as temporary:
             staged = temporary / "entry"
             for name in files_of(record):
-                _transfer(kind, folder / PurePosixPath(name), _file(staged, name))
+                _transfer(kind, folder / name, staged / _FILES / name)
                 if lasts:
-                    sync(_file(staged, name))
+                    sync(staged / _FILES / name)
             (staged / _STATUS).write_text(_status(staged, files_of(record)), encoding="utf-8")
             write_atomically(staged / _RECORD, text, durable=lasts)
-            self._publish(staged, kind, key, type(record))
-
-    def _publish(self, staged: Path, kind: Kind, key: str, type_: type[object]) -> None:
-        entry = self.entry(kind, key)
-        for _ in range(_ATTEMPTS):
-            # Other builds also remove what is damaged, or clean the cache.
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(OSError):
-                patiently(lambda: staged.rename(entry))
-                return
-            # Another build was faster, or the existing entry is damaged or older.
-            with contextlib.suppress(OSError, DamagedError):
-                if kind in _LASTING and self.get(kind, key, type_) is not None:
+            for _ in range(_ATTEMPTS):
+                # Other builds also remove what is damaged, or clean the cache.
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(OSError):
+                    patiently(lambda: staged.rename(entry))
                     return
-            patiently(lambda: self._discard(entry))
-        patiently(lambda: staged.rename(entry))
+                # Another build was faster, or the existing entry is damaged or older.
+                with contextlib.suppress(OSError, DamagedError):
+                    if lasts and self.get(kind, key, type(record)) is not None:
+                        return
+                patiently(lambda: self._discard(entry))
+            patiently(lambda: staged.rename(entry))
 
     @contextlib.contextmanager
     def lock(self, key: str, on_wait: Callable[[], None] | None = None) -> Iterator[bool]:
@@ -339,10 +335,6 @@ def files_of(record: object) -> Mapping[str, FileRecord]:
     return files
 
 
-def _file(entry: Path, name: str) -> Path:
-    return entry / _FILES / PurePosixPath(name)
-
-
 def _transfer(kind: Kind, source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # ONNX Runtime refuses some external data of models if it has several hard links.
@@ -353,7 +345,7 @@ def _status(entry: Path, files: Mapping[str, FileRecord]) -> str:
     """The status of intact files: only builds write to them, and another size or time shows damage."""
     values = {}
     for name, recorded in files.items():
-        status = _file(entry, name).stat()
+        status = (entry / _FILES / name).stat()
         values[name] = recorded.sha256, status.st_ino, status.st_size, status.st_mtime_ns
     return json.dumps(values)
 
@@ -364,7 +356,7 @@ def _check(entry: Path, files: Mapping[str, FileRecord]) -> None:
         if not files or known_text(entry / _STATUS) == _status(entry, files):
             return
     for name, recorded in files.items():
-        file = _file(entry, name)
+        file = entry / _FILES / name
         if not is_regular(file) or record_file(file) != recorded:
             # Gone, if another process cleans the store at this moment.
             (entry / _RECORD).stat()

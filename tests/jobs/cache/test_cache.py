@@ -14,7 +14,7 @@ import pytest
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.files import FileRecord, record_file, record_files
+from hatch_epcontext.files import FileRecord, is_sha256, record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache import store as store_module
@@ -318,16 +318,20 @@ def test_a_cache_folder_that_is_not_absolute_is_none(monkeypatch: pytest.MonkeyP
     assert default_root() is None
 
 
+def key_of(cache: Cache, name: str) -> str | None:
+    return cache.get("refs", name, str, fits=is_sha256, latest=True)
+
+
 def test_a_name_stands_for_the_key_that_was_set_last(cache: Cache, tmp_path: Path) -> None:
     name, newer = "ee" * 32, "cd" * 32
-    assert cache.ref(name) is None
+    assert key_of(cache, name) is None
     for key in (KEY, newer):
-        cache.set_ref(name, key)
-        assert cache.ref(name) == key
+        cache.put("refs", name, key)
+        assert key_of(cache, name) == key
     for text in ("", '"../../evil"', f'"{"zz" * 32}"', "3"):
         record = Store(tmp_path / "cache").entry("refs", name) / "record.json"
         record.write_text(text, encoding="utf-8")
-        assert cache.ref(name) is None
+        assert key_of(cache, name) is None
     none = Cache(None, print)
-    none.set_ref(name, KEY)
-    assert none.ref(name) is None
+    none.put("refs", name, KEY)
+    assert key_of(none, name) is None

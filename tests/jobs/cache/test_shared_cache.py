@@ -246,10 +246,10 @@ def test_the_latest_artifact_is_that_of_the_shared_cache(
         config = machine(name).config(ONE, CACHE=server.url, CACHE_WRITE=write)
         return open_cache(config, print)
 
-    cache("new", "1").set_ref("ee" * 32, KEY)
+    cache("new", "1").put("refs", "ee" * 32, KEY)
     old = cache("old", "0")
-    old.set_ref("ee" * 32, "cd" * 32)
-    assert old.ref("ee" * 32) == KEY
+    old.put("refs", "ee" * 32, "cd" * 32)
+    assert old.get("refs", "ee" * 32, str, latest=True) == KEY
 
 
 def test_shared_facts_name_no_files_outside_of_the_models_folder(
