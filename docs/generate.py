@@ -311,9 +311,9 @@ wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
 """
 
 _ABOUT: Mapping[str, str] = {
-    "[[tool.epcontext.models]]": """\
-A model. It can also have these keys of its targets: <narrowable>. Its tables are merged with those of the
-target, and its other values replace them. Targets that cannot use a key ignore it.""",
+    "[tool.epcontext.targets.<name>]": """\
+A target. A model can have other values for it: each key is also allowed in
+`[tool.epcontext.models.targets.<name>]`, see [targets](targets.md#a-target-of-a-model).""",
     "cut": """\
 The [part of a model](shapes.md#a-part-of-a-model) that is kept. At least one of the keys is needed.""",
     "validate": """\
@@ -321,10 +321,10 @@ How a model is [validated](validation.md). The mode alone can replace the table:
 `validate = "require"`.""",
     "tolerance": """\
 The limits of `validate.tolerance`, described in [Validation](validation.md). A limit of an output wins
-over that of all outputs, and one for a target over both.""",
+over that of all outputs.""",
     "quantize": """\
-How a model of floats is [quantized](quantization.md#quantize-a-model). `quantize = false` in a model's table
-switches its target's off.""",
+How a model of floats is [quantized](quantization.md#quantize-a-model). `quantize = false` for a target of a
+model switches it off.""",
     "profiles": """\
 Shapes of one input, such as
 `profiles = [{ image = { min = [1, 3, 8, 8], opt = [4, 3, 8, 8], max = [8, 3, 8, 8] } }]`.""",
@@ -337,34 +337,24 @@ A build prints each variable that is set. For each key of `build` and `wheel` th
 
 def configuration() -> str:
     """The page about all keys and variables."""
-    narrowable = _names(tables.NarrowableTable)
-    of_targets = _names(tables.TargetTable)
-    shown: Mapping[str, tuple[type[Any], Iterable[str]]] = {
-        "[tool.epcontext]": (tables.RootTable, _names(tables.RootTable)),
-        "[tool.epcontext.build]": (tables.BuildTable, _names(tables.BuildTable)),
-        "[tool.epcontext.wheel]": (tables.WheelTable, _names(tables.WheelTable)),
-        "[tool.epcontext.targets.<name>]": (tables.TargetTable, ["provider", *of_targets]),
-        "[[tool.epcontext.models]]": (
-            tables.ModelTable,
-            [name for name in _names(tables.ModelTable) if name not in narrowable],
-        ),
-        "cut": (tables.CutTable, _names(tables.CutTable)),
-        "validate": (tables.ValidateTable, _names(tables.ValidateTable)),
-        "tolerance": (
-            tables.ToleranceTable,
-            ["snr", "cosine", "atol", "rtol", "outputs", "targets"],
-        ),
-        "quantize": (tables.QuantizeTable, _names(tables.QuantizeTable)),
-        "profiles": (tables.ProfileTable, _names(tables.ProfileTable)),
+    shown: Mapping[str, type[Any]] = {
+        "[tool.epcontext]": tables.RootTable,
+        "[tool.epcontext.build]": tables.BuildTable,
+        "[tool.epcontext.wheel]": tables.WheelTable,
+        "[tool.epcontext.targets.<name>]": tables.TargetTable,
+        "[[tool.epcontext.models]]": tables.ModelTable,
+        "cut": tables.CutTable,
+        "validate": tables.ValidateTable,
+        "tolerance": tables.ToleranceTable,
+        "quantize": tables.QuantizeTable,
+        "profiles": tables.ProfileTable,
     }
     lines = [CONFIGURATION]
-    listed = _code(map(toml_key, narrowable))
-    for heading, (table, names) in shown.items():
+    for heading, table in shown.items():
         lines.append(f"## `{heading}`\n")
         if about := _ABOUT.get(heading):
-            lines.append(about.replace("<narrowable>", listed) + "\n")
-        rows = _keys(table, dict.fromkeys(names))
-        lines += [*_table(("key", "takes", "if missing", "meaning"), rows), ""]
+            lines.append(about + "\n")
+        lines += [*_table(("key", "takes", "if missing", "meaning"), _keys(table)), ""]
     of_keys = {name: each for name, each in VARIABLES.items() if each.table is not None}
     empty = (name for name, each in of_keys.items() if each.empty_switches_off)
     about = _ENVIRONMENT.format(
@@ -381,16 +371,11 @@ def configuration() -> str:
     return "\n".join(lines)
 
 
-def _names(table: type[Any]) -> list[str]:
-    return [field.name for field in dataclasses.fields(table)]
-
-
-def _keys(table: type[Any], names: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    fields = {field.name: field for field in dataclasses.fields(table)}
+def _keys(table: type[Any]) -> Iterator[tuple[str, ...]]:
     hints = get_type_hints(table)
-    for name in names:
-        doc = _linked(fields[name].metadata["doc"])
-        yield f"`{toml_key(name)}`", _takes(hints[name]), _if_missing(fields[name]), doc
+    for field in dataclasses.fields(table):
+        doc = _linked(field.metadata["doc"])
+        yield f"`{toml_key(field.name)}`", _takes(hints[field.name]), _if_missing(field), doc
 
 
 def _takes(type_: Any) -> str:
@@ -404,7 +389,7 @@ def _if_missing(field: dataclasses.Field[Any]) -> str:
         return "required"
     if text := json_schema.when_missing(field):
         return text
-    if field.default in (None, dataclasses.MISSING, ()):
+    if field.default in (None, dataclasses.MISSING, (), ""):
         return ""
     return f"`{show(field.default)}`"
 

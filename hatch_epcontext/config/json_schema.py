@@ -13,28 +13,43 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hatch_epcontext.config.tables import ModelTable, RootTable
+from hatch_epcontext.config.tables import ModelTable, RootTable, TargetTable
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import show, toml_key
 
 FILE = Path(__file__).with_name("epcontext.schema.json")
 
-_LEAVES = {str: "string", bool: "boolean", int: "integer", float: "number"}
+_TARGET = {"$ref": "#/definitions/target"}
+"""A target, whose keys the schema lists once."""
+
+_LEAVES: Mapping[Any, dict[str, Any]] = {
+    Any: {},
+    TargetTable: _TARGET,
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+}
 
 
 def make() -> dict[str, Any]:
-    """The schema, in JSON Schema draft 7, without references: not every tool resolves them."""
+    """The schema, in JSON Schema draft 7."""
     root = _table(RootTable)
-    names = ", ".join(PROVIDERS)
-    target = root["properties"]["targets"]["additionalProperties"]
-    # No enumeration: ONNX Runtime's names and other spellings are valid too.
-    target["properties"]["provider"]["description"] += f" One of {names}."
+    target = _table(TargetTable)
+    # Only a target needs its provider, not what a model changes of it. No enumeration: ONNX Runtime's names
+    # and other spellings are valid too.
+    required = target.pop("required")
+    target["properties"]["provider"]["description"] += f" One of {', '.join(PROVIDERS)}."
+    root["properties"]["targets"]["additionalProperties"] = {
+        "allOf": [_TARGET, {"required": required}]
+    }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
-        "$id": "urn:hatch-epcontext:tool.epcontext",
+        "$id": "https://github.com/hatch-epcontext/hatch-epcontext/epcontext.schema.json",
         "title": "[tool.epcontext]",
         "description": "ONNX models that hatch-epcontext compiles into the wheel.",
         **root,
+        "definitions": {"target": target},
     }
 
 
@@ -60,7 +75,7 @@ def _table(table: type) -> dict[str, Any]:
         properties[key] = {**_schema(hints[field.name]), "description": doc}
         if field.metadata["required"]:
             required.append(key)
-        elif field.default not in (None, dataclasses.MISSING, ()):
+        elif field.default not in (None, dataclasses.MISSING, (), ""):
             properties[key]["default"] = field.default
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     if table is ModelTable:
@@ -77,8 +92,6 @@ def when_missing(field: dataclasses.Field[Any]) -> str:
 
 def _schema(type_: Any) -> dict[str, Any]:
     origin, arguments = get_origin(type_), get_args(type_)
-    if type_ is Any:
-        return {}
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, types.UnionType):
@@ -89,4 +102,4 @@ def _schema(type_: Any) -> dict[str, Any]:
         return {"type": "object", **({"additionalProperties": inside} if inside else {})}
     if origin is tuple:
         return {"type": "array", "items": _schema(arguments[0])}
-    return {"type": _LEAVES[type_]} if type_ in _LEAVES else _table(type_)
+    return _LEAVES[type_] if type_ in _LEAVES else _table(type_)

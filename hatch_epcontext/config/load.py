@@ -21,7 +21,7 @@ from hatch_epcontext.config.settings import (
     Model,
     WheelSettings,
 )
-from hatch_epcontext.config.tables import BuildTable, RootTable
+from hatch_epcontext.config.tables import BuildTable, RootTable, TargetTable
 from hatch_epcontext.errors import (
     ROOT,
     ConfigError,
@@ -33,7 +33,9 @@ from hatch_epcontext.errors import (
     collect,
 )
 from hatch_epcontext.serialize import from_toml
-from hatch_epcontext.text import parse_size
+from hatch_epcontext.text import parse_size, toml_key
+
+_OF_TARGETS = {(toml_key(field.name),) for field in dataclasses.fields(TargetTable)}
 
 
 def load(
@@ -96,6 +98,9 @@ def _with_model(problem: Problem, table: Any) -> Problem:
     parts = problem.key.parts if problem.key else ()
     if problem.key is None or len(parts) < 2 or parts[0] != "models":
         return problem
+    hint = problem.hint
+    if problem.kind is Kind.UNKNOWN_KEY and parts[2:] in _OF_TARGETS:
+        hint = f"It is a key of targets: {Key(parts[:2])}.targets.<name>.{parts[2]}."
     item = table["models"][parts[1]]
     given = item if isinstance(item, dict) else {}
     path, name = (
@@ -107,7 +112,7 @@ def _with_model(problem: Problem, table: Any) -> Problem:
         return replace(key, model=path, name=name)
 
     settings = tuple(replace(each, key=named(each.key)) for each in problem.settings)
-    return replace(problem, key=named(problem.key), settings=settings)
+    return replace(problem, key=named(problem.key), settings=settings, hint=hint)
 
 
 def _is_about(problem: Problem, others: list[Problem]) -> bool:

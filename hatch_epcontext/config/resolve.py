@@ -1,4 +1,4 @@
-"""Tables -> models and targets, each model's targets narrowed by the model's own keys."""
+"""Tables -> models and targets, each model's targets with what the model changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hatch_epcontext.config.checks.model import (
     check_groups,
     check_location,
     check_model,
-    check_narrowing,
+    check_sharing,
 )
 from hatch_epcontext.config.checks.options import render_options
 from hatch_epcontext.config.checks.root import check_root
@@ -31,20 +31,23 @@ from hatch_epcontext.config.settings import (
 from hatch_epcontext.config.shapes import check_name_length, expand
 from hatch_epcontext.config.tables import (
     ModelTable,
-    NarrowableTable,
     QuantizeTable,
     RootTable,
     TargetTable,
     ValidateTable,
 )
 from hatch_epcontext.config.targets import NamedTarget, compile_with, named_target
-from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
+from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, collect
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Device, Profile, Provider
 from hatch_epcontext.text import show, suggestion, toml_key
 
 _OPTIONS = ("provider_options", "session_options", "load_options")
-"""The keys of a target that are merged with a model's; a model replaces all others."""
+"""The keys of a target that are merged with those of a model's target; that replaces all others."""
+
+_MISSING: tuple[Any, ...] = (None, "", (), {})
+"""The values of keys of a target that stand for missing ones."""
 
 
 class Resolver:
@@ -125,15 +128,19 @@ class Resolver:
         keys = {name: Key() / "targets" / name for name in self._table.targets}
         for name, table in self._table.targets.items():
             key = keys[name]
-            yield from check_target_name(key, name, table.provider)
-            targets[name] = target = named_target(name, key, table, self._root)
-            if target is None:
-                continue
+            targets[name] = yield from self._target(name, key, table)
+        yield from check_duplicates(((key, name) for name, key in keys.items()), "target")
+        return targets
+
+    def _target(self, name: str, key: Key, table: TargetTable) -> Diagnosed[NamedTarget | None]:
+        """The target at ``key``; None if its provider is unknown."""
+        yield from check_target_name(key, name, table.provider)
+        target = named_target(name, key, table, self._root)
+        if target is not None:
             yield from check_target(target)
             if target.provider.plugin is not None and (path := target.provider.plugin.path):
                 yield from self._finder.library(key / "library", table.library, Path(path))
-        yield from check_duplicates(((key, name) for name, key in keys.items()), "target")
-        return targets
+        return target
 
     def _check_names(self, names: Iterable[str] | None, location: Key | str) -> Diagnosed[None]:
         for name in names or ():
@@ -170,90 +177,128 @@ class Resolver:
             what = f"file or folder of inputs, and none of the generated ones ({', '.join(SYNTHETIC)}),"
             path = yield from self._finder.file(key / "inputs", table.inputs, what, or_folder=True)
             table = dataclasses.replace(table, inputs=str(path))
-        if table.tolerance:
-            yield from self._check_names(table.tolerance.targets, key / "tolerance" / "targets")
         return table
 
     def _targets_of(self, key: Key, table: ModelTable) -> Diagnosed[tuple[Target, ...]]:
-        yield from self._check_names(table.targets, key / "targets")
-        names = table.targets
-        if names is None:
-            names = tuple(self._targets)
+        names = tuple(self._targets) if table.targets is None else tuple(table.targets)
+        yield from self._check_names(names, key / "targets")
         if not names and self._targets:
             yield Problem.at(key / "targets", Kind.UNKNOWN_TARGET, "names no target.")
-        known = [each for name in dict.fromkeys(names) if (each := self._targets.get(name))]
-        tables = yield from check_narrowing(key, table, known)
-        targets = []
-        for target, own in zip(known, tables, strict=True):
-            targets.append((yield from self._narrow(key, own, target)))
+        changes = table.targets if isinstance(table.targets, Mapping) else {}
+        named, targets = list[NamedTarget](), list[Target]()
+        for name in dict.fromkeys(names):
+            if (target := self._targets.get(name)) is None:
+                continue
+            place = _Place(target.key, key / "targets" / name, changes.get(name, TargetTable()))
+            if changed := (yield from self._changed(target, place)):
+                named.append(changed)
+                targets.append((yield from self._resolve(changed, place)))
+        if table.share_weights is not None and named:
+            yield from check_sharing(key / "share-weights", named)
         return tuple(targets)
 
-    def _narrow(self, model_key: Key, model: ModelTable, named: NamedTarget) -> Diagnosed[Target]:
-        provider, unchecked = named.provider, named.unchecked
-        merged = _merge(named.table, model)
+    def _changed(self, target: NamedTarget, place: _Place) -> Diagnosed[NamedTarget | None]:
+        """``target`` with the changes of a model, checked as any target."""
+        if not place.changed:
+            return target
+        table = _merge(target.table, place.changes)
+        changed, problems = collect(self._target(target.name, target.key, table))
+        yield from map(place.move, problems)
+        return changed
+
+    def _resolve(self, named: NamedTarget, place: _Place) -> Diagnosed[Target]:
+        provider, unchecked, table = named.provider, named.unchecked, _with_defaults(named.table)
         profiles: tuple[Profile, ...] = tuple(
             {name: dataclasses.asdict(shapes) for name, shapes in profile.items()}
-            for profile in merged.profiles
+            for profile in table.profiles
         )
-        options = render_options(merged.provider_options, provider, unchecked=unchecked)
+        options = render_options(table.provider_options, provider, unchecked=unchecked)
         if provider.profiles and profiles:
             options.update(provider.profiles.render(profiles))
-        device = _device(merged, provider)
+        device = _device(table, provider)
         options = provider.complete(device, options)
-        loading = render_options(merged.load_options, provider, unchecked=unchecked)
+        loading = render_options(table.load_options, provider, unchecked=unchecked)
         files: list[OptionFile] = []
         for field, rendered in (("provider_options", options), ("load_options", loading)):
             for name, value in rendered.items():
                 option = provider.options.get(name)
                 # In load-options it is a place on the machine of the app.
                 if field == "provider_options" or option is None or option.kind != "output":
-                    key = (model_key if name in getattr(model, field) else named.key) / toml_key(
-                        field
-                    )
-                    rendered[name], own = yield from self._finder.option(key / name, option, value)
+                    key = place.of(toml_key(field), name)
+                    rendered[name], own = yield from self._finder.option(key, option, value)
                     files += own
         load_options = {**provider.loading(options), **loading}
         if not unchecked:
             contradictions = provider.contradictions(device, {**options, **load_options})
             for name, message in contradictions.items():
-                field = "load_options" if name in merged.load_options else "provider_options"
-                key = (model_key if getattr(model, field) else named.key) / toml_key(field)
-                yield Problem.at(key / name, Kind.CONFLICTING_OPTIONS, f"{message}.")
-        calibration = yield from self._calibration(model_key, model, named.key, merged)
+                field = "load-options" if name in table.load_options else "provider-options"
+                yield Problem.at(place.of(field, name), Kind.CONFLICTING_OPTIONS, f"{message}.")
+        calibration = yield from self._calibration(place.of("quantize"), table)
         cached = self._environment.from_cache
-        assert merged.min_coverage is not None, "the table has a value for a missing key"
+        assert table.min_coverage is not None, "the table has a value for a missing key"
         return Target(
             name=named.name,
-            key=model_key if model.profiles else named.key,
-            settings=_compile_settings(merged, named, options),
+            key=named.key,
+            changes=place.changed,
+            settings=_compile_settings(table, named, options),
             plugin=provider.plugin,
             load_options=load_options,
             files=tuple(files),
             profiles=profiles,
-            platforms=merged.platforms,
-            requirements=merged.requirements,
-            min_coverage=merged.min_coverage,
-            resources=merged.resources,
+            platforms=table.platforms,
+            requirements=table.requirements,
+            min_coverage=table.min_coverage,
+            resources=table.resources,
             from_cache=cached is not None and not {ALL, named.name}.isdisjoint(cached),
             calibration=calibration,
             unchecked=unchecked,
         )
 
-    def _calibration(
-        self, model_key: Key, model: ModelTable, target_key: Key, merged: TargetTable
-    ) -> Diagnosed[str]:
+    def _calibration(self, key: Key, table: TargetTable) -> Diagnosed[str]:
         """The absolute path of the calibration inputs, empty if the model is not quantized."""
-        if not isinstance(merged.quantize, QuantizeTable):
+        if not isinstance(table.quantize, QuantizeTable):
             return ""
-        key = (model_key if model.quantize else target_key) / "quantize"
-        if merged.dequantize:
+        if table.dequantize:
             message = "is set together with dequantize, which undoes it."
             yield Problem.at(key, Kind.CONFLICTING_KEYS, message, "Keep one of them.")
-        inputs = merged.quantize.inputs
-        found = yield from self._finder.file(
+        inputs = table.quantize.inputs
+        path = yield from self._finder.file(
             key / "inputs", inputs, "file or folder of inputs", or_folder=True
         )
-        return str(found or "")
+        return str(path or "")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the keys of a target are written: at ``target``, and the ``changes`` of a model at ``model``."""
+
+    target: Key
+    model: Key
+    changes: TargetTable
+
+    @property
+    def changed(self) -> Mapping[str, Key]:
+        """The places of the keys that the model changes."""
+        names = (field.name for field in dataclasses.fields(TargetTable))
+        given = (toml_key(name) for name in names if getattr(self.changes, name) not in _MISSING)
+        return {name: self.model / name for name in given}
+
+    def of(self, name: str, *inside: str | int) -> Key:
+        """The place of the key ``name``, or of what is ``inside`` of its table."""
+        field = name.replace("-", "_")
+        is_own = name in self.changed
+        if is_own and inside and field in _OPTIONS:
+            is_own = inside[0] in getattr(self.changes, field)
+        key = self.model if is_own else self.target
+        return Key((*key.parts, name, *inside), key.model, key.name)
+
+    def move(self, problem: Problem) -> Problem:
+        """``problem`` of the merged table, at the place of its key."""
+        if problem.key is None or len(problem.key.parts) <= len(self.target.parts):
+            return problem
+        _, _, name, *inside = problem.key.parts
+        key = self.of(str(name), *inside)
+        return dataclasses.replace(problem, key=key, location=str(key))
 
 
 def _download(table: ModelTable) -> Download | None:
@@ -276,20 +321,27 @@ def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:
         yield from check_name_length(model)
 
 
-def _merge(target: TargetTable, model: NarrowableTable) -> TargetTable:
-    """``target`` with the keys that ``model`` narrows, and with defaults for keys that neither has."""
+def _merge(target: TargetTable, changes: TargetTable) -> TargetTable:
+    """``target`` with the ``changes`` of a model."""
     merged: dict[str, Any] = {}
-    for key in dataclasses.fields(NarrowableTable):
-        ours, theirs = getattr(model, key.name), getattr(target, key.name)
-        if key.name in _OPTIONS:
-            merged[key.name] = {**theirs, **ours}
-        else:
-            given = (each for each in (ours, theirs) if each not in (None, (), {}))
-            merged[key.name] = next(given, key.metadata["otherwise"])
-            if merged[key.name] is None:
-                # Empty tables and lists keep their type.
-                merged[key.name] = theirs
-    return dataclasses.replace(target, **merged)
+    for field in dataclasses.fields(TargetTable):
+        ours, theirs = getattr(changes, field.name), getattr(target, field.name)
+        merged[field.name] = theirs if ours in _MISSING else ours
+        if field.name in _OPTIONS:
+            merged[field.name] = {**theirs, **ours}
+    return TargetTable(**merged)
+
+
+def _with_defaults(table: TargetTable) -> TargetTable:
+    """``table`` with the defaults of its missing keys."""
+    return dataclasses.replace(
+        table,
+        **{
+            field.name: field.metadata["otherwise"]
+            for field in dataclasses.fields(TargetTable)
+            if getattr(table, field.name) is None
+        },
+    )
 
 
 def _device(table: TargetTable, provider: Provider) -> Device:

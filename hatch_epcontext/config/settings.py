@@ -17,7 +17,6 @@ from hatch_epcontext.config.tables import (
     Fallback,
     Optimization,
     QuantizedType,
-    TargetToleranceTable,
     ToleranceTable,
     ValidateTable,
     WheelTable,
@@ -147,13 +146,14 @@ class CompileSettings:
 
 @dataclass(frozen=True)
 class Target:
-    """A named place that a model is compiled for, narrowed by the model, with all defaults.
+    """A named place that a model is compiled for, with the model's changes and all defaults.
 
-    ``plugin``: the EP's library. ``key`` is the place of the optimization profiles in the configuration;
-    they are also in ``settings.provider_options``, in the EP's form. With ``from_cache`` nothing is compiled
-    for the target in this build. ``files``: those that its options name. ``resources``: those that a dask
-    worker must have for it. ``calibration``: the absolute path of the calibration inputs, empty if models
-    are not quantized. ``unchecked``: whether the EP may be newer than this package.
+    ``plugin``: the EP's library. ``key`` is its place in the configuration, and ``changes`` has those of
+    the keys that the model changes. ``profiles`` are also in ``settings.provider_options``, in the EP's
+    form. With ``from_cache`` nothing is compiled for the target in this build. ``files``: those that its
+    options name. ``resources``: those that a dask worker must have for it. ``calibration``: the absolute
+    path of the calibration inputs, empty if models are not quantized. ``unchecked``: whether the EP may
+    be newer than this package.
     """
 
     name: str
@@ -162,6 +162,7 @@ class Target:
     load_options: Mapping[str, str] = field(default_factory=dict)
     files: tuple[OptionFile, ...] = ()
     key: Key = Key()
+    changes: Mapping[str, Key] = field(default_factory=dict)
     profiles: tuple[Profile, ...] = ()
     platforms: tuple[str, ...] = ()
     requirements: tuple[str, ...] | None = None
@@ -170,6 +171,10 @@ class Target:
     resources: Mapping[str, float] = field(default_factory=dict)
     calibration: str = ""
     unchecked: bool = False
+
+    def place(self, name: str) -> Key:
+        """Where the key ``name`` is written, or belongs."""
+        return self.changes.get(name, self.key / name)
 
     @property
     def shipped_files(self) -> tuple[OptionFile, ...]:
@@ -298,11 +303,6 @@ class Model:
         """Whether forms of the model are compared with the source, which is run on the CPU for that."""
         return self.validate.mode is not False and self.validate.tolerance is not False
 
-    def has_other_limits(self, target: Target) -> bool:
-        """Whether a hint should relax only this target's limits: it has its own, or there are others."""
-        given = self.validate.tolerance or ToleranceTable()
-        return len(self.targets) > 1 or target.name in given.targets
-
     def tolerance_for(self, target: Target, *, recorded: bool = False) -> Tolerance | None:
         """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison.
 
@@ -314,14 +314,9 @@ class Model:
         if target.settings.changes_precision or (recorded and target.settings.dequantize):
             snr, cosine = min(tolerance.snr, QUANTIZED.snr), min(tolerance.cosine, QUANTIZED.cosine)
             tolerance = dataclasses.replace(tolerance, snr=snr, cosine=cosine)
-        limits: dict[str, Any] = {}
-        outputs: dict[str, dict[str, float]] = {}
-        given = self.validate.tolerance or ToleranceTable()
-        for table in (given, given.targets.get(target.name, TargetToleranceTable())):
-            limits |= table.given
-            for output, own in table.outputs.items():
-                outputs[output] = {**outputs.get(output, {}), **own.given}
-        return dataclasses.replace(tolerance, **limits, outputs=outputs)
+        table = self.validate.tolerance or ToleranceTable()
+        outputs = {output: limits.given for output, limits in table.outputs.items()}
+        return dataclasses.replace(tolerance, **table.given, outputs=outputs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,9 +46,9 @@ def _key(
 ) -> Any:
     """A key with its documentation; the default of a table is a function that makes it.
 
-    ``otherwise`` is the value if neither the model nor the target has the key; ``when_missing`` describes it
-    if it depends on other things. With ``empty_switches_off`` an empty environment variable is the value
-    None. With ``is_url`` no message shows an invalid value: it may contain a password. `checks` enforces
+    ``otherwise`` is the value of a target's key that is missing; ``when_missing`` describes it if it
+    depends on other things. With ``empty_switches_off`` an empty environment variable is the value None.
+    With ``is_url`` no message shows an invalid value: it may contain a password. `checks` enforces
     ``required`` keys; their default stands for a missing value.
     """
     metadata = {
@@ -162,9 +162,51 @@ class QuantizeTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NarrowableTable:
-    """Keys of a target that a model may narrow: options are merged, other values replaced."""
+class LimitsTable:
+    """How far an output may differ from the CPU's."""
 
+    snr: float | None = _key(
+        "The smallest signal-to-noise ratio, in decibels: 20 is an error of a tenth.",
+        when_missing="the provider's",
+        check=_DECIBELS,
+    )
+    cosine: float | None = _key(
+        "The smallest cosine similarity.", when_missing="the provider's", check=_SHARE
+    )
+    atol: float | None = _key(
+        "The largest difference of any value; with `rtol`, `|out - ref| <= atol + rtol * |ref|`.",
+        when_missing="no limit",
+        check=_LIMIT,
+    )
+    rtol: float | None = _key(
+        "The largest difference relative to the reference.", when_missing="no limit", check=_LIMIT
+    )
+
+    @property
+    def given(self) -> Mapping[str, float]:
+        """The limits that are given, by name."""
+        limits = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(LimitsTable)
+        }
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToleranceTable(LimitsTable):
+    """How far outputs may differ from the CPU's."""
+
+    outputs: Mapping[str, LimitsTable] = _key("Limits of their own for outputs, by name.", dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTable:
+    """``[tool.epcontext.targets.<name>]``, and the changes of a model: None and empty values are missing."""
+
+    provider: str = _key(
+        "The execution provider: its name in `docs/providers.md`, or ONNX Runtime's name.",
+        "",
+        required=True,
+    )
     provider_options: Options = _key(
         "Options of the execution provider, listed in `docs/providers.md`: checked by name and "
         'value. A secret is the name of an environment variable: `"{env:NAME}"`.',
@@ -231,17 +273,6 @@ class NarrowableTable:
         otherwise=1.0,
         check=_SHARE,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetTable(NarrowableTable):
-    """``[tool.epcontext.targets.<name>]``."""
-
-    provider: str = _key(
-        "The execution provider: its name in `docs/providers.md`, or ONNX Runtime's name.",
-        "",
-        required=True,
-    )
     platforms: tuple[str, ...] = _key(
         "Wheel platform tags that this target is for, such as `win_arm64`.", (), when_missing="any"
     )
@@ -254,14 +285,14 @@ class TargetTable(NarrowableTable):
         dict,
         check=_RESOURCES,
     )
-    allow_unknown_options: bool = _key(
+    allow_unknown_options: bool | None = _key(
         "Do not check provider options, names of session options, and `share-weights`, for an EP or an "
         "ONNX Runtime that is newer than this package.",
-        False,
+        otherwise=False,
     )
-    virtual_devices: bool = _key(
+    virtual_devices: bool | None = _key(
         "Compile for a device that the machine does not have (OpenVINO's NPUs).",
-        False,
+        otherwise=False,
     )
     compile_with: CompileWith | None = _key(
         "What compiles: the EP on its device (`ep`), or NVIDIA's own library, which needs no GPU (`library`, "
@@ -279,52 +310,6 @@ class TargetTable(NarrowableTable):
     ep_name: str | None = _key("ONNX Runtime's name of the EP, for the provider `plugin`.")
     registration_name: str | None = _key(
         "The name to register its library under.", when_missing="`ep-name`"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LimitsTable:
-    """How far an output may differ from the CPU's."""
-
-    snr: float | None = _key(
-        "The smallest signal-to-noise ratio, in decibels: 20 is an error of a tenth.",
-        when_missing="the provider's",
-        check=_DECIBELS,
-    )
-    cosine: float | None = _key(
-        "The smallest cosine similarity.", when_missing="the provider's", check=_SHARE
-    )
-    atol: float | None = _key(
-        "The largest difference of any value; with `rtol`, `|out - ref| <= atol + rtol * |ref|`.",
-        when_missing="no limit",
-        check=_LIMIT,
-    )
-    rtol: float | None = _key(
-        "The largest difference relative to the reference.", when_missing="no limit", check=_LIMIT
-    )
-
-    @property
-    def given(self) -> Mapping[str, float]:
-        """The limits that are given, by name."""
-        limits = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(LimitsTable)
-        }
-        return {name: limit for name, limit in limits.items() if limit is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetToleranceTable(LimitsTable):
-    """The limits for one target."""
-
-    outputs: Mapping[str, LimitsTable] = _key("Limits of their own for outputs, by name.", dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToleranceTable(TargetToleranceTable):
-    """How far outputs may differ from the CPU's."""
-
-    targets: Mapping[str, TargetToleranceTable] = _key(
-        "Limits of their own for targets, by name: such as `{ npu = { snr = 15 } }`.", dict
     )
 
 
@@ -373,7 +358,7 @@ class CutTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelTable(NarrowableTable):
+class ModelTable:
     """``[[tool.epcontext.models]]``."""
 
     path: str = _key(
@@ -394,7 +379,11 @@ class ModelTable(NarrowableTable):
         check=_data,
     )
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
-    targets: tuple[str, ...] | None = _key("Targets by name.", when_missing="all")
+    targets: tuple[str, ...] | Mapping[str, TargetTable] | None = _key(
+        "The targets of the model: a list of names, or a table with what the model changes of each: see "
+        "`docs/targets.md`.",
+        when_missing="all",
+    )
     fallback: Fallback | None = _key(
         "As `fallback` of the root, for this model.", when_missing="that of the root"
     )

@@ -40,7 +40,7 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
     if table.library or provider.needs_library:
         ep = table.ep_name or ep
         plugin = _plugin(table.library or "", table.registration_name or ep, root)
-    unchecked = table.allow_unknown_options
+    unchecked = bool(table.allow_unknown_options)
     by_library = compile_with(table) == "library"
     provider = configured(provider.name, ep, plugin, unchecked=unchecked, by_library=by_library)
     sha256 = None

@@ -86,7 +86,7 @@ def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
             "The target leaves dimensions open; the EP may compile the model with the configured sizes (not "
             "tried):"
         )
-        fixed = Setting(job.target.key / "static-shapes", True)
+        fixed = Setting(job.target.place("static-shapes"), True)
         settings = (*first.settings, fixed)
         first = replace(first, causes=(*first.causes, cause), settings=settings)
     return first, *others
@@ -114,7 +114,7 @@ def low_coverage(coverage: Coverage | None, target: Target, model: Model) -> Pro
         f"{hint} {accept}",
         settings=(
             *settings,
-            Setting(target.key / "min-coverage", math.floor(100 * coverage.share) / 100),
+            Setting(target.place("min-coverage"), math.floor(100 * coverage.share) / 100),
         ),
     )
 

@@ -208,7 +208,7 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
                 "Remove recompile, or the group.",
             )
     for model, target in others:
-        if dataclasses.replace(target, key=first.key) != first:
+        if dataclasses.replace(target, changes=first.changes) != first:
             yield Problem.at(
                 model.key / "share-weights",
                 Kind.INVALID_SHARING,

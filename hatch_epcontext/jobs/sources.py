@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import Config, Model
-from hatch_epcontext.config.tables import ToleranceTable
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, merged
 from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_file, too_large
 from hatch_epcontext.frozen import dataclass
@@ -197,13 +196,11 @@ def check_unchanged(sources: Iterable[Source], hint: str) -> None:
 def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Problem]:
     """Problems for outputs in the tolerance of ``model`` that are not among its ``outputs``."""
     names = [output.name for output in outputs]
-    key, of_all = model.key / "validate" / "tolerance", model.validate.tolerance or ToleranceTable()
-    of_targets = ((key / "targets" / name, table) for name, table in of_all.targets.items())
-    for place, table in ((key, of_all), *of_targets):
-        for name in table.outputs:
-            if name not in names:
-                message, hint = f"the model has no output {name!r}.", suggestion(name, names)
-                yield Problem.at(place / "outputs" / name, Kind.UNKNOWN_INPUT, message, hint)
+    key, tolerance = model.key / "validate" / "tolerance" / "outputs", model.validate.tolerance
+    for name in tolerance.outputs if tolerance else ():
+        if name not in names:
+            message, hint = f"the model has no output {name!r}.", suggestion(name, names)
+            yield Problem.at(key / name, Kind.UNKNOWN_INPUT, message, hint)
 
 
 def _for_each(cache: Cache, request: Callable[[T], R], items: Iterable[T]) -> list[R]:

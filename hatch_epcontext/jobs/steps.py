@@ -201,7 +201,6 @@ class Steps:
             record.contexts if job.group else (),
             reference=self._shared_by(job, model).reference if has_reference else None,
             prepared=prepared,
-            only_target=target.name if model.has_other_limits(target) else None,
         )
         purpose = self._purpose(job, record.recipe, "run")
         with self._device(target), self.workers.process(purpose) as worker:

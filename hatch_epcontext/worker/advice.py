@@ -93,4 +93,4 @@ def on_refused(findings: Findings, source: onnx.ModelProto, model: Model, target
     )
     # Rounded down: preparation also removes nodes that can be compiled.
     share = math.floor(9 * findings.share) / 10
-    return hint, (part, Setting(target.key / "min-coverage", share))
+    return hint, (part, Setting(target.place("min-coverage"), share))

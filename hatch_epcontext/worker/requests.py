@@ -212,8 +212,6 @@ class ValidateRequest(WorkerRequest[Validation], action="validate"):
     ``has_source``: whether ``model`` is the source; if not, there is nothing to compare with.
     ``reference``: the source model's outputs on the same inputs, if a `PrepareReply` has them.
     ``prepared``: the absolute path of the model that was compiled, if it is to be emulated.
-    ``only_target``: the target's name, if the model has other targets, or limits of its own for this one:
-    then a hint relaxes only its limits.
     """
 
     model: Model
@@ -226,7 +224,6 @@ class ValidateRequest(WorkerRequest[Validation], action="validate"):
     has_source: bool = True
     reference: str | None = None
     prepared: str | None = None
-    only_target: str | None = None
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def _configured(trt: Any, builder: Any, network: Any, target: Target, key: Key) 
         if config.add_optimization_profile(made) < 0:
             reason = "; ".join(dict.fromkeys(_log(trt).errors))
             message = f"TensorRT RTX refuses the optimization profile {index}: {reason}."
-            place = target.key / "profiles" / index
+            place = target.place("profiles") / index
             raise ModelError(Problem.at(place, Kind.INVALID_PROFILE, message))
     return config
 

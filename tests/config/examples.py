@@ -55,15 +55,15 @@ provider = "cpu"
 [[models]]
 name = "first"
 path = "models/a.onnx"
-targets = ["cpu", "x-elite"]
+targets.cpu = {}
+targets.x-elite.provider-options.vtcm_mb = 8
+targets.x-elite.optimization = "none"
+targets.x-elite.embed = false
+targets.x-elite.min-coverage = 0.5
 dims = { batch = 1 }
 shapes = { image = [1, 1, 28, 28] }
 constants = { sr = 16000, flags = [true, false] }
 validate = { mode = "require", inputs = "ones", tolerance = { rtol = 0.1 } }
-provider-options = { vtcm_mb = 8 }
-optimization = "none"
-embed = false
-min-coverage = 0.5
 
 [[models]]
 path = "models/b.onnx"
@@ -93,18 +93,18 @@ ep-name = "X"
 registration-name = "Y"
 [[models]]
 path = "models/a.onnx"
-targets = ["rtx", "other"]
-profiles = [{ x = { min = [1, 2], opt = [1, 2], max = [3, 4] } }]
-device-filter = { type = "gpu" }
+targets.rtx.profiles = [{ x = { min = [1, 2], opt = [1, 2], max = [3, 4] } }]
+targets.rtx.device-filter = { type = "gpu" }
+targets.other = { device-filter = { type = "npu" }, requirements = [] }
 [[models]]
 path = "models/b.onnx"
 share-weights = "group"
-external-initializers = true
+targets.intel = { external-initializers = true, virtual-devices = false, provider-options = { newer = 2 } }
 [[models]]
 path = "models/b.onnx"
 name = "c"
 share-weights = "group"
-embed = "auto"
+targets = ["intel"]
 """
 
 

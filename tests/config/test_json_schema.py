@@ -54,6 +54,7 @@ def test_the_examples_configuration_passes() -> None:
         {"targets": {"a": {}}},
         {"targets": {"a": {"provider": "qnn", "device": "tpu"}}},
         {"targets": {"a": {"provider": "rtx", "profiles": [{"x": {"min": [1], "opt": [1]}}]}}},
+        {"models": [{"path": "a.onnx", "targets": {"npu": {"device": "tpu"}}}]},
         {"build": {"jobs": "many"}},
         {"models": [{"path": "a.onnx", "validate": "always"}]},
         {"models": [{"path": "a.onnx", "validate": {"tolerance": True}}]},
@@ -71,7 +72,7 @@ def test_the_schema_has_every_key_with_its_documentation() -> None:
     model = made["properties"]["models"]["items"]["anyOf"][1]
     for table, place in (
         (tables.RootTable, made),
-        (tables.TargetTable, made["properties"]["targets"]["additionalProperties"]),
+        (tables.TargetTable, made["definitions"]["target"]),
         (tables.ModelTable, model),
         (tables.CutTable, model["properties"]["cut"]),
         (tables.ValidateTable, model["properties"]["validate"]["anyOf"][0]),

@@ -211,7 +211,7 @@ def test_a_model_has_the_fallback_of_the_root_or_its_own(project: Path) -> None:
 def test_only_contexts_of_plugins_can_be_recompiled(project: Path) -> None:
     location, problem = only_problem(project, f"{CPU}targets.cpu.recompile = true\n")
     assert (location, problem.kind) == ("targets.cpu.recompile", Kind.NOT_APPLICABLE)
-    models = 'models = [{ path = "models/a.onnx", recompile = true }]\n'
+    models = 'models = [{ path = "models/a.onnx", targets = { qnn.recompile = true, cpu = {} } }]\n'
     (model,) = read(project, models + one("qnn") + one("cpu")).models
     assert [target.settings.recompile for target in model.targets] == [True, False]
 
@@ -227,6 +227,14 @@ def test_weight_sharing_groups_cannot_be_recompiled(project: Path) -> None:
     """
     with pytest.raises(ConfigError, match="recompile = true lets the loader compile each alone"):
         plan(read(project, toml))
+
+
+def test_a_key_of_targets_in_a_model_says_where_it_belongs(project: Path) -> None:
+    found = problems(project, f'{CPU}models = [{{ path = "models/a.onnx", embed = true }}]')
+    ((location, problem),) = found.items()
+    assert (location, problem.kind) == ("models[0].embed", Kind.UNKNOWN_KEY)
+    assert problem.hint is not None
+    assert "models[0].targets.<name>.embed" in problem.hint
 
 
 @pytest.mark.parametrize(

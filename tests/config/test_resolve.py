@@ -27,30 +27,27 @@ def test_a_model_narrows_its_targets(project: Path) -> None:
     assert (settings.optimization, settings.embed, x_elite.min_coverage) == ("none", False, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("table", "known", "unknown", "checked"),
-    [
-        (
-            "provider-options",
-            "soc_model = 43",
-            "newer",
-            {"backend_type": "htp", "htp_arch": "73", "soc_model": "43"},
-        ),
-        ("session-options", '"session.log_id" = "x"', '"session.newer"', {"session.log_id": "x"}),
-    ],
-)
-def test_unknown_options_of_a_model_are_for_targets_that_allow_them(
-    project: Path, table: str, known: str, unknown: str, checked: dict[str, str]
-) -> None:
-    options = f"{table} = {{ {known}, {unknown} = 1 }}"
-    targets = one("qnn") + one("openvino", "allow-unknown-options = true")
-    toml = f'models = [{{ path = "models/a.onnx", {options} }}]\n{targets}'
-    qnn, openvino = read(project, toml).models[0].targets
-    field = table.replace("-", "_")
-    assert getattr(qnn.settings, field) == checked
-    assert getattr(openvino.settings, field)[unknown.strip('"')] == "1"
-    refused = problems(project, toml.replace("allow-unknown-options = true", ""))
-    assert refused.keys() == {f"models[0].{table}.{unknown}"}
+def test_a_model_is_compiled_for_the_targets_that_it_names(project: Path) -> None:
+    targets = one("cpu") + one("cuda") + one("qnn")
+    for written, names in (
+        ('["qnn", "cpu"]', ["qnn", "cpu"]),
+        ("{ qnn = { min-coverage = 0.9 }, cuda = {} }", ["qnn", "cuda"]),
+    ):
+        toml = f'models = [{{ path = "models/a.onnx", targets = {written} }}]\n{targets}'
+        assert [found.name for found in read(project, toml).models[0].targets] == names
+
+
+def test_unknown_options_of_a_model_are_allowed_by_the_model_or_its_target(project: Path) -> None:
+    toml = """
+    models = [{ path = "models/a.onnx", targets.qnn = { provider-options.newer = 1, KEY } }]
+    """
+    allowed = "allow-unknown-options = true"
+    for own, of_target in ((f", {allowed}", ""), ("", allowed)):
+        config = read(project, toml.replace(", KEY", own) + one("qnn", of_target))
+        assert config.targets[0].settings.provider_options["newer"] == "1"
+    refused = toml.replace("KEY", "allow-unknown-options = false")
+    found = problems(project, refused + one("qnn", "allow-unknown-options = true"))
+    assert found.keys() == {"models[0].targets.qnn.provider-options.newer"}
 
 
 @pytest.mark.parametrize("provider", ["tensorrt", "tensorrt-rtx"])
@@ -68,9 +65,9 @@ def test_profiles_become_options(project: Path, provider: str) -> None:
     assert found.load_options.keys().isdisjoint(known.names)
 
 
-def test_the_profiles_of_a_model_are_for_the_targets_that_have_them(project: Path) -> None:
+def test_the_profiles_of_a_model_are_those_of_its_target(project: Path) -> None:
     toml = f"""
-models = [{{ path = "models/a.onnx", profiles = [{PROFILE}] }}]
+models = [{{ path = "models/a.onnx", targets = {{ cpu = {{}}, gpu.profiles = [{PROFILE}] }} }}]
 [targets.cpu]
 provider = "cpu"
 [targets.gpu]
@@ -79,7 +76,8 @@ provider = "tensorrt"
     cpu, gpu = read(project, toml).models[0].targets
     assert (cpu.profiles, cpu.settings.provider_options) == ((), {})
     assert gpu.settings.provider_options["trt_profile_opt_shapes"] == "x:8x3"
-    assert (cpu.key, gpu.key) == (Key() / "targets" / "cpu", Key() / "models" / 0)
+    assert cpu.place("profiles") == Key() / "targets" / "cpu" / "profiles"
+    assert gpu.place("profiles") == Key() / "models" / 0 / "targets" / "gpu" / "profiles"
 
 
 def test_the_settings_that_choose_a_device(project: Path) -> None:
@@ -211,8 +209,8 @@ def test_a_library_in_a_package_counts_by_its_name(project: Path) -> None:
 
 
 ALL, SOME = (
-    '{ path = "models/a.onnx", optimization = "all" }',
-    '{ path = "models/b.onnx", optimization = "basic" }',
+    '{ path = "models/a.onnx", targets = { amd.optimization = "all", intel = {} } }',
+    '{ path = "models/b.onnx", targets = { amd.optimization = "basic", intel = {} } }',
 )
 
 
@@ -248,7 +246,7 @@ def test_a_model_can_switch_off_what_its_target_quantizes(project: Path) -> None
     toml = """
     targets.qnn.provider = "qnn"
     targets.qnn.quantize = { inputs = "models" }
-    models = ["models/a.onnx", { path = "models/b.onnx", quantize = false }]
+    models = ["models/a.onnx", { path = "models/b.onnx", targets.qnn.quantize = false }]
     """
     first, other = (model.targets[0] for model in read(project, toml).models)
     assert (first.settings.quantize, first.calibration) == (Quantize(), str(project / "models"))
@@ -260,10 +258,10 @@ def test_other_numbers_than_those_of_the_source_have_limits_of_their_own(project
     targets.qnn.provider = "qnn"
     models = [
         "models/a.onnx",
-        { path = "models/a.onnx", name = "b", dequantize = "all" },
-        { path = "models/a.onnx", name = "c", dequantize = "all", validate = { tolerance = { snr = 30 } } },
+        { path = "models/a.onnx", name = "b", targets.qnn.dequantize = "all" },
+        { path = "models/a.onnx", name = "c", targets.qnn.dequantize = "all", validate.tolerance.snr = 30 },
         # Compared with its float form, and only what was recorded is of the source.
-        { path = "models/a.onnx", name = "d", dequantize = true },
+        { path = "models/a.onnx", name = "d", targets.qnn.dequantize = true },
     ]
     """
     models = read(project, toml).models

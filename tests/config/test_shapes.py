@@ -208,12 +208,12 @@ def test_the_default_depends_on_provider_and_device(
     assert target(project, one(provider, keys)).settings.static_shapes is static
 
 
-def test_a_model_narrows_static_shapes(project: Path) -> None:
-    keys = "static-shapes = true"
+def test_a_model_changes_static_shapes(project: Path) -> None:
+    keys = ", ".join(f"targets.{name}.static-shapes = true" for name in ("npu", "cpu", "intel"))
     assert [t.settings.static_shapes for t in read(project, several(keys)).models[0].targets] == [
         True
     ] * 3
-    keys = f"{SIZES}, static-shapes = false"
+    keys = f"{SIZES}, {keys.replace('true', 'false')}"
     (model,) = read(project, several(keys)).models
     assert (model.name, targets_of(model)) == ("det", ["npu", "cpu", "intel"])
 

@@ -23,7 +23,7 @@ targets.openvino.provider-options = { load_config = { CPU = { INFERENCE_PRECISIO
 fallback = "none"
 models = [
     { path = "models/a.onnx", shapes = { x = [3, 1, 8, 8] } },
-    { name = "b", path = "models/a.onnx", embed = true },
+    { name = "b", path = "models/a.onnx", targets.openvino.embed = true },
 ]
 """
 

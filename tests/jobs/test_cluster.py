@@ -247,7 +247,7 @@ def test_all_files_go_once_through_the_shared_cache_to_where_resources_are(run: 
     (run.root / "data").mkdir()
     tensor = numpy_helper.from_array(np.ones((1, 1, 8, 8), np.float32), "x")
     onnx.save_tensor(tensor, run.root / "data" / "input_0.pb")
-    keys = 'path = "models/a.onnx", quantize = { inputs = "data" }, validate = { inputs = "x.npz" }'
+    keys = 'path = "models/a.onnx", targets.x.quantize.inputs = "data", validate.inputs = "x.npz"'
     toml = CPU.replace('"models/a.onnx"', f'"models/a.onnx", {{ name = "b", {keys} }}')
     toml += 'requirements = ["only-there>=1"]\n'
     first, second = run(toml.replace("NPU", "GPU")).built

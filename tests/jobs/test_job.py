@@ -24,7 +24,7 @@ TOML = """
 targets.cpu.provider = "cpu"
 [[models]]
 path = "models/a.onnx"
-quantize = { inputs = "models/samples" }
+targets.cpu.quantize = { inputs = "models/samples" }
 validate = { inputs = "models/a.npz" }
 """
 

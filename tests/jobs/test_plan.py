@@ -119,13 +119,15 @@ def test_a_shared_sidecar_cannot_be_embedded(project: Path) -> None:
     ]
     plan(config(project, toml.replace("true", '"auto"')))
     with pytest.raises(ConfigError, match="embed = true") as raised:
-        plan(config(project, SHARED_SHAPES.replace("shapes", "embed = true, shapes")))
+        plan(config(project, SHARED_SHAPES.replace("shapes", "targets.npu.embed = true, shapes")))
     assert len(raised.value.problems) == 1
 
 
 @newer_python
 def test_members_of_a_group_have_the_same_settings(project: Path) -> None:
-    toml = GROUP.replace("[targets.npu]", "provider-options = { vtcm_mb = 8 }\n[targets.npu]")
+    toml = GROUP.replace(
+        "[targets.npu]", "targets.npu.provider-options = { vtcm_mb = 8 }\n[targets.npu]"
+    )
     with pytest.raises(
         ConfigError, match="this model has other settings for the target npu than a"
     ):

@@ -287,7 +287,10 @@ def test_two_installed_distributions_are_an_error(installed: dict[str, str]) -> 
 def test_the_order_of_models_does_not_change_the_requirements(
     project: Path, installed: dict[str, str], order: tuple[int, int]
 ) -> None:
-    models = ('{ path = "models/a.onnx", optimization = "all" }', '"models/b.onnx"')
+    models = (
+        '{ path = "models/a.onnx", targets = { amd.optimization = "all", intel = {} } }',
+        '"models/b.onnx"',
+    )
     toml = (
         f"models = [{', '.join(models[index] for index in order)}]\n"
         '[targets.amd]\nprovider = "migraphx"\n[targets.intel]\nprovider = "openvino"\n'

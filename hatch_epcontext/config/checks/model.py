@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hatch_epcontext.config.checks.common import check_name
-from hatch_epcontext.config.checks.options import is_known_session_option
-from hatch_epcontext.config.checks.target import check_narrowable
 from hatch_epcontext.config.location import check_url, file_of, hub_file
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.shapes import check_shapes, places
 from hatch_epcontext.config.tables import (
     CutTable,
     ModelTable,
-    NarrowableTable,
     Shapes,
 )
 from hatch_epcontext.config.targets import NamedTarget
-from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, Setting
-from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.errors import Key, Kind, Problem, Setting
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import show, suggestion
 
 PIN = "Run: epcontext fetch --pin"
@@ -131,79 +127,8 @@ def check_groups(models: Sequence[Model]) -> Iterator[Problem]:
             )
 
 
-_KNOWS: Mapping[str, Callable[[NamedTarget, str], bool]] = {
-    "provider_options": lambda target, name: _is_option(name, target.provider),
-    "load_options": lambda target, name: _is_option(name, target.provider),
-    "session_options": lambda _, name: is_known_session_option(name),
-}
-"""The tables of options, with whether a target knows the option with a name."""
-
-_APPLIES: Mapping[str, Callable[[Provider, Any], bool]] = {
-    "device": lambda provider, device: device in ("any", *provider.devices),
-    "recompile": lambda provider, _: provider.product == "context" and provider.plugin is not None,
-    "profiles": lambda provider, _: provider.profiles is not None,
-    "device_filter": lambda provider, _: provider.plugin is not None,
-}
-"""The keys that at least one of a model's targets must support, with a test of a value for a provider."""
-
-
-def _is_option(name: str, provider: Provider) -> bool:
-    known = (provider.options, provider.deprecated, provider.reserved)
-    return provider.needs_library or any(name in names for names in known)
-
-
-def check_narrowing(
-    key: Key, table: ModelTable, targets: Sequence[NamedTarget]
-) -> Diagnosed[list[ModelTable]]:
-    """The keys of targets that a model narrows: its table for each target, with only the keys for that.
-
-    An option belongs to the targets that know it; an option that no target knows is a mistake, unless a
-    target allows unknown ones.
-    """
-    tables = [_applicable(table, target, targets) for target in targets]
-    for own, target in zip(tables, targets, strict=True):
-        yield from check_narrowable(key, own, target)
-    if table.share_weights is not None and targets:
-        yield from _check_sharing(key / "share-weights", targets)
-    of_none: dict[str, Any] = {
-        name: getattr(table, name)
-        for name in _APPLIES
-        if not any(getattr(own, name) for own in tables)
-    }
-    for name in _KNOWS:
-        known = {option for own in tables for option in getattr(own, name)}
-        of_none[name] = {n: v for n, v in getattr(table, name).items() if n not in known}
-    for first in targets[:1]:
-        checked = dataclasses.replace(first, unchecked=False)
-        yield from check_narrowable(key, NarrowableTable(**of_none), checked)
-    return tables
-
-
-def _applicable(
-    table: ModelTable, target: NamedTarget, targets: Sequence[NamedTarget]
-) -> ModelTable:
-    """``table`` with only those of its narrowed keys that the target's provider has.
-
-    Options that no provider of ``targets`` knows go to the targets that allow unknown ones.
-    """
-    nothing, provider = NarrowableTable(), target.provider
-    kept: dict[str, Any] = {
-        name: getattr(table if applies(provider, getattr(table, name)) else nothing, name)
-        for name, applies in _APPLIES.items()
-    }
-    for name, knows in _KNOWS.items():
-        kept[name] = {
-            option: value
-            for option, value in getattr(table, name).items()
-            if knows(target, option)
-            or (target.unchecked and not any(knows(other, option) for other in targets))
-        }
-    if provider.product != "context":
-        kept["embed"] = None
-    return dataclasses.replace(table, **kept)
-
-
-def _check_sharing(key: Key, targets: Sequence[NamedTarget]) -> Iterator[Problem]:
+def check_sharing(key: Key, targets: Sequence[NamedTarget]) -> Iterator[Problem]:
+    """``share-weights`` at ``key``, of a model with ``targets``."""
     if any(target.provider.shares_weights for target in targets):
         return
     hint = f"Providers that can: {', '.join(n for n, p in PROVIDERS.items() if p.shares_weights)}."

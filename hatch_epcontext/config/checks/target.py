@@ -1,4 +1,4 @@
-"""Checks of ``[tool.epcontext.targets.<name>]``, and of the keys that a model's table has too."""
+"""Checks of a target: ``[tool.epcontext.targets.<name>]``, with the changes of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from hatch_epcontext.config.checks.common import check_name
 from hatch_epcontext.config.checks.options import check_options, check_session_options
 from hatch_epcontext.config.environ import ALL
-from hatch_epcontext.config.tables import NarrowableTable, ProfileTable
+from hatch_epcontext.config.tables import ProfileTable, TargetTable
 from hatch_epcontext.config.targets import NamedTarget, compile_with
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.providers import PROVIDERS, CompilerLibrary, Provider, find
@@ -40,7 +40,17 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
     key, table, provider = target.key, target.table, target.provider
     yield from _check_library(target)
     yield from _check_compiler(target)
-    yield from check_narrowable(key, table, target)
+    yield from check_options(key, table.provider_options, table.load_options, target)
+    yield from check_session_options(key / "session-options", table.session_options, target)
+    if provider.by_library and provider.compiler_library:
+        yield from _check_for_library(key, table, provider, provider.compiler_library)
+    if table.recompile and (provider.plugin is None or provider.product != "context"):
+        message = (
+            f"the loader compiles contexts of plugin EPs, and not for the {provider.name} provider."
+        )
+        yield Problem.at(key / "recompile", Kind.NOT_APPLICABLE, message)
+    yield from _check_profiles(key, table, provider)
+    yield from _check_device(key, table, provider)
     if table.embed is True and provider.product != "context":
         message = f"the {provider.name} provider has no contexts to embed."
         yield Problem.at(key / "embed", Kind.NOT_APPLICABLE, message)
@@ -115,26 +125,8 @@ def _check_compiler(target: NamedTarget) -> Iterator[Problem]:
             yield Problem.at(place, Kind.INVALID_VALUE, f"{show(each)} is there twice.")
 
 
-def check_narrowable(key: Key, table: NarrowableTable, target: NamedTarget) -> Iterator[Problem]:
-    """The keys that a target's and a model's ``table`` at ``key`` have in common, for ``target``."""
-    provider = target.provider
-    yield from check_options(key, table.provider_options, table.load_options, target)
-    yield from check_session_options(key / "session-options", table.session_options, target)
-    if provider.by_library and provider.compiler_library:
-        yield from _check_for_library(key, table, provider, provider.compiler_library)
-    if table.recompile and (provider.plugin is None or provider.product != "context"):
-        yield Problem.at(
-            key / "recompile",
-            Kind.NOT_APPLICABLE,
-            f"the loader cannot compile for the {provider.name} provider: it compiles contexts of plugin "
-            "EPs.",
-        )
-    yield from _check_profiles(key, table, provider)
-    yield from _check_device(key, table, provider)
-
-
 def _check_for_library(
-    key: Key, table: NarrowableTable, provider: Provider, library: CompilerLibrary
+    key: Key, table: TargetTable, provider: Provider, library: CompilerLibrary
 ) -> Iterator[Problem]:
     """The keys that the EP has, and the library that compiles instead of it has not."""
     for name in table.provider_options:
@@ -157,7 +149,7 @@ def _check_for_library(
         yield Problem.at(key / "external-initializers", Kind.NOT_APPLICABLE, message)
 
 
-def _check_device(key: Key, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
+def _check_device(key: Key, table: TargetTable, provider: Provider) -> Iterator[Problem]:
     if table.device not in (None, "any", *provider.devices):
         message = f"the {provider.name} provider does not run on {show(table.device)}."
         hint = f"Allowed: {', '.join(dict.fromkeys((*provider.devices, 'any')))}."
@@ -177,7 +169,7 @@ _MAX_SIZE = 2**31 - 1
 """The largest size of a dimension in a profile."""
 
 
-def _check_profiles(key: Key, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
+def _check_profiles(key: Key, table: TargetTable, provider: Provider) -> Iterator[Problem]:
     if not table.profiles:
         return
     key /= "profiles"

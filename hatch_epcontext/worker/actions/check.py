@@ -267,7 +267,7 @@ def _check_profiles(target: Target, inputs: tuple[TensorFacts, ...]) -> Iterator
     by_name = {facts.name: facts for facts in inputs}
     open_inputs = {facts.name for facts in inputs if not facts.is_fixed}
     for index, profile in enumerate(target.profiles):
-        key = target.key / "profiles" / index
+        key = target.place("profiles") / index
         for name in profile.keys() - by_name.keys():
             yield unknown_name(key / name, name, "input", list(by_name))
         for name in sorted(open_inputs - profile.keys()):

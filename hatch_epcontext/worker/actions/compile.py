@@ -113,7 +113,7 @@ def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
     """``error``, with the advice to compile without the EP, where that is possible."""
     if (library := target.provider.compiler_library) is None:
         return error
-    place = Setting(target.key / "compute-capabilities", list(library.capabilities[-4:-1]))
+    place = Setting(target.place("compute-capabilities"), list(library.capabilities[-4:-1]))
     hint = "Or compile without the EP and its device (not tried):"
     return UnavailableError(
         *(

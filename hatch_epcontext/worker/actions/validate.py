@@ -125,7 +125,7 @@ def _compare(
     if recorded := expected_outputs(request.context.outputs, model):
         own = model.tolerance_for(request.target, recorded=True) or request.tolerance
         run = ReferenceRun("given", (expected.feeds,), (recorded,), "", usual=True, on_target=True)
-        subject = Subject(model, reference="the recorded output", only_target=request.only_target)
+        subject = Subject(model, reference="the recorded output")
         agreements = compare_runs(session, Reference((run,), Facts()), own, subject).agreements
         if any(agreement.differs for agreement in agreements):
             return replace(validation, agreements=agreements)
@@ -133,7 +133,6 @@ def _compare(
     subject = Subject(
         model,
         reference="the CPU's" if float_form is None else "its float form's",
-        only_target=request.only_target,
         explain=_explain(request, expected),
     )
     runs = emulator.to_run() if emulator else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import onnxruntime as ort
 
@@ -42,14 +41,12 @@ _WRONG_SLICE = 3.0
 class Subject:
     """What is compared, in messages: ``what``, a form of ``model``, with the outputs of a ``reference``.
 
-    ``only_target``: the target whose limits a hint should relax, if not those of all. ``explain``: says for a
-    run where the model begins to differ.
+    ``explain``: says for a run where the model begins to differ.
     """
 
     model: Model
     what: str = "the compiled model"
     reference: str = "the CPU's"
-    only_target: str | None = None
     explain: Callable[[ReferenceRun], str] | None = None
 
 
@@ -215,9 +212,7 @@ def _advice(comparison: Comparison, subject: Subject, facts: Facts) -> tuple[str
         hint = f"{wrong}. If the app never has such inputs, give its real ones:"
         return hint, Setting(key / "inputs", "samples.npz")
     allowed = {name: _rounded(name, limit) for name, limit in comparison.needed.items()}
-    limits: dict[str, Any] = {"outputs": {comparison.agreement.output: allowed}}
-    if subject.only_target is not None:
-        limits = {"targets": {subject.only_target: limits}}
+    limits = {"outputs": {comparison.agreement.output: allowed}}
     hint = "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more):"
     return hint, Setting(key / "tolerance", limits)
 

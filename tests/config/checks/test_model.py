@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.examples import LONG, PROFILE, assert_one_problem, problems, read
+from tests.config.examples import PROFILE, assert_one_problem, one, problems, read
 
 CPU = 'targets.cpu.provider = "cpu"\n'
 
@@ -35,13 +35,26 @@ def model(keys: str) -> str:
         (model('cut = { outputs = ["y", "y"] }'), "models[0].cut.outputs", 'names "y" twice'),
         (model('cut = { inputs = ["y"], outputs = ["y"] }'),
          "models[0].cut.outputs", "which is one of the inputs too"),
-        (model('quantize = { inputs = "no" }'),
-         "models[0].quantize.inputs", "there is no file or folder of inputs"),
-        (model('quantize = { inputs = "models", activation = "int4" }'),
-         "models[0].quantize.activation", 'must be "uint8"'),
-        (model('quantize = { inputs = "models" }, dequantize = true'),
-         "models[0].quantize", "set together with dequantize"),
-        (model('quantize = { weight = "int8" }'), "models[0].quantize.inputs", "is required"),
+        (model('targets.cpu.quantize = { inputs = "no" }'),
+         "models[0].targets.cpu.quantize.inputs", "there is no file or folder of inputs"),
+        (model('targets.cpu.quantize = { inputs = "models", activation = "int4" }'),
+         "models[0].targets.cpu.quantize.activation", 'must be "uint8"'),
+        (model('targets.cpu = { quantize = { inputs = "models" }, dequantize = true }'),
+         "models[0].targets.cpu.quantize", "set together with dequantize"),
+        (model('targets.cpu.quantize = { weight = "int8" }'),
+         "models[0].targets.cpu.quantize.inputs", "is required"),
+        (model("targets.cpu.recompile = true"),
+         "models[0].targets.cpu.recompile", "not for the cpu provider"),
+        (model('targets.cpu.device = "gpu"'), "models[0].targets.cpu.device", "does not run on"),
+        (model('targets.cpu.provider = "x"'), "models[0].targets.cpu.provider", "not a known provider"),
+        (model("targets.cpu.min-coverage = 2"), "models[0].targets.cpu.min-coverage", "must be from 0"),
+        (model("targets.cpu.provider-options.x = 1"),
+         "models[0].targets.cpu.provider-options.x", "is not an option of the cpu provider"),
+        (model(f"targets.cpu.profiles = [{PROFILE}]"),
+         "models[0].targets.cpu.profiles", "has no optimization profiles"),
+        (model("targets.cpu.embd = true"), "models[0].targets.cpu.embd", "is not a known key"),
+        (model("targets.npu = {}"), "models[0].targets", '"npu" is not a target'),
+        (model("targets = {}"), "models[0].targets", "names no target"),
         (model('cut = { output = ["y"] }'), "models[0].cut.output", "is not a known key"),
         (model('validate = "always"'), "models[0].validate", 'must be a table or "auto" or "require"'),
         (model('validate = { mode = "always" }'),
@@ -56,23 +69,17 @@ def test_an_invalid_model_is_reported_with_its_key(
     assert_one_problem(project, toml, location, message)
 
 
-def test_narrowed_keys_that_no_target_of_the_model_has_are_errors(project: Path) -> None:
-    text = LONG.replace('targets = ["cpu", "x-elite"]', 'targets = ["cpu"]\ndevice = "gpu"')
-    assert problems(project, text).keys() == {
-        "models[0].provider-options.vtcm_mb",
-        "models[0].device",
-    }
-
-
-def test_profiles_that_no_target_of_the_model_has_are_errors(project: Path) -> None:
-    toml = f"""
-models = [{{ path = "models/a.onnx", profiles = [{PROFILE}] }}]
-[targets.cpu]
-provider = "cpu"
-[targets.npu]
-provider = "qnn"
-"""
-    assert problems(project, toml).keys() == {"models[0].profiles"}
+def test_what_contradicts_a_target_is_reported_where_it_is_written(project: Path) -> None:
+    model = 'models = [{ path = "models/a.onnx", targets.npu.provider-options = %s }]\n'
+    target = one("qnn", 'provider-options = { backend_type = "htp" }').replace(
+        "[targets.qnn]", "[targets.npu]"
+    )
+    toml = model % '{ backend_path = "libQnnHtp.so" }' + target
+    location = "models[0].targets.npu.provider-options"
+    assert_one_problem(project, toml, location, "exclude each other")
+    # The target itself has one problem, however many models use it.
+    toml = model % "{ vtcm_mb = 8 }" + target.replace("htp", "nothing")
+    assert_one_problem(project, toml, "targets.npu.provider-options.backend_type", "must be")
 
 
 def groups(first: str, second: str, provider: str = "qnn") -> str:
@@ -110,17 +117,3 @@ def test_sharing_by_an_ep_that_is_not_known_to_share_can_be_allowed(project: Pat
     assert "Set tool.epcontext.targets.openvino.allow-unknown-options = true" in found.text()
     (model, _) = read(project, f"targets.openvino.allow-unknown-options = true\n{toml}").models
     assert model.targets[0].provider.shares_weights
-
-
-def test_a_session_option_that_is_unknown_for_all_targets_is_one_problem(project: Path) -> None:
-    model = 'models = [{ path = "models/a.onnx", session-options = { "session.nope" = 1 } }]\n'
-    targets = '[targets.one]\nprovider = "cpu"\n[targets.two]\nprovider = "qnn"\n'
-    assert_one_problem(
-        project,
-        model + targets,
-        'models[0].session-options."session.nope"',
-        "is not a session option",
-    )
-    (found,) = read(project, f"{model}{targets}allow-unknown-options = true\n").models
-    options = {each.name: each.settings.session_options for each in found.targets}
-    assert options == {"one": {}, "two": {"session.nope": "1"}}
