@@ -101,14 +101,15 @@ def write_models(root: Path, table: dict[str, Any]) -> None:
     """Write empty files in the places of the models and inputs of ``table``."""
     # What an example leaves out is added: a model for its targets, and a target for its models.
     table.setdefault("models", ["models/digits.onnx"])
-    table.setdefault("targets", {"npu": {"provider": "qnn"}})
-    for model in table["models"]:
-        given = {"path": model} if isinstance(model, str) else model
-        validate = given.get("validate")
-        inputs = validate.get("inputs") if isinstance(validate, dict) else None
-        quantize = given.get("quantize")
-        samples = quantize.get("inputs") if isinstance(quantize, dict) else None
-        for name in filter(None, (given.get("path"), inputs, samples)):
+    models = [{"path": model} if isinstance(model, str) else model for model in table["models"]]
+    names = {name for model in models for name in model.get("targets", ())} or {"npu"}
+    table.setdefault("targets", {name: {"provider": "qnn"} for name in names})
+    for model in models:
+        validate, targets = model.get("validate"), model.get("targets")
+        changes = targets.values() if isinstance(targets, dict) else ()
+        inputs = [target.get("quantize", {}).get("inputs") for target in changes]
+        inputs.append(validate.get("inputs") if isinstance(validate, dict) else None)
+        for name in filter(None, (model.get("path"), *inputs)):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
 
