@@ -109,28 +109,20 @@ class Verbosity:
             echo(line, err=True)
 
 
-cache_option = click.option(
-    "--cache-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    envvar=f"{PREFIX}CACHE_DIR",
-    help="The folder of the cache. The default is the user's cache folder.",
-)
-
-
-def open_store(cache_dir: Path | None = None) -> Store:
-    """The store of `find_store`, or in ``cache_dir``; raises ConfigError if there is none."""
-    store = find_store(cache_dir)
+def open_store() -> Store:
+    """The store of `find_store`; raises ConfigError if there is none."""
+    store = find_store()
     if store is None:
         variable = f"{PREFIX}CACHE_DIR"
         raise ConfigError(Problem(Kind.MISSING_KEY, variable, f"{NO_HOME}.", "Name a folder."))
     return store
 
 
-def find_store(cache_dir: Path | None = None) -> Store | None:
+def find_store() -> Store | None:
     """The store in the user's cache folder, or that of the environment; None without a home folder."""
     named = os.environ.get(f"{PREFIX}CACHE_DIR")
     try:
-        root = (cache_dir or (Path(named) if named else default_root()) or Path("~")).expanduser()
+        root = (Path(named) if named else default_root() or Path("~")).expanduser()
     except RuntimeError:
         return None
     return Store(root.absolute())

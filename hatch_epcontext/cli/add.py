@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import cache_option, is_offline, log, open_store
+from hatch_epcontext.cli._common import is_offline, log, open_store
 from hatch_epcontext.cli._settings import use_lines
 from hatch_epcontext.cli.init import Pyproject, add_tables, new_model, tables_options
 from hatch_epcontext.config.location import Download
@@ -23,22 +23,14 @@ from hatch_epcontext.tools.pinning import pin_location, pinned_line
 @click.argument("url", metavar="URL")
 @click.option("--name", help="The model's name. The default is that of its file.")
 @tables_options
-@cache_option
-def command(
-    url: str,
-    name: str | None,
-    providers: tuple[str, ...],
-    project: Path,
-    cache_dir: Path | None,
-    dry_run: bool,
-) -> None:
+def command(url: str, name: str | None, providers: tuple[str, ...], dry_run: bool) -> None:
     """Add a model from elsewhere to pyproject.toml.
 
     URL is a location such as hf://org/repo/onnx/model.onnx, a link that you copy from a page of the model
-    hub, or another https:// URL. It is downloaded into the user's cache, and gets a table with its hashes,
-    as from epcontext init.
+    hub, or another https:// URL. It is downloaded into the user's cache, and gets a table with its hashes
+    in the project of the current folder, as from epcontext init.
     """
-    store, pyproject = open_store(cache_dir), _read(project.resolve(), name)
+    store, pyproject = open_store(), _read(Path.cwd(), name)
     try:
         table = pin_location(url, Downloads(store, log, offline=is_offline()))
     except DownloadError as error:
@@ -48,7 +40,7 @@ def command(
     with Workers(TIMEOUT) as workers:
         model = new_model(pyproject.root, str(path), workers)
     model = replace(model, path=table["url"], pinned=table, name=name)
-    add_tables(pyproject, [model], providers, dry_run=dry_run)
+    add_tables(pyproject, [model], providers, {}, dry_run=dry_run)
 
 
 def _read(root: Path, name: str | None) -> Pyproject:

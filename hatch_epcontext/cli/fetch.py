@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import ExistingPath, cache_option, is_offline, log, open_store
+from hatch_epcontext.cli._common import ExistingPath, is_offline, log, open_store
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.cli._settings import use_lines
 from hatch_epcontext.config.environ import PREFIX
@@ -25,8 +25,7 @@ from hatch_epcontext.tools.pinning import pin, pinned_line
 @click.command("fetch")
 @click.argument("project", type=ExistingPath(file_okay=False), default=Path())
 @click.option("--pin", "pins", is_flag=True, help="First write the hashes that are missing.")
-@cache_option
-def command(project: Path, pins: bool, cache_dir: Path | None) -> None:
+def command(project: Path, pins: bool) -> None:
     """Download the models from elsewhere into the user's cache.
 
     Builds of PROJECT, also of an unpacked sdist, then need no network.
@@ -36,7 +35,7 @@ def command(project: Path, pins: bool, cache_dir: Path | None) -> None:
     """
     root = project.absolute()
     use_lines(project)
-    store = open_store(cache_dir)
+    store = open_store()
     environ = {**os.environ, f"{PREFIX}CACHE_DIR": str(store.root)}
     # Other files may be missing: hooks may make them.
     read = partial(load, root, hook_table={}, environ=environ, pending=True)

@@ -9,8 +9,8 @@ import contextlib
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from textwrap import indent
 from typing import Any
@@ -24,6 +24,7 @@ from tomlkit.items import AoT, Array
 
 from hatch_epcontext.cli._common import Command, ExistingPath, warn
 from hatch_epcontext.cli._output import echo
+from hatch_epcontext.cli._settings import short_flags
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import file_of
@@ -45,6 +46,7 @@ from hatch_epcontext.package.reader import own_files
 from hatch_epcontext.package.wheel import FOLDER
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
+from hatch_epcontext.tools.configure import for_model, split
 from hatch_epcontext.tools.examining import provider_states
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.tools.pinning import Table
@@ -99,8 +101,8 @@ If the folder is in .gitignore, add to the list sdist.include in [tool.scikit-bu
 class NewModel:
     """A model to add: its path in the project, with forward slashes, the facts of its file, and suggestions.
 
-    ``pinned``: the keys of a model from elsewhere; ``path`` is then its location. ``name``: the one that the
-    user chose.
+    ``pinned``: the keys of a model from elsewhere; ``path`` is then its location. ``name`` and ``settings``,
+    other keys: those that the user chose.
     """
 
     path: str
@@ -108,6 +110,7 @@ class NewModel:
     suggested: SuggestReply = SuggestReply()
     pinned: Table | None = None
     name: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -146,14 +149,8 @@ class Pyproject:
 
 
 def tables_options(command: Command) -> Command:
-    """``--provider``, ``--project`` and ``--dry-run``."""
+    """``--provider`` and ``--dry-run``."""
     dry_run = click.option("--dry-run", is_flag=True, help="Show the changes, and write nothing.")
-    project = click.option(
-        "--project",
-        type=ExistingPath(file_okay=False),
-        default=Path(),
-        help="The folder with the pyproject.toml. The default is the current folder.",
-    )
     provider = click.option(
         "-p",
         "--provider",
@@ -163,39 +160,55 @@ def tables_options(command: Command) -> Command:
         help="A provider to compile for; repeatable. The default is all that are installed and offer a "
         "device, or else cpu.",
     )
-    return provider(project(dry_run(command)))
+    return provider(dry_run(command))
 
 
 @click.command("init")
 @click.argument("models", nargs=-1, type=ExistingPath(dir_okay=False))
 @tables_options
+@short_flags
 def command(
-    models: tuple[Path, ...], providers: tuple[str, ...], project: Path, dry_run: bool
+    models: tuple[Path, ...], providers: tuple[str, ...], settings: dict[str, Any], dry_run: bool
 ) -> None:
     """Write the tables for models into pyproject.toml.
 
-    Without MODEL: all .onnx files of the project, except in its tests, docs and examples. Sizes that a model
+    Without MODEL: all .onnx files of the project in the current folder, except in its tests, docs and
+    examples. Sizes that a model
     or its metadata implies are filled in; the others are questions in a comment. An existing configuration
     gets the models that it does not list; everything else stays as it is.
 
     A project of hatchling gets the build requirement and the hook. For other build backends the next steps
     are printed, as are the lines for the app.
     """
-    pyproject = Pyproject(project.resolve())
+    pyproject = Pyproject(Path.cwd())
+    target, of_models = split(settings)
     new = [*_read(pyproject.root, models)]
+    stems = [PurePosixPath(model.path).stem for model in new]
+    new = [
+        replace(model, settings=for_model(stem, stems, of_models))
+        for model, stem in zip(new, stems, strict=True)
+    ]
     if not new:
         message, hint = "has no ONNX models.", "Name them: epcontext init MODEL..."
         raise ConfigError(Problem(Kind.FILE_NOT_FOUND, str(pyproject.root), message, hint))
-    add_tables(pyproject, new, providers, dry_run=dry_run)
+    add_tables(pyproject, new, providers, target, dry_run=dry_run)
 
 
 def add_tables(
-    pyproject: Pyproject, models: Sequence[NewModel], names: tuple[str, ...], *, dry_run: bool
+    pyproject: Pyproject,
+    models: Sequence[NewModel],
+    names: tuple[str, ...],
+    target: Mapping[str, Any],
+    *,
+    dry_run: bool,
 ) -> None:
-    """Write the tables of ``models`` for the providers called ``names``, and show the next steps."""
+    """Write the tables of ``models`` for the providers called ``names``, and show the next steps.
+
+    ``target``: keys of each new target.
+    """
     file, before = str(pyproject.file), pyproject.raw
     new = [model for model in models if model.path not in pyproject.listed]
-    after, config = add_models(pyproject, new, _providers(pyproject, names))
+    after, config = add_models(pyproject, new, _providers(pyproject, names), target)
     # A file with the line ends of Windows keeps them.
     text = after.replace("\n", "\r\n") if "\r\n" in before else after
     questions = [f"{model.path}: {line}" for model in new for line in model.questions]
@@ -310,21 +323,25 @@ def new_model(root: Path, path: str, workers: Workers) -> NewModel:
 
 
 def add_models(
-    pyproject: Pyproject, models: Sequence[NewModel], providers: Sequence[Provider]
+    pyproject: Pyproject,
+    models: Sequence[NewModel],
+    providers: Sequence[Provider],
+    target: Mapping[str, Any],
 ) -> tuple[str, Config]:
     """The text of ``pyproject`` with all that ``models``, which it does not list, need; its configuration.
 
-    ``providers`` must be empty if it is configured already. Projects of hatchling, and those without a build
-    backend, also get the build requirement and the hook. Raises ConfigError when that is impossible.
+    ``providers``, and ``target``, keys of their targets, must be empty if it is configured already. Projects
+    of hatchling, and those without a build backend, also get the build requirement and the hook. Raises
+    ConfigError when that is impossible.
     """
-    if pyproject.table is not None and providers:
-        message = "exists already, and providers can only be chosen for a new configuration."
+    if pyproject.table is not None and (providers or target):
+        message = "exists already, and targets can only be chosen for a new configuration."
         raise _error(f"[{ROOT}]", message, "Add the target to it by hand.")
     document, appended = tomlkit.parse(pyproject.text), list[str]()
     if pyproject.project.backend == HATCHLING:
         appended += [*_build_system(document), *_hook_tables(pyproject.project)]
     if pyproject.table is None:
-        appended += _head(providers)
+        appended += _head(providers, target)
     static = pyproject.table is not None or any(provider.static_shapes for provider in providers)
     names = _named(models, pyproject.listed.values())
     tables = [_model(model, name, static=static) for model, name in names]
@@ -381,7 +398,7 @@ def _hook_tables(project: Project) -> Iterator[str]:
     yield f"[{hooks_table('sdist')}.{NAME}]  # checks that sdists contain the models\n"
 
 
-def _head(providers: Sequence[Provider]) -> Iterator[str]:
+def _head(providers: Sequence[Provider], target: Mapping[str, Any]) -> Iterator[str]:
     # Models for the CPU replace the source models.
     has_sources = all(provider.name != "cpu" for provider in providers)
     fallback = '# fallback = "none"  # do not ship the source models\n' if has_sources else ""
@@ -391,9 +408,10 @@ def _head(providers: Sequence[Provider]) -> Iterator[str]:
             f"[{ROOT}.targets.{quoted_key(provider.name)}]",
             f"provider = {to_toml(provider.name)}",
         ]
-        if provider.example:
+        lines += [f"{key} = {to_toml(value)}" for key, value in target.items()]
+        if provider.example and provider.example.strip("# ").partition(" =")[0] not in target:
             lines.append(provider.example)
-        if provider.product == "context":
+        if provider.product == "context" and "min-coverage" not in target:
             lines.append("# min-coverage = 0.9  # accept partly compiled models")
         if provider.name != "cpu":
             lines.append(
@@ -433,16 +451,21 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
     for line, is_open, ones in _size_lines(model):
         # Dummy inputs have the size 1 anyway.
         lines.append(f"# {line}" if is_open or (ones and not static) else line)
-    lines += _constants(model, static=static)
+    if "constants" not in model.settings:
+        lines += _constants(model, static=static)
+    others = model.settings.keys() - {"dims", "shapes"}
+    lines += [f"{key} = {to_toml(model.settings[key])}" for key in sorted(others)]
     return "\n".join(lines) + "\n"
 
 
 def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
     """Each line with sizes of open dimensions, whether some are unknown, and whether all are 1."""
     suggested = {(size.input, size.axis): size for size in model.suggested.sizes}
-    tables: dict[str, dict[str, Any]] = {"dims": {}, "shapes": {}}
+    tables = {key: dict(model.settings.get(key, {})) for key in ("dims", "shapes")}
     sizes: dict[str, list[tuple[int | None, str]]] = {"dims": [], "shapes": []}
     for tensor in model.facts.inputs:
+        if tensor.name in tables["shapes"]:
+            continue
         if tensor.shape is None:
             tables["shapes"][tensor.name] = _UNKNOWN
             sizes["shapes"].append((None, f"{tensor.name}: which shape, such as [1, 3]?"))
@@ -461,11 +484,12 @@ def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
         if key == "shapes":
             tables[key][tensor.name] = shape
     for key, notes in sizes.items():
-        if notes:
+        if tables[key]:
             values = {size for size, _ in notes}
             text = to_toml(tables[key]).replace(to_toml(_UNKNOWN), "?")
             comment = "; ".join(dict.fromkeys(_one_line(note) for _, note in notes))
-            yield f"{key} = {text}  # {comment}", None in values, values == {1}
+            line = f"{key} = {text}" + (f"  # {comment}" if comment else "")
+            yield line, None in values, values == {1} and key not in model.settings
 
 
 def _constants(model: NewModel, *, static: bool) -> Iterator[str]:

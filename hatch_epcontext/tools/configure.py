@@ -90,7 +90,27 @@ def configure(models: Mapping[str, Path], provider: str, settings: Mapping[str, 
     variables of `BuildTable`, of the cache and of the report count, unless ``settings`` have the same.
     """
     tables = nested(settings)
-    settable = _OF_TARGETS | _OF_MODELS | {"build", "from-memory"}
+    target, of_models = split(tables, "build", "from-memory")
+    root: dict[str, Any] = {
+        "targets": {provider: {**target, "provider": provider}},
+        "models": [
+            {**for_model(name, models, of_models), "name": name, "path": str(path.absolute())}
+            for name, path in models.items()
+        ],
+        "build": tables.get("build", {}),
+    }
+    config = load(Path.cwd(), root, {}, _environ(tables.get("build")), confined=False)
+    if tables.get("from-memory"):
+        return _from_memory(config, tables.get("embed"))
+    return config
+
+
+def split(tables: Mapping[str, Any], *others: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of a target, and those of models, in `nested` settings.
+
+    Raises ConfigError for keys that are neither, nor one of ``others``.
+    """
+    settable = _OF_TARGETS | _OF_MODELS | {*others}
     problems = [
         Problem.at(
             Key() / name,
@@ -105,18 +125,7 @@ def configure(models: Mapping[str, Path], provider: str, settings: Mapping[str, 
         raise ConfigError(*problems)
     target = {key: value for key, value in tables.items() if key in _OF_TARGETS}
     of_models = {key: value for key, value in tables.items() if key in _OF_MODELS - _OF_TARGETS}
-    root: dict[str, Any] = {
-        "targets": {provider: {**target, "provider": provider}},
-        "models": [
-            {**for_model(name, models, of_models), "name": name, "path": str(path.absolute())}
-            for name, path in models.items()
-        ],
-        "build": tables.get("build", {}),
-    }
-    config = load(Path.cwd(), root, {}, _environ(tables.get("build")), confined=False)
-    if tables.get("from-memory"):
-        return _from_memory(config, tables.get("embed"))
-    return config
+    return target, of_models
 
 
 def _from_memory(config: Config, embed: object) -> Config:

@@ -48,7 +48,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def app(project: Path, hub: Hub) -> Path:
+def app(project: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(project)
     """A project with two models that are not pinned."""
     for path in (project / "models").iterdir():
         path.unlink()
@@ -247,7 +248,7 @@ def test_what_cannot_be_pinned_says_why(cli: Cli, app: Path, url: str, id_: str)
     )
     fetched = CliRunner().invoke(commands, ["fetch", "--pin", str(app)])
     (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
-    added = cli("add", url, "--project", app, code=1)
+    added = cli("add", url, code=1)
     for result in (fetched, added):
         assert result.exit_code
         assert [each.split()[-1] for each in problems(result)] == [id_]
@@ -279,7 +280,7 @@ def test_the_license_is_that_of_the_card(
 def test_a_model_is_added_with_its_sizes(cli: Cli, app: Path, hub: Hub) -> None:
     (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
     link = "https://huggingface.co/org/repo/blob/main/onnx/a.onnx"
-    printed = cli("add", link, "--project", app, "-p", "cpu")
+    printed = cli("add", link, "-p", "cpu")
     (model,) = models(app)
     assert model["url"] == f"hf://org/repo@{COMMIT}/onnx/a.onnx"
     assert 'load("a")' in printed.stdout
@@ -288,22 +289,22 @@ def test_a_model_is_added_with_its_sizes(cli: Cli, app: Path, hub: Hub) -> None:
     assert 'requires = ["hatchling", "hatch-epcontext"]' in text
     cli("build", app, "--dry-run")
     for same in ("hf://org/repo/onnx/a.onnx", str(model["url"])):
-        assert "all models already" in cli("add", same, "--project", app).stdout
+        assert "all models already" in cli("add", same).stdout
     for name in ("A", "b/c"):
-        named = ("add", hub.web("b.onnx"), "--name", name, "--project", app)
+        named = ("add", hub.web("b.onnx"), "--name", name)
         assert "EPC" in cli(*named, code=2).stderr
-    cli("add", hub.web("b.onnx"), "--name", "second", "--project", app)
+    cli("add", hub.web("b.onnx"), "--name", "second")
     assert [each.get("url") for each in models(app)] == [model["url"], hub.web("b.onnx")]
     assert models(app)[1]["name"] == "second"
 
 
 def test_nothing_is_added_that_is_no_model(cli: Cli, app: Path, hub: Hub) -> None:
-    cli("add", hub.web("a.onnx"), "--project", app, code=2)
+    cli("add", hub.web("a.onnx"), code=2)
     assert not hub.requests
     (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
     before = (app / "pyproject.toml").read_bytes()
     hub.faults = {"b.onnx": "html"}
-    result = cli("add", hub.web("b.onnx"), "--project", app, code=1)
+    result = cli("add", hub.web("b.onnx"), code=1)
     assert "web page" in result.stderr
     assert (app / "pyproject.toml").read_bytes() == before
 
@@ -326,7 +327,7 @@ def test_without_a_network_builds_find_what_was_fetched_and_nothing_is_pinned(
     (app / "pyproject.toml").write_text(TOML.replace("WEB", hub.web("b.onnx")), encoding="utf-8")
     assert len(problems(cli("fetch", "--pin", app, code=1))) == 2
     (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
-    cli("add", "hf://org/repo/onnx/a.onnx", "--project", app, code=1)
+    cli("add", "hf://org/repo/onnx/a.onnx", code=1)
     assert not hub.requests
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from onnx import helper
 
+from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.providers import PROVIDERS
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
@@ -16,7 +17,8 @@ BEFORE = '[project]\nname = "my-app"  # ours\nversion = "1"\n'
 
 
 @pytest.fixture
-def new_project(project: Path) -> Path:
+def new_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(project)
     (project / "pyproject.toml").write_text(BEFORE, encoding="utf-8")
     for name in ("a", "b"):
         made = network()
@@ -30,7 +32,7 @@ def test_a_link_stays_a_link(cli: Cli, new_project: Path, tmp_path: Path) -> Non
     file = tmp_path / "kept-elsewhere.toml"
     (new_project / "pyproject.toml").rename(file)
     (new_project / "pyproject.toml").symlink_to(file)
-    cli("init", "--project", new_project, "-p", "cpu")
+    cli("init", "-p", "cpu")
     assert (new_project / "pyproject.toml").is_symlink()
     assert "[tool.epcontext" in file.read_text(encoding="utf-8")
 
@@ -44,7 +46,7 @@ def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> N
     save(network(), new_project / "tests" / "d.onnx")
     cli("compile", new_project / "models" / "a.onnx", "-o", new_project / "models" / "a_ctx.onnx",
         "-p", "qnn", "-O", "soc_model=60", "--dim", "batch=1")  # fmt: skip
-    printed = cli("init", "--project", new_project)
+    printed = cli("init")
     assert "a_ctx.onnx: is a context model already" in printed.stderr
     assert "damaged.onnx: is not an ONNX model" in printed.stderr
     assert "epcontext build --dry-run" in printed.stdout
@@ -53,13 +55,10 @@ def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> N
     targets = {job["job"].split(" -> ")[1] for job in planned["jobs"]}
     assert {"qnn", "cpu"} <= targets <= set(PROVIDERS) - {"cuda", "directml"}
     assert {job["job"].split(" -> ")[0] for job in planned["jobs"]} == {"a", "b"}
-    assert "has all models already" in cli("init", "--project", new_project).stdout
+    assert "has all models already" in cli("init").stdout
 
 
-def test_chosen_models_for_several_providers(
-    cli: Cli, new_project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(new_project)
+def test_chosen_models_for_several_providers(cli: Cli, new_project: Path) -> None:
     cli("init", "models/b.onnx", "-p", "cpu", "-p", "cuda")
     planned = json.loads(cli("build", "--target", "cpu", "--dry-run", "--json").stdout)
     assert [job["job"] for job in planned["jobs"]] == ["b -> cpu"]
@@ -68,7 +67,7 @@ def test_chosen_models_for_several_providers(
 
 
 def test_a_dry_run_changes_nothing(cli: Cli, new_project: Path) -> None:
-    printed = cli("init", "--project", new_project, "-p", "cpu", "--dry-run").stdout
+    printed = cli("init", "-p", "cpu", "--dry-run").stdout
     assert '+path = "models/a.onnx"' in printed
     assert ' name = "my-app"  # ours' in printed
     assert (new_project / "pyproject.toml").read_text(encoding="utf-8") == BEFORE
@@ -78,30 +77,29 @@ def test_line_ends_and_the_mode_of_the_file_are_kept(cli: Cli, new_project: Path
     file = new_project / "pyproject.toml"
     file.write_bytes(BEFORE.replace("\n", "\r\n").encode())
     file.chmod(0o640)
-    cli("init", "--project", new_project, "-p", "cpu")
+    cli("init", "-p", "cpu")
     text = file.read_bytes()
     assert text.startswith(BEFORE.replace("\n", "\r\n").encode())
     assert text.count(b"\n") == text.count(b"\r\n")
     assert file.stat().st_mode & 0o777 == 0o640
-    assert "has all models already" in cli("init", "--project", new_project).stdout
+    assert "has all models already" in cli("init").stdout
 
 
 def test_unusable_models_and_projects_are_errors(
-    cli: Cli, new_project: Path, tmp_path: Path
+    cli: Cli, new_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = save(network(), tmp_path / "elsewhere.onnx")
-    printed = cli("init", elsewhere, "--project", new_project, code=2).stderr
+    printed = cli("init", elsewhere, code=2).stderr
     assert "is not inside the project" in printed
     (new_project / "models" / "a.onnx").write_text("text", encoding="utf-8")
-    printed = cli(
-        "init", new_project / "models" / "a.onnx", "--project", new_project, code=1
-    ).stderr
+    printed = cli("init", new_project / "models" / "a.onnx", code=1).stderr
     assert "is not an ONNX model" in printed
     assert (new_project / "pyproject.toml").read_text(encoding="utf-8") == BEFORE
     (tmp_path / "empty").mkdir()
-    assert "does not exist" in cli("init", "--project", tmp_path / "empty", code=2).stderr
+    monkeypatch.chdir(tmp_path / "empty")
+    assert "does not exist" in cli("init", code=2).stderr
     (tmp_path / "empty" / "pyproject.toml").touch()
-    assert "has no ONNX models" in cli("init", "--project", tmp_path / "empty", code=2).stderr
+    assert "has no ONNX models" in cli("init", code=2).stderr
     assert "Invalid value for '-p'" in cli("init", "-p", "nothing", code=2).stderr
 
 
@@ -116,7 +114,7 @@ def test_a_link_is_taken_and_unknown_sizes_are_asked_for_in_a_comment(
     elsewhere = save(made, tmp_path / "elsewhere.onnx")
     link = new_project / "models" / "link.onnx"
     link.symlink_to(elsewhere)
-    printed = cli("init", link, "--project", new_project, "-p", "qnn").stdout
+    printed = cli("init", link, "-p", "qnn").stdout
     assert 'from my_app.epcontext import load\n    session = load("link")\n' in printed
     question = "dims = { batch = 1, width = ? }  # 1 is a guess; width: how long is it?"
     assert f"models/link.onnx: {question}" in printed
@@ -124,7 +122,29 @@ def test_a_link_is_taken_and_unknown_sizes_are_asked_for_in_a_comment(
     assert "--dry-run" not in printed
     text = (new_project / "pyproject.toml").read_text(encoding="utf-8")
     assert f'path = "models/link.onnx"\n# {question}\n' in text
-    assert "has all models already" in cli("init", link, "--project", new_project).stdout
+    assert "has all models already" in cli("init", link).stdout
+
+
+def test_settings_are_written_into_the_tables(cli: Cli, new_project: Path) -> None:
+    flags = ("-O", "soc_model=60", "--set", "min-coverage=0.9", "--set", "validate=require")
+    cli("init", "models/a.onnx", "-p", "qnn", *flags, "--dim", "a:batch=2")
+    tables = parse((new_project / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "epcontext"
+    ]
+    options = {"provider": "qnn", "provider-options": {"soc_model": "60"}, "min-coverage": 0.9}
+    assert tables["targets"]["qnn"] == options
+    assert tables["models"] == [
+        {"path": "models/a.onnx", "dims": {"batch": 2}, "validate": {"mode": "require"}}
+    ]
+    cli("init", "models/b.onnx", "--dim", "batch=4")
+    tables = parse((new_project / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "epcontext"
+    ]
+    assert tables["models"][1] == {"path": "models/b.onnx", "dims": {"batch": 4}}
+    printed = cli("init", "models/b.onnx", "--set", "min-coverage=1", code=2).stderr
+    assert "targets can only be chosen for a new configuration" in printed
+    printed = cli("init", "models/b.onnx", "--set", "editable=skip", code=2).stderr
+    assert '"editable" is not a key that can be set' in printed
 
 
 @pytest.mark.parametrize(
@@ -149,7 +169,7 @@ def test_malformed_tables_are_errors_or_are_not_read(
 ) -> None:
     (new_project / "pyproject.toml").write_text(f"{toml}\n", encoding="utf-8")
     providers = [] if "epcontext." in toml else ["-p", "cpu"]
-    printed = cli("init", "--project", new_project, *providers, code=0 if message is None else 2)
+    printed = cli("init", *providers, code=0 if message is None else 2)
     if message is None:
         assert 'session = load("a")  # or "b"' in printed.stdout
     else:

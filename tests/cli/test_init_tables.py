@@ -31,7 +31,7 @@ def add_models(project: Path, text: str, models: list[NewModel], providers: list
     (project / "pyproject.toml").write_text(text, encoding="utf-8")
     pyproject = Pyproject(project)
     unlisted = [model for model in models if model.path not in pyproject.listed]
-    return add_unlisted_models(pyproject, unlisted, providers)[0]
+    return add_unlisted_models(pyproject, unlisted, providers, {})[0]
 
 
 def models_of(text: str) -> list[object]:
