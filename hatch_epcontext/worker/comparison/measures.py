@@ -83,14 +83,11 @@ _T = TypeVar("_T", bound=np.generic)
 
 @dataclass(frozen=True)
 class Scores:
-    """Where an output of this ``rank`` has scores: along ``axis``, of this ``size``, from the first of the
-    ``bounds`` to the second, from the third to the fourth, and so on.
-    """
+    """Which indices along ``axis`` of an output of this ``rank`` have scores."""
 
     rank: int
     axis: int
-    size: int
-    bounds: tuple[int, ...]
+    are_scores: tuple[bool, ...]
 
     @staticmethod
     def at(places: NDArray[np.bool_]) -> Scores | None:
@@ -98,32 +95,27 @@ class Scores:
         for axis, size in enumerate(places.shape):
             by_index = np.moveaxis(places, axis, 0).reshape(size, -1)
             if by_index.size and (by_index == by_index[:, :1]).all():
-                changes = np.diff(by_index[:, 0], prepend=False, append=False)
-                bounds = tuple(map(int, np.flatnonzero(changes)))
-                is_joined = 0 < by_index[:, 0].sum() < size
-                return Scores(places.ndim, axis, size, bounds) if is_joined else None
+                are_scores = tuple(map(bool, by_index[:, 0]))
+                return Scores(places.ndim, axis, are_scores) if len(set(are_scores)) == 2 else None
         return None
 
     def fit(self, array: Array) -> bool:
         """Whether ``array`` can have scores there."""
-        return array.ndim == self.rank and array.shape[self.axis] == self.size
+        return array.ndim == self.rank and array.shape[self.axis] == len(self.are_scores)
 
-    @cached_property
-    def _indices(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        changes = np.zeros(self.size + 1, int)
-        changes[list(self.bounds)] = 1
-        is_score = np.cumsum(changes[:-1]) % 2 == 1
-        return np.flatnonzero(~is_score), np.flatnonzero(is_score)
+    def indices(self, *, are_scores: bool) -> NDArray[np.intp]:
+        """The indices of the scores, or of the other values."""
+        return np.flatnonzero(np.equal(self.are_scores, are_scores))
 
     def take(self, array: NDArray[_T], *, are_scores: bool) -> NDArray[_T]:
         """The scores in ``array``, or its other values."""
-        return np.take(array, self._indices[are_scores], self.axis)
+        return np.take(array, self.indices(are_scores=are_scores), self.axis)
 
     def whole(self, part: Slice, *, are_scores: bool) -> Slice:
         """The slice of the output that is ``part`` of its scores, or of its other values."""
         if part.axis != self.axis:
             return part
-        return replace(part, index=int(self._indices[are_scores][part.index]))
+        return replace(part, index=int(self.indices(are_scores=are_scores)[part.index]))
 
 
 @dataclass(frozen=True)
@@ -308,23 +300,19 @@ def _judge(
     """Judge the ``agreement`` of ``out`` and ``ref``, which are ``part`` of an output, if not all of it."""
     excesses = []
     needed: dict[str, float] = {}
-    # Ratios, what they are at least, and where they are.
+    # Ratios, what they are at least, and in words.
     ratios: list[tuple[float, float, str]] = []
-    if agreement.snr is not None:
-        ratios.append((agreement.snr, limits.snr, ""))
+    if (snr := agreement.snr) is not None:
+        ratios.append((snr, limits.snr, f"a signal-to-noise ratio of {snr:.1f} dB{part}"))
     if agreement.worst is not None and agreement.worst_snr is not None:
         least = limits.snr - _less(ref.shape, agreement.worst)
-        ratios.append((agreement.worst_snr, least, agreement.worst.text))
+        text = f"{agreement.worst_snr:.1f} dB in {agreement.worst.text}{part}"
+        ratios.append((agreement.worst_snr, least, text))
     if row is not None:
-        ratios.append((row[0], limits.snr, row[1].text))
-    for ratio, least, where in ratios:
+        ratios.append((row[0], limits.snr, f"{row[0]:.1f} dB in {row[1].text}"))
+    for ratio, least, text in ratios:
         if ratio < least:
-            text = (
-                f"{ratio:.1f} dB in {where}"
-                if where
-                else f"a signal-to-noise ratio of {ratio:.1f} dB"
-            )
-            excesses.append(f"{text}{part} (at least {least:g})")
+            excesses.append(f"{text} (at least {least:g})")
             needed["snr"] = min(needed.get("snr", math.inf), ratio + (limits.snr - least))
     if agreement.cosine is not None and agreement.cosine < limits.cosine:
         excesses.append(f"a cosine of {agreement.cosine:.5f}{part} (at least {limits.cosine:g})")

@@ -118,7 +118,7 @@ def test_one_feature_of_many_fails_nothing_and_a_few_do() -> None:
 
 
 BOXES, CLASSES, ROWS = 4, 6, 600
-JOINED = OutputFacts(scores=Scores(3, 1, BOXES + CLASSES, (BOXES, BOXES + CLASSES)))
+JOINED = OutputFacts(scores=Scores(3, 1, (False,) * BOXES + (True,) * CLASSES))
 
 
 def detections(largest: float, seed: int) -> Numbers:
