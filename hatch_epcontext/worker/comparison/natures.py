@@ -154,10 +154,11 @@ def _tail(
         node = None if index is None else scope.nodes[index]
         data = () if node is None else _moved(node)
         others = () if node is None else [side for side in node.input if side and side not in data]
-        sides = {side: scope.constant(side) for side in others}
-        if node is not None and node.op_type == "Reshape" and (shape := scope.shape(name)):
-            # Sizes are often computed of those of an input.
-            sides = dict.fromkeys(others, np.array(shape))
+        shape = scope.shape(name) if node is not None and node.op_type == "Reshape" else None
+        # Sizes are often computed of those of an input.
+        sizes = np.array(shape) if shape else None
+        arrays = ((side, scope.constant(side)) for side in others)
+        sides = {side: sizes if array is None else array for side, array in arrays}
         constants |= {side: array for side, array in sides.items() if array is not None}
         if index is None or not data or any(array is None for array in sides.values()):
             origins[name] = None
