@@ -45,7 +45,7 @@ from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count, file_name, quoted_key, to_toml
 from hatch_epcontext.tools.examining import TIMEOUT, ProviderState, provider_states, versions
 from hatch_epcontext.tools.project import HATCHLING, Project
-from hatch_epcontext.worker.requests import LibraryReply, LibraryRequest
+from hatch_epcontext.worker.requests import DevicesRequest, LibraryDevices
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _examine_project(folder: Path) -> tuple[str, tuple[Problem, ...]]:
     return f"{state}, with {count(len(planned.jobs), 'job')}.", ()
 
 
-def _describe_library(library: str) -> LibraryReply:
+def _describe_library(library: str) -> LibraryDevices:
     """Register ``library``, the path of a file or a package, in a worker, and list its devices.
 
     Raises ConfigError when there is no such file or package, RequirementError when ONNX Runtime is missing,
@@ -231,29 +231,31 @@ def _describe_library(library: str) -> LibraryReply:
         hint = "A path has a slash, or ends with .so, .dll or .dylib."
         raise ConfigError(Problem(Kind.FILE_NOT_FOUND, f"--library {library}", message, hint))
     check_environment((), INSPECTION)
-    request = LibraryRequest(path, "" if path else library)
+    request = DevicesRequest(path=path, module="" if path else library)
     with temp_dir() as folder:
         reply = Workers(TIMEOUT).call(request, folder / "library", location=f"library {library}")
-    if not reply.devices:
-        reasons = "".join(f"\n{reason}" for reason in reply.reasons)
+    offered = reply.library
+    assert offered is not None, "it was asked for"
+    if not offered.devices:
+        reasons = "".join(f"\n{reason}" for reason in offered.reasons)
         message = (
-            f"it was registered as {reply.name}, and offers no device on this machine.{reasons}"
+            f"it was registered as {offered.name}, and offers no device on this machine.{reasons}"
         )
         hint = "Try it on a machine that has one, or with another release of ONNX Runtime."
         raise UnavailableError(Problem(Kind.NO_DEVICE, f"library {library}", message, hint))
-    return reply
+    return offered
 
 
-def _target_tables(library: str, reply: LibraryReply) -> Iterator[str]:
+def _target_tables(library: str, offered: LibraryDevices) -> Iterator[str]:
     """The table of a target for each EP that the library offers, as it is written in ``pyproject.toml``."""
-    for ep in dict.fromkeys(device.ep for device in reply.devices):
+    for ep in dict.fromkeys(device.ep for device in offered.devices):
         name = file_name(ep.removesuffix("ExecutionProvider").lower(), "-")
         keys: dict[str, object] = {"provider": "plugin", "library": library, "ep-name": ep}
-        if reply.name != ep:
-            keys["registration-name"] = reply.name
+        if offered.name != ep:
+            keys["registration-name"] = offered.name
         if not is_path(library):
             packages = sorted(owners(library.partition(".")[0]))
             keys["requirements"] = [f"{name}>={installed(name)}" for name in packages]
-        keys["device"] = next(device.kind for device in reply.devices if device.ep == ep)
+        keys["device"] = next(device.kind for device in offered.devices if device.ep == ep)
         lines = [f"{key} = {to_toml(value)}" for key, value in keys.items()]
         yield "\n".join([f"[{ROOT}.targets.{quoted_key(name)}]", *lines])

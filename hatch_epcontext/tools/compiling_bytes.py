@@ -13,7 +13,7 @@ from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, find
 from hatch_epcontext.text import show, suggestion
 from hatch_epcontext.tools.configure import configure, nested
 from hatch_epcontext.tools.inspecting import READING
-from hatch_epcontext.worker.requests import CompileBytesRequest
+from hatch_epcontext.worker.requests import CompileRequest
 
 _REQUIREMENTS = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *READING)
 """The requirements to compile a model without preparing it."""
@@ -29,8 +29,9 @@ def compile_to_bytes(
         hint = suggestion(provider, [known.name for known in able])
         raise ConfigError(Problem.at(Key() / "provider", Kind.UNKNOWN_PROVIDER, message, hint))
     with temp_dir() as folder:
-        source, result = folder / "model.onnx", folder / "model_ctx.onnx"
+        source, result = folder / "model.onnx", folder / "result"
         source.write_bytes(model)
+        result.mkdir()
         config = configure({"model": source}, provider, nested(settings, {"from-memory": True}))
         (target,) = config.targets
         check_environment((), _REQUIREMENTS)
@@ -40,7 +41,9 @@ def compile_to_bytes(
             file = folder / f"data-{number}"
             file.write_bytes(contents)
             files[location] = str(file)
-        request = CompileBytesRequest(str(source), files, target, str(result))
+        paths = (str(source),)
+        request = CompileRequest(config.models, paths, target, str(result), buffers=files)
         workers = Workers(config.build.timeout)
         workers.call(request, folder / "worker", location=f"model -> {target.name}")
-        return result.read_bytes()
+        (compiled,) = result.iterdir()
+        return compiled.read_bytes()

@@ -23,7 +23,6 @@ from typing import Any
 from hatch_epcontext.errors import AccidentError, EpcontextError, Kind, LibraryError, Problem
 from hatch_epcontext.serialize import from_json, from_plain, to_json
 from hatch_epcontext.system import is_refusal, system_problem
-from hatch_epcontext.worker.progress import report_in
 from hatch_epcontext.worker.protocol import (
     FAILURE,
     LOG,
@@ -31,6 +30,7 @@ from hatch_epcontext.worker.protocol import (
     READY,
     REPLY,
     Order,
+    report_in,
 )
 from hatch_epcontext.worker.requests import REQUESTS, Failure
 

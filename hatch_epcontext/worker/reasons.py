@@ -23,7 +23,7 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
 from hatch_epcontext.worker.advice import Advice, on_weights
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Context, NodeFacts
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 

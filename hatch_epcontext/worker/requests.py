@@ -174,33 +174,16 @@ class CompileReply:
 class CompileRequest(WorkerRequest[CompileReply], action="compile", fills="folder"):
     """Compile a job's prepared models into ``folder``, which exists and is empty.
 
-    Several models are compiled in order, in one process, and share one sidecar.
+    Several models are compiled in order, in one process, and share one sidecar. ``buffers``, if given: files
+    of the external data of one model, which is compiled from memory to memory and not read back, by the
+    location that the model has for each.
     """
 
     models: tuple[Model, ...]
     prepared: tuple[str, ...]
     target: Target
     folder: str
-
-
-@dataclass(frozen=True)
-class CompileBytesReply:
-    """The size of the context model in bytes."""
-
-    size: int
-
-
-@dataclass(frozen=True)
-class CompileBytesRequest(WorkerRequest[CompileBytesReply], action="compile_bytes"):
-    """Compile the ONNX file ``model`` from memory to memory, and write the context model to ``result``.
-
-    ``data``: the files of its external data, by the location that the model has for each.
-    """
-
-    model: str
-    data: Mapping[str, str]
-    target: Target
-    result: str
+    buffers: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -345,20 +328,6 @@ class ProviderDevices:
 
 
 @dataclass(frozen=True)
-class DevicesReply:
-    """What each provider has on this machine, by its name."""
-
-    providers: Mapping[str, ProviderDevices]
-
-
-@dataclass(frozen=True)
-class DevicesRequest(WorkerRequest[DevicesReply], action="devices"):
-    """Load the libraries of providers, by their names, and list their devices."""
-
-    providers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class EpDevice:
     """A device that ``ep`` offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``text``: its metadata."""
 
@@ -368,7 +337,7 @@ class EpDevice:
 
 
 @dataclass(frozen=True)
-class LibraryReply:
+class LibraryDevices:
     """The ``devices`` of all EPs of a library that was registered as ``name``.
 
     ``reasons``: the EPs' reasons for the hardware that they do not support.
@@ -380,11 +349,23 @@ class LibraryReply:
 
 
 @dataclass(frozen=True)
-class LibraryRequest(WorkerRequest[LibraryReply], action="library"):
-    """Register an unknown library, by its ``path`` or by its package ``module``, and list what it offers."""
+class DevicesReply:
+    """What each provider has on this machine, by its name, and what the library of the request offers."""
 
-    path: str
-    module: str
+    providers: Mapping[str, ProviderDevices]
+    library: LibraryDevices | None = None
+
+
+@dataclass(frozen=True)
+class DevicesRequest(WorkerRequest[DevicesReply], action="devices"):
+    """Load the libraries of ``providers``, by their names, and list their devices.
+
+    Also those of an unknown library, if one is named by its ``path`` or by its package ``module``.
+    """
+
+    providers: tuple[str, ...] = ()
+    path: str = ""
+    module: str = ""
 
 
 @dataclass(frozen=True)

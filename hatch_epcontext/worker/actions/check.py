@@ -29,7 +29,7 @@ from hatch_epcontext.worker.configured import (
     unknown_name,
 )
 from hatch_epcontext.worker.dummy.inputs import check_inputs, sized
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
 from hatch_epcontext.worker.sources import data_of, read_source

@@ -5,37 +5,44 @@ from __future__ import annotations
 import importlib
 import shutil
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import onnx
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import Setting, UnavailableError
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import put_data
+from hatch_epcontext.graph.reading import load
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.shipped import PREPARED
-from hatch_epcontext.worker.compiler import compile_context
-from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.compiler import compile_buffers, compile_context, explained, optimize
+from hatch_epcontext.worker.configured import open_dimension_message
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.reasons import with_reasons
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.results import Context
-from hatch_epcontext.worker.sharing import compile_group
-from hatch_epcontext.worker.sources import data_of
+from hatch_epcontext.worker.sources import data_of, read_source
+
+_PREFIX = "ep.context_node_name_prefix"
 
 
 def handle(request: CompileRequest) -> CompileReply:
     """Compile the request's models into its folder, and read back the result.
 
     Raises BuildError when the result does not fit the request: no node is compiled, a context is of another
-    EP or for another chip, or a sidecar is missing.
+    EP or for another chip, or a sidecar is missing. Raises ModelError for buffers when they are no source
+    model, or have open dimensions and the EP compiles only fixed shapes.
     """
     step(f"compiling for {request.target.provider.ep}")
     start = time.monotonic()
+    if request.buffers is not None:
+        _compile_buffers(request, request.buffers)
+        return CompileReply("context", (), time.monotonic() - start)
     paths = (
         str(_at_fixed_path(model, Path(path)))
         for model, path in zip(request.models, request.prepared, strict=True)
@@ -117,7 +124,96 @@ def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
     hint = "Or compile without the EP and its device (not tried):"
     return UnavailableError(
         *(
-            replace(each, hint="\n".join(filter(None, (each.hint, hint))), settings=(place,))
-            for each in error.problems
+            replace(problem, hint="\n".join(filter(None, (problem.hint, hint))), settings=(place,))
+            for problem in error.problems
         )
     )
+
+
+def compile_group(request: CompileRequest) -> tuple[Context, ...]:
+    """Compile the request's models in order, each into a context model that names the same sidecar.
+
+    Raises BuildError when one cannot be compiled, or when they do not share a sidecar.
+    """
+    folder, target = Path(request.folder), request.target
+    provider = target.provider
+    results = [folder / provider.result_file(model.name) for model in request.models]
+    for model, path, result in zip(request.models, request.prepared, results, strict=True):
+        sharing = {
+            "ep.share_ep_contexts": "1",
+            # All partitions are in one sidecar, so their names must differ.
+            _PREFIX: f"{target.settings.session_options.get(_PREFIX, '')}{model.name}_",
+        }
+        if result == results[-1]:
+            sharing["ep.stop_share_ep_contexts"] = "1"
+        compile_context(Path(path), result, target, sharing, model)
+    _equalize_spill_fill(results)
+    contexts = tuple(
+        read_context(model, Path(path), result, target)
+        for model, path, result in zip(request.models, request.prepared, results, strict=True)
+    )
+    sidecars = {result.name: _sidecars(result) for result in results}
+    if len(set().union(*sidecars.values())) != 1:
+        named = "; ".join(f"{name}: {', '.join(sorted(files))}" for name, files in sidecars.items())
+        message = f"the models do not share one sidecar: {named}."
+        hint = "Check that they have the same weights, and that the EP can share them."
+        raise ModelError(Problem(Kind.NOT_SHARED, "", message, hint))
+    return contexts
+
+
+def _sidecars(result: Path) -> set[str]:
+    model = load(result, result.name)
+    return {
+        graph.text(node, "ep_cache_context")
+        for node in graph.contexts(model.graph)
+        if graph.is_main(node)
+    }
+
+
+def _equalize_spill_fill(results: list[Path]) -> None:
+    """Give every context the largest ``max_size`` of all: the size of QNN's spill-fill buffer.
+
+    The first context that is opened, which can be any of them, allocates the buffer for all.
+    """
+    models = {result: load(result, result.name) for result in results}
+    nodes = [node for model in models.values() for node in graph.contexts(model.graph)]
+    largest = max((graph.number(node, "max_size", 0) for node in nodes), default=0)
+    for result, model in models.items():
+        changed = False
+        for node in graph.contexts(model.graph):
+            for attribute in node.attribute:
+                if attribute.name == "max_size" and attribute.i != largest:
+                    attribute.i, changed = largest, True
+        if changed:
+            onnx.save(model, result)
+
+
+def _compile_buffers(request: CompileRequest, buffers: Mapping[str, str]) -> None:
+    """Write the context model of the request's only model, with the compiled blob inside."""
+    (path,), provider = map(Path, request.prepared), request.target.provider
+    source = _read(path)
+    if provider.static_shapes and (problems := list(_open_dimensions(source, provider.ep))):
+        raise ModelError(*problems)
+    data = {location: Path(file).read_bytes() for location, file in buffers.items()}
+    with explained(provider, lambda: source.graph):
+        compiled = compile_buffers(path.read_bytes(), data, request.target)
+    context = onnx.load_model_from_string(compiled)
+    keep_metadata(source, context)
+    lower_versions(context)
+    onnx.save(context, Path(request.folder) / path.name)
+
+
+def _read(path: Path) -> onnx.ModelProto:
+    try:
+        return read_source(path, Key())
+    except ModelError as error:
+        # The model has no place in a configuration.
+        problems = (replace(problem, location="", key=None) for problem in error.problems)
+        raise ModelError(*problems) from None
+
+
+def _open_dimensions(source: onnx.ModelProto, ep: str) -> Iterator[Problem]:
+    for tensor in map(graph.facts, graph.inputs(source.graph)):
+        if not tensor.is_fixed:
+            message = open_dimension_message([tensor], ep)
+            yield Problem(Kind.OPEN_DIMENSION, "", message, "Give the model fixed shapes.")

@@ -15,7 +15,7 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.parts import Part, WrongCut, extract, part_between
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.configured import fix_constants, fix_inputs
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
 from hatch_epcontext.worker.results import CutResult
 from hatch_epcontext.worker.sources import data_of, read_source

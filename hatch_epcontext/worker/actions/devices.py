@@ -1,19 +1,38 @@
-"""List the devices that EPs offer on this machine."""
+"""List the devices that EPs offer on this machine: known ones, and those of an unknown library."""
 
 from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from pathlib import Path
 
 import onnxruntime as ort
 
 from hatch_epcontext.errors import UnavailableError
-from hatch_epcontext.providers import PROVIDERS, Provider
-from hatch_epcontext.worker.libraries import missing_in_package, register
-from hatch_epcontext.worker.requests import DevicesReply, DevicesRequest, ProviderDevices
+from hatch_epcontext.providers import PROVIDERS, Plugin, Provider
+from hatch_epcontext.worker.libraries import load, missing_in_package, register
+from hatch_epcontext.worker.requests import (
+    DevicesReply,
+    DevicesRequest,
+    EpDevice,
+    LibraryDevices,
+    ProviderDevices,
+)
 from hatch_epcontext.worker.session import add_built_in, describe_device, incompatibilities
+
+_AFFIXES = re.compile(r"^(lib)?(onnxruntime_(providers_|ep_)?)?|(_ep)?(_plugin)?$")
+"""What a library's name has around that of its EP."""
 
 
 def handle(request: DevicesRequest) -> DevicesReply:
-    """Load the libraries of the providers, and return the devices of their EPs, or the reasons for none."""
-    return DevicesReply({name: _list_devices(PROVIDERS[name]) for name in request.providers})
+    """Load the libraries, and return the devices of their EPs, or the reasons for none.
+
+    Raises UnavailableError when the unknown library cannot be loaded.
+    """
+    providers = {name: _list_devices(PROVIDERS[name]) for name in request.providers}
+    is_named = request.path or request.module
+    return DevicesReply(providers, _describe(request.path, request.module) if is_named else None)
 
 
 def _list_devices(provider: Provider) -> ProviderDevices:
@@ -32,3 +51,22 @@ def _list_devices(provider: Provider) -> ProviderDevices:
     needs = [f"It needs {provider.needs}."] if provider.needs else []
     reasons = [f"{provider.ep} finds no device.", *needs, *incompatibilities(provider.ep)]
     return ProviderDevices((), "\n".join(reasons))
+
+
+def _describe(path: str, module: str) -> LibraryDevices:
+    stem = Path(path or module).name.split(".")[0]
+    name = _own_name(module) or _AFFIXES.sub("", stem) or "ep"
+    devices = (
+        EpDevice(device.ep_name, device.device.type.name.lower(), describe_device(device))
+        for device in load(Plugin(module, module or path, name, path), None)
+    )
+    return LibraryDevices(name, tuple(devices), tuple(incompatibilities(name)))
+
+
+def _own_name(module: str) -> str | None:
+    """The EP that the package ``module`` names first, in the way that packages of plugin EPs share."""
+    for function in ("get_ep_name", "get_ep_names") if module else ():
+        with contextlib.suppress(Exception):
+            names = getattr(importlib.import_module(module), function)()
+            return str(names if isinstance(names, str) else names[0])
+    return None

@@ -34,9 +34,9 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     write_reference,
 )
+from hatch_epcontext.worker.compiler import optimize
 from hatch_epcontext.worker.configured import fix_inputs, ranges_for, typed_graph
-from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.sources import data_of, read_source
@@ -84,7 +84,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     precision = f"dequantized ({count(undone, 'operator')})" if undone else None
     if how is not None and how.quantize is not None:
         # Imported here: few builds need it, and importing it takes long.
-        from hatch_epcontext.worker.quantization.quantize import write_quantized
+        from hatch_epcontext.worker.quantize import write_quantized
 
         quantized = own / f"{model.name}.quantized.onnx"
         done = precision = write_quantized(result, quantized, model, how)

@@ -47,8 +47,8 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     run_model,
 )
-from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.compiler import optimize
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
 from hatch_epcontext.worker.results import GAIN, NOTHING, SENSITIVE
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session

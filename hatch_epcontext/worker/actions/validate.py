@@ -39,7 +39,7 @@ from hatch_epcontext.worker.comparison.runs import (
 from hatch_epcontext.worker.comparison.selections import Rest, expose_reads
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.results import (
     SENSITIVE,

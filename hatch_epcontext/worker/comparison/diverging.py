@@ -20,7 +20,7 @@ from hatch_epcontext.graph.external import load_whole
 from hatch_epcontext.graph.rounding import expose
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_steps
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.session import open_unoptimized
 from hatch_epcontext.worker.value_types import value_types
 

@@ -43,7 +43,7 @@ from hatch_epcontext.worker.comparison.runs import (
     with_telling,
 )
 from hatch_epcontext.worker.comparison.selections import expose_reads
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
     GAIN,

@@ -55,7 +55,7 @@ from hatch_epcontext.worker.configured import fix_inputs, ranges_for, typed_grap
 from hatch_epcontext.worker.dummy.accepted import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
 from hatch_epcontext.worker.dummy.samples import Sample, number_of_long_steps
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
 from hatch_epcontext.worker.run_errors import source_failed
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path

@@ -24,7 +24,7 @@ from hatch_epcontext.worker.comparison.measures import (
     compare_values,
 )
 from hatch_epcontext.worker.comparison.selections import Selections, select
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
 from hatch_epcontext.worker.tensors import TooSlowError, not_finite, run
 

@@ -74,7 +74,7 @@ def test_a_reply_has_its_own_type_and_a_refusal_its_own_location_and_no_log(
 ANSWERING = """
 import os
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.protocol import LOG, STEP
 from hatch_epcontext.worker.requests import CheckReply
 from hatch_epcontext.worker.results import ModelFacts
@@ -285,7 +285,7 @@ def test_long_steps_are_reported_while_they_run(
     monkeypatch.setattr("hatch_epcontext.jobs.processes.process._NEXT_BEATS", 0.2)
     check.write_text(
         "import os, time\n"
-        "from hatch_epcontext.worker.progress import step\n"
+        "from hatch_epcontext.worker.protocol import step\n"
         "step('waiting')\n"
         "while not os.path.exists('seen'): time.sleep(0.05)\n"
         "raise OSError\n",

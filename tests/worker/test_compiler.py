@@ -11,7 +11,7 @@ from onnx import TensorProto, numpy_helper
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites import rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES
-from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.compiler import optimize
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
 from tests.models import parsed, save, save_with_data

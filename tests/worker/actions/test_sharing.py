@@ -10,9 +10,9 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind
 from hatch_epcontext.graph import graph
+from hatch_epcontext.worker.actions.compile import _equalize_spill_fill, compile_group
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.requests import CompileRequest
-from hatch_epcontext.worker.sharing import _equalize_spill_fill, compile_group
 from tests.conftest import needs_qnn
 from tests.models import parsed, save, transformer
 from tests.worker.actions.test_compile import X_ELITE, run_compile, target
@@ -58,11 +58,11 @@ def test_two_lengths_of_one_network_share_a_sidecar_of_the_size_of_one(tmp_path:
 def test_contexts_with_a_sidecar_each_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hatch_epcontext.worker import sharing
+    from hatch_epcontext.worker.actions import compile as action
 
     # An EP without weight sharing.
     monkeypatch.setattr(
-        sharing, "compile_context", lambda path, result, to, *_: compile_context(path, result, to)
+        action, "compile_context", lambda path, result, to, *_: compile_context(path, result, to)
     )
     request = request_for(tmp_path, prefill=transformer(64), decode=transformer(1))
     with pytest.raises(

@@ -1,1 +1,0 @@
-"""Quantizing models, with inputs for calibration."""
