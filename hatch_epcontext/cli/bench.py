@@ -68,7 +68,6 @@ class Bench:
     generator: str
     provider: str
     versions: Mapping[str, str]
-    runs: int
     from_memory: bool
     openings: Sequence[Opening]
 
@@ -140,7 +139,10 @@ def command(
     if plot_path is not None:
         draw(bench, plot_path)
     rows = (
-        (o.model, WAYS[o.way], f"{o.compile:.2f} s", _seconds(o.load), _seconds(o.first))
+        (
+            *(o.model, WAYS[o.way], f"{o.compile:.2f} s" if o.compile else ""),
+            *(_seconds(o.load), _seconds(o.first)),
+        )
         for o in bench.openings
     )
     show_table(("model", "opened", "compile", "load", "first run"), rows)
@@ -191,7 +193,6 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int, from_memo
         f"{GENERATOR} {hatch_epcontext.__version__}",
         planned.jobs[0].target.provider.name,
         versions,
-        runs,
         from_memory,
         [opening for opening, _ in requests],
     )
@@ -242,8 +243,7 @@ def draw(bench: Bench, path: Path) -> None:
     axes.margins(x=0.18)
     axes.invert_yaxis()
     versions = ", ".join(f"{name} {version}" for name, version in bench.versions.items())
-    title = f"{bench.provider}: {versions}; median of {bench.runs} runs"
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(f"{bench.provider}: {versions}; medians and ranges", fontsize=10)
     # Marks the chart, so that the next one may replace it; in SVG by the title.
     key = "Software" if path.suffix == ".png" else "Title"
     figure.savefig(path, metadata={key: bench.generator})
