@@ -34,7 +34,7 @@ from hatch_epcontext.text import listing, printable, show_size
 if TYPE_CHECKING:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-    from hatch_epcontext.jobs.cache.cache import Cache
+    from hatch_epcontext.jobs.cache.store import Cache
     from hatch_epcontext.jobs.processes.process import Workers
     from hatch_epcontext.package.bundle import Bundle
     from hatch_epcontext.package.sdist import Sdist
@@ -262,16 +262,14 @@ class HatchBuild:
         return Workers(settings.timeout, log, verbosity > 1, settings.memory_limit, self._info)
 
     def _report(self, result: Result, config: Config, cache: Cache) -> None:
-        from hatch_epcontext.jobs.report import make_report
+        from hatch_epcontext.jobs.report import make_report, write_report
 
         report = make_report(result)
         name, version = self._metadata.name, self._metadata.version
         if path := cache.store_report(f"{name}-{version}", to_json(report)):
             self._info(f"report: {path}")
         if config.report is not None:
-            from hatch_epcontext.jobs import html_report
-
-            html_report.write(report, f"{name} {version}", config.report)
+            write_report(report, f"{name} {version}", config.report)
             self._info(f"report: {config.report}")
 
     def _write_sbom(self, result: Result, package: Bundle, staging: Path) -> Path:

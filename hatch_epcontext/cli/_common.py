@@ -18,12 +18,11 @@ from hatch_epcontext.config.environ import PREFIX, REPORT_SUFFIXES, read_environ
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.errors import ConfigError, Kind, Problem, collect
 from hatch_epcontext.files import for_windows
-from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
-from hatch_epcontext.jobs.report import make_report
+from hatch_epcontext.jobs.report import make_report, write_report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.serialize import to_json
@@ -195,4 +194,4 @@ def _report(result: Result, planned: Plan, title: str, *, as_json: bool) -> None
     if as_json:
         click.echo(to_json(report), nl=False)
     if planned.config.report is not None:
-        html_report.write(report, title, planned.config.report)
+        write_report(report, title, planned.config.report)

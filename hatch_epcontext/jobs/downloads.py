@@ -24,7 +24,8 @@ from hatch_epcontext.files import (
     is_regular,
     remove,
 )
-from hatch_epcontext.jobs.cache.store import DamagedError, Files, Store, untrusted
+from hatch_epcontext.jobs.cache import DamagedError
+from hatch_epcontext.jobs.cache.store import Files, Store, untrusted
 from hatch_epcontext.jobs.processes.process import Heartbeat
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import show_size

@@ -16,7 +16,7 @@ from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, InterruptedBuildError, Problem, merged
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
-from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.cache.store import Cache
 from hatch_epcontext.jobs.downloads import download_models
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job, Plan, ships_source

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.cache import LAYOUT
-from hatch_epcontext.jobs.report import Report
+from hatch_epcontext.jobs.report import Report, write_report
 from hatch_epcontext.serialize import to_json
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
@@ -77,7 +76,7 @@ def test_a_report_replaces_nothing_but_a_report(
     mine = tmp_path / "mine.html"
     mine.write_text("<html>mine: hatch-epcontext 1</html>", encoding="utf-8")
     page = tmp_path / "page.html"
-    html_report.write(Report("hatch-epcontext 1", ()), "app", page)
+    write_report(Report("hatch-epcontext 1", ()), "app", page)
     manifest = tmp_path / "manifest.json"
     manifest.write_text(to_json({"a": {"generator": "hatch-epcontext 0.1.0"}}), encoding="utf-8")
     places = [mine, manifest]

@@ -11,9 +11,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.plan import plan
-from hatch_epcontext.jobs.report import make_report
+from hatch_epcontext.jobs.report import make_report, write_report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from tests.models import network, save, unknown_operator
 
@@ -56,7 +55,7 @@ def file(project: Path, tmp_path: Path) -> Path:
     with pytest.raises(IncompleteError) as raised:
         build(plan(config), staging, open_cache(config, print), print)
     path = tmp_path / "report.html"
-    html_report.write(make_report(raised.value.result), "my-app 1.0", path)
+    write_report(make_report(raised.value.result), "my-app 1.0", path)
     return path
 
 

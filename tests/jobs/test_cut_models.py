@@ -19,8 +19,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache import LAYOUT
-from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.store import Store
+from hatch_epcontext.jobs.cache.store import Cache, Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build

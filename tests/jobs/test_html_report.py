@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.errors import Kind, Problem
-from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.artifact import Artifact
-from hatch_epcontext.jobs.report import FailureReport, Report, make_report
+from hatch_epcontext.jobs.report import (
+    FailureReport,
+    Report,
+    make_report,
+    render_page,
+    write_report,
+)
 from hatch_epcontext.text import printable
 from hatch_epcontext.worker.results import (
     Agreement,
@@ -59,7 +64,7 @@ def text_of(html: str) -> str:
 
 
 def test_it_shows_finished_and_failed_jobs_in_one_file(report: Report, tmp_path: Path) -> None:
-    html_report.write(report, "my-app 1.0", tmp_path / "reports" / "r.html")
+    write_report(report, "my-app 1.0", tmp_path / "reports" / "r.html")
     html = (tmp_path / "reports" / "r.html").read_text(encoding="utf-8")
     assert html.startswith("<!DOCTYPE html>")
     text = text_of(html)
@@ -77,11 +82,11 @@ def test_it_shows_finished_and_failed_jobs_in_one_file(report: Report, tmp_path:
 
 
 def test_a_build_of_nothing_has_a_page_too() -> None:
-    assert "0 built" in text_of(html_report.render(Report("hatch-epcontext", ()), "a"))
+    assert "0 built" in text_of(render_page(Report("hatch-epcontext", ()), "a"))
 
 
 def badges(report: Report) -> set[str]:
-    return set(re.findall(r'class="badge (\w+)"', html_report.render(report, "a")))
+    return set(re.findall(r'class="badge (\w+)"', render_page(report, "a")))
 
 
 def test_green_is_for_real_inputs_that_are_not_sensitive(report: Report) -> None:
@@ -115,7 +120,7 @@ def test_the_badge_says_where_and_when(report: Report) -> None:
     validation = Validation(ValidationStatus.RAN, simulated=True, day="2026-11-23")
     model = dataclasses.replace(job.models[0], validation=validation, chip={"soc_model": "60"})
     job = dataclasses.replace(job, models=(model,), versions={"onnxruntime-qnn": "2.7.0"})
-    text = text_of(html_report.render(Report("g", (job,)), "a"))
+    text = text_of(render_page(Report("g", (job,)), "a"))
     assert "simulator · soc_model 60 · 2026-11-23 · onnxruntime-qnn 2.7.0" in text
 
 
@@ -123,7 +128,7 @@ def test_the_badge_says_where_and_when(report: Report) -> None:
 def test_only_compared_outputs_agree(report: Report, status: ValidationStatus) -> None:
     (job,) = report.jobs
     models = (dataclasses.replace(job.models[0], validation=Validation(status)),)
-    text = text_of(html_report.render(Report("g", (dataclasses.replace(job, models=models),)), "a"))
+    text = text_of(render_page(Report("g", (dataclasses.replace(job, models=models),)), "a"))
     assert "agrees" not in text
 
 
@@ -161,7 +166,7 @@ class Elements(HTMLParser):
 )
 def test_names_are_text_whatever_they_contain(report: Report, name: str) -> None:
     hostile, plain = (
-        Elements(html_report.render(with_text(report, text), text)) for text in (name, "plain")
+        Elements(render_page(with_text(report, text), text)) for text in (name, "plain")
     )
     assert hostile.tags == plain.tags
     assert hostile.attributes == plain.attributes

@@ -4,8 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from hatch_epcontext.jobs.artifact import Artifact, Preparation
-from hatch_epcontext.jobs.html_report import render
-from hatch_epcontext.jobs.report import Report, make_report, summarize
+from hatch_epcontext.jobs.report import Report, make_report, render_page, summarize
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.worker.results import Agreement, Coverage, Validation, ValidationStatus
 from tests.results import configured, resulting
@@ -67,6 +66,6 @@ def test_how_it_was_prepared_is_in_the_line_and_what_was_tried_in_the_report(
     line = summarize(result.built[0], {})
     assert "with onnxslim, because onnxruntime failed: the graph cannot be loaded," in line
     assert "rewritten (Clip as Max and Min), optimized graph" in line
-    page = render(make_report(result), "a")
+    page = render_page(make_report(result), "a")
     assert "Clip as Max and Min" in page
     assert "as it is: 1 node left" in page

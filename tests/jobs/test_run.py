@@ -20,8 +20,7 @@ from hatch_epcontext.jobs import job as job_module
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs import steps as steps_module
 from hatch_epcontext.jobs import validation as validation_module
-from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.store import Store
+from hatch_epcontext.jobs.cache.store import Cache, Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 from hatch_epcontext.jobs.run import IncompleteError, build

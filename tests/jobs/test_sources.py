@@ -14,7 +14,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.cache.store import Cache
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.text import to_toml

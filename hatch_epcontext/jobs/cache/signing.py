@@ -17,8 +17,7 @@ from hatch_epcontext.config.shared_cache import (
     private_bytes,
     public_bytes,
 )
-from hatch_epcontext.jobs.cache import LAYOUT
-from hatch_epcontext.jobs.cache.store import DamagedError
+from hatch_epcontext.jobs.cache import LAYOUT, DamagedError
 from hatch_epcontext.jobs.requirements import pip_install
 
 _PURPOSE = f"hatch-epcontext {LAYOUT} statement\n".encode()

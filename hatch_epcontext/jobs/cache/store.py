@@ -1,6 +1,6 @@
-"""The folder of a user's cache, safe for several builds at once.
+"""What earlier builds made: in the folder of a user's cache, and after it in a shared cache.
 
-Below ``<root>/<LAYOUT>/``, where keys and names are hex sha256s:
+Several builds may use the folder at once. Below ``<root>/<LAYOUT>/``, where keys are hex sha256s:
 
 - ``<kind>/<key>/``: an entry: ``record.json``, ``files/``, and their status when they were intact;
 - ``index/``: see `index`; ``locks/<key>``: locked by the build that makes an entry;
@@ -28,15 +28,16 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
+from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import (
     FileRecord,
     is_generated,
-    is_portable,
     is_regular,
     known_text,
     link_or_copy,
@@ -49,8 +50,13 @@ from hatch_epcontext.files import (
     temp_dir,
     write_atomically,
 )
-from hatch_epcontext.jobs.cache import LAYOUT
-from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.jobs.cache import LAYOUT, DamagedError, Growing, files_of, read_record
+from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.serialize import to_json
+from hatch_epcontext.system import refusal
+
+if TYPE_CHECKING:
+    from hatch_epcontext.jobs.cache.shared import SharedCache
 
 T = TypeVar("T")
 
@@ -76,23 +82,11 @@ _POLL_SECONDS = 0.5
 """Seconds after which a build that waits for another one checks again whether it must end."""
 
 
-class DamagedError(ValueError):
-    """Something in a cache is not what was written; the text is the reason."""
-
-
 @dataclass(frozen=True)
 class Files:
     """The record of files alone, by name; that of every entry with files has them too."""
 
     files: Mapping[str, FileRecord]
-
-
-@runtime_checkable
-class Growing(Protocol):
-    """A record to which each build may add something."""
-
-    def joined(self, other: Any) -> Any:
-        """This record, with what only the ``other`` one of the same entry has."""
 
 
 @dataclass(frozen=True)
@@ -318,23 +312,6 @@ def untrusted(root: Path) -> str | None:
     return None
 
 
-def read_record(text: str | bytes, type_: type[T]) -> T:
-    """The record of an entry; raises DamagedError if it is invalid, or names files outside of the entry."""
-    try:
-        record = from_json(text, type_)
-    except ValueError:
-        raise DamagedError("its record cannot be read") from None
-    if not all(map(is_portable, files_of(record))):
-        raise DamagedError("its record has a file outside of its folder")
-    return record
-
-
-def files_of(record: object) -> Mapping[str, FileRecord]:
-    """The files of an entry, by name; none for a record without such a field."""
-    files: Mapping[str, FileRecord] = getattr(record, "files", {})
-    return files
-
-
 def _transfer(kind: Kind, source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # ONNX Runtime refuses some external data of models if it has several hard links.
@@ -374,3 +351,129 @@ def _written(folder: Path, before: float = math.inf) -> list[Path]:
             if _OWN_NAME.fullmatch(path.name) and path.lstat().st_mtime < before:
                 paths.append(path)
     return paths
+
+
+class Cache:
+    """The entries of `store` for one build: first those in the user's folder, then those of a shared cache.
+
+    ``root``: that folder; None when the build does not use it. ``warn`` gets a line for each damaged entry,
+    and one when the folder cannot be used; the build then goes on without it. What is stored is also sent to
+    ``shared``, if the build may write to it. ``index``: of the files that the build reads.
+    """
+
+    def __init__(
+        self, root: Path | None, warn: Callable[[str], None], shared: SharedCache | None = None
+    ) -> None:
+        self._warn = warn
+        self.shared = shared
+        if root is not None and (reason := untrusted(root)):
+            warn(
+                f"the cache folder {root} is not used, because {reason}. {PREFIX}CACHE_DIR names another."
+            )
+            root = None
+        self._store = None if root is None else Store(root)
+        if shared is not None and root is not None:
+            shared.sent = root / LAYOUT / "sent"
+        self._is_writable = True
+        self._damaged: set[Path] = set()
+        self.index = Index(None if self._store is None else self._store.layout / "index")
+
+    @property
+    def trouble(self) -> str:
+        """Why the build goes on without the shared cache, as a line of a message; empty if it uses it."""
+        if self.shared is None or not (reason := self.shared.transport.stopped):
+            return ""
+        return f"\nThe shared cache {self.shared.transport.url} cannot be used ({reason})."
+
+    def stop(self) -> None:
+        """Stop waiting for the shared cache, and stop using it."""
+        if self.shared is not None:
+            self.shared.stop()
+
+    def get(
+        self,
+        kind: Kind,
+        key: str,
+        type_: type[T],
+        folder: Path | None = None,
+        fits: Callable[[T], bool] = lambda record: True,
+        *,
+        latest: bool = False,
+    ) -> T | None:
+        """The record of an entry, whose files are then in ``folder``, which is created; None for a miss.
+
+        The files are hard links where possible: later changes of the cache do not matter. Without a folder
+        only its record is read. An entry is used only if its record ``fits``. A shared cache is asked for
+        what this machine lacks; with ``latest`` also for what others have added or replaced.
+        """
+        own = self._own(kind, key, type_, folder)
+        record = own if own is not None and fits(own) else None
+        if self.shared is not None and (record is None or latest):
+            other = self.shared.get(kind, key, type_, folder)
+            if other is not None and fits(other):
+                record = own.joined(other) if isinstance(own, Growing) else other
+                if folder is not None or not files_of(record):
+                    self._keep(kind, key, record, folder)
+        if record is None and folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif self.shared is not None and record is not None and not latest:
+            # Another build may have made it that could not write to the shared cache.
+            self.shared.put(kind, key, _shareable(record), folder)
+        return record
+
+    def put(self, kind: Kind, key: str, record: object, folder: Path | None = None) -> None:
+        """Store ``record``, which names the files in ``folder`` that no longer change."""
+        self._keep(kind, key, record, folder)
+        if self.shared is not None:
+            self.shared.put(kind, key, _shareable(record), folder)
+
+    def lock(self, key: str, on_wait: Callable[[], None]) -> AbstractContextManager[object]:
+        """Hold the right to make what ``key`` identifies: see `Store.lock`."""
+        return contextlib.nullcontext() if self._store is None else self._store.lock(key, on_wait)
+
+    def store_report(self, name: str, text: str) -> Path | None:
+        """Store the report of the last build of ``name``; returns its path, or None if it is not stored."""
+        if self._store is None:
+            return None
+        file = self._store.root / "reports" / f"{name}.json"
+        with contextlib.suppress(OSError):
+            if file.exists() and not is_generated(file):
+                return None
+            # Builds without changes have equal reports, and replacing a file may wait for the disk.
+            if file.is_file() and file.read_text(encoding="utf-8", errors="replace") == text:
+                return file
+            return write_atomically(file, text, durable=False)
+        return None
+
+    def _own(self, kind: Kind, key: str, type_: type[T], folder: Path | None) -> T | None:
+        if self._store is None:
+            return None
+        try:
+            return self._store.get(kind, key, type_, folder)
+        except DamagedError as error:
+            reason = f"is damaged ({error})"
+        except OSError as error:
+            reason = f"cannot be read ({error.strerror or error})"
+        entry = self._store.entry(kind, key)
+        if entry not in self._damaged:
+            self._damaged.add(entry)
+            self._warn(f"the entry {entry} of the cache {reason}, and is made again")
+        return None
+
+    def _keep(self, kind: Kind, key: str, record: object, folder: Path | None) -> None:
+        if self._store is None or not self._is_writable:
+            return
+        try:
+            self._store.put(kind, key, record, folder)
+        except OSError as error:
+            self._is_writable, root = False, self._store.root
+            self._warn(
+                f"the cache folder {root} cannot be written ({refusal(error, root)}); this "
+                f"build does not store its artifacts. {PREFIX}CACHE_DIR names another folder."
+            )
+
+
+def _shareable(record: object) -> object:
+    """What other machines may use of ``record``."""
+    to_share: Callable[[], object] = getattr(record, "to_share", lambda: record)
+    return to_share()

@@ -18,8 +18,7 @@ from hatch_epcontext.files import FileRecord, is_sha256, record_file, record_fil
 from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache import store as store_module
-from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.store import Files, Store
+from hatch_epcontext.jobs.cache.store import Cache, Files, Store
 from hatch_epcontext.jobs.run import open_cache
 from tests.conftest import make_record
 

@@ -21,10 +21,9 @@ import pytest
 from hatch_epcontext.config.settings import BuildSettings
 from hatch_epcontext.files import record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Record
-from hatch_epcontext.jobs.cache import LAYOUT
+from hatch_epcontext.jobs.cache import LAYOUT, DamagedError
 from hatch_epcontext.jobs.cache.shared import SharedCache, Transport
 from hatch_epcontext.jobs.cache.signing import new_keys, sign, verify
-from hatch_epcontext.jobs.cache.store import DamagedError
 from hatch_epcontext.serialize import to_json
 from tests.conftest import make_record
 from tests.remotes import (

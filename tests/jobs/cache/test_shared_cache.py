@@ -22,9 +22,8 @@ from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import record_files
 from hatch_epcontext.jobs.artifact import Built, Result
 from hatch_epcontext.jobs.cache import LAYOUT, shared
-from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.signing import new_keys
-from hatch_epcontext.jobs.cache.store import Store
+from hatch_epcontext.jobs.cache.store import Cache, Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build, dry_run, open_cache
