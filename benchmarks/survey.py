@@ -45,6 +45,7 @@ class Try:
     ``why``: why it is not whole, as the error says it. ``nodes``: those of the prepared graph, and
     ``compiled`` those of them that are inside contexts. ``snr``: the smallest ratio of signal to noise of all
     outputs in decibels, None if none was compared, or if all are ``equal``.
+    ``rules``: the rewrites that changed it.
     ``accepts_less``: whether the error names ``min-coverage`` as a way to go on.
     """
 
@@ -62,6 +63,7 @@ class Try:
     validation: str = ""
     snr: float | None = None
     equal: bool = False
+    rules: Sequence[str] = ()
     accepts_less: bool = False
 
 
@@ -208,6 +210,7 @@ def outcome(model: str, target: str, seconds: float, printed: Printed) -> Try:
         validation=validation["status"],
         snr=min(ratios, default=None),
         equal=bool(compared) and not ratios,
+        rules=facts["preparation"]["rewrites"],
         why="; ".join(others),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +13,7 @@ from numpy.typing import ArrayLike
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.scope import Scope
 
 _AXES_AS_INPUTS = 13
 _AXES_OF_MEAN_AS_INPUTS = 18
@@ -37,6 +36,9 @@ class TooManyNodesError(Exception):
 
 class MissingOperatorError(Exception):
     """The model's opset does not have an operator yet."""
+
+    def __init__(self, operator: str, opset: int) -> None:
+        super().__init__(f"the model's opset {opset} has no {operator}")
 
 
 class Builder:
@@ -116,6 +118,9 @@ class Builder:
         """Give the model the new nodes and stored tensors."""
         set_nodes(self.model.graph, self.nodes)
         self.model.graph.initializer.extend(self.stored)
+        domains = {entry.domain for entry in self.model.opset_import}
+        if graph.MICROSOFT not in domains and any(n.domain == graph.MICROSOFT for n in self.nodes):
+            self.model.opset_import.add(domain=graph.MICROSOFT, version=1)
 
     def fresh(self, name: str) -> str:
         """``name``, with a number after it if a value or a node has it."""
@@ -299,54 +304,6 @@ The node also stays as it is if one of its outputs has an empty name in the resu
 
 Rules = Mapping[str, Rule]
 """A rule for each of these operators, as `graph.operator` writes them."""
-
-
-def replace(
-    model: onnx.ModelProto,
-    rules: Rules,
-    types: Types,
-    *,
-    nested: bool = True,
-    limit: int | None = None,
-) -> int:
-    """Replace nodes of ``model``, in place; returns their number.
-
-    ``types``: the known types of its values. Raises TooManyNodesError, and nothing changes, if the graph
-    would get more than ``limit`` nodes.
-    """
-    if not any(graph.operator(node) in rules for node in graph.nodes(model.graph)):
-        return 0
-    builder = Builder(model, limit)
-    if count := builder.replace(Scope.of(model, types), rules, nested=nested):
-        builder.write()
-    return count
-
-
-@dataclass(frozen=True)
-class Rewrite:
-    """A replacement of nodes by others that compute the same; ``name`` describes it in messages.
-
-    ``operators``: those that it replaces, as `graph.operator` writes them. ``apply(model, types, refused)``
-    changes the model in place where a node's operator is in ``refused``, and returns the number of replaced
-    nodes; ``types`` are the known types of its values. Nodes of an unknown form stay as they are.
-    """
-
-    name: str
-    operators: frozenset[str]
-    apply: Callable[[onnx.ModelProto, Types, frozenset[str]], int]
-
-
-def by_node(name: str, rules: Rules, *, nested: bool = True) -> Rewrite:
-    """A rewrite that replaces single nodes, with ``nested`` also in inner graphs, and removes unused ones."""
-
-    def apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
-        needed = {operator: rule for operator, rule in rules.items() if operator in refused}
-        if count := replace(model, needed, types, nested=nested):
-            for part in graph.graphs(model.graph):
-                remove_unused(part)
-        return count
-
-    return Rewrite(name, frozenset(rules), apply)
 
 
 def copy_of(node: onnx.NodeProto) -> onnx.NodeProto:

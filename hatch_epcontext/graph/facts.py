@@ -5,6 +5,7 @@ Shapes are lists of sizes; an open dimension is its name, or None if it has none
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 Size = int | str | None
@@ -90,3 +91,18 @@ class Cut:
     def within(self, other: Cut) -> Cut:
         """This cut of a model after the cut ``other``: without names of its own it has the ends of that."""
         return Cut(self.inputs or other.inputs, self.outputs or other.outputs)
+
+
+@dataclass(frozen=True)
+class Declined:
+    """Why ``rewrite`` leaves a ``node`` of ``operator`` as it is: a ``reason`` such as "it has two axes"."""
+
+    reason: str
+    rewrite: str = ""
+    operator: str = ""
+    node: str = ""
+
+    @staticmethod
+    def where(reasons: Mapping[str, object]) -> Declined | None:
+        """The first of ``reasons`` that holds."""
+        return next((Declined(reason) for reason, holds in reasons.items() if holds), None)

@@ -11,6 +11,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.files import FileRecord, is_sha256
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
@@ -34,7 +35,7 @@ class Preparation:
     ``rewrites``: what was rewritten.
     ``options``: those with which the EP compiles more nodes.
     ``tried``: other recipes, each with its result.
-    ``remedies``: the rewrites for the EP's number format that changed something.
+    ``declined``: why rewrites left refused nodes as they are.
     """
 
     simplifier: Simplifier
@@ -46,7 +47,7 @@ class Preparation:
     rewrites: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
-    remedies: tuple[RewriteName, ...] = ()
+    declined: tuple[Declined, ...] = ()
 
 
 Operators = tuple[str, ...]
@@ -124,13 +125,15 @@ class Refused:
     """Why a recipe gave no artifact: the simplifier fails or leaves ``control_flow`` (``"prepare"``), there
     is nothing to change (``"change"``), or the EP refuses the result (``"compile"``).
 
-    ``rewrites``: what was done to the models. ``is_accident``: whether another build may not meet it.
+    ``rewrites``: what was done to the models; ``declined``: why rewrites left nodes as they are.
+    ``is_accident``: whether another build may not meet it.
     """
 
     step: Literal["prepare", "change", "compile"]
     problems: tuple[Problem, ...] = ()
     control_flow: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
+    declined: tuple[Declined, ...] = ()
     is_accident: bool = False
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
+from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, notes
@@ -34,7 +35,12 @@ def failure(job: Job, tried: Sequence[Attempt]) -> BuildError:
     elif covering := [attempt for attempt in compiled if attempt.may_ship]:
         # The best of all forms: it leaves the user least to solve.
         cause = max(covering, key=lambda a: a.share)
-        problems = _low_coverage(job, cause)
+        declined = {
+            (reason.node, reason.operator, reason.rewrite): reason
+            for attempt in tried
+            for reason in attempt.declined
+        }
+        problems = _low_coverage(job, cause, [*declined.values()])
     else:
         # Without dynamic quantization, if that was undone; or of the last simplifier, if none works.
         refused = [attempt for attempt in tried if attempt.stopped_in == "compile"]
@@ -66,11 +72,11 @@ def _with_own_keys(job: Job, problem: Problem) -> Problem:
     return replace(problem, settings=tuple(settings))
 
 
-def _low_coverage(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
+def _low_coverage(job: Job, attempt: Attempt, declined: Sequence[Declined]) -> tuple[Problem, ...]:
     """The problem of the first model of which less was compiled than the job's target requires."""
     form, contexts = attempt.recipe.form_of(job), attempt.record.contexts if attempt.record else ()
     problems = (
-        low_coverage(context.coverage, form.target, model)
+        low_coverage(context.coverage, form.target, model, declined)
         for model, context in zip(form.models, contexts, strict=True)
     )
     return tuple(filter(None, problems))[:1]
@@ -92,10 +98,12 @@ def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
     return first, *others
 
 
-def low_coverage(coverage: Coverage | None, target: Target, model: Model) -> Problem | None:
+def low_coverage(
+    coverage: Coverage | None, target: Target, model: Model, declined: Sequence[Declined] = ()
+) -> Problem | None:
     """The problem if less of ``model`` was compiled than ``target`` requires.
 
-    An optimized graph has no coverage.
+    ``declined``: why rewrites left nodes as they are. An optimized graph has no coverage.
     """
     if coverage is None or coverage.share >= target.min_coverage:
         return None
@@ -110,7 +118,7 @@ def low_coverage(coverage: Coverage | None, target: Target, model: Model) -> Pro
         "",
         f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
         f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
-        f"Left to the CPU: {'; '.join(_describe_nodes(coverage.uncovered))}.",
+        f"Left to the CPU: {'; '.join(_describe_nodes(coverage.uncovered, declined))}.",
         f"{hint} {accept}",
         settings=(
             *settings,
@@ -152,9 +160,9 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
     return hint, ()
 
 
-def _describe_nodes(nodes: Sequence[NodeFacts]) -> Iterator[str]:
+def _describe_nodes(nodes: Sequence[NodeFacts], declined: Sequence[Declined]) -> Iterator[str]:
     """All nodes, in groups with the same operator and reason."""
-    groups = _grouped((node, node.reason) for node in nodes)
+    groups = _grouped((node, _with_declined(node, declined)) for node in nodes)
     if len(groups) > _MAX_GROUPS:
         groups = _grouped((node, _in_general(node)) for node in nodes)
     for (op, reason), names in groups.items():
@@ -162,6 +170,13 @@ def _describe_nodes(nodes: Sequence[NodeFacts]) -> Iterator[str]:
         more = f" and {len(names) - _MAX_NODES} more" if len(names) > _MAX_NODES else ""
         number = f"{len(names)} " if len(names) > 1 else ""
         yield f"{number}{op} {shown}{more}".rstrip() + (f" ({reason})" if reason else "")
+
+
+def _with_declined(node: NodeFacts, declined: Sequence[Declined]) -> str | None:
+    """Why the EP leaves ``node``, and why rewrites do."""
+    own = (reason for reason in declined if (reason.node, reason.operator) == (node.name, node.op))
+    reasons = [f"{reason.rewrite} does not apply: {reason.reason}" for reason in own]
+    return "; ".join(filter(None, (node.reason, *reasons))) or None
 
 
 def _grouped(

@@ -11,6 +11,7 @@ same recipes as if this build had tried it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Literal, NamedTuple
@@ -18,6 +19,7 @@ from typing import Literal, NamedTuple
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.number_format import (
     ALWAYS,
     FOR_KERNELS,
@@ -38,6 +40,10 @@ from hatch_epcontext.worker.results import (
 
 _ROUNDS = 3
 """How often rewriting, and unrolling, change a model: an EP may also refuse the result of a rewrite."""
+
+
+_MAX_REASONS = 8
+"""The most reasons why rewrites did not apply that a note has."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,14 @@ class Attempt:
         return self.recipe.with_change(kind, self.uncovered_operators)
 
     @property
+    def declined(self) -> tuple[Declined, ...]:
+        """Why rewrites left nodes as they are."""
+        if self.refused:
+            return self.refused.declined
+        preparations = self.record.preparations if self.record else ()
+        return tuple(declined for model in preparations for declined in model.declined)
+
+    @property
     def differences(self) -> tuple[Problem, ...]:
         """The problems of outputs that differ from the CPU's."""
         validations = self.validations.values()
@@ -219,6 +233,9 @@ class Attempt:
         )
         if self.refused.step == "change":
             yield from (problem.message for problem in self.refused.problems)
+            reasons = Counter((d.rewrite, d.operator, d.reason) for d in self.declined)
+            for (rewrite, operator, reason), number in reasons.most_common(_MAX_REASONS):
+                yield f"{rewrite} does not apply to {number} {operator}: {reason}"
         elif self.refused.step == "prepare":
             for problem in self.refused.problems:
                 message = f"failed: {' '.join(problem.message.splitlines())}"

@@ -138,7 +138,8 @@ class Steps:
             is_other_form = not recipe.dequantize or any(p.preparation.precision for p in prepared)
             if not is_other_form or not any(model.changed for model in prepared):
                 problems = (Problem(Kind.COMPILE_FAILED, "", message) for message in dropped)
-                return Refused("change", tuple(problems))
+                declined = (reason for model in prepared for reason in model.preparation.declined)
+                return Refused("change", tuple(problems), declined=tuple(declined))
             prepare_seconds = time.monotonic() - start
             options = tuple(f"{name} = {value}" for name, value in recipe.options)
             preparations = tuple(
@@ -257,7 +258,7 @@ class Steps:
             if frozenset(recipe.remedies).isdisjoint(before.applicable):
                 return replace(before, changed=before.changed and not last)
             after = self._change(job, index, before, recipe, worker)
-            is_new = after.changed and not last.isdisjoint(after.preparation.remedies)
+            is_new = after.changed and not last.isdisjoint(after.preparation.rewrites)
             # The rewrites for all models may change nothing in this one.
             changed = is_new if last else before.changed
             return replace(after, changed=changed, dropped=(*before.dropped, *after.dropped))
@@ -335,7 +336,7 @@ class Steps:
         )
         call = folder / "call"
         reply = worker.call(request, call, location=job.location, step="preparation")
-        preparation = replace(before.preparation, remedies=reply.remedies)
+        preparation = replace(before.preparation, declined=reply.declined)
         if reply.path is None:
             return replace(before, preparation=preparation, changed=False, dropped=reply.dropped)
         preparation = replace(

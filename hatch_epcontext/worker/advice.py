@@ -70,6 +70,17 @@ def on_conditions(main: onnx.GraphProto, model: Key | None) -> Advice | None:
     return hint, () if model is None else freeze(by.inputs, model)
 
 
+def on_open_shapes(main: onnx.GraphProto) -> tuple[str, ...]:
+    """Which key fixes the shapes of the inputs of ``main``, if some are open."""
+    from hatch_epcontext.graph import graph
+
+    if all(graph.facts(value).is_fixed for value in graph.inputs(main)):
+        return ()
+    return (
+        "the shapes of inputs are open, and with them lengths: static-shapes = true fixes them",
+    )
+
+
 def on_refused(findings: Findings, source: onnx.ModelProto, model: Model, target: Target) -> Advice:
     """What to do about the refused nodes of ``source``, the file of ``model``: freeze what decides them, keep
     the part before or after them, or use another provider.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.facts import Declined, Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Product, Tolerance
 from hatch_epcontext.worker.results import (
@@ -124,8 +124,8 @@ class PrepareRequest(WorkerRequest[PrepareReply], action="prepare", fills="folde
 class RewriteReply:
     """The absolute path of the rewritten model, and its nodes; the path is None if nothing was rewritten.
 
-    ``rewrites``: the names of the rewrites in it. ``dropped``: those that would have changed its results,
-    each with the reason. ``remedies``: those of the request that are in it; ``applicable``: as in
+    ``rewrites``: the names of the rewrites in it. ``declined``: why others left refused nodes as they are;
+    ``dropped``: those that would have changed its results, each with the reason. ``applicable``: as in
     `PrepareReply`.
     """
 
@@ -133,8 +133,8 @@ class RewriteReply:
     nodes: int = 0
     control_flow: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
+    declined: tuple[Declined, ...] = ()
     dropped: tuple[str, ...] = ()
-    remedies: tuple[RewriteName, ...] = ()
     applicable: tuple[RewriteName, ...] = ()
 
 

@@ -20,6 +20,7 @@ _JOB: dict[str, Any] = {
     "times": {"compile": 0.5},
     "models": [
         {
+            "preparation": {"rewrites": ["square"]},
             "coverage": {"nodes": 9, "compiled": 9, "partitions": 1, "uncovered": []},
             "validation": {
                 "status": "ran",
@@ -77,7 +78,7 @@ def test_a_compressed_model_is_unpacked_and_its_sha256_checked(downloads: Path) 
 def test_a_job_is_whole_partial_or_optimized() -> None:
     done = outcome("a", "qnn", 2.0, _printed(jobs=[_JOB]))
     assert (done.outcome, done.compile, done.open, done.snr) == ("whole", 0.5, 0.25, 40.0)
-    assert done.why == "c is random: chance"
+    assert (done.why, done.rules) == ("c is random: chance", ["square"])
     model = _JOB["models"][0]
     coverage = {**model["coverage"], "compiled": 8, "uncovered": [{"op": "LSTM"}]}
     partial = {**_JOB, "models": [{**model, "coverage": coverage}]}

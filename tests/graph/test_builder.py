@@ -12,13 +12,22 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import (
     Builder,
     Outputs,
+    Rules,
     TooManyNodesError,
     remove_unused,
-    replace,
     separate_outputs,
 )
 from hatch_epcontext.graph.scope import Scope
 from tests.models import parsed, value
+
+
+def replace(
+    model: onnx.ModelProto, rules: Rules, *, nested: bool = True, limit: int | None = None
+) -> int:
+    builder = Builder(model, limit)
+    if count := builder.replace(Scope.of(model), rules, nested=nested):
+        builder.write()
+    return count
 
 
 def doubled(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -39,7 +48,7 @@ def operators(made: onnx.ModelProto) -> list[str]:
 
 def test_what_replaces_a_node_gets_the_names_of_its_outputs() -> None:
     made = chain("Exp", "Neg", "Abs")
-    assert replace(made, {"Neg": doubled}, {}) == 1
+    assert replace(made, {"Neg": doubled}) == 1
     onnx.checker.check_model(made, full_check=True)
     assert [(node.op_type, *node.input, *node.output) for node in made.graph.node] == [
         ("Exp", "x", "v0"),
@@ -65,7 +74,7 @@ def test_a_node_that_a_rule_does_not_replace_stays_and_leaves_nothing(
 
 def test_a_value_that_is_there_already_is_copied_to_the_output() -> None:
     made = chain("Exp", "Neg", "Abs")
-    assert replace(made, {"Neg": lambda node, scope, builder: list(node.input)}, {}) == 1
+    assert replace(made, {"Neg": lambda node, scope, builder: list(node.input)}) == 1
     onnx.checker.check_model(made, full_check=True)
     assert operators(made) == ["Exp", "Identity", "Abs"]
 
@@ -81,7 +90,7 @@ def test_graphs_inside_new_nodes_get_the_new_names_too() -> None:
     made = parsed(
         "(float[2] x) => (float[2] y, int64[2] z) <int64[1] k = {2}> { y, z = TopK (x, k) }"
     )
-    assert replace(made, {"TopK": rule}, {}) == 1
+    assert replace(made, {"TopK": rule}) == 1
     (inner, other) = graph.inner_graphs(made.graph.node[-1])
     assert inner.node[0].input == other.node[0].input == ["y"]
 
@@ -96,19 +105,19 @@ def test_equal_names_in_two_graphs_are_two_values() -> None:
     branch = "() => (float[2] inner) {{ value = Constant <value_int = {}> () inner = Neg (x) }}"
     made = parsed(f"""(bool c, float[2] x) => (float[2] y) {{ y = If (c) <
         then_branch = one {branch.format(1)}, else_branch = other {branch.format(2)}> }}""")
-    assert replace(made, {"Neg": rule}, {}) == 0
+    assert replace(made, {"Neg": rule}) == 0
     # Attributes are in the order of the text.
     assert found == [1, 2]
-    assert replace(made, {"Neg": doubled}, {}, nested=False) == 0
+    assert replace(made, {"Neg": doubled}, nested=False) == 0
 
 
 def test_too_many_nodes_change_nothing() -> None:
     made = chain("Exp", "Neg", "Neg")
     before = made.SerializeToString()
     with pytest.raises(TooManyNodesError):
-        replace(made, {"Neg": doubled}, {}, limit=2)
+        replace(made, {"Neg": doubled}, limit=2)
     assert made.SerializeToString() == before
-    assert replace(made, {"Neg": doubled}, {}, limit=3) == 2
+    assert replace(made, {"Neg": doubled}, limit=3) == 2
 
 
 def test_names_are_unique_among_values_and_nodes() -> None:

@@ -57,7 +57,7 @@ def test_how_it_was_prepared_is_in_the_line_and_what_was_tried_in_the_report(
         5,
         4,
         failed=("onnxruntime failed: the graph\ncannot be loaded.",),
-        rewrites=("Clip as Max and Min",),
+        rewrites=("clip_as_max_min",),
         tried=("as it is: 1 node left",),
     )
     record = dataclasses.replace(artifact.record, preparations=(prepared,))
@@ -65,7 +65,7 @@ def test_how_it_was_prepared_is_in_the_line_and_what_was_tried_in_the_report(
     result = resulting(configured(project), artifact)
     line = summarize(result.built[0], {})
     assert "with onnxslim, because onnxruntime failed: the graph cannot be loaded," in line
-    assert "rewritten (Clip as Max and Min), optimized graph" in line
+    assert "rewritten (clip_as_max_min), optimized graph" in line
     page = render_page(make_report(result), "a")
-    assert "Clip as Max and Min" in page
+    assert "clip_as_max_min" in page
     assert "as it is: 1 node left" in page

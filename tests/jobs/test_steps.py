@@ -138,7 +138,7 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
     save(parsed(text, two=np.float32(2)), project / "models" / "a.onnx")
     steps = Steps(workers, tmp_path, {})
     prepared = steps.prepare(job, 0, Recipe("onnxruntime", remedies=ALWAYS))
-    assert prepared.preparation.remedies == (("square",) if requests == 2 else ())
+    assert prepared.preparation.rewrites == (("square",) if requests == 2 else ())
     assert [step for step, _ in answering(steps.staging)] == ["call"] * requests
 
 

@@ -5,66 +5,56 @@ Each replaces nodes by others that compute the same, and is applied only where a
 
 from __future__ import annotations
 
-import onnx
-
-from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Rewrite
 from hatch_epcontext.graph.rewrites.basics import (
-    COMPUTED_BOUNDS,
-    COMPUTED_PLACES,
-    DEFAULT_ACTIVATIONS,
-    ERROR_FUNCTION,
-    INTEGER_CASTS,
-    REVERSED,
-    SHAPES,
-    SIMPLER,
-    UNDILATED,
+    cast_as_dequantize,
+    clip_as_max_min,
+    decompose_comparison,
+    drop_default_activations,
+    erf_as_tanh,
 )
-from hatch_epcontext.graph.rewrites.branches import BRANCHES
-from hatch_epcontext.graph.rewrites.einsum import EINSUM
-from hatch_epcontext.graph.rewrites.fused import DEFINITIONS, FUNCTIONS, FUSED
-from hatch_epcontext.graph.rewrites.integers import INTEGERS
-from hatch_epcontext.graph.rewrites.old import NEWER
-from hatch_epcontext.graph.rewrites.ranks import FEW_DIMENSIONS
-from hatch_epcontext.graph.rewrites.sequences import SEQUENCES
-from hatch_epcontext.graph.scope import Types
+from hatch_epcontext.graph.rewrites.branches import if_as_where
+from hatch_epcontext.graph.rewrites.fused import (
+    batch_matmul_nbits,
+    decompose_batch_normalization,
+    decompose_fused_conv,
+    decompose_normalization,
+    decompose_reduction,
+    decompose_softplus,
+    inline_function,
+)
+from hatch_epcontext.graph.rewrites.indexing import (
+    reverse_sequence_as_gather,
+    scatter_as_matmul,
+    slice_as_gather,
+    tensor_scatter_as_where,
+)
+from hatch_epcontext.graph.rewrites.ranks import (
+    join_reshapes,
+    reduce_rank_of_gather,
+    reduce_rank_of_transpose,
+)
+from hatch_epcontext.graph.rewriting import Rewrite
 
 REWRITES: tuple[Rewrite, ...] = (
-    NEWER,
-    BRANCHES,
-    SEQUENCES,
-    REVERSED,
-    DEFAULT_ACTIVATIONS,
-    FUSED,
-    FUNCTIONS,
-    DEFINITIONS,
-    INTEGERS,
-    SIMPLER,
-    UNDILATED,
-    ERROR_FUNCTION,
-    COMPUTED_BOUNDS,
-    COMPUTED_PLACES,
-    INTEGER_CASTS,
-    EINSUM,
-    FEW_DIMENSIONS,
-    SHAPES,
+    if_as_where,
+    reverse_sequence_as_gather,
+    drop_default_activations,
+    decompose_fused_conv,
+    decompose_normalization,
+    decompose_batch_normalization,
+    batch_matmul_nbits,
+    decompose_reduction,
+    decompose_softplus,
+    inline_function,
+    scatter_as_matmul,
+    tensor_scatter_as_where,
+    slice_as_gather,
+    decompose_comparison,
+    erf_as_tanh,
+    clip_as_max_min,
+    cast_as_dequantize,
+    reduce_rank_of_transpose,
+    reduce_rank_of_gather,
+    join_reshapes,
 )
-"""All rewrites, in the order in which they are applied."""
-
-
-def rewrite(
-    model: onnx.ModelProto,
-    refused: frozenset[str],
-    types: Types,
-    rewrites: tuple[Rewrite, ...] = REWRITES,
-) -> tuple[str, ...]:
-    """Apply ``rewrites`` to ``model``, in place, where its nodes have ``refused`` operators.
-
-    ``types``: the known types of its values. Returns the names of those that changed something.
-    """
-    done = []
-    for each in rewrites:
-        wanted = each.operators & refused
-        if any(graph.operator(node) in wanted for node in graph.nodes(model.graph)):
-            done += [each.name] if each.apply(model, types, refused) else []
-    return tuple(done)
+"""All rewrites, in the order in which they are applied: later ones may replace what earlier ones add."""

@@ -11,7 +11,9 @@ from onnx import helper
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.builder import Builder, Outputs, by_node
+from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import Outcome, rewrites
 from hatch_epcontext.graph.scope import Scope, Types
 
 _OF_FLOATS = frozenset({"Cast", "Div", "Pow"})
@@ -21,36 +23,38 @@ _MAX_CONDITIONS = 3
 """The most conditions of which all combinations are tried."""
 
 
-def _both_branches(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    shape = scope.shape(node.input[0])
+@rewrites("If", nested=False)
+def if_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+    """Both branches, and a Where of their results."""
+    condition = node.input[0]
+    shape = scope.shape(condition)
     if shape is None or any(size != 1 for size in shape):
-        return None
+        return Declined(f"its condition {condition!r} is not one value")
     branches = [graph.attribute(node, name, None) for name in ("then_branch", "else_branch")]
     scopes = [Scope(branch, scope) for branch in branches]
-    if not all(_is_safe(each, scope) for scope in scopes for each in scope.part.node):
-        return None
-    ends = list(zip(*([each.name for each in branch.output] for branch in branches), strict=True))
-    forms = [
-        [_form(name, scope) for name, scope in zip(pair, scopes, strict=True)] for pair in ends
-    ]
-    if any(one is None or one != other for one, other in forms):
-        return None
+    for branch in scopes:
+        if unsafe := next(
+            (inner for inner in branch.part.node if not _is_safe(inner, branch)), None
+        ):
+            return Declined(
+                f"in a branch, {unsafe.op_type} {unsafe.name!r} may fail for some values"
+            )
+    ends = list(zip(*([value.name for value in branch.output] for branch in branches), strict=True))
+    for names in ends:
+        one, other = (_form(name, branch) for name, branch in zip(names, scopes, strict=True))
+        if one is None or one != other:
+            return Declined("its branches have results of different types, or of open shapes")
     new_names: list[dict[str, str]] = [{}, {}]
-    for branch, names in zip(branches, new_names, strict=True):
-        builder.store_all(branch, names)
-        builder.copy(branch.node, names)
+    for branch, renamed in zip(branches, new_names, strict=True):
+        builder.store_all(branch, renamed)
+        builder.copy(branch.node, renamed)
     result = []
-    for pair in ends:
-        rank = len(scopes[0].sizes(pair[0]) or ())
-        condition = node.input[0]
-        if len(shape) > rank:
-            condition = builder.reshape(condition, [1] * rank)
-        taken = [names.get(name, name) for names, name in zip(new_names, pair, strict=True)]
-        result.append(builder.add("Where", condition, *taken))
+    for names in ends:
+        rank = len(scopes[0].sizes(names[0]) or ())
+        wide = builder.reshape(condition, [1] * rank) if len(shape) > rank else condition
+        values = [renamed.get(name, name) for renamed, name in zip(new_names, names, strict=True)]
+        result.append(builder.add("Where", wide, *values))
     return result
-
-
-BRANCHES = by_node("If as both branches and Where", {"If": _both_branches}, nested=False)
 
 
 def _form(name: str, scope: Scope) -> tuple[int, tuple[int, ...]] | None:
@@ -73,12 +77,12 @@ def _is_safe(node: onnx.NodeProto, scope: Scope) -> bool:
 def removed(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
     """The conditions of the ``If`` nodes of ``before`` that ``after`` no longer has."""
     left = {name for node in after.graph.node if node.op_type == "If" for name in node.output}
-    found = (
+    conditions = (
         node.input[0]
         for node in before.graph.node
         if node.op_type == "If" and left.isdisjoint(node.output)
     )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(conditions))
 
 
 def with_inputs(model: onnx.ModelProto, names: Iterable[str], types: Types) -> onnx.ModelProto:
@@ -86,18 +90,20 @@ def with_inputs(model: onnx.ModelProto, names: Iterable[str], types: Types) -> o
     result = onnx.ModelProto()
     result.CopyFrom(model)
     scope, builder = Scope.of(model, types), Builder(result)
-    given = {value.name for value in result.graph.input}
+    inputs = {value.name for value in result.graph.input}
     for name in names:
-        if name in given:
+        if name in inputs:
             continue
         for node in result.graph.node:
-            node.output[:] = [builder.fresh(name) if each == name else each for each in node.output]
+            node.output[:] = [
+                builder.fresh(name) if output == name else output for output in node.output
+            ]
         shape = scope.shape(name)
         assert shape is not None, "it was a condition of one value"
         result.graph.input.append(
             helper.make_tensor_value_info(name, onnx.TensorProto.BOOL, list(shape))
         )
-        for value in [each for each in result.graph.value_info if each.name == name]:
+        for value in [value for value in result.graph.value_info if value.name == name]:
             result.graph.value_info.remove(value)
     return result
 
@@ -110,14 +116,14 @@ def assignments(
         (True, False), repeat=len(conditions)
     )
     if len(conditions) > _MAX_CONDITIONS:
-        count = range(len(conditions))
+        numbers = range(len(conditions))
         combinations = [
-            tuple((each == one) is given for each in count)
-            for given in (True, False)
-            for one in (-1, *count)
+            tuple((number == different) is value for number in numbers)
+            for value in (True, False)
+            for different in (-1, *numbers)
         ]
-    for given in combinations:
+    for values in combinations:
         yield {
             name: np.full(shapes[name], value)
-            for name, value in zip(conditions, given, strict=True)
+            for name, value in zip(conditions, values, strict=True)
         }

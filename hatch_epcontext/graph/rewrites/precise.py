@@ -7,24 +7,16 @@ nodes, whose cost on NPUs is not measured: they are for models that, as a run ha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.builder import (
-    BOUNDS_AS_INPUTS,
-    Builder,
-    Outputs,
-    Rewrite,
-    Rules,
-    by_node,
-)
+from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder
 from hatch_epcontext.graph.number_format import FUSING, RewriteName
-from hatch_epcontext.graph.rewrites.old import convert
+from hatch_epcontext.graph.rewriting import Outcome, Rewrite, Rule, apply
 from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
@@ -43,8 +35,8 @@ def _number(name: str, scope: Scope) -> float | None:
 
 def _number_beside(value: str, name: str, scope: Scope) -> float | None:
     """The number ``name``, if ``value`` keeps its shape beside it."""
-    ranks = [len(scope.sizes(each) or ()) for each in (name, value)]
-    return _number(name, scope) if ranks[0] <= ranks[1] else None
+    rank, value_rank = (len(scope.sizes(operand) or ()) for operand in (name, value))
+    return _number(name, scope) if rank <= value_rank else None
 
 
 def _value_and_number(node: onnx.NodeProto, scope: Scope) -> tuple[str, float] | None:
@@ -66,7 +58,7 @@ def _maker(name: str, scope: Scope) -> str:
     return "" if node is None else graph.operator(node)
 
 
-def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
     value, name = node.input
     number = _number_beside(value, scope.origin(name, ("Cast", "Identity")), scope)
     if number == 2:
@@ -76,11 +68,12 @@ def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Sqrt", value)] if number == 0.5 and is_float else None
 
 
-def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
     """A sum that is read only by its division by the number of its values."""
-    if (found := _value_and_number(node, scope)) is None or builder.dtype.kind != "f":
+    operands = _value_and_number(node, scope)
+    if operands is None or builder.dtype.kind != "f":
         return None
-    name, number = found
+    name, number = operands
     total = scope.maker(name)
     if total is None or graph.operator(total) != "ReduceSum" or not _is_read_once(name, scope):
         return None
@@ -99,11 +92,11 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 def _is_read_once(name: str, scope: Scope) -> bool:
     """Whether a value has one reader, and is not an output of the graph."""
-    is_output = any(each.name == name for each in scope.part.output)
+    is_output = any(output.name == name for output in scope.part.output)
     return name in scope.makers and not is_output and len(scope.readers[name]) == 1
 
 
-def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
     """A Clip of an opset in which the bounds are attributes."""
     if builder.opset >= BOUNDS_AS_INPUTS:
         return None
@@ -120,7 +113,7 @@ _FUSED_THROUGH = operators.RESHAPING | {"Mul", "Slice", "Split"}
 """Operators that EPs fuse with an activation, and those that may come between."""
 
 
-def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
     """A Max between an activation and what computes its operand, so that an EP cannot fuse the two.
 
     At the number, and below it, the activation is 0 or -1: the result is the same.
@@ -128,7 +121,7 @@ def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     value = node.input[0]
     maker = scope.maker(value)
     while maker is not None and graph.operator(maker) in _FUSED_THROUGH:
-        computed = (each for each in maker.input if scope.stored.get(each) is None)
+        computed = (name for name in maker.input if scope.stored.get(name) is None)
         maker = scope.maker(next(computed, ""))
     if maker is None or graph.operator(maker) not in _FUSING:
         return None
@@ -168,8 +161,8 @@ class _Roots:
         operator = graph.operator(node)
         if value := _squared(node, self.scope):
             return self._scaled([self.magnitude(value)], offset)
-        if operator in _WITH_NUMBERS and (found := _value_and_number(node, self.scope)):
-            return self._beside(operator, *found, offset, max_depth - 1)
+        if operator in _WITH_NUMBERS and (operands := _value_and_number(node, self.scope)):
+            return self._beside(operator, operands, offset, max_depth - 1)
         if operator in operators.LAYOUT and (
             inner := self.of(node.input[0], offset, max_depth - 1)
         ):
@@ -182,8 +175,9 @@ class _Roots:
         return value if positive else self.builder.add("Abs", value)
 
     def _beside(
-        self, operator: str, value: str, number: float, offset: float, max_depth: int
+        self, operator: str, operands: tuple[str, float], offset: float, max_depth: int
     ) -> str | None:
+        value, number = operands
         if number < 0 or (offset and operator != "Add"):
             return None
         if operator == "Add":
@@ -195,7 +189,7 @@ class _Roots:
     def _summed(self, node: onnx.NodeProto, offset: float, max_depth: int) -> str | None:
         operator = graph.operator(node)
         if operator == "Add":
-            roots = [each for name in node.input if (each := self.of(name, 0, max_depth))]
+            roots = [root for name in node.input if (root := self.of(name, 0, max_depth))]
             return self._scaled(roots, offset) if len(roots) == 2 else None
         if operator == "MatMul":
             return self._weighted(node, offset, max_depth)
@@ -254,8 +248,8 @@ class _Roots:
         if offset:
             squares.append(self._squared_part(builder.number(least), scale))
         result, *others = squares
-        for each in others:
-            result = builder.add("Add", result, each)
+        for square in others:
+            result = builder.add("Add", result, square)
         return builder.add("Mul", builder.add("Sqrt", result), scale)
 
     def _squared_part(self, value: str, scale: str) -> str:
@@ -277,79 +271,42 @@ def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
     return value if is_square and not is_scaled else None
 
 
-def _root(
-    operators: frozenset[str], node: onnx.NodeProto, scope: Scope, builder: Builder
-) -> Outputs:
-    before = len(builder.nodes)
-    root = _Roots(scope, builder, operators).of(node.input[0])
-    has_mean = any(each.op_type in _MEANS for each in builder.nodes[before:])
-    return [root] if root and (has_mean or operators != _MEANS) else None
-
-
-def _norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    roots = _Roots(scope, builder, _SUMS)
-    root = roots.over_axes(node, "ReduceSum", roots.magnitude(node.input[0]))
+def _hypot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+    """A root of a sum of squares: a Sqrt, or a ReduceL2."""
+    if node.op_type == "Sqrt":
+        root = _Roots(scope, builder, _SUMS).of(node.input[0])
+    else:
+        roots = _Roots(scope, builder, _SUMS)
+        root = roots.over_axes(node, "ReduceSum", roots.magnitude(node.input[0]))
     return [root] if root else None
 
 
-def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The mean of squares less the square of the mean: for nearly equal values both are nearly equal."""
-    squares, square = (scope.maker(name) for name in graph.operands(node, 2))
-    if squares is None or square is None or squares.op_type not in _MEANS:
-        return None
-    inner, mean = scope.maker(squares.input[0]), _squared(square, scope)
-    value = inner and _squared(inner, scope)
-    maker = scope.maker(mean) if mean else None
-    if not value or not mean or maker is None or maker.op_type not in _MEANS:
-        return None
-    axes, keeps = scope.axes(squares), graph.number(squares, "keepdims", 1)
-    if maker.input[0] != value or axes is None or scope.axes(maker) != axes:
-        return None
-    if not graph.number(maker, "keepdims", 1):
-        mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
-    away = builder.add("Sub", value, mean)
-    return [builder.reduced("ReduceMean", builder.add("Mul", away, away), axes, keepdims=keeps)]
+def _scaled_square(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+    """A root of a mean of squares."""
+    count = len(builder.nodes)
+    root = _Roots(scope, builder, _MEANS).of(node.input[0])
+    has_mean = any(new.op_type in _MEANS for new in builder.nodes[count:])
+    return [root] if root and has_mean else None
 
 
-def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
     """The logarithm of a square as twice that of its root, whose exponent is half as large."""
     root = _Roots(scope, builder, _SUMS | _MEANS | {"MatMul"}).of(node.input[0])
-    return root and [builder.scaled(builder.add("Log", root), 2)]
+    return [builder.scaled(builder.add("Log", root), 2)] if root else None
 
 
-def _remedy(name: str, rules: Rules) -> Rewrite:
-    """A rewrite of single nodes, for which a model of an opset before 8 is first written in a newer one."""
-    rewrite = by_node(name, rules)
-
-    def apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
-        if graph.opset(model) >= _BROADCASTING:
-            return rewrite.apply(model, types, refused)
-        newer = onnx.ModelProto()
-        newer.CopyFrom(model)
-        if not convert(newer, types, refused):
-            return 0
-        # There the bounds of Clip are inputs already.
-        bounded = sum(node.op_type == "Clip" for node in newer.graph.node) if "Clip" in rules else 0
-        if count := rewrite.apply(newer, types, refused) + bounded:
-            model.CopyFrom(newer)
-        return count
-
-    return Rewrite(name, rewrite.operators, apply)
-
+_RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
+    "square": (_power, ("Pow",)),
+    "mean": (_mean, ("Mul", "Div")),
+    "clip-inputs": (_clip, ("Clip",)),
+    "hypot": (_hypot, ("Sqrt", "ReduceL2")),
+    "log-power": (_log, ("Log",)),
+    "scaled-square": (_scaled_square, ("Sqrt",)),
+    "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh")),
+}
 
 PRECISE: Mapping[RewriteName, Rewrite] = {
-    "square": _remedy("Pow as Mul or Sqrt", {"Pow": _power}),
-    "mean": _remedy("a sum divided by its length as ReduceMean", {"Mul": _mean, "Div": _mean}),
-    "clip-inputs": _remedy("Clip with attributes as Max and Min", {"Clip": _clip}),
-    "hypot": _remedy(
-        "roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS), "ReduceL2": _norm}
-    ),
-    "log-power": _remedy("logarithms of roots", {"Log": _log}),
-    "variance": _remedy("variances as means of squared differences", {"Sub": _variance}),
-    "scaled-square": _remedy("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
-    "unfuse-activation": _remedy(
-        "Sigmoid and Tanh not fused", {"Sigmoid": _unfuse_activation, "Tanh": _unfuse_activation}
-    ),
+    name: Rewrite(name, frozenset(operators), rule) for name, (rule, operators) in _RULES.items()
 }
 """Those of `ALWAYS`, and then of `REMEDIES`, in the order in which they are applied."""
 
@@ -366,12 +323,16 @@ def applicable(main: onnx.GraphProto) -> tuple[RewriteName, ...]:
 
 
 def remedy(
-    model: onnx.ModelProto, types: Types, names: Iterable[RewriteName]
+    model: onnx.ModelProto, types: Types, names: Collection[RewriteName]
 ) -> tuple[RewriteName, ...]:
-    """Apply those of `PRECISE` that ``names`` has, to ``model``, in place, in their order.
+    """Apply those of `PRECISE` that ``names`` has, to ``model``, in place, one after the other.
 
     ``types``: the known types of its values. Returns the names of those that changed something.
     """
-    wanted = frozenset(names)
-    chosen = ((name, rewrite) for name, rewrite in PRECISE.items() if name in wanted)
-    return tuple(name for name, rewrite in chosen if rewrite.apply(model, types, rewrite.operators))
+    if graph.opset(model) < _BROADCASTING:
+        return ()
+    return tuple(
+        name
+        for name, rewrite in PRECISE.items()
+        if name in names and apply(model, [rewrite], rewrite.operators, types).names
+    )

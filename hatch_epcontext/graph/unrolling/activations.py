@@ -9,11 +9,12 @@ import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.facts import Declined
 
 DEFAULTS = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh"), "RNN": ("tanh",)}
 """The functions of one direction of each layer, in lower case."""
 
-_OPERATORS = {each.casefold(): each for each in ("Sigmoid", "Tanh", "Relu", "HardSigmoid")}
+_OPERATORS = {name.casefold(): name for name in ("Sigmoid", "Tanh", "Relu", "HardSigmoid")}
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,17 @@ def named_activations(node: onnx.NodeProto) -> list[str]:
     return [name.decode("utf-8", "replace").casefold() for name in names]
 
 
-def activations(node: onnx.NodeProto, directions: int) -> list[list[Activation]] | None:
-    """The functions of each direction of ``node``; None if they are unknown, or their number is wrong."""
+def activations(node: onnx.NodeProto, directions: int) -> list[list[Activation]] | Declined:
+    """The functions of each direction of ``node``."""
     defaults = DEFAULTS[node.op_type]
     names = named_activations(node) or [*defaults] * directions
     if node.op_type == "RNN":
         # The default names functions for two directions; one direction uses only the first.
         names = names[:directions]
-    if len(names) != directions * len(defaults) or not _OPERATORS.keys() >= {*names}:
-        return None
+    if len(names) != directions * len(defaults):
+        return Declined(f"it has {len(names)} activations, not {directions * len(defaults)}")
+    if unknown := sorted({*names} - _OPERATORS.keys()):
+        return Declined(f"its activation {unknown[0]!r} is not known")
     # Only a HardSigmoid takes parameters, in the order of the functions.
     alphas, betas = (
         iter(graph.attribute(node, f"activation_{name}", [])) for name in ("alpha", "beta")

@@ -1,8 +1,9 @@
-"""Loop and Scan with a known number of iterations, as copies of their bodies."""
+"""Loops with a known number of iterations, as copies of their bodies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -11,10 +12,9 @@ from onnx import helper
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.builder import Builder, TooManyNodesError
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import Outcome, rewrites
 from hatch_epcontext.graph.scope import Scope
-
-_WITHOUT_BATCH = 9
-"""The opset from which Scan has no batches of its own."""
 
 
 class Body:
@@ -56,198 +56,127 @@ class Body:
             values.append(output)
 
 
-def unroll_loop(
-    node: onnx.NodeProto, scope: Scope, builder: Builder
-) -> tuple[int, list[str]] | None:
-    """Unroll ``node``, a Loop; loops in its body may already be unrolled.
-
-    Returns the number of iterations and the outputs; None if that is unknown or nothing is left. Raises
-    TooManyNodesError.
-    """
-    if (body := _body(node)) is None:
-        return None
-    trips = _trip_count(node, scope, builder)
+@rewrites("Loop")
+def unroll_loop(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+    """Copies of the body; loops in it may already be unrolled. Raises TooManyNodesError."""
+    body = graph.attribute(node, "body", None)
+    if not isinstance(body, onnx.GraphProto) or body.sparse_initializer or not body.output:
+        return Declined("its body is missing, or has sparse tensors, or no output")
+    trips = _trip_count(node, body, scope, builder)
+    if isinstance(trips, Declined):
+        return trips
     states = list(node.input[2:])
     if not trips:
-        return None if trips is None or len(body.output) - 1 > len(states) else (0, states)
-    _check(trips, builder)
+        has_scans = len(body.output) - 1 > len(states)
+        return Declined("it has no iteration, and its results are empty") if has_scans else states
+    if builder.limit is not None and trips > builder.limit:
+        raise TooManyNodesError(builder.limit)
     # The first output is the condition to continue.
     repeated = Body(body, body.output[1:], states, builder)
     true = builder.store(_filled(body, 1, True))
     for trip in range(trips):
         repeated.repeat(trip, [builder.store(_filled(body, 0, trip)), true, *repeated.states])
-    return trips, [*repeated.states, *(builder.stack(values, 0) for values in repeated.scans)]
+    return [*repeated.states, *(builder.stack(values, 0) for values in repeated.scans)]
 
 
-def unroll_scan(
-    node: onnx.NodeProto, scope: Scope, builder: Builder
-) -> tuple[int, list[str]] | None:
-    """Unroll ``node``, a Scan, as `unroll_loop` does."""
-    if builder.opset < _WITHOUT_BATCH:
-        return _unroll_batches(node, scope, builder)
-    count = graph.number(node, "num_scan_inputs", 0)
-    states, scanned = list(node.input[: len(node.input) - count]), node.input[-count:]
-    axes = graph.attribute(node, "scan_input_axes", [0] * count)
-    shapes = [sizes for name in scanned if (sizes := scope.sizes(name)) is not None]
-    body = _body(node)
-    if body is None or count < 1 or len(shapes) < count:
-        return None
-    length, *others = {sizes[axis] for sizes, axis in zip(shapes, axes, strict=True)}
-    if others or not length:
-        return None
-    _check(length, builder)
-    backward = graph.attribute(node, "scan_input_directions", [0] * count)
-    # Gather of older opsets has no negative axes.
-    axes = [axis % len(sizes) for axis, sizes in zip(axes, shapes, strict=True)]
-    repeated = Body(body, body.output, states, builder)
-    for trip in range(length):
-        items = [
-            builder.item(name, axis, length - 1 - trip if reverse else trip)
-            for name, axis, reverse in zip(scanned, axes, backward, strict=True)
-        ]
-        repeated.repeat(trip, [*repeated.states, *items])
-    none = [0] * len(repeated.scans)
-    axes = graph.attribute(node, "scan_output_axes", none)
-    backward = graph.attribute(node, "scan_output_directions", none)
-    results = [
-        builder.stack(values[::-1] if reverse else values, axis)
-        for values, axis, reverse in zip(repeated.scans, axes, backward, strict=True)
-    ]
-    return length, [*repeated.states, *results]
-
-
-def _unroll_batches(
-    node: onnx.NodeProto, scope: Scope, builder: Builder
-) -> tuple[int, list[str]] | None:
-    """Unroll ``node``, a Scan of opset 8, which scans each sequence of a batch."""
-    lengths, *values = node.input
-    count = graph.number(node, "num_scan_inputs", 0)
-    body, sizes = _body(node), scope.sizes(values[-1])
-    batch, length = (sizes or (None, None))[:2]
-    if body is None or count < 1 or not batch or not length:
-        return None
-    ends = scope.constant(lengths) if lengths else np.full(batch, length)
-    if ends is None or (ends != length).any():
-        return None
-    _check(batch * length, builder)
-    backward = graph.attribute(node, "directions", [0] * count)
-    states = len(values) - count
-    results: list[list[str]] = [[] for _ in body.output]
-    for sequence in range(batch):
-        own = [builder.item(name, 0, sequence) for name in values]
-        first, others = own[:states], own[states:]
-        repeated = Body(body, body.output, first, builder)
-        for trip in range(length):
-            items = [
-                builder.item(name, 0, length - 1 - trip if reverse else trip)
-                for name, reverse in zip(others, backward, strict=True)
-            ]
-            repeated.repeat(trip, [*repeated.states, *items])
-        values_of_one = [*repeated.states, *(builder.stack(scan, 0) for scan in repeated.scans)]
-        for result, value in zip(results, values_of_one, strict=True):
-            result.append(value)
-    return length, [builder.stack(result, 0) for result in results]
-
-
-def _body(node: onnx.NodeProto) -> onnx.GraphProto | None:
-    """The graph that ``node`` repeats; None if it cannot be copied."""
-    body = graph.attribute(node, "body", None)
-    usable = isinstance(body, onnx.GraphProto) and not body.sparse_initializer
-    return body if usable else None
-
-
-def _check(trips: int, builder: Builder) -> None:
-    """Raise TooManyNodesError if there are more ``trips`` than nodes may be added."""
-    if builder.limit is not None and trips > builder.limit:
-        raise TooManyNodesError(builder.limit)
-
-
-def _trip_count(loop: onnx.NodeProto, scope: Scope, builder: Builder) -> int | None:
+def _trip_count(
+    loop: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Builder
+) -> int | Declined:
     """The number of iterations of ``loop``, which is in ``scope``; at most the limit + 1.
 
-    None if data decides it. onnx runs the part of the body that decides.
+    onnx runs the part of the body that decides.
     """
     assert builder.limit is not None, "a loop can be endless"
-    body: onnx.GraphProto = graph.attribute(loop, "body", None)
     trips, condition = graph.operands(loop, 2)
-    number = scope.constant(trips) if trips else None
-    if (trips and number is None) or not body.output:
-        return None
-    most = builder.limit + 1
-    if number is not None:
-        most = min(int(number.reshape(-1)[0]), most)
+    number, first = (scope.constant(name) if name else None for name in (trips, condition))
+    if trips and number is None:
+        return Declined(f"its number of iterations {trips!r} is computed")
+    most = builder.limit + 1 if number is None else min(int(number.item()), builder.limit + 1)
     # The maximum number of iterations counts before the condition.
     if most <= 0:
         return 0
-    first = scope.constant(condition) if condition else None
     if condition and first is None:
-        return None
-    if first is not None and not first.reshape(-1)[0]:
+        return Declined(f"its condition {condition!r} is computed")
+    if first is not None and not first.item():
         return 0
-    return _count(body, loop.input[2:], scope, builder.model, most)
+    decision = _Decision.of(body, loop.input[2:])
+    feeds = {name: scope.constant(outer) for name, outer in decision.reads.items()}
+    known = {name: value for name, value in feeds.items() if value is not None}
+    if any(map(graph.is_random, decision.nodes)) or len(known) < len(feeds):
+        return Declined("its number of iterations depends on data or chance")
+    return decision.count(known, most, builder.model)
 
 
-def _count(
-    body: onnx.GraphProto, initial: Sequence[str], scope: Scope, opsets: onnx.ModelProto, most: int
-) -> int | None:
-    """The number of iterations, at most ``most``, from the part of ``body`` that computes its condition.
+@dataclass(frozen=True)
+class _Decision:
+    """The part of a loop's body that computes its condition.
 
-    ``opsets``: the model, only for the versions of its operators.
+    ``states``: the carried values that it needs, with their values in the next iteration; ``reads``: all
+    values that it needs before the first iteration, with their names outside the body.
     """
-    number, given, *carried = (value.name for value in body.input)
-    condition, *results = (value.name for value in body.output)
-    # The next iteration gets the state from the last one.
-    following = [
-        helper.make_node("Identity", [result], [state])
-        for result, state in zip(results, carried, strict=False)
-    ]
-    looped = Scope(helper.make_graph([*body.node, *following], "looped", [], []))
-    wanted = set(looped.ancestors([condition]))
-    nodes = [node for node in body.node if not wanted.isdisjoint(node.output)]
-    if any(map(graph.is_random, nodes)):
-        return None
-    stored = [tensor for tensor in body.initializer if tensor.name in wanted]
-    own = {*(name for node in nodes for name in node.output), *(each.name for each in stored)}
-    states = {
-        name: result for name, result in zip(carried, results, strict=False) if name in wanted
-    }
-    feeds = {number: _filled(body, 0, 0), given: _filled(body, 1, True)}
-    for name in wanted - own - {number, given}:
-        value = scope.constant(initial[carried.index(name)] if name in states else name)
-        if value is None:
-            return None
-        feeds[name] = value
-    # Inputs that are outputs, and outputs of one name, need names of their own.
-    ends = [f"epcontext.end{index}" for index in range(1 + len(states))]
-    nodes += [
-        helper.make_node("Identity", [name], [end])
-        for name, end in zip((condition, *states.values()), ends, strict=True)
-    ]
-    part = helper.make_graph(
-        nodes,
-        "part",
-        [onnx.ValueInfoProto(name=name) for name in feeds],
-        [onnx.ValueInfoProto(name=name) for name in ends],
-        stored,
-    )
-    model = onnx.ModelProto(ir_version=opsets.ir_version, graph=part)
-    model.opset_import.extend(opsets.opset_import)
-    # Imported here: few models need it, and it imports all operators.
-    from onnx.reference import ReferenceEvaluator
 
-    try:
-        evaluator = ReferenceEvaluator(model)
-        # A condition that depends on nothing else is the same in all iterations.
-        for trip in range(most if states or number in wanted else 1):
-            feeds[number] = _filled(body, 0, trip)
-            goes_on, *values = map(np.asarray, evaluator.run(None, feeds))
-            if not goes_on.reshape(-1)[0]:
-                return trip + 1
-            feeds |= dict(zip(states, values, strict=True))
-    except Exception:
-        # The part cannot be run: the loop stays as it is.
-        return None
-    return most
+    body: onnx.GraphProto
+    nodes: Sequence[onnx.NodeProto]
+    stored: Sequence[onnx.TensorProto]
+    states: Mapping[str, str]
+    reads: Mapping[str, str]
+
+    @staticmethod
+    def of(body: onnx.GraphProto, initial: Sequence[str]) -> _Decision:
+        """That of ``body``, whose carried values begin as those named ``initial``."""
+        carried = [value.name for value in body.input[2:]]
+        condition, *results = (value.name for value in body.output)
+        # The next iteration gets the state from the last one.
+        following = dict(zip(carried, results, strict=False))
+        returns = [helper.make_node("Identity", [result], [n]) for n, result in following.items()]
+        looped = Scope(helper.make_graph([*body.node, *returns], "looped", [], []))
+        needed = set(looped.ancestors([condition]))
+        nodes = [node for node in body.node if not needed.isdisjoint(node.output)]
+        stored = [tensor for tensor in body.initializer if tensor.name in needed]
+        own = {name for node in nodes for name in node.output}
+        own |= {tensor.name for tensor in stored} | {value.name for value in body.input[:2]}
+        starts = dict(zip(carried, initial, strict=False))
+        states = {name: result for name, result in following.items() if name in needed}
+        return _Decision(body, nodes, stored, states, {n: starts.get(n, n) for n in needed - own})
+
+    def count(
+        self, values: Mapping[str, Array], most: int, opsets: onnx.ModelProto
+    ) -> int | Declined:
+        """The number of iterations, at most ``most``, if the first one reads ``values``.
+
+        ``opsets``: a model with the versions of its operators.
+        """
+        # Imported here: few models need it, and it imports all operators.
+        from onnx.reference import ReferenceEvaluator
+
+        number, condition = (value.name for value in self.body.input[:2])
+        feeds = {**values, number: _filled(self.body, 0, 0), condition: _filled(self.body, 1, True)}
+        # Inputs that are outputs, and outputs of one name, need names of their own.
+        results = (self.body.output[0].name, *self.states.values())
+        ends = {f"epcontext.end{index}": name for index, name in enumerate(results)}
+        part = helper.make_graph(
+            [*self.nodes, *(helper.make_node("Identity", [ends[end]], [end]) for end in ends)],
+            "part",
+            [onnx.ValueInfoProto(name=name) for name in feeds],
+            [onnx.ValueInfoProto(name=name) for name in ends],
+            self.stored,
+        )
+        model = onnx.ModelProto(ir_version=opsets.ir_version, graph=part)
+        model.opset_import.extend(opsets.opset_import)
+        needs_number = any(number in graph.read_by(node) for node in part.node)
+        try:
+            evaluator = ReferenceEvaluator(model)
+            # A condition that depends on nothing else is the same in all iterations.
+            for trip in range(most if self.states or needs_number else 1):
+                feeds[number] = _filled(self.body, 0, trip)
+                goes_on, *state = map(np.asarray, evaluator.run(None, feeds))
+                if not goes_on.item():
+                    return trip + 1
+                feeds |= dict(zip(self.states, state, strict=True))
+        except Exception as error:
+            # onnx runs less than ONNX Runtime.
+            return Declined(f"onnx does not compute its condition: {' '.join(str(error).split())}")
+        return most
 
 
 def _filled(body: onnx.GraphProto, index: int, value: int) -> Array:

@@ -11,10 +11,10 @@ from onnx import helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import Outcome, rewrites
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.unrolling.activations import Activation, activations
-
-RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
@@ -48,9 +48,9 @@ class _Layer:
 
     def state(self, index: int, direction: int) -> str:
         """The initial state for ``direction`` (batch x hidden), zeros without one."""
-        if not (given := graph.operand(self.node, index)):
+        if not (initial := graph.operand(self.node, index)):
             return self.builder.store(np.zeros((self.batch, self.hidden), self.builder.dtype))
-        return self.builder.item(given, 1 if self.batch_first else 0, direction)
+        return self.builder.item(initial, 1 if self.batch_first else 0, direction)
 
     def clipped(self, value: str, limit: float) -> str:
         """``value`` within -``limit`` and ``limit``."""
@@ -77,24 +77,19 @@ class _Layer:
         return self.builder.split(value, 0, [self.batch] * self.steps)
 
 
-def unroll_recurrent(
-    node: onnx.NodeProto, scope: Scope, builder: Builder
-) -> tuple[int, list[str]] | None:
-    """Unroll ``node``, an LSTM, GRU or RNN; returns the number of its steps, and the outputs.
-
-    None if its input has open dimensions, or if it has peepholes, coupled gates or other functions. Raises
-    TooManyNodesError.
-    """
+@rewrites(*_GATES)
+def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+    """The products and functions of each step. Raises TooManyNodesError."""
     layer = _layer(node, scope, builder)
-    if layer is None:
-        return None
+    if isinstance(layer, Declined):
+        return layer
     functions = activations(node, layer.directions)
-    if functions is None:
-        return None
+    if isinstance(functions, Declined):
+        return functions
     rows, within = _rows(layer), _within(layer, scope)
     sequences, last = list[list[str]](), list[list[str]]()
-    for direction, chosen in enumerate(functions):
-        step, states, fixed = _PREPARE[node.op_type](layer, direction, chosen)
+    for direction, of_direction in enumerate(functions):
+        step, states, fixed = _PREPARE[node.op_type](layer, direction, of_direction)
         backward = direction == 1 or graph.attribute(node, "direction", b"forward") == b"reverse"
         gates = _input_part(layer, rows, direction, fixed)
         order = range(layer.steps)[::-1] if backward else range(layer.steps)
@@ -105,46 +100,49 @@ def unroll_recurrent(
                 states, hidden[at] = new, new[0]
                 continue
             # After a sequence's end (backward: before it) its states stay, and its outputs are 0.
-            states = [_chosen(layer, within[at], *each) for each in zip(new, states, strict=True)]
+            pairs = zip(new, states, strict=True)
+            states = [_select(layer, within[at], state, old) for state, old in pairs]
             hidden[at] = layer.add("Mul", states[0], within[at])
         sequences.append(hidden)
         last.append(states)
-    return layer.steps, _outputs(layer, sequences, last)
+    return _outputs(layer, sequences, last)
 
 
-def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | None:
-    if graph.operand(node, 7) or graph.number(node, "input_forget", 0):
-        return None
+def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | Declined:
+    if graph.operand(node, 7):
+        return Declined("it has peepholes")
+    if graph.number(node, "input_forget", 0):
+        return Declined("its input and forget gates are coupled")
     x, r = (scope.sizes(name) or () for name in (node.input[0], node.input[2]))
     if len(x) != 3 or len(r) != 3 or scope.dtype(node.input[0]) is None:
-        return None
+        return Declined("the type of its input or of its weights is not known")
     batch_first = graph.number(node, "layout", 0) == 1
     steps, batch = (x[1], x[0]) if batch_first else x[:2]
     hidden = r[2]
     both = graph.attribute(node, "direction", b"forward") == b"bidirectional"
     if not (steps and batch and hidden):
-        return None
+        return Declined("its number of steps or its batch is not fixed")
     return _Layer(node, builder, steps, batch, hidden, 1 + both, batch_first)
 
 
 def _within(layer: _Layer, scope: Scope) -> list[str]:
     """For each step 1 for the sequences that have it, else 0 (batch x 1); empty if all have all steps."""
-    if not (given := graph.operand(layer.node, 4)):
+    if not (name := graph.operand(layer.node, 4)):
         return []
-    lengths = scope.constant(given)
+    lengths = scope.constant(name)
     if lengths is not None and (lengths == layer.steps).all():
         return []
     builder = layer.builder
     dtype = helper.np_dtype_to_tensor_dtype(builder.dtype)
     # Less of opsets before 9 has no integers.
-    ends = builder.add("Cast", given, to=dtype)
+    ends = builder.add("Cast", name, to=dtype)
     steps = np.tile(np.arange(layer.steps).reshape(-1, 1), (1, layer.batch))
     less = builder.add("Less", builder.store(steps.astype(builder.dtype)), ends)
     value = builder.add("Cast", less, to=dtype)
     return layer.per_step(builder.reshape(value, [layer.steps * layer.batch, 1]))
 
 
-def _chosen(layer: _Layer, within: str, new: str, old: str) -> str:
+def _select(layer: _Layer, within: str, new: str, old: str) -> str:
     """``new`` where ``within`` is 1, and ``old`` where it is 0."""
     change = layer.add("Mul", layer.add("Sub", new, old), within)
     return layer.add("Add", old, change)
@@ -186,11 +184,11 @@ def _lstm(
     f, g, h = functions
     weight = layer.weight(2, direction)
 
-    def step(given: str, states: Sequence[str]) -> list[str]:
+    def step(inputs: str, states: Sequence[str]) -> list[str]:
         hidden, cell = states
-        gates = layer.add("Add", given, layer.add("MatMul", hidden, weight))
+        gates = layer.add("Add", inputs, layer.add("MatMul", hidden, weight))
         *parts, c = layer.parts(gates, 1, 4)
-        i, o, forget = (layer.active(f, each, is_sum=False) for each in parts)
+        i, o, forget = (layer.active(f, part, is_sum=False) for part in parts)
         new = layer.add("Mul", i, layer.active(g, c, is_sum=False))
         cell = layer.add("Add", layer.add("Mul", forget, cell), new)
         # The node's clip does not apply to the output.
@@ -208,7 +206,7 @@ def _gru(
     sizes = [2 * layer.hidden, layer.hidden]
     weight = layer.of_direction(2, direction)
     outer, inner = (
-        layer.builder.transpose(each, [1, 0]) for each in layer.builder.split(weight, 0, sizes)
+        layer.builder.transpose(part, [1, 0]) for part in layer.builder.split(weight, 0, sizes)
     )
     first, second = _biases(layer, direction)
     late = graph.number(layer.node, "linear_before_reset", 0) != 0
@@ -224,14 +222,14 @@ def _gru(
             value = layer.add("Add", value, inner_bias)
         return layer.add("Mul", reset, value)
 
-    def step(given: str, states: Sequence[str]) -> list[str]:
+    def step(inputs: str, states: Sequence[str]) -> list[str]:
         (hidden,) = states
-        given_outer, given_inner = layer.builder.split(given, 1, sizes)
-        gates = layer.add("Add", given_outer, layer.add("MatMul", hidden, outer))
+        to_outer, to_inner = layer.builder.split(inputs, 1, sizes)
+        gates = layer.add("Add", to_outer, layer.add("MatMul", hidden, outer))
         if outer_bias:
             gates = layer.add("Add", gates, outer_bias)
-        update, reset = (layer.active(f, each, is_sum=False) for each in layer.parts(gates, 1, 2))
-        new = layer.active(g, layer.add("Add", given_inner, reset_product(reset, hidden)))
+        update, reset = (layer.active(f, part, is_sum=False) for part in layer.parts(gates, 1, 2))
+        new = layer.active(g, layer.add("Add", to_inner, reset_product(reset, hidden)))
         kept = layer.add("Mul", update, hidden)
         return [layer.add("Add", layer.add("Mul", layer.add("Sub", one, update), new), kept)]
 
@@ -243,8 +241,8 @@ def _rnn(
 ) -> tuple[Step, list[str], str]:
     weight = layer.weight(2, direction)
 
-    def step(given: str, states: Sequence[str]) -> list[str]:
-        gate = layer.add("Add", given, layer.add("MatMul", states[0], weight))
+    def step(inputs: str, states: Sequence[str]) -> list[str]:
+        gate = layer.add("Add", inputs, layer.add("MatMul", states[0], weight))
         return [layer.active(functions[0], gate)]
 
     return step, [layer.state(5, direction)], _bias(layer, direction)
@@ -258,9 +256,9 @@ def _outputs(
 ) -> list[str]:
     """The outputs of the node: the hidden states of each step, then the last states."""
     builder = layer.builder
-    wanted = (*layer.node.output, "", "", "")[:3]
+    names = (*layer.node.output, "", "", "")[:3]
     values = [""] * 3
-    if wanted[0]:
+    if names[0]:
         values[0] = builder.concat([_joined(layer, hidden) for hidden in sequences], 1)
         if layer.batch_first:
             values[0] = builder.transpose(values[0], [2, 0, 1, 3])
@@ -268,8 +266,10 @@ def _outputs(
     shape = [layer.batch, layer.hidden]
     shape.insert(axis, 1)
     for index, states in enumerate(zip(*last, strict=True), start=1):
-        if wanted[index]:
-            values[index] = builder.concat([builder.reshape(e, shape) for e in states], axis)
+        if names[index]:
+            values[index] = builder.concat(
+                [builder.reshape(state, shape) for state in states], axis
+            )
     return values
 
 

@@ -15,17 +15,24 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, EpcontextError
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Rewrite, TooManyNodesError
+from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.external import load_whole, put_data
+from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
-from hatch_epcontext.graph.rewrites import REWRITES, rewrite
-from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
+from hatch_epcontext.graph.rewrites import REWRITES
+from hatch_epcontext.graph.rewrites.branches import (
+    assignments,
+    if_as_where,
+    removed,
+    with_inputs,
+)
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, remedy
+from hatch_epcontext.graph.rewriting import Rewrite, apply
 from hatch_epcontext.graph.rounding import hidden_faults
 from hatch_epcontext.graph.scope import Scope, Types
-from hatch_epcontext.graph.unrolling import UNROLLED, unroll
-from hatch_epcontext.graph.unrolling.recurrent import RECURRENT
+from hatch_epcontext.graph.unrolling import UNROLLS
 from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.worker.advice import on_open_shapes
 from hatch_epcontext.worker.comparison.compare import (
     SIMPLIFIED,
     Subject,
@@ -78,80 +85,62 @@ def handle(request: RewriteRequest) -> RewriteReply:
         return _unroll(_RewriteSession.begin(request), request.unroll_limit)
     step("rewriting what the EP refuses, or computes wrong")
     work = _RewriteSession.begin(request)
-    wanted, useless = work.wanted()
-    if not wanted:
-        return RewriteReply(None, dropped=useless)
+    candidates, notes = work.candidates()
+    model = work.read()
+    names, declined = apply(model, candidates, work.refused, work.types)
+    if not names:
+        return RewriteReply(None, declined=declined, dropped=notes)
     try:
-        reply = work.write(wanted)
+        return replace(work.write(model, names), declined=declined, dropped=notes)
     except Exception as error:
-        if len(wanted) == 1:
-            return RewriteReply(None, dropped=(_dropped(wanted[0].name, error),))
-        reply = _without_faults(work, wanted)
-    return replace(reply, dropped=(*useless, *reply.dropped))
-
-
-def _without_faults(work: _RewriteSession, wanted: tuple[Rewrite, ...]) -> RewriteReply:
-    """Apply the ``wanted`` rewrites one after the other; those that change results are left out."""
+        if len(names) == 1:
+            notes = (*notes, _dropped(names[0], error))
+            return RewriteReply(None, declined=declined, dropped=notes)
+    # One after the other: those that change results are left out.
     best = RewriteReply(None)
     kept: tuple[Rewrite, ...] = ()
-    notes: list[str] = []
-    for each in wanted:
+    for rewrite in candidates:
+        if rewrite.name not in names:
+            continue
+        model = work.read()
+        applied = apply(model, (*kept, rewrite), work.refused, work.types).names
         try:
-            best = work.write((*kept, each))
+            best = work.write(model, applied)
         except Exception as error:
-            notes.append(_dropped(each.name, error))
+            notes = (*notes, _dropped(rewrite.name, error))
         else:
-            kept = (*kept, each)
-    return replace(best, dropped=tuple(notes))
+            kept = (*kept, rewrite)
+    return replace(best, declined=declined, dropped=notes)
 
 
 def _unroll(work: _RewriteSession, limit: int) -> RewriteReply:
-    request = work.request
-    done: list[str] = []
+    request, names = work.request, dict[str, None]()
     path = Path(request.prepared)
+    declined: tuple[Declined, ...] = ()
     try:
         # The length of a loop may be constant only after another one, whose result it is, was unrolled.
         for _ in range(_MAX_ROUNDS if request.simplify else 1):
             model = onnx.load(path, load_external_data=False)
-            if not (names := unroll(model, work.refused, limit, work.types)):
+            new, declined = apply(model, UNROLLS, work.refused, work.types, limit)
+            if not new:
                 break
-            done += names
+            names |= dict.fromkeys(new)
             folder = Path(tempfile.mkdtemp(prefix="unrolled-", dir=request.folder))
             path, session = work.write_model(model, path.parent, folder)
-        if not done:
-            return RewriteReply(None, dropped=_not_unrolled(model, work.refused))
+        if not names:
+            note = on_open_shapes(model.graph) if declined else ()
+            return RewriteReply(None, declined=declined, dropped=note)
         work.compare(session, path)
     except Exception as error:
-        return RewriteReply(None, dropped=(_dropped("; ".join(done) or "Unrolling", error),))
-    return _reply(path, done)
+        return RewriteReply(None, dropped=(_dropped("; ".join(names) or "unrolling", error),))
+    return replace(_reply(path, names), declined=declined)
 
 
-def _not_unrolled(model: onnx.ModelProto, refused: frozenset[str]) -> tuple[str, ...]:
-    """Why the refused loops and layers in ``model``, if there are any, were not unrolled."""
-    operators = {graph.operator(node) for node in graph.nodes(model.graph)}
-    found = sorted(operators & refused & UNROLLED)
-    if not found:
-        return ()
-    fixed = all(graph.facts(value).is_fixed for value in graph.inputs(model.graph))
-    reason = "no length is fixed"
-    if not fixed:
-        reason += ", because the shapes of inputs are open; static-shapes = true fixes them"
-    elif RECURRENT.issuperset(found):
-        reason = "only usual gates and activations are supported"
-    return (f"unrolling {' and '.join(found)}: {reason}",)
-
-
-def _reply(path: Path, done: Iterable[str]) -> RewriteReply:
+def _reply(path: Path, names: Iterable[str]) -> RewriteReply:
     main = onnx.load(path, load_external_data=False).graph
-    nodes, names = len(graph.compute_nodes(main)), tuple(dict.fromkeys(done))
-    remedies = tuple(name for name, precise in PRECISE.items() if precise.name in names)
+    nodes = len(graph.compute_nodes(main))
     return RewriteReply(
-        str(path),
-        nodes,
-        graph.control_flow(main),
-        names,
-        remedies=remedies,
-        applicable=applicable(main),
+        str(path), nodes, graph.control_flow(main), tuple(names), applicable=applicable(main)
     )
 
 
@@ -182,13 +171,10 @@ class _RewriteSession:
             refused = tuple(map(graph.operator, graph.nodes(model.graph)))
         expected = None
         if request.compare:
+            precision = request.precision
+            dequantized = precision is not None and bool(precision.dequantize)
             expected = (
-                reference_of_artifact(
-                    request.model,
-                    model,
-                    dequantized=request.precision is not None
-                    and bool(request.precision.dequantize),
-                )
+                reference_of_artifact(request.model, model, dequantized=dequantized)
                 if request.reference is None
                 else read_reference(request.reference)
             )
@@ -198,62 +184,64 @@ class _RewriteSession:
     def read(self) -> onnx.ModelProto:
         return onnx.load(self.request.prepared, load_external_data=False)
 
-    def wanted(self) -> tuple[tuple[Rewrite, ...], tuple[str, ...]]:
-        """The rewrites that change the model, and why some of them are not worthwhile."""
-        if self.request.remedies:
-            found = remedy(self.read(), self.types, self.request.remedies)
-            kept, useless = self._worth(found)
-            if not set(self.request.remedies).issubset(ALWAYS) and set(kept).issubset(ALWAYS):
-                kept = ()
-            return tuple(PRECISE[each] for each in kept), useless
-        # Only a comparison shows that both branches are right.
-        all_ = REWRITES if self.request.compare else tuple(r for r in REWRITES if r is not BRANCHES)
-        names = rewrite(self.read(), self.refused, self.types, all_)
-        return tuple(each for each in all_ if each.name in names), ()
+    def candidates(self) -> tuple[tuple[Rewrite, ...], tuple[str, ...]]:
+        """The rewrites that may change the model, and why some of the request's are not worthwhile."""
+        if not self.request.remedies:
+            # Only a comparison shows that both branches are right.
+            compares = self.request.compare
+            return tuple(r for r in REWRITES if compares or r is not if_as_where), ()
+        names = remedy(self.read(), self.types, self.request.remedies)
+        names, notes = self._worth(names)
+        if not set(self.request.remedies).issubset(ALWAYS) and set(names).issubset(ALWAYS):
+            names = ()
+        return tuple(PRECISE[name] for name in names), notes
 
     def _worth(
-        self, found: tuple[RewriteName, ...]
+        self, names: tuple[RewriteName, ...]
     ) -> tuple[tuple[RewriteName, ...], tuple[str, ...]]:
-        """``found`` without rewrites for the range of numbers that do not help, and why they do not.
+        """``names`` without rewrites for the range of numbers that do not help, and why they do not.
 
         Whether the others help, only a run shows.
         """
         format_ = self._format()
         if format_ is None:
-            return found, ()
+            return names, ()
         model = self.read()
         scope = Scope.of(model, self.types)
-        faults = (each for node in model.graph.node for each in hidden_faults(format_, node, scope))
-        hidden = {each.rewrite for each in faults}
-        ranges = [each for each in found if each in FOR_RANGES and each not in hidden]
+        hidden = {
+            fault.rewrite
+            for node in model.graph.node
+            for fault in hidden_faults(format_, node, scope)
+        }
+        ranges = [name for name in names if name in FOR_RANGES and name not in hidden]
         if not ranges:
-            return found, ()
-        kept = tuple(each for each in found if each not in ranges)
-        notes = []
+            return names, ()
+        kept = tuple(name for name in names if name not in ranges)
+        notes: dict[RewriteName, str] = {}
         try:
             before = self._emulated(kept, format_)
             margin = before.margin
             if margin >= SENSITIVE:
                 text = f"{format_.name}, emulated on the CPU, agrees without it"
-                return kept, tuple(f"{PRECISE[each].name}: {text}" for each in ranges)
+                return kept, tuple(f"{name}: {text}" for name in ranges)
             # The other runs have more to spare than a gain, and so cannot be the worst.
-            near = [each.run for each in before.levels if each.spare < margin + GAIN]
+            near = [level.run for level in before.levels if level.spare < margin + GAIN]
             # Two may help only together: one for the small values of a spectrum, one for the large ones.
-            singly = [(each,) for each in ranges]
-            for names in singly if len(singly) == 1 else [*singly, tuple(ranges)]:
-                tried = tuple(each for each in found if each in kept or each in names)
-                if tried == kept:
+            singly = [(name,) for name in ranges]
+            for added in singly if len(singly) == 1 else [*singly, tuple(ranges)]:
+                together = tuple(name for name in names if name in (*kept, *added))
+                if together == kept:
                     continue
-                gained = self._emulated(tried, format_, near).margin - margin
+                gained = self._emulated(together, format_, near).margin - margin
                 if gained >= GAIN:
-                    kept, margin = tried, margin + gained
-                elif len(names) == 1:
+                    kept, margin = together, margin + gained
+                elif len(added) == 1:
                     gain = f"{format_.name}, emulated on the CPU, has {gained:.1f} dB more with it"
-                    notes.append((names[0], f"{PRECISE[names[0]].name}: {gain}"))
+                    notes[added[0]] = f"{added[0]}: {gain}"
         except Exception:
             # A model that cannot be emulated is tried on the target.
-            return found, ()
-        return kept, tuple(note for name, note in notes if name not in kept)
+            return names, ()
+        return kept, tuple(note for name, note in notes.items() if name not in kept)
 
     def _format(self) -> NumberFormat | None:
         """The target's number format, if results in it can be compared."""
@@ -283,17 +271,14 @@ class _RewriteSession:
         emulator.emulate(runs)
         return emulator
 
-    def write(self, rewrites: tuple[Rewrite, ...]) -> RewriteReply:
-        """Write the model after ``rewrites``; raises an exception if its results changed."""
-        request = self.request
-        folder = Path(tempfile.mkdtemp(prefix="rewritten-", dir=request.folder))
-        model = self.read()
-        names = rewrite(model, self.refused, self.types, rewrites)
-        result, session = self.write_model(model, Path(request.prepared).parent, folder)
-        self.compare(session, result)
+    def write(self, model: onnx.ModelProto, names: Iterable[str]) -> RewriteReply:
+        """Write ``model`` after the rewrites ``names``; raises an exception if its results changed."""
+        folder = Path(tempfile.mkdtemp(prefix="rewritten-", dir=self.request.folder))
+        path, session = self.write_model(model, Path(self.request.prepared).parent, folder)
+        self.compare(session, path)
         if self.expected is not None and (conditions := removed(self.read(), model)):
             self._compare_branches(model, conditions, self.expected, folder)
-        return _reply(result, names)
+        return _reply(path, names)
 
     def write_model(
         self, model: onnx.ModelProto, source: Path, folder: Path
@@ -373,20 +358,18 @@ class _RewriteSession:
     ) -> None:
         """Compare the model with the prepared one where ``conditions`` are true, and where they are not."""
         model, source = self.request.model, Path(self.request.prepared).parent
-        before, after = (
-            open_session(
-                self._save(
-                    with_inputs(each, conditions, self.types), folder / f"{name}.onnx", source
-                ),
-                cpu_options(),
-            )
-            for name, each in (("branches-before", self.read()), ("branches-after", onnx_model))
-        )
-        shapes = {each.name: each.shape for each in before.get_inputs()}
+
+        def opened(form: onnx.ModelProto, name: str) -> ort.InferenceSession:
+            branching = with_inputs(form, conditions, self.types)
+            return open_session(self._save(branching, folder / name, source), cpu_options())
+
+        before = opened(self.read(), "branches-before.onnx")
+        after = opened(onnx_model, "branches-after.onnx")
+        shapes = {value.name: value.shape for value in before.get_inputs()}
         subject = Subject(model, "the rewritten branch on the CPU", "the branch's")
-        for fed in assignments(conditions, shapes):
+        for values in assignments(conditions, shapes):
             for run in expected.runs:
-                feeds = {**run.feeds[0], **fed}
+                feeds = {**run.feeds[0], **values}
                 outputs = run_model(before, feeds, model, "a branch of the model on the CPU")
                 branch = replace(
                     run, name="given", feeds=(feeds,), outputs=(outputs,), candidates=()

@@ -11,8 +11,7 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Rewrite
-from hatch_epcontext.graph.rewrites import rewrite
+from hatch_epcontext.graph.rewriting import Rewrite, apply
 from hatch_epcontext.worker.value_types import value_types
 
 
@@ -29,10 +28,10 @@ def _dtype(name: str) -> np.dtype[Any]:
 def feeds(session: ort.InferenceSession, seed: int, scale: float = 3.0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     result = {}
-    for each in session.get_inputs():
-        dtype = _dtype(each.type)
+    for value in session.get_inputs():
+        dtype = _dtype(value.type)
         factor = scale if dtype.kind == "f" else 50
-        result[each.name] = np.asarray(rng.standard_normal(each.shape) * factor).astype(dtype)
+        result[value.name] = np.asarray(rng.standard_normal(value.shape) * factor).astype(dtype)
     return result
 
 
@@ -49,25 +48,25 @@ def check_equal(
 
 
 def rewritten(
-    model: onnx.ModelProto, each: Rewrite, refused: Sequence[str] | None = None
+    model: onnx.ModelProto,
+    *rewrites: Rewrite,
+    refused: Sequence[str] | None = None,
+    tolerance: float = 1e-5,
 ) -> onnx.ModelProto:
-    """``model`` after the rewrite ``each``, which has done something, and has changed no results."""
+    """``model`` after the ``rewrites``, which have all done something, and have changed no results."""
     after = onnx.ModelProto.FromString(model.SerializeToString())
-    if graph.MICROSOFT not in {opset.domain for opset in model.opset_import}:
-        # As in all models that ONNX Runtime has prepared.
-        after.opset_import.add(domain=graph.MICROSOFT, version=1)
-    wanted = frozenset(operators(model) if refused is None else refused)
-    assert rewrite(after, wanted, value_types(model, Path("unsaved.onnx")), (each,)) == (each.name,)
+    operators_ = frozenset(operators(model) if refused is None else refused)
+    done = apply(after, rewrites, operators_, value_types(model, Path("unsaved.onnx")))
+    assert done.names == tuple(rewrite.name for rewrite in rewrites)
     onnx.checker.check_model(after)
-    check_equal(model, after)
+    check_equal(model, after, tolerance)
     return after
 
 
-def untouched(model: onnx.ModelProto, each: Rewrite, refused: Sequence[str] | None = None) -> bool:
-    """Whether the rewrite ``each`` leaves ``model`` as it is."""
+def reasons(model: onnx.ModelProto, rewrite: Rewrite) -> list[str]:
+    """Why ``rewrite`` declines nodes of ``model``, which it leaves as it is."""
     after = onnx.ModelProto.FromString(model.SerializeToString())
-    wanted = frozenset(operators(model) if refused is None else refused)
-    return (
-        rewrite(after, wanted, value_types(model, Path("unsaved.onnx")), (each,)) == ()
-        and after == model
-    )
+    types = value_types(model, Path("unsaved.onnx"))
+    done = apply(after, [rewrite], frozenset(operators(model)), types)
+    assert (done.names, after) == ((), model)
+    return [declined.reason for declined in done.declined]

@@ -7,8 +7,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from hatch_epcontext.graph.rewrites.branches import BRANCHES, removed, with_inputs
-from tests.graph.rewrites.equal import operators, rewritten, untouched
+from hatch_epcontext.graph.rewrites.branches import if_as_where, removed, with_inputs
+from tests.graph.rewrites.equal import operators, reasons, rewritten
 from tests.models import parsed
 
 
@@ -37,46 +37,48 @@ TWICE, NEGATIVE = "t = Mul (x, k)", "e = Neg (x)"
 def test_both_branches_are_computed(form: str) -> None:
     # Both have a value of that name.
     model = choosing("v = Exp (x) t = Sqrt (v)", "v = Mul (x, k) e = Neg (v)", form)
-    assert operators(rewritten(model, BRANCHES))[3:] == ["Exp", "Sqrt", "Mul", "Neg", "Where"]
+    assert operators(rewritten(model, if_as_where))[3:] == ["Exp", "Sqrt", "Mul", "Neg", "Where"]
 
 
 def test_a_condition_of_more_dimensions_than_the_result_is_reshaped() -> None:
     model = parsed("""(float x, bool[1, 1] c) => (float y) {
         y = If (c) <then_branch = then_ () => (float t) { t = Exp (x) },
                     else_branch = else_ () => (float e) { e = Neg (x) }> }""")
-    assert operators(rewritten(model, BRANCHES)) == ["Exp", "Neg", "Reshape", "Where"]
+    assert operators(rewritten(model, if_as_where)) == ["Exp", "Neg", "Reshape", "Where"]
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "operator"),
     [
-        "q = Div (i, i) e = Cast <to = 1> (q)",
-        "j = Cast <to = 7> (x) e = GatherElements (x, j)",
-        "e = RandomNormalLike (x)",
+        ("q = Div (i, i) e = Cast <to = 1> (q)", "Div"),
+        ("j = Cast <to = 7> (x) e = GatherElements (x, j)", "GatherElements"),
+        ("e = RandomNormalLike (x)", "RandomNormalLike"),
     ],
     ids=["division of integers", "computed indices", "chance"],
 )
-def test_branches_that_can_fail_stay(other: str) -> None:
-    assert untouched(choosing(TWICE, other), BRANCHES)
+def test_branches_that_can_fail_stay(other: str, operator: str) -> None:
+    (reason,) = reasons(choosing(TWICE, other), if_as_where)
+    assert reason.startswith(f"in a branch, {operator} ")
 
 
 def test_branches_of_other_shapes_stay() -> None:
     model = choosing(TWICE, "e = ReduceSum <keepdims = 1> (x)")
-    (other,) = (each.g for each in model.graph.node[-1].attribute if each.name == "else_branch")
+    (other,) = (a.g for a in model.graph.node[-1].attribute if a.name == "else_branch")
     for dim in (*other.output[0].type.tensor_type.shape.dim,):
         dim.dim_value = 1
     for dim in model.graph.output[0].type.tensor_type.shape.dim:
         dim.ClearField("dim_value")
-    assert untouched(model, BRANCHES)
+    (reason,) = reasons(model, if_as_where)
+    assert reason == "its branches have results of different types, or of open shapes"
 
 
 def test_a_condition_is_made_an_input() -> None:
     model = choosing(TWICE, NEGATIVE)
-    after = rewritten(model, BRANCHES)
+    after = rewritten(model, if_as_where)
     assert removed(model, after) == ("c",)
     assert removed(model, model) == ()
     x: Any = {"x": np.ones((2, 3), np.float32), "i": np.ones((2, 3), np.int64)}
-    for each in model, after:
-        session = ort.InferenceSession(with_inputs(each, ["c"], {}).SerializeToString())
+    for form in model, after:
+        session = ort.InferenceSession(with_inputs(form, ["c"], {}).SerializeToString())
         assert session.run(None, {**x, "c": np.array(True)})[0].max() == 2
         assert session.run(None, {**x, "c": np.array(False)})[0].max() == -1

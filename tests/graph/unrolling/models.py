@@ -15,7 +15,8 @@ from onnx import TensorProto, helper
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.builder import TooManyNodesError
-from hatch_epcontext.graph.unrolling import UNROLLED, unroll
+from hatch_epcontext.graph.rewriting import Rewritten, apply
+from hatch_epcontext.graph.unrolling import UNROLLS
 from tests.models import parsed
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -82,11 +83,14 @@ def _listed(names: Iterable[str], present: Iterable[str]) -> str:
     return ", ".join(name if name in present else "" for name in names).rstrip(", ")
 
 
-def unrolled(model: onnx.ModelProto, limit: int = 5000) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+UNROLLED = frozenset(operator for rewrite in UNROLLS for operator in rewrite.operators)
+
+
+def unrolled(model: onnx.ModelProto, limit: int = 5000) -> tuple[onnx.ModelProto, Rewritten]:
     """A checked copy of ``model`` in which everything is unrolled that can be, and what was."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    done = unroll(result, UNROLLED, limit, {})
+    done = apply(result, UNROLLS, UNROLLED, {}, limit)
     onnx.checker.check_model(result, full_check=True)
     return result, done
 
@@ -119,9 +123,9 @@ def feeds(model: onnx.ModelProto, seed: int = 1) -> dict[str, Array]:
 def assert_equal(
     model: onnx.ModelProto, *done: str, limit: int = 5000, atol: float = 1e-6
 ) -> onnx.ModelProto:
-    """Unroll ``model``, which is described as ``done``, and check that it computes what it did."""
-    result, said = unrolled(model, limit)
-    assert said == done
+    """Unroll ``model`` by the rewrites ``done``, and check that it computes what it did."""
+    result, rewritten = unrolled(model, limit)
+    assert rewritten == (done, ())
     assert not {node.op_type for node in graph.nodes(result.graph)} & UNROLLED
     given = [feeds(model, seed) for seed in (1, 2)]
     for expected, found in zip(run(model, *given), run(result, *given), strict=True):
@@ -136,10 +140,10 @@ def assert_close(found: Any, expected: Any, atol: float = 1e-6) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol)
 
 
-def assert_unchanged(model: onnx.ModelProto) -> None:
-    """Check that nothing of ``model`` is unrolled."""
-    result, said = unrolled(model)
-    assert said == ()
+def assert_unchanged(model: onnx.ModelProto, reason: str) -> None:
+    """Check that the only layer or loop of ``model`` is not unrolled, for this ``reason``."""
+    result, rewritten = unrolled(model)
+    assert (rewritten.names, [declined.reason for declined in rewritten.declined]) == ((), [reason])
     assert result == model
 
 
@@ -148,5 +152,5 @@ def assert_too_large(model: onnx.ModelProto, limit: int) -> None:
     result = onnx.ModelProto()
     result.CopyFrom(model)
     with pytest.raises(TooManyNodesError):
-        unroll(result, UNROLLED, limit, {})
+        apply(result, UNROLLS, UNROLLED, {}, limit)
     assert result == model

@@ -8,6 +8,10 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import Rewrite
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.actions.rewrite import handle
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
 from tests.graph.unrolling.models import recurrent
@@ -47,17 +51,17 @@ def unroll(
 def test_a_loop_that_follows_from_another_one_is_unrolled_too(tmp_path: Path) -> None:
     reply = unroll(save(parsed(FOLLOWING), tmp_path / "a.onnx"), tmp_path / "out")
     assert reply.path is not None
-    assert (reply.rewrites, reply.control_flow) == (("Loop unrolled 3 times",), ())
+    assert (reply.rewrites, reply.control_flow) == (("unroll_loop",), ())
     assert reply.nodes == len(graph.compute_nodes(onnx.load(reply.path).graph))
 
 
 def test_only_what_is_refused_is_unrolled(tmp_path: Path) -> None:
     path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
-    assert unroll(path, tmp_path / "out", ("Add", "Scan")) == RewriteReply(None)
+    assert unroll(path, tmp_path / "out", ("Add", "GRU")) == RewriteReply(None)
 
 
-@pytest.mark.parametrize(("size", "hint"), [("4", ""), ("n", "static-shapes = true")])
-def test_a_length_that_is_not_fixed_is_named(tmp_path: Path, size: str, hint: str) -> None:
+@pytest.mark.parametrize("size", ["4", "n"])
+def test_a_length_that_is_not_fixed_is_named(tmp_path: Path, size: str) -> None:
     text = f"""
     (float[{size}] x) => (float[{size}] y)
     <bool true = {{1}}, int64 zero = {{0}}, float half = {{0.5}}>
@@ -71,15 +75,19 @@ def test_a_length_that_is_not_fixed_is_named(tmp_path: Path, size: str, hint: st
     path = save(parsed(text), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", compare=False)
     assert reply.path is None
-    (note,) = reply.dropped
-    assert note.startswith("unrolling Loop: no length is fixed")
-    assert hint in note
+    assert [declined.reason for declined in reply.declined] == [
+        "its number of iterations 'trips' is computed"
+    ]
+    # The length may be fixed with the shapes of inputs.
+    assert any("static-shapes = true" in note for note in reply.dropped) == (size == "n")
 
 
 def test_a_layer_with_other_gates_is_named(tmp_path: Path) -> None:
     path = save(recurrent("LSTM", input_forget=1), tmp_path / "a.onnx")
-    (note,) = unroll(path, tmp_path / "out", compare=False).dropped
-    assert note == "unrolling LSTM: only usual gates and activations are supported"
+    reply = unroll(path, tmp_path / "out", compare=False)
+    reason = "its input and forget gates are coupled"
+    assert reply.declined == (Declined(reason, "unroll_recurrent", "LSTM", "layer"),)
+    assert reply.dropped == ()
 
 
 def test_the_limit_is_named(tmp_path: Path) -> None:
@@ -92,20 +100,18 @@ def test_the_limit_is_named(tmp_path: Path) -> None:
 def test_a_layer_with_external_data_is_unrolled(tmp_path: Path) -> None:
     path = save_with_data(recurrent("GRU"), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", ("GRU",))
-    assert reply.rewrites == ("GRU unrolled 3 times",)
+    assert reply.rewrites == ("unroll_recurrent",)
 
 
 def test_what_changes_the_results_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def faulty(model: onnx.ModelProto, *_: object) -> tuple[str, ...]:
-        nodes = [node for node in model.graph.node if node.op_type == "Sub"]
-        for node in nodes:
-            node.op_type = "Add"
-        return ("Sub as Add",) if nodes else ()
+    def faulty(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str]:
+        return [builder.add("Add", *node.input)]
 
-    monkeypatch.setattr("hatch_epcontext.worker.actions.rewrite.unroll", faulty)
+    wrong = Rewrite("sub_as_add", frozenset({"Sub"}), faulty)
+    monkeypatch.setattr("hatch_epcontext.worker.actions.rewrite.UNROLLS", (wrong,))
     text = "(float[2] x, float[2] z) => (float[2] y) { y = Sub (x, z) }"
     reply = unroll(save(parsed(text), tmp_path / "a.onnx"), tmp_path / "out")
     assert reply.path is None
-    assert "Sub as Add" in reply.dropped[0]
+    assert "sub_as_add" in reply.dropped[0]

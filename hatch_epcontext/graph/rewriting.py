@@ -1,0 +1,100 @@
+"""What a rewrite is, and how rewrites are applied to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, MissingOperatorError, Outputs, remove_unused
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.scope import Scope, Types
+
+Outcome = Sequence[str] | Declined | None
+"""The values that replace a node's outputs, or why it stays; None if it has the wanted form already."""
+
+Rule = Callable[[onnx.NodeProto, Scope, Builder], Outcome]
+"""Adds nodes to the builder that compute the outputs of a node of the scope."""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A rule for nodes of ``operators``, as `graph.operator` writes them; ``name`` is for messages.
+
+    ``family``: operators of which one that is refused is enough to replace all nodes of ``operators``. With
+    ``nested`` nodes of inner graphs are replaced too.
+    """
+
+    name: str
+    operators: frozenset[str]
+    rule: Rule
+    family: frozenset[str] = frozenset()
+    nested: bool = True
+
+
+def rewrites(
+    *operators: str, family: Iterable[str] = (), nested: bool = True
+) -> Callable[[Rule], Rewrite]:
+    """Make a rule a `Rewrite` for ``operators``, called as its function is."""
+    return lambda rule: Rewrite(
+        rule.__name__, frozenset(operators), rule, frozenset(family), nested
+    )
+
+
+class Rewritten(NamedTuple):
+    """The names of the rewrites that changed a model, and why others left refused nodes as they are."""
+
+    names: tuple[str, ...] = ()
+    declined: tuple[Declined, ...] = ()
+
+
+def apply(
+    model: onnx.ModelProto,
+    rewrites: Iterable[Rewrite],
+    refused: frozenset[str],
+    types: Types,
+    limit: int | None = None,
+) -> Rewritten:
+    """Replace nodes of ``refused`` operators in ``model``, in place, by one of ``rewrites`` after the other.
+
+    ``types``: the known types of its values. Raises TooManyNodesError if the graph would get more than
+    ``limit`` nodes.
+    """
+    names: list[str] = []
+    declined: list[Declined] = []
+    for rewrite in rewrites:
+        operators = rewrite.operators & refused
+        if not rewrite.family.isdisjoint(refused):
+            operators = rewrite.operators
+        if not any(graph.operator(node) in operators for node in graph.nodes(model.graph)):
+            continue
+        builder = Builder(model, limit)
+        rules = dict.fromkeys(operators, _recording(rewrite, declined))
+        if builder.replace(Scope.of(model, types), rules, nested=rewrite.nested):
+            builder.write()
+            for part in graph.graphs(model.graph):
+                remove_unused(part)
+            names.append(rewrite.name)
+    return Rewritten(tuple(names), tuple(declined))
+
+
+def _recording(
+    rewrite: Rewrite, declined: list[Declined]
+) -> Callable[[onnx.NodeProto, Scope, Builder], Outputs]:
+    """The rule of ``rewrite``, which adds to ``declined`` why it leaves nodes as they are."""
+
+    def replace_node(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        try:
+            outcome = rewrite.rule(node, scope, builder)
+        except MissingOperatorError as error:
+            outcome = Declined(str(error))
+        if not isinstance(outcome, Declined):
+            return outcome
+        operator = graph.operator(node)
+        declined.append(replace(outcome, rewrite=rewrite.name, operator=operator, node=node.name))
+        return None
+
+    return replace_node
