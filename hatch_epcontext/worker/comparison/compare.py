@@ -14,7 +14,7 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.emulation import Emulator, Level
 from hatch_epcontext.worker.comparison.measures import Comparison
-from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun, run_steps
+from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from hatch_epcontext.worker.results import (
     GAIN,
     NOTHING,
@@ -106,10 +106,8 @@ def _compare_run(
 ) -> tuple[list[Agreement], tuple[Agreement, ...]]:
     """The agreements of ``session`` in the steps of ``run`` before the first difference, and in that one."""
     agreeing: list[Agreement] = []
-    states = reference.facts.states
-    steps = run_steps(session, run.feeds, states, subject.model, subject.what)
-    for number, outputs in enumerate(steps):
-        comparisons = reference.compare(run, number, outputs, limits)
+    steps = reference.compare_run(session, run, limits, subject.model, subject.what)
+    for number, comparisons in enumerate(steps):
         place = _place(run, number)
         agreements = tuple(
             judged(comparison, subject, reference.facts, place) for comparison in comparisons

@@ -93,12 +93,16 @@ class Level:
 
     @staticmethod
     def of(
-        run: ReferenceRun, agreements: Iterable[Agreement], facts: Facts, limits: Tolerance
+        run: ReferenceRun,
+        agreements: Iterable[Agreement],
+        facts: Facts,
+        limits: Tolerance,
+        step: int = 0,
     ) -> Level:
         """The level of ``run`` with these ``agreements`` of outputs with the ``limits``."""
         nearest = min(agreements, key=lambda agreement: agreement.above, default=None)
         name = "" if nearest is None else nearest.output
-        return Level(run, nearest, facts.of(name).within(limits.of(name)).snr)
+        return Level(run, nearest, facts.of(name).within(limits.of(name)).snr, step)
 
     @property
     def margin(self) -> float:
@@ -447,16 +451,10 @@ class Emulator:
         return inner.words(node)
 
     def _level(self, session: ort.InferenceSession, run: ReferenceRun) -> Level:
-        """The level of ``run`` in its worst step."""
-        states = self._reference.facts.states
-        steps = run_steps(session, run.feeds, states, self._model, "the emulated model")
-        levels = (self._compared(run, number, outputs) for number, outputs in enumerate(steps))
-        return min(levels, key=lambda level: level.margin)
-
-    def _compared(self, run: ReferenceRun, number: int, outputs: Arrays) -> Level:
-        comparisons = self._reference.compare(run, number, outputs, self._limits)
-        agreements = (comparison.agreement for comparison in comparisons)
-        return Level.of(run, agreements, self._reference.facts, self._limits)
+        what, limits = "the emulated model", self._limits
+        steps = self._reference.compare_run(session, run, limits, self._model, what)
+        agreements = (comparison.agreement for comparison in itertools.chain(*steps))
+        return Level.of(run, agreements, self._reference.facts, limits)
 
     def _long_level(self, session: ort.InferenceSession) -> Level | None:
         """The level of a long run, at its first checked step beyond the limits, or at its worst one.
@@ -475,7 +473,9 @@ class Emulator:
             if number & (number - 1) == 0 or number == facts.long_steps:
                 name = f"step {number:,}"
                 run = ReferenceRun(name, (), (outputs,), "long", usual=True, on_target=False)
-                levels.append(replace(self._compared(run, 0, own), step=number))
+                comparisons = self._reference.compare(run, 0, own, self._limits)
+                agreements = (comparison.agreement for comparison in comparisons)
+                levels.append(Level.of(run, agreements, facts, self._limits, number))
                 if levels[-1].margin < 0:
                     return levels[-1]
         return min(levels, key=lambda level: level.margin, default=None)

@@ -8,6 +8,7 @@ change the integers: no limit is stricter than what such errors explain.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -448,11 +449,10 @@ def _compared(
     """
     facts = expected.facts
     for run in (run for run in expected.runs if run.on_target):
-        steps = run_steps(session, run.feeds, facts.states, model, _SOURCE)
-        for number, outputs in enumerate(steps):
-            for comparison in expected.compare(run, number, outputs, _NO_LIMITS):
-                if comparison.agreement.status is AgreementStatus.OTHER_SHAPE:
-                    refuse_differences([comparison.agreement])
-                own = facts.of(comparison.agreement.output)
-                if not own.is_random and not own.inconclusive:
-                    yield comparison
+        steps = expected.compare_run(session, run, _NO_LIMITS, model, _SOURCE)
+        for comparison in itertools.chain.from_iterable(steps):
+            if comparison.agreement.status is AgreementStatus.OTHER_SHAPE:
+                refuse_differences([comparison.agreement])
+            own = facts.of(comparison.agreement.output)
+            if not own.is_random and not own.inconclusive:
+                yield comparison

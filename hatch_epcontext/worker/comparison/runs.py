@@ -98,6 +98,20 @@ class Reference:
             self._elsewhere[output] = Elsewhere(values_of(output, usual))
         return self._elsewhere[output]
 
+    def compare_run(
+        self,
+        session: ort.InferenceSession,
+        run: ReferenceRun,
+        limits: Tolerance,
+        model: Model,
+        what: str,
+    ) -> Iterator[list[Comparison]]:
+        """Run ``session``, the form ``what`` of ``model``, on the steps of ``run``, and compare each."""
+        for number, outputs in enumerate(
+            run_steps(session, run.feeds, self.facts.states, model, what)
+        ):
+            yield self.compare(run, number, outputs, limits)
+
     def compare(
         self, run: ReferenceRun, step: int, outputs: Arrays, limits: Tolerance
     ) -> list[Comparison]:
