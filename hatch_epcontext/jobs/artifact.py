@@ -101,13 +101,13 @@ class Recipe:
     @property
     def last_remedies(self) -> frozenset[RewriteName]:
         """Those of its remedies that are in the last group of `REMEDIES`; none if they are for all models."""
-        groups = (frozenset(self.remedies).intersection(each) for each in reversed(REMEDIES))
+        groups = (frozenset(self.remedies).intersection(group) for group in reversed(REMEDIES))
         return next(filter(None, groups), frozenset())
 
     @property
     def unrolls(self) -> bool:
         """Whether something is unrolled."""
-        return any(each.kind == "unroll" for each in self.changes)
+        return any(change.kind == "unroll" for change in self.changes)
 
     def with_change(
         self, kind: Literal["rewrite", "unroll"], refused: tuple[Operators, ...] | None

@@ -193,7 +193,7 @@ class Cluster:
 
     def _send(self, file: Path) -> FileRecord:
         """Send ``file`` to the shared cache, unless it is there."""
-        record = self._runner.index.record(file)
+        record = self._runner.cache.index.record(file)
         # One at a time: several jobs may need the same file.
         with self._sending, writing("a copy of a model", file), temp_dir() as scratch:
             if not self._transport.has_file(record):
@@ -352,7 +352,7 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
             sizes = {name: source.size for name, source in sources.items()}
             steps = Steps(workers, folder, versions, sizes, _devices)
             steps.expect([task.job])
-            built = JobRunner(sources, cache, cache.index, steps, folder, _warn).run(task.job)
+            built = JobRunner(sources, cache, steps, folder, _warn).run(task.job)
         record = built.artifact.record
         for name in record.files:
             transport.send_file(built.artifact.folder / name)

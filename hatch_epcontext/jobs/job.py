@@ -24,7 +24,7 @@ from hatch_epcontext.files import is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Recipe, Record, Source
-from hatch_epcontext.jobs.cache.index import Index, changed_error
+from hatch_epcontext.jobs.cache.index import changed_error
 from hatch_epcontext.jobs.cache.store import Cache
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.plan import Job
@@ -50,7 +50,6 @@ class JobRunner:
 
     sources: Mapping[str, Source]
     cache: Cache
-    index: Index
     steps: Steps
     staging: Path
     log: Callable[[str], None]
@@ -102,12 +101,12 @@ class _JobRun:
     """One job of ``build``; ``settings`` is its key without versions."""
 
     def __init__(self, build: JobRunner, job: Job) -> None:
-        self._build, self._job, self._index = build, job, build.index
+        self._build, self._job, self._index = build, job, build.cache.index
         # A key would have to depend on the secret, and its hash could be guessed.
         self.cache = Cache(None, build.log) if job.target.has_secrets else build.cache
         inputs = job.target.calibration
         sha256 = {name: source.sha256 for name, source in build.sources.items()}
-        self.settings = job.key(sha256, inputs_digest(inputs, build.index) if inputs else "")
+        self.settings = job.key(sha256, inputs_digest(inputs, self._index) if inputs else "")
         self._place = build.staging / PACKAGE / job.folder
         self._search = Search(job.target.settings)
         self._key = ""
@@ -334,7 +333,7 @@ class _JobRun:
         finally:
             # A file that has changed in the meantime may be the cause of an error too.
             for file in files:
-                self._index.check(file)
+                self._index.sha256(file, again=True)
         if added := set(self._files()).difference(files):
             raise changed_error(min(added))
 

@@ -132,7 +132,7 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     sizes = {name: source.size for name, source in sources.items()}
     steps = Steps(workers, staging, installed, sizes)
     steps.expect(plan.jobs)
-    return JobRunner(sources, cache, cache.index, steps, staging, workers.progress or _ignore)
+    return JobRunner(sources, cache, steps, staging, workers.progress or _ignore)
 
 
 def _ignore(line: str) -> None:

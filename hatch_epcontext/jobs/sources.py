@@ -105,7 +105,7 @@ def _cut_model(forms: Sequence[Model], cache: Cache, workers: Workers, scratch: 
     request = CutRequest(tuple(forms), str(folder))
     reply = workers.call(request, scratch / "call", location=f"{forms[0].name}: cutting")
     # The files that were cut must be those that were hashed.
-    index.check(source)
+    index.sha256(source, again=True)
     sha256 = {name: index.sha256(source.parent / name) for name in reply.data}
     files = {name: record_file(folder / name) for name in reply.files}
     cut = _CutModel(files, sha256, reply.forms)
@@ -145,7 +145,7 @@ def read_sources(
         reply = workers.call(CheckRequest(unknown), scratch, location="reading the models")
         for model in unknown:
             # The facts must be those of the contents that were hashed.
-            index.check(model.path)
+            index.sha256(model.path, again=True)
         known |= {model.name: facts for model, facts in zip(unknown, reply.models, strict=True)}
     # Of known models too: the shared cache may lack them, and here they are in use, for builds that only read
     # the cache.

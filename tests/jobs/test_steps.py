@@ -187,7 +187,7 @@ def prepared(job: Job, tmp_path: Path, workers: Workers) -> Preparation:
     source = Source(model, ModelFacts((), (), ()), record.sha256, {model.path.name: record})
     cache = Cache(None, pytest.fail)
     steps = Steps(workers, tmp_path, {})
-    runner = JobRunner({"a": source}, cache, cache.index, steps, tmp_path, pytest.fail)
+    runner = JobRunner({"a": source}, cache, steps, tmp_path, pytest.fail)
     (preparation,) = runner.run(job).artifact.record.preparations
     return preparation
 

@@ -64,38 +64,32 @@ class Index:
         absent = self._absent.get(path)
         return absent or FileRecord(path.stat().st_size, self.sha256(path))
 
-    def sha256(self, path: Path) -> str:
+    def sha256(self, path: Path, *, again: bool = False) -> str:
         """The hex sha256 of the file ``path``, from the index if its status is known there.
 
-        Raises ModelError if the file has changed since it was first read.
+        Raises ModelError if the file has changed since it was first read. To find that out, a file is read
+        ``again`` that was written just before.
         """
         if (absent := self._absent.get(path)) is not None:
             return absent.sha256
-        return self._look(path, again=False).sha256
-
-    def check(self, path: Path) -> None:
-        """Raise ModelError if the file ``path`` has changed since it was first read.
-
-        Unlike `sha256` this reads a file again that was written just before it was first read.
-        """
-        self._look(path, again=True)
-
-    def _look(self, path: Path, *, again: bool) -> _Look:
         if (first := self._looks.get(path)) is not None:
             self._compare(path, first, read=again and not first.settled)
-            return first
+            return first.sha256
         status = path.stat()
         settled = _is_settled(status)
-        sha256 = self._read(status) if settled else None
-        if sha256 is None:
+        file = self.folder / _digest(status) if self.folder and settled else None
+        sha256 = known_text(file) if file else None
+        if file and sha256 and is_sha256(sha256):
+            mark_used(file)
+        else:
             sha256 = file_sha256(path)
             if _digest(path.stat()) != _digest(status):
                 raise changed_error(path)
-            if settled and self.folder is not None:
+            if file:
                 with contextlib.suppress(OSError):
-                    write_atomically(self.folder / _digest(status), sha256, durable=False)
+                    write_atomically(file, sha256, durable=False)
         # Threads may read it at the same time: the first result counts.
-        return self._looks.setdefault(path, _Look(status, sha256, settled))
+        return self._looks.setdefault(path, _Look(status, sha256, settled)).sha256
 
     def _compare(self, path: Path, look: _Look, *, read: bool) -> None:
         """Raise ModelError if the file differs from what it was at the first ``look``.
@@ -115,16 +109,6 @@ class Index:
         except OSError as error:
             raise changed_error(path) from error
         self._looks[path] = _Look(status, look.sha256, _is_settled(status))
-
-    def _read(self, status: os.stat_result) -> str | None:
-        if self.folder is None:
-            return None
-        file = self.folder / _digest(status)
-        sha256 = known_text(file)
-        if sha256 is None or not is_sha256(sha256):
-            return None
-        mark_used(file)
-        return sha256
 
 
 def changed_error(path: Path) -> ModelError:
