@@ -203,8 +203,10 @@ KEY = f"ed25519:{'A' * 43}="
 def test_the_front_end_installs_the_backend_of_the_shared_cache(
     root: Path, monkeypatch: pytest.MonkeyPatch, url: str, backend: list[str]
 ) -> None:
-    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE", url)
-    configure(root, f'build = {{ cache = "s3://bucket/other", cache-keys = ["{KEY}"] }}\n')
+    monkeypatch.setenv("HATCH_EPCONTEXT_SHARED_CACHE", url)
+    configure(
+        root, f'build = {{ shared-cache = "s3://bucket/other", shared-cache-keys = ["{KEY}"] }}\n'
+    )
     signatures = ["cryptography>=44"] if url else []
     assert hook(root).dependencies() == ["onnxruntime>=1.23", *TOOLS, *backend, *signatures]
     assert hook(root, "sdist").dependencies() == []

@@ -89,9 +89,9 @@ def new_key() -> None:
     except ImportError as error:
         raise click.ClickException(str(error)) from error
     click.echo("Keep this secret, in the environment of the builds that write:")
-    click.echo(f"{PREFIX}CACHE_KEY={private}")
+    click.echo(f"{PREFIX}SHARED_CACHE_KEY={private}")
     click.echo("\nThis belongs in pyproject.toml:")
-    click.echo(f"[{ROOT}.build]\ncache-keys = {to_toml([public])}")
+    click.echo(f"[{ROOT}.build]\nshared-cache-keys = {to_toml([public])}")
 
 
 def _summarize(entries: list[Entry]) -> str:

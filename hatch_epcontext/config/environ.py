@@ -40,8 +40,8 @@ class Environment:
     from_cache: tuple[str, ...] | None = None
     cache_dir: Path | None = None
     no_cache: bool = False
-    cache_write: bool = False
-    cache_key: str | None = field(default=None, repr=False)
+    shared_cache_write: bool = False
+    shared_cache_key: str | None = field(default=None, repr=False)
     editable: Editable | None = None
     validate: ValidationMode | None = None
     report: Path | None = None
@@ -123,7 +123,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _path(text: str) -> Path:
     if re.match(r"[A-Za-z][\w+.-]+:/", text):
-        raise ValueError(f"a path, not a URL: that of a shared cache belongs in {PREFIX}CACHE")
+        raise ValueError(
+            f"a path, not a URL: that of a shared cache belongs in {PREFIX}SHARED_CACHE"
+        )
     return _expand(text).absolute()
 
 
@@ -192,12 +194,12 @@ VARIABLES: Mapping[str, Variable] = {
     "NO_CACHE": Variable(
         "1", "Neither reads nor writes the cache, that of the user or a shared one.", _switch
     ),
-    "CACHE_WRITE": Variable(
+    "SHARED_CACHE_WRITE": Variable(
         "1",
-        "Writes to the shared cache `build.cache` too, signed with `HATCH_EPCONTEXT_CACHE_KEY`.",
+        "Writes to `build.shared-cache` too, signed with `HATCH_EPCONTEXT_SHARED_CACHE_KEY`.",
         _switch,
     ),
-    "CACHE_KEY": Variable(
+    "SHARED_CACHE_KEY": Variable(
         "ed25519-private:...",
         "The signing key of the shared cache. It is never printed.",
         _private_key,

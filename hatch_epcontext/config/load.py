@@ -87,7 +87,7 @@ def _load(
     _, missing = collect(_check_build(build, environment))
     # An invalid part was left out: report nothing else about it.
     yield from (each for each in (*invalid, *missing) if not _is_about(each, mistyped))
-    cluster = tuple(Key() / "build" / name for name in ("executor", "scheduler", "cache"))
+    cluster = tuple(Key() / "build" / name for name in ("executor", "scheduler", "shared-cache"))
     if not any(each.key in cluster for each in (*mistyped, *invalid)):
         yield from _check_farm(models, build, parsed.build, environment)
     return _config(finder.root, parsed, build, models, environment)
@@ -135,11 +135,11 @@ def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]
         message = 'is required with executor = "dask": the address of the scheduler.'
         hint = f'For example scheduler = "tcp://host:8786", or the variable {PREFIX}SCHEDULER.'
         yield Problem.at(Key() / "build" / "scheduler", Kind.MISSING_KEY, message, hint)
-    url = None if environment.no_cache else build.cache
-    if url is not None and not (build.cache_keys or url.startswith("file://")):
+    url = None if environment.no_cache else build.shared_cache
+    if url is not None and not (build.shared_cache_keys or url.startswith("file://")):
         message = "is required with a shared cache: the trusted public keys."
         hint = "Make a pair of keys with `epcontext cache new-key`. Only a folder (file://) works without."
-        yield Problem.at(Key() / "build" / "cache-keys", Kind.MISSING_KEY, message, hint)
+        yield Problem.at(Key() / "build" / "shared-cache-keys", Kind.MISSING_KEY, message, hint)
 
 
 def _check_farm(
@@ -158,12 +158,12 @@ def _check_farm(
         )
     if build.executor != "dask" or build.scheduler is None:
         return
-    if build.cache is None or environment.no_cache:
+    if build.shared_cache is None or environment.no_cache:
         yield Problem.at(
-            Key() / "build" / "cache",
+            Key() / "build" / "shared-cache",
             Kind.MISSING_KEY,
             'is required with executor = "dask": models and artifacts go through it.',
-            f'For example cache = "s3://bucket/folder", or "file:///mnt/folder" that all machines have. '
+            f'For example shared-cache = "s3://bucket/folder", or "file:///mnt/folder" of all machines. '
             f"An empty {PREFIX}SCHEDULER builds here."
             + (f" {PREFIX}NO_CACHE switches it off." if environment.no_cache else ""),
         )
@@ -189,10 +189,10 @@ def _config(
             **{
                 **vars(build),
                 "memory_limit": _size(build.memory_limit),
-                "cache": None if environment.no_cache else build.cache,
+                "shared_cache": None if environment.no_cache else build.shared_cache,
                 "scheduler": build.scheduler if build.executor == "dask" else None,
-                "cache_write": environment.cache_write,
-                "cache_key": environment.cache_key,
+                "shared_cache_write": environment.shared_cache_write,
+                "shared_cache_key": environment.shared_cache_key,
             }
         ),
         wheel=WheelSettings(**{**vars(wheel), "max_size": _size(wheel.max_size)}),

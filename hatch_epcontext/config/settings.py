@@ -44,7 +44,7 @@ CREDENTIALS = frozenset(
         "AZURE_STORAGE_ACCOUNT_KEY",
         "AZURE_STORAGE_CONNECTION_STRING",
         "AZURE_STORAGE_SAS_TOKEN",
-        "HATCH_EPCONTEXT_CACHE_KEY",
+        "HATCH_EPCONTEXT_SHARED_CACHE_KEY",
         "HF_TOKEN",
         "HUGGING_FACE_HUB_TOKEN",
     }
@@ -323,18 +323,18 @@ class Model:
 class BuildSettings(BuildTable):
     """``[tool.epcontext.build]`` with the variables that win over it, and with sizes in bytes.
 
-    ``cache`` is None without a shared cache, and ``scheduler`` if jobs run on this machine. With
-    ``cache_write`` the build writes to the shared cache, signed with the private key ``cache_key``.
+    ``shared_cache`` is None without one, and ``scheduler`` if jobs run on this machine. With
+    ``shared_cache_write`` the build writes to it, signed with the private key ``shared_cache_key``.
     """
 
     memory_limit: int | None = None
-    cache_write: bool = False
-    cache_key: str | None = field(default=None, repr=False)
+    shared_cache_write: bool = False
+    shared_cache_key: str | None = field(default=None, repr=False)
 
     @property
     def trust(self) -> tuple[str, ...] | None:
         """The trusted public keys of the shared cache; None to trust a folder without keys."""
-        return self.cache_keys or None
+        return self.shared_cache_keys or None
 
 
 @dataclass(frozen=True, kw_only=True)

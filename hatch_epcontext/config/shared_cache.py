@@ -1,4 +1,4 @@
-"""Shared caches: valid URLs of `build.cache`, the signing key, and the trusted public keys."""
+"""Shared caches: valid URLs of `build.shared-cache`, the signing key, and the trusted public keys."""
 
 from __future__ import annotations
 

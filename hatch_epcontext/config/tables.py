@@ -431,14 +431,14 @@ class BuildTable:
         check=_size,
     )
     fail_fast: bool = _key("End the build at the first job that fails.", False)
-    cache: str | None = _key(
+    shared_cache: str | None = _key(
         "The URL of a cache that teams and CI share: `s3://`, `gs://`, `az://`, `file://` or `https://`: see "
         "`docs/ci.md`.",
         check=check_cache_url,
         empty_switches_off=True,
         is_url=True,
     )
-    cache_keys: tuple[str, ...] = _key(
+    shared_cache_keys: tuple[str, ...] = _key(
         "The public keys: builds use only what one of them signed.",
         (),
         check=check_public_keys,

@@ -151,10 +151,10 @@ def cache_requirements(settings: BuildSettings) -> tuple[str, ...]:
 
     Not part of `requirements`: without it a build goes on without the shared cache.
     """
-    if settings.cache is None:
+    if settings.shared_cache is None:
         return ()
-    signed = settings.trust is not None or settings.cache_key is not None
-    backend = REQUIREMENTS[settings.cache.partition("://")[0]]
+    signed = settings.trust is not None or settings.shared_cache_key is not None
+    backend = REQUIREMENTS[settings.shared_cache.partition("://")[0]]
     return (backend, SIGNATURES) if signed else (backend,)
 
 

@@ -67,7 +67,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     root, settings = config.cache_dir or default_root(), config.build
     if root is None:
         warn(f"{NO_HOME}; this build does not use one. Set HATCH_EPCONTEXT_CACHE_DIR to a folder.")
-    if settings.cache is None:
+    if settings.shared_cache is None:
         return Cache(root, warn)
     # Imported here: few builds have a shared cache.
     from hatch_epcontext.jobs.cache.shared import SharedCache

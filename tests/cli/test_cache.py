@@ -55,7 +55,7 @@ def test_new_keys_are_printed_and_not_stored(cli: Cli, tmp_path: Path, project: 
     assert public_key(private[0]) == public[1]
     _, _, toml = printed.partition("This belongs in pyproject.toml:\n")
     table = parse(toml)["tool"]["epcontext"]["build"]
-    assert table == {"cache-keys": [public[1]]}
+    assert table == {"shared-cache-keys": [public[1]]}
     assert cli("cache", "new-key").stdout != printed
     assert not (tmp_path / "user-cache").exists()
 

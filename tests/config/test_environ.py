@@ -17,7 +17,7 @@ from tests.config.examples import read as load
 CPU = f'{MODELS}targets.cpu.provider = "cpu"\n'
 
 PRIVATE, PUBLIC = new_keys()
-KEYS = f'cache-keys = ["{PUBLIC}"]'
+KEYS = f'shared-cache-keys = ["{PUBLIC}"]'
 
 
 def read(**variables: str) -> Environment:
@@ -51,10 +51,10 @@ def test_all_variables(tmp_path: Path) -> None:
         REPORT=str(tmp_path / "r.html"),
         NO_CACHE="1",
         OFFLINE="1",
-        CACHE="s3://bucket/team",
-        CACHE_KEYS=f"{PUBLIC},{PUBLIC}",
-        CACHE_WRITE="1",
-        CACHE_KEY=PRIVATE,
+        SHARED_CACHE="s3://bucket/team",
+        SHARED_CACHE_KEYS=f"{PUBLIC},{PUBLIC}",
+        SHARED_CACHE_WRITE="1",
+        SHARED_CACHE_KEY=PRIVATE,
         JOBS="3",
         TIMEOUT="2.5",
         MEMORY_LIMIT="8 GB",
@@ -79,8 +79,8 @@ def test_all_variables(tmp_path: Path) -> None:
         "timeout": 2.5,
         "memory_limit": "8 GB",
         "fail_fast": True,
-        "cache": "s3://bucket/team",
-        "cache_keys": (PUBLIC, PUBLIC),
+        "shared_cache": "s3://bucket/team",
+        "shared_cache_keys": (PUBLIC, PUBLIC),
         "executor": "dask",
         "scheduler": "tls://host:8786",
     }
@@ -89,7 +89,7 @@ def test_all_variables(tmp_path: Path) -> None:
         "max_size": "250 MB",
         "sbom": True,
     }
-    assert settings.cache_write
+    assert settings.shared_cache_write
     assert (settings.editable, settings.validate) == ("compile", "require")
     assert "HATCH_EPCONTEXT_JOBS=3" in settings.overrides
     # All but the private key.
@@ -97,17 +97,17 @@ def test_all_variables(tmp_path: Path) -> None:
 
 
 def test_variables_switch_the_shared_cache_off_and_writing_on(project: Path) -> None:
-    toml = f'{CPU}build = {{ {KEYS}, cache = "s3://bucket/team", timeout = 7 }}'
-    assert load(project, toml).build.cache == "s3://bucket/team"
-    assert load(project, toml, None, NO_CACHE="1").build.cache is None
-    assert not load(project, toml).build.cache_write
-    assert load(project, toml, None, CACHE_WRITE="1").build.cache_write
+    toml = f'{CPU}build = {{ {KEYS}, shared-cache = "s3://bucket/team", timeout = 7 }}'
+    assert load(project, toml).build.shared_cache == "s3://bucket/team"
+    assert load(project, toml, None, NO_CACHE="1").build.shared_cache is None
+    assert not load(project, toml).build.shared_cache_write
+    assert load(project, toml, None, SHARED_CACHE_WRITE="1").build.shared_cache_write
     assert problems(project, f"{CPU}build = {{ cache-write = true }}")
-    config = load(project, toml, None, CACHE=" ")
-    assert config.build.cache is None
+    config = load(project, toml, None, SHARED_CACHE=" ")
+    assert config.build.shared_cache is None
     assert config.build.timeout == 7
-    assert config.overrides == (f"{PREFIX}CACHE=",)
-    assert "switches it off when empty" in VARIABLES["CACHE"].doc
+    assert config.overrides == (f"{PREFIX}SHARED_CACHE=",)
+    assert "switches it off when empty" in VARIABLES["SHARED_CACHE"].doc
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_variables_switch_the_shared_cache_off_and_writing_on(project: Path) -> 
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_printed(project: Path, url: str) -> None:
-    toml = f"{CPU}build = {{ {KEYS}, cache = '{url}' }}"
-    for found in (problems(project, toml), problems(project, CPU, CACHE=url)):
+    toml = f"{CPU}build = {{ {KEYS}, shared-cache = '{url}' }}"
+    for found in (problems(project, toml), problems(project, CPU, SHARED_CACHE=url)):
         (problem,) = found.values()
         assert "without a user, a password, a query" in problem.message
         assert "sec-ret" not in f"{problem} {problem.message}"
@@ -178,7 +178,7 @@ def keys_with_a_variable() -> list[tuple[str, str]]:
         for name, table in tables
         for key in dataclasses.fields(table)
         # These need one another.
-        if key.name not in ("executor", "scheduler", "cache", "cache_keys")
+        if key.name not in ("executor", "scheduler", "shared_cache", "shared_cache_keys")
     ]
 
 
@@ -199,16 +199,18 @@ def test_a_variable_wins_over_each_key_of_build_and_wheel(
 
 
 def test_variables_win_over_the_keys_of_the_shared_cache(project: Path) -> None:
-    toml = f'{CPU}build = {{ {KEYS}, cache = "s3://bucket/team" }}'
+    toml = f'{CPU}build = {{ {KEYS}, shared-cache = "s3://bucket/team" }}'
     other = new_keys()[1]
-    settings = load(project, toml, None, CACHE="s3://other", CACHE_KEYS=f"{other}, {PUBLIC}").build
-    assert settings.cache == "s3://other"
-    assert settings.cache_keys == (other, PUBLIC)
-    invalid = {"CACHE": "ftp://x", "CACHE_KEYS": "x"}
+    settings = load(
+        project, toml, None, SHARED_CACHE="s3://other", SHARED_CACHE_KEYS=f"{other}, {PUBLIC}"
+    ).build
+    assert settings.shared_cache == "s3://other"
+    assert settings.shared_cache_keys == (other, PUBLIC)
+    invalid = {"SHARED_CACHE": "ftp://x", "SHARED_CACHE_KEYS": "x"}
     assert problems(project, toml, **invalid).keys() == {f"{PREFIX}{name}" for name in invalid}
 
 
-SHARED = {"CACHE": "file:///mnt/shared"}
+SHARED = {"SHARED_CACHE": "file:///mnt/shared"}
 """The cache through which the files of a cluster go."""
 
 
@@ -230,8 +232,8 @@ def test_a_cluster_needs_a_shared_cache_and_gets_no_secrets(project: Path) -> No
     cluster = {"EXECUTOR": "dask", "SCHEDULER": "tcp://host:8786"}
     for without in ({}, {**SHARED, "NO_CACHE": "1"}):
         found = problems(project, CPU, **cluster, **without)
-        assert found.keys() == {"build.cache"}
-        assert found["build.cache"].kind is Kind.MISSING_KEY
+        assert found.keys() == {"build.shared-cache"}
+        assert found["build.shared-cache"].kind is Kind.MISSING_KEY
     toml = """
 models = ["models/a.onnx"]
 [targets.npu]
@@ -267,12 +269,15 @@ def test_a_variable_may_decide_about_a_scheduler_in_pyproject(project: Path) -> 
         assert load(project, toml, None, **{name: value}).build.scheduler is None
 
 
-@pytest.mark.parametrize("name", ["CACHE_KEY", "CACHEKEY"])
+@pytest.mark.parametrize("name", ["SHARED_CACHE_KEY", "CACHEKEY"])
 def test_keys_and_credentials_are_never_shown(name: str) -> None:
     found, problems = collect(read_environment({f"{PREFIX}{name}": "hunter2"}))
     assert "hunter2" not in str([problem.message for problem in problems])
-    assert name != "CACHE_KEY" or "hunter2" not in repr(found.overrides)
-    environ = {f"{PREFIX}CACHE": "s3://key:hunter2@bucket", f"{PREFIX}SCHEDULER": "tcp://a:hunter2"}
+    assert name != "SHARED_CACHE_KEY" or "hunter2" not in repr(found.overrides)
+    environ = {
+        f"{PREFIX}SHARED_CACHE": "s3://key:hunter2@bucket",
+        f"{PREFIX}SCHEDULER": "tcp://a:hunter2",
+    }
     found, problems = collect(read_environment(environ))
     assert "hunter2" not in repr((found.overrides, problems))
-    assert f"{PREFIX}CACHE=s3://***@bucket" in found.overrides
+    assert f"{PREFIX}SHARED_CACHE=s3://***@bucket" in found.overrides

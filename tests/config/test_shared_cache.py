@@ -17,7 +17,7 @@ from tests.config.examples import read as load
 
 CPU = f'{MODELS}targets.cpu.provider = "cpu"\n'
 PRIVATE, PUBLIC = new_keys()
-SHARED = f'{CPU}build = {{ cache = "s3://bucket/team", %s }}'
+SHARED = f'{CPU}build = {{ shared-cache = "s3://bucket/team", %s }}'
 
 
 def test_a_pair_of_keys() -> None:
@@ -37,27 +37,35 @@ def test_what_is_no_key(project: Path, key: str) -> None:
     with pytest.raises(ValueError, match="a private key as"):
         private_bytes(key)
     if key:
-        (problem,) = problems(project, CPU, CACHE_KEY=key).values()
+        (problem,) = problems(project, CPU, SHARED_CACHE_KEY=key).values()
         assert problem.kind is Kind.INVALID_VARIABLE
         assert problem.message.endswith("prints it (ed25519-private:...).")
 
 
 def test_a_private_key_in_the_place_of_a_public_one_is_not_printed(project: Path) -> None:
-    (problem,) = problems(project, SHARED % f'cache-keys = ["{PRIVATE}"]').values()
+    (problem,) = problems(project, SHARED % f'shared-cache-keys = ["{PRIVATE}"]').values()
     assert "this is a private one" in problem.message
     assert PRIVATE not in str(problem)
 
 
 def test_a_shared_cache_that_is_no_folder_needs_keys(project: Path) -> None:
     (problem,) = problems(project, SHARED % "jobs = 1").values()
-    assert (str(problem.key), problem.kind) == ("tool.epcontext.build.cache-keys", Kind.MISSING_KEY)
+    assert (str(problem.key), problem.kind) == (
+        "tool.epcontext.build.shared-cache-keys",
+        Kind.MISSING_KEY,
+    )
     assert "epcontext cache new-key" in str(problem)
-    config = load(project, SHARED % f'cache-keys = ["{PUBLIC}"]', None, CACHE_KEY=PRIVATE)
+    config = load(
+        project, SHARED % f'shared-cache-keys = ["{PUBLIC}"]', None, SHARED_CACHE_KEY=PRIVATE
+    )
     assert PRIVATE not in repr(config)
-    assert config.build.cache_keys == (PUBLIC,)
-    assert config.build.cache_key == PRIVATE
+    assert config.build.shared_cache_keys == (PUBLIC,)
+    assert config.build.shared_cache_key == PRIVATE
     assert config.build.trust == (PUBLIC,)
-    assert load(project, SHARED % "jobs = 1", None, CACHE="file:///mnt/cache").build.trust is None
+    assert (
+        load(project, SHARED % "jobs = 1", None, SHARED_CACHE="file:///mnt/cache").build.trust
+        is None
+    )
 
 
 @pytest.mark.parametrize(

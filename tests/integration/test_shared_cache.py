@@ -16,7 +16,7 @@ from tests.remotes import S3_KEY, S3_SECRET, make_bucket, s3_server, s3_variable
 
 TOML = """
 models = [{{ path = "models/a.onnx", dims = {{ batch = 1 }} }}]
-build = {{ cache = "{url}", cache-keys = ["{key}"] }}
+build = {{ shared-cache = "{url}", shared-cache-keys = ["{key}"] }}
 [tool.epcontext.targets.npu]
 provider = "qnn"
 provider-options = {{ soc_model = 60, htp_arch = 73 }}
@@ -36,7 +36,7 @@ def test_a_machine_without_onnx_runtime_builds_the_wheel_from_a_bucket(
         url = f"s3://{make_bucket(server)}/team"
         project = make_project(tmp_path / "project", TOML.format(url=url, key=public))
         # Only machines that compile may write.
-        env["HATCH_EPCONTEXT_CACHE_KEY"] = private
+        env["HATCH_EPCONTEXT_SHARED_CACHE_KEY"] = private
 
         def build(machine: str, *options: str, **settings: str) -> str:
             settings = {"CACHE_DIR": str(tmp_path / machine), **settings}
@@ -48,10 +48,10 @@ def test_a_machine_without_onnx_runtime_builds_the_wheel_from_a_bucket(
 
         for target in ("npu", "any"):
             # Without isolation: what it needs is installed here.
-            compiled = build(target, "-nx", TARGETS=target, CACHE_WRITE="1")
+            compiled = build(target, "-nx", TARGETS=target, SHARED_CACHE_WRITE="1")
             assert f"a -> {target} " in compiled
             assert "from the cache" not in compiled
-        del env["HATCH_EPCONTEXT_CACHE_KEY"]
+        del env["HATCH_EPCONTEXT_SHARED_CACHE_KEY"]
         taken = build("last", FROM_CACHE="all")
     assert "s3fs" in taken
     assert "onnxruntime" not in taken

@@ -196,7 +196,7 @@ class Builder:
         return problem
 
     def variables(self) -> dict[str, str]:
-        places = {"CACHE": f"file://{self.shared}", "CACHE_DIR": str(self.folder / "cache")}
+        places = {"SHARED_CACHE": f"file://{self.shared}", "CACHE_DIR": str(self.folder / "cache")}
         return named(
             {"EXECUTOR": "dask", "SCHEDULER": self.cluster.scheduler.scheduler_address, **places}
         )
@@ -279,7 +279,7 @@ def test_only_the_build_signs_what_it_has_checked(
         pytest.fail("other content was fetched")
 
     toml = f'{CPU}[build]\ncache-keys = ["{public}"]\n'
-    signing = {"CACHE_WRITE": "1", "CACHE_KEY": private}
+    signing = {"SHARED_CACHE_WRITE": "1", "SHARED_CACHE_KEY": private}
     with monkeypatch.context() as patch:
         patch.setattr(Transport, "fetch_file", alter)
         problem = run.problem(toml, signing)

@@ -256,7 +256,7 @@ class _Folder:
 
 
 class SharedCache:
-    """The entries at ``settings.cache``, for all threads of one build.
+    """The entries at ``settings.shared_cache``, for all threads of one build.
 
     A fault of it never fails a build: ``warn`` gets a line for each, once. ``timeout``: as in `Transport`.
     ``sent``: a folder of this machine that remembers for a day what is there, so that it costs no request.
@@ -265,11 +265,11 @@ class SharedCache:
     def __init__(
         self, settings: BuildSettings, warn: Callable[[str], None], timeout: float = _TIMEOUT
     ) -> None:
-        assert settings.cache is not None, "there is one"
-        self.transport = Transport(settings.cache, timeout)
+        assert settings.shared_cache is not None, "there is one"
+        self.transport = Transport(settings.shared_cache, timeout)
         self.sent: Path | None = None
-        self._can_write = settings.cache_write
-        self._warn, self._trust, self._key = warn, settings.trust, settings.cache_key
+        self._can_write = settings.shared_cache_write
+        self._warn, self._trust, self._key = warn, settings.trust, settings.shared_cache_key
         self._reported: dict[str, str] = {}
         # The records of entries that are there, as far as the build has asked; None for the others.
         self._known: dict[tuple[str, str], object] = {}
@@ -308,7 +308,9 @@ class SharedCache:
                 return
         with self._reported_faults(writes=True):
             if self._trust and (self._key is None or public_key(self._key) not in self._trust):
-                raise TransportError(f"{PREFIX}CACHE_KEY has no key of build.cache-keys")
+                raise TransportError(
+                    f"{PREFIX}SHARED_CACHE_KEY has no key of build.shared-cache-keys"
+                )
             other = self._other(kind, key, type(record))
             if isinstance(record, Growing) and other is not None:
                 record = record.joined(other)

@@ -38,7 +38,7 @@ def verify(statement: bytes, kind: str, key: str, trust: tuple[str, ...] | None)
     """
     signature, _, content = statement.partition(b"\n")
     if trust is not None and not any(_is_signed(content, signature, public) for public in trust):
-        raise DamagedError("a statement is not signed by any of build.cache-keys")
+        raise DamagedError("a statement is not signed by any of build.shared-cache-keys")
     name, _, record = content.partition(b"\n")
     if name != f"{kind}/{key}".encode():
         raise DamagedError("a statement is about another entry")

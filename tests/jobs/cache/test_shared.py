@@ -50,8 +50,12 @@ class Team:
 
     def open(self, url: str = "", timeout: float = 20, **settings: Any) -> SharedCache:
         """The cache, or that at ``url``, for one build; it may write if no setting differs."""
-        keys = {"cache_keys": (PUBLIC,), "cache_key": PRIVATE, "cache_write": True}
-        build = BuildSettings(**{**keys, **settings}, cache=url or self.folder.as_uri())
+        keys = {
+            "shared_cache_keys": (PUBLIC,),
+            "shared_cache_key": PRIVATE,
+            "shared_cache_write": True,
+        }
+        build = BuildSettings(**{**keys, **settings}, shared_cache=url or self.folder.as_uri())
         return SharedCache(build, self.warnings.append, timeout)
 
     def statement(self, kind: str = "artifacts", key: str = KEY) -> Path:
@@ -92,7 +96,7 @@ def test_an_artifact_that_one_build_sends_is_fetched_by_another(
     # More than one piece.
     (team.artifact.folder / "parts" / "ü.bin").write_bytes(bytes(range(256)) * 70_000)
     record = make_record(record_files(team.artifact.folder))
-    reader = team.open(url, cache_key=None, cache_write=False)
+    reader = team.open(url, shared_cache_key=None, shared_cache_write=False)
     assert team.fetch(reader) is None
     assert not (tmp_path / "fetched").exists()
     team.open(url).put("artifacts", KEY, record, team.artifact.folder)
@@ -128,15 +132,21 @@ def test_a_file_is_sent_once_and_fetched_by_its_content(server: WebServer, tmp_p
 @pytest.mark.parametrize(
     "settings",
     # The second as in the CI of a pull request, which has the same workflow, and none of its secrets.
-    [{"cache_write": False}, {"cache_key": None}, {"cache_key": new_keys()[0]}],
+    [
+        {"shared_cache_write": False},
+        {"shared_cache_key": None},
+        {"shared_cache_key": new_keys()[0]},
+    ],
 )
 def test_a_build_writes_only_what_others_would_use(team: Team, settings: dict[str, Any]) -> None:
     cache = team.open(**settings)
     team.send(cache)
     cache.put("refs", KEY, OTHER)
     assert not team.folder.exists()
-    assert len(team.warnings) == ("cache_key" in settings)
-    reason = "cannot be written (HATCH_EPCONTEXT_CACHE_KEY has no key of build.cache-keys)"
+    assert len(team.warnings) == ("shared_cache_key" in settings)
+    reason = (
+        "cannot be written (HATCH_EPCONTEXT_SHARED_CACHE_KEY has no key of build.shared-cache-keys)"
+    )
     assert all(reason in warning for warning in team.warnings)
 
 
@@ -270,7 +280,7 @@ def alterations(value: Any) -> Iterator[Any]:
 
 
 def test_no_field_of_a_record_that_nobody_signed_is_a_traceback(team: Team, tmp_path: Path) -> None:
-    cache = team.open(cache_keys=(), cache_key=None)
+    cache = team.open(shared_cache_keys=(), shared_cache_key=None)
     team.send(cache)
     fields = json.loads(team.statement().read_bytes().split(b"\n", 2)[2])
     for altered in alterations(fields):
@@ -286,13 +296,15 @@ def test_no_field_of_a_record_that_nobody_signed_is_a_traceback(team: Team, tmp_
 def test_keys_are_replaced_one_after_the_other(team: Team) -> None:
     old, old_public = new_keys()
     both = (old_public, PUBLIC)
-    team.send(team.open(cache_keys=both, cache_key=old))
-    team.send(team.open(cache_keys=both), OTHER)
+    team.send(team.open(shared_cache_keys=both, shared_cache_key=old))
+    team.send(team.open(shared_cache_keys=both), OTHER)
     for key in (KEY, OTHER):
-        assert team.open(cache_keys=both).get("artifacts", key, Record) == team.artifact.record
+        assert (
+            team.open(shared_cache_keys=both).get("artifacts", key, Record) == team.artifact.record
+        )
     assert not team.warnings
     assert team.open().get("artifacts", KEY, Record) is None
-    assert "not signed by any of build.cache-keys" in team.warnings[0]
+    assert "not signed by any of build.shared-cache-keys" in team.warnings[0]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such files")
@@ -488,7 +500,8 @@ from hatch_epcontext.config.settings import BuildSettings
 from hatch_epcontext.jobs.cache.shared import SharedCache
 warnings = []
 sys.modules[sys.argv[1]] = None
-cache = SharedCache(BuildSettings(cache=sys.argv[2], cache_keys=(sys.argv[3],)), warnings.append)
+settings = BuildSettings(shared_cache=sys.argv[2], shared_cache_keys=(sys.argv[3],))
+cache = SharedCache(settings, warnings.append)
 print(json.dumps([cache.get("refs", key * 32, str) for key in ("ab", "cd")] + [warnings]))
 """
 

@@ -63,8 +63,8 @@ class Machine:
     def config(self, toml: str, **variables: str) -> Config:
         environ = {
             "CACHE_DIR": str(self.folder / "cache"),
-            "CACHE_KEYS": PUBLIC_KEY,
-            "CACHE_KEY": PRIVATE_KEY,
+            "SHARED_CACHE_KEYS": PUBLIC_KEY,
+            "SHARED_CACHE_KEY": PRIVATE_KEY,
             **variables,
         }
         return load(
@@ -108,12 +108,12 @@ def test_a_build_that_needs_a_cache_that_is_dead_names_it(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/cache"
         with pytest.raises(BuildError) as raised:
-            first.build(ONE, compiles=False, CACHE=url, FROM_CACHE="all")
+            first.build(ONE, compiles=False, SHARED_CACHE=url, FROM_CACHE="all")
     (problem,) = raised.value.problems
     assert problem.kind is Kind.NOT_CACHED
     assert f"The shared cache {url} cannot be used (0.5 s without an answer)." in problem.message
     # One that can compile goes on without it.
-    (built,) = first.build(ONE, CACHE=url, CACHE_WRITE="1")
+    (built,) = first.build(ONE, SHARED_CACHE=url, SHARED_CACHE_WRITE="1")
     assert built.artifact.record.files
     assert len(first.warnings) == 2
 
@@ -123,16 +123,20 @@ def test_what_one_machine_compiled_is_compiled_nowhere_else(
 ) -> None:
     # Without keys everybody is trusted.
     url = (tmp_path / "shared").as_uri()
-    settings: dict[str, Any] = {"CACHE": url, "CACHE_KEYS": "", "CACHE_KEY": ""}
+    settings: dict[str, Any] = {
+        "SHARED_CACHE": url,
+        "SHARED_CACHE_KEYS": "",
+        "SHARED_CACHE_KEY": "",
+    }
     first, second = machine("first"), machine("second")
-    (compiled,) = first.build(ONE, **settings, CACHE_WRITE="1")
+    (compiled,) = first.build(ONE, **settings, SHARED_CACHE_WRITE="1")
     (taken,) = second.build(ONE, compiles=False, **settings)
     assert not compiled.cached
     assert taken.cached
     assert taken.artifact.record == compiled.artifact.record
     assert taken.validations == compiled.validations
     # From now on the second machine needs nobody.
-    (again,) = second.build(ONE, compiles=False, CACHE="")
+    (again,) = second.build(ONE, compiles=False, SHARED_CACHE="")
     assert again.artifact.record == compiled.artifact.record
     assert not first.warnings + second.warnings
 
@@ -142,11 +146,13 @@ def test_a_build_that_finds_everything_in_its_own_folder_makes_no_request(
     machine: Callable[[str], Machine], server: WebServer, write: str
 ) -> None:
     first, second = machine("first"), machine("second")
-    first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
-    second.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE=write)
+    first.build(ONE, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
+    second.build(ONE, compiles=False, SHARED_CACHE=server.url, SHARED_CACHE_WRITE=write)
     for builder in (first, second):
         server.requests.clear()
-        (built,) = builder.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE=write)
+        (built,) = builder.build(
+            ONE, compiles=False, SHARED_CACHE=server.url, SHARED_CACHE_WRITE=write
+        )
         assert built.cached
         assert server.requests == []
 
@@ -156,8 +162,8 @@ def test_a_build_that_may_write_sends_what_was_compiled_before_and_later_removed
 ) -> None:
     first, last = machine("first"), machine("last")
     first.build(ONE)
-    first.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1")
-    last.build(ONE, compiles=False, CACHE=server.url, FROM_CACHE="all")
+    first.build(ONE, compiles=False, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
+    last.build(ONE, compiles=False, SHARED_CACHE=server.url, FROM_CACHE="all")
     sent = [path for method, path in server.requests if method == "PUT"]
     assert len(sent) == len(set(sent))
     # As an expiration rule of the store does.
@@ -166,8 +172,8 @@ def test_a_build_that_may_write_sends_what_was_compiled_before_and_later_removed
     marks = first.folder / "cache" / LAYOUT / "sent"
     for mark in marks.iterdir():
         os.utime(mark, (1, time.time() - 25 * 3600))
-    first.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1")
-    machine("other").build(ONE, compiles=False, CACHE=server.url, FROM_CACHE="all")
+    first.build(ONE, compiles=False, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
+    machine("other").build(ONE, compiles=False, SHARED_CACHE=server.url, FROM_CACHE="all")
     assert not first.warnings + last.warnings
     assert list(marks.iterdir())
     Store(first.folder / "cache").prune(None)
@@ -177,19 +183,19 @@ def test_a_build_that_may_write_sends_what_was_compiled_before_and_later_removed
 def test_an_empty_variable_and_no_cache_ask_nobody(
     machine: Callable[[str], Machine], server: WebServer
 ) -> None:
-    toml = f'{ONE}build = {{ cache = "{server.url}" }}\n'
-    machine("first").build(toml, CACHE="")
-    machine("second").build(toml, NO_CACHE="1", CACHE_WRITE="1")
+    toml = f'{ONE}build = {{ shared-cache = "{server.url}" }}\n'
+    machine("first").build(toml, SHARED_CACHE="")
+    machine("second").build(toml, NO_CACHE="1", SHARED_CACHE_WRITE="1")
     assert not server.requests
 
 
 def test_a_dry_run_downloads_no_files(
     machine: Callable[[str], Machine], server: WebServer, tmp_path: Path
 ) -> None:
-    machine("first").build(ONE, CACHE=server.url, CACHE_WRITE="1")
+    machine("first").build(ONE, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
     server.requests.clear()
     second = machine("second")
-    config = second.config(ONE, CACHE=server.url)
+    config = second.config(ONE, SHARED_CACHE=server.url)
     (run,) = dry_run(plan(config), tmp_path, open_cache(config, second.warnings.append))
     assert run.cached
     assert not [path for _, path in server.requests if "/blobs/" in path]
@@ -198,10 +204,10 @@ def test_a_dry_run_downloads_no_files(
 def test_without_a_folder_that_can_be_written_the_fetched_files_are_used(
     machine: Callable[[str], Machine], server: WebServer
 ) -> None:
-    machine("first").build(ONE, CACHE=server.url, CACHE_WRITE="1")
+    machine("first").build(ONE, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
     second = machine("second")
     (second.folder / "cache").touch()
-    (built,) = second.build(ONE, compiles=False, CACHE=server.url)
+    (built,) = second.build(ONE, compiles=False, SHARED_CACHE=server.url)
     assert built.cached
     (warning,) = second.warnings
     assert "cannot be written" in warning
@@ -226,23 +232,23 @@ def test_what_one_machine_validated_is_not_lost_to_what_another_one_knows(
 ) -> None:
     other = ONE.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate.inputs = "ones" }')
     first, second, reader, last = map(machine, ("first", "second", "reader", "last"))
-    first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
-    reader.build(ONE, compiles=False, CACHE=server.url, FROM_CACHE="all")
-    (built,) = second.build(other, CACHE=server.url, CACHE_WRITE="1")
+    first.build(ONE, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
+    reader.build(ONE, compiles=False, SHARED_CACHE=server.url, FROM_CACHE="all")
+    (built,) = second.build(other, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
     assert built.cached
     # This machine knows the job, but not how it was validated.
-    reader.build(other, compiles=False, CACHE=server.url, FROM_CACHE="all")
+    reader.build(other, compiles=False, SHARED_CACHE=server.url, FROM_CACHE="all")
     # Neither does this one, which sends what it knows again.
     shutil.rmtree(first.folder / "cache" / LAYOUT / "sent")
-    first.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1")
-    last.build(other, compiles=False, CACHE=server.url, FROM_CACHE="all")
+    first.build(ONE, compiles=False, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
+    last.build(other, compiles=False, SHARED_CACHE=server.url, FROM_CACHE="all")
 
 
 def test_the_latest_artifact_is_that_of_the_shared_cache(
     machine: Callable[[str], Machine], server: WebServer
 ) -> None:
     def cache(name: str, write: str) -> Cache:
-        config = machine(name).config(ONE, CACHE=server.url, CACHE_WRITE=write)
+        config = machine(name).config(ONE, SHARED_CACHE=server.url, SHARED_CACHE_WRITE=write)
         return open_cache(config, print)
 
     cache("new", "1").put("refs", "ee" * 32, KEY)
@@ -255,8 +261,8 @@ def test_shared_facts_name_no_files_outside_of_the_models_folder(
     machine: Callable[[str], Machine], server: WebServer, tmp_path: Path
 ) -> None:
     first, second = machine("first"), machine("second")
-    first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
-    config = second.config(ONE, CACHE=server.url, CACHE_WRITE="1")
+    first.build(ONE, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
+    config = second.config(ONE, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
     cache = Cache(None, print, open_cache(config, print).shared)
     (second.root / "secret").touch()
     changed = 0

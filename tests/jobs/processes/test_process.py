@@ -350,7 +350,7 @@ def test_workers_get_variables_but_no_credentials_and_a_temporary_folder_of_thei
 ) -> None:
     check.write_text(LEAVING_FILES, encoding="utf-8")
     for name in (
-        "HATCH_EPCONTEXT_CACHE_KEY",
+        "HATCH_EPCONTEXT_SHARED_CACHE_KEY",
         "AWS_SECRET_ACCESS_KEY",
         "AZURE_STORAGE_ACCOUNT_KEY",
         "HF_TOKEN",
