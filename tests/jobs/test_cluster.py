@@ -278,7 +278,7 @@ def test_only_the_build_signs_what_it_has_checked(
         fetch_file(self, sha256, size, path)
         pytest.fail("other content was fetched")
 
-    toml = f'{CPU}[build]\ncache-keys = ["{public}"]\n'
+    toml = f'{CPU}[build]\nshared-cache-keys = ["{public}"]\n'
     signing = {"SHARED_CACHE_WRITE": "1", "SHARED_CACHE_KEY": private}
     with monkeypatch.context() as patch:
         patch.setattr(Transport, "fetch_file", alter)
