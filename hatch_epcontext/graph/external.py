@@ -147,7 +147,10 @@ def refuse_too_large(model: onnx.ModelProto, path: Path) -> None:
 
 
 _OUTSIDE = Rejection("is outside the model's folder.", "Save the model with relative locations.")
-_MISSING = Rejection("is missing.", "It belongs beside the model.")
+_MISSING = Rejection(
+    "is missing.",
+    "It belongs beside the model, in the sdist too. With a url: remove data, and run epcontext fetch --pin.",
+)
 _LFS_POINTER = Rejection(
     "is a Git LFS pointer, not the data itself.", "Fetch the data with Git LFS."
 )

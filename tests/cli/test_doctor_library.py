@@ -89,8 +89,8 @@ def test_a_library_that_crashes_or_hangs_is_an_error(
     source = f"""
     import os, time
     from hatch_epcontext.worker import libraries
-    from hatch_epcontext.worker.actions import library
-    library.load = lambda *_: {action}
+    from hatch_epcontext.worker.actions import devices
+    devices.load = lambda *_: {action}
     """
     write_start_code(tmp_path, source)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
