@@ -126,8 +126,8 @@ def _compare(
     session = simplified or open_session(result, cpu_options())
     name = "the source model's" if expected.facts.float_form is None else "its float form's"
     name += f" before it was {done}" if done else ""
-    explain = partial(first_difference, before, result, model, expected)
-    subject = Subject(model, "the prepared model on the CPU", name, explain=explain)
+    diverging = partial(first_difference, before, result, model, expected)
+    subject = Subject(model, "the prepared model on the CPU", name, diverging=diverging)
     compared = compare_runs(session, expected, tolerance, subject)
     refuse_differences(compared.agreements)
 

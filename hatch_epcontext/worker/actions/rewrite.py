@@ -342,9 +342,9 @@ class _RewriteSession:
     ) -> float:
         """The smallest margin of an output in decibels; raises BuildError if one differs."""
         model, before = self.request.model, Path(self.request.prepared)
-        explain = partial(first_difference, before, path, model, expected)
+        diverging = partial(first_difference, before, path, model, expected)
         what = "the rewritten model on the CPU"
-        subject = Subject(model, what, "the source model's", explain=explain)
+        subject = Subject(model, what, "the source model's", diverging=diverging)
         agreements = compare_runs(session, expected, tolerance, subject, runs=runs).agreements
         refuse_differences(agreements)
         return min((a.margin for a in agreements if a.margin is not None), default=math.inf)

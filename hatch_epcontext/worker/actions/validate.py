@@ -133,7 +133,7 @@ def _compare(
     subject = Subject(
         model,
         reference="the CPU's" if float_form is None else "its float form's",
-        explain=_explain(request, expected),
+        diverging=_diverging(request, expected),
     )
     runs = emulator.to_run() if emulator else None
     compared = compare_runs(session, expected, tolerance, subject, runs=runs, emulator=emulator)
@@ -171,7 +171,9 @@ def _judged(agreement: Agreement, emulation: Emulation, emulator: Emulator | Non
     return replace(agreement, status=AgreementStatus.SENSITIVE, reason=reason)
 
 
-def _explain(request: ValidateRequest, expected: Reference) -> Callable[[ReferenceRun], str] | None:
+def _diverging(
+    request: ValidateRequest, expected: Reference
+) -> Callable[[ReferenceRun], str] | None:
     """A function that finds the first node that differs, for optimized graphs, which are ONNX."""
     if request.prepared is None or request.product != "optimized":
         return None

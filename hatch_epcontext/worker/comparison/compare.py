@@ -47,7 +47,7 @@ class Subject:
     model: Model
     what: str = "the compiled model"
     reference: str = "the CPU's"
-    explain: Callable[[ReferenceRun], str] | None = None
+    diverging: Callable[[ReferenceRun], str] | None = None
 
 
 def compare_runs(
@@ -74,7 +74,7 @@ def compare_runs(
         agreeing, differing = _compare_run(session, reference, run, limits, subject)
         if differing:
             compared += agreeing
-            agreements = _explained(differing, run, subject, emulator)
+            agreements = _with_cause(differing, run, subject, emulator)
             # The app may never have unusual inputs; but if the number format does not explain the EP's error
             # there, the EP may be wrong elsewhere too.
             if run.usual or (emulator is not None and emulator.level(run).margin >= SENSITIVE):
@@ -110,7 +110,7 @@ def _compare_run(
     for number, comparisons in enumerate(steps):
         place = _place(run, number)
         agreements = tuple(
-            judged(comparison, subject, reference.facts, place) for comparison in comparisons
+            explain(comparison, subject, reference.facts, place) for comparison in comparisons
         )
         if any(agreement.differs for agreement in agreements):
             return agreeing, agreements
@@ -141,7 +141,7 @@ def _reachable(emulator: Emulator) -> float:
     return SENSITIVE + GAIN if emulator.margin >= SENSITIVE else SENSITIVE
 
 
-def _explained(
+def _with_cause(
     agreements: tuple[Agreement, ...],
     run: ReferenceRun,
     subject: Subject,
@@ -157,7 +157,7 @@ def _explained(
         # None if the emulation is equal: a reply cannot contain infinity.
         gap = max(0.0, distance) if distance < math.inf else None
     else:
-        text = "" if subject.explain is None else subject.explain(run)
+        text = "" if subject.diverging is None else subject.diverging(run)
     reason = f"{first.reason}\n{text}" if text else first.reason
     explained = replace(first, reason=reason, gap=gap)
     return tuple(explained if a is first else a for a in agreements)
@@ -176,8 +176,8 @@ def _place(run: ReferenceRun, number: int) -> str:
     return "" if run.name in ("random", "given") else f" for the sample {run.name!r}"
 
 
-def judged(comparison: Comparison, subject: Subject, facts: Facts, place: str = "") -> Agreement:
-    """The agreement of ``comparison``; if it is beyond a limit: how, at which ``place``, and what to do."""
+def explain(comparison: Comparison, subject: Subject, facts: Facts, place: str = "") -> Agreement:
+    """Return the agreement of ``comparison``; a difference says how, at which ``place``, and what to do."""
     agreement = comparison.agreement
     if not comparison.excesses:
         return agreement

@@ -235,23 +235,19 @@ def compare_values(
     out, ref = _finite(aligned.output, aligned.reference)
     scores, elsewhere = facts.scores, elsewhere or Elsewhere()
     if scores is None or not scores.fit(ref):
-        agreement = _measure(name, _Measure(out, ref, facts, limits.unit, elsewhere))
-        return _judge(agreement, out, ref, limits, row)
+        measure = _Measure(out, ref, facts, limits.unit, elsewhere)
+        return _judge(_measure(name, measure), measure, limits, row)
     parts: list[Comparison] = []
     for are_scores, part in ((True, " of its scores"), (False, " of its other values")):
         own, own_ref = (scores.take(array, are_scores=are_scores) for array in (out, ref))
-        of_part = replace(facts, nature="unit" if are_scores else facts.nature)
-        measure = _Measure(
-            own, own_ref, of_part, limits.unit, elsewhere.part(scores, are_scores=are_scores)
-        )
-        comparison = _judge(
-            _measure(name, measure), own, own_ref, limits, None if parts else row, part
-        )
-        agreement = comparison.agreement
-        if agreement.worst is not None:
-            agreement = replace(
-                agreement, worst=scores.whole(agreement.worst, are_scores=are_scores)
-            )
+        own_facts = replace(facts, nature="unit" if are_scores else facts.nature)
+        own_elsewhere = elsewhere.part(scores, are_scores=are_scores)
+        measure = _Measure(own, own_ref, own_facts, limits.unit, own_elsewhere)
+        measured = _measure(name, measure)
+        comparison = _judge(measured, measure, limits, None if parts else row, part)
+        if (worst := comparison.agreement.worst) is not None:
+            worst = scores.whole(worst, are_scores=are_scores)
+        agreement = replace(comparison.agreement, worst=worst)
         parts.append(replace(comparison, agreement=agreement))
     return _joined(parts)
 
@@ -262,10 +258,11 @@ def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: _Row | N
     limits = replace(limits, snr=limits.snr / (2 if aligned.rows is None else 1), cosine=0.0)
     ref: Numbers = np.ones(aligned.reference.shape)
     out: Numbers = (aligned.output == aligned.reference).astype(np.float64)
-    agreement = _measure(name, _Measure(out, ref, OutputFacts(), limits.unit, Elsewhere()))
+    measure = _Measure(out, ref, OutputFacts(), limits.unit, Elsewhere())
+    agreement = _measure(name, measure)
     # Each place is right or wrong: slices show nothing more; for selected rows only their own ratios do.
     snr = agreement.snr if aligned.rows is None else None
-    return _judge(replace(agreement, worst=None, worst_snr=None, snr=snr), out, ref, limits, row)
+    return _judge(replace(agreement, worst=None, worst_snr=None, snr=snr), measure, limits, row)
 
 
 def _joined(parts: Sequence[Comparison]) -> Comparison:
@@ -290,14 +287,9 @@ def _worst_row(aligned: Aligned) -> _Row | None:
 
 
 def _judge(
-    agreement: Agreement,
-    out: Numbers,
-    ref: Numbers,
-    limits: Tolerance,
-    row: _Row | None,
-    part: str = "",
+    agreement: Agreement, measure: _Measure, limits: Tolerance, row: _Row | None, part: str = ""
 ) -> Comparison:
-    """Judge the ``agreement`` of ``out`` and ``ref``, which are ``part`` of an output, if not all of it."""
+    """Judge an ``agreement`` as measured, that of ``part`` of an output, if not of all of it."""
     excesses = []
     needed: dict[str, float] = {}
     # Ratios, what they are at least, and in words.
@@ -305,7 +297,7 @@ def _judge(
     if (snr := agreement.snr) is not None:
         ratios.append((snr, limits.snr, f"a signal-to-noise ratio of {snr:.1f} dB{part}"))
     if agreement.worst is not None and agreement.worst_snr is not None:
-        least = limits.snr - _less(ref.shape, agreement.worst)
+        least = limits.snr - _less(measure.ref.shape, agreement.worst)
         text = f"{agreement.worst_snr:.1f} dB in {agreement.worst.text}{part}"
         ratios.append((agreement.worst_snr, least, text))
     if row is not None:
@@ -319,7 +311,7 @@ def _judge(
         needed["cosine"] = agreement.cosine
     if limits.atol is not None or limits.rtol is not None:
         rtol, atol = limits.rtol or 0.0, limits.atol or 0.0
-        beyond = np.abs(out - ref) - (atol + rtol * np.abs(ref))
+        beyond = np.abs(measure.error) - (atol + rtol * np.abs(measure.ref))
         if beyond.size and beyond.max() > 0:
             excesses.append(
                 f"a largest difference of {agreement.max_abs:.3g} (allowed: atol {atol:g}, rtol {rtol:g})"

@@ -10,7 +10,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import Subject, judged
+from hatch_epcontext.worker.comparison.compare import Subject, explain
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from hatch_epcontext.worker.results import Agreement, AgreementStatus, differences
 from tests.worker.actions.test_compile import MODEL
@@ -25,7 +25,7 @@ def compared(
     run = ReferenceRun("given", ({},), (wanted,), "", usual=True, on_target=True)
     reference = Reference((run,), Facts())
     comparisons = reference.compare(run, 0, outputs, tolerance)
-    return [judged(comparison, subject, reference.facts) for comparison in comparisons]
+    return [explain(comparison, subject, reference.facts) for comparison in comparisons]
 
 
 def differing(

@@ -14,7 +14,7 @@ from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import Subject, judged
+from hatch_epcontext.worker.comparison.compare import Subject, explain
 from hatch_epcontext.worker.comparison.measures import Aligned, Numbers, OutputFacts, compare_values
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.rows import Choice
@@ -116,7 +116,7 @@ class Compared:
     def compare(self, outputs: Arrays, limits: Tolerance = HALF) -> Sequence[Agreement]:
         comparisons = self.expected.compare(self.expected.runs[0], 0, outputs, limits)
         facts, subject = self.expected.facts, Subject(self.model)
-        return [judged(comparison, subject, facts) for comparison in comparisons]
+        return [explain(comparison, subject, facts) for comparison in comparisons]
 
 
 class Head(Compared):
