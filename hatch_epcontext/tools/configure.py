@@ -91,6 +91,9 @@ def configure(models: Mapping[str, Path], provider: str, settings: Mapping[str, 
     """
     tables = nested(settings)
     target, of_models = split(tables, "build", "from-memory")
+    if not isinstance(from_memory := tables.get("from-memory", False), bool):
+        message = f"must be true or false, not {show(from_memory)}."
+        raise ConfigError(Problem.at(Key() / "from-memory", Kind.WRONG_TYPE, message))
     root: dict[str, Any] = {
         "targets": {provider: {**target, "provider": provider}},
         "models": [
@@ -100,9 +103,7 @@ def configure(models: Mapping[str, Path], provider: str, settings: Mapping[str, 
         "build": tables.get("build", {}),
     }
     config = load(Path.cwd(), root, {}, _environ(tables.get("build")), confined=False)
-    if tables.get("from-memory"):
-        return _from_memory(config, tables.get("embed"))
-    return config
+    return _from_memory(config, tables.get("embed")) if from_memory else config
 
 
 def split(tables: Mapping[str, Any], *others: str) -> tuple[dict[str, Any], dict[str, Any]]:

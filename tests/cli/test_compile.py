@@ -165,6 +165,7 @@ def test_an_open_dimension_is_an_error_with_the_flag_that_fixes_it(
         ((), "Missing option '-p'"),
         (("-p", "qnn", "-O", "soc_model=60,88"), "--set provider-options.soc_model: EPC018"),
         (("-p", "cpu", "--set", "fallback=none"), "is for a model package"),
+        (("-p", "qnn", "--set", "from-memory=1"), "--set from-memory: EPC003"),
     ],
 )
 def test_wrong_usage(
