@@ -6,6 +6,7 @@ import math
 import stat
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import onnx
@@ -127,32 +128,16 @@ def _no_names(what: str, *names: str | bytes) -> Iterator[str]:
 def _endless_functions(model: onnx.ModelProto) -> Iterator[str]:
     """The functions that call themselves, or expand to too many nodes."""
     own = {(its.domain, its.name, its.overload): its for its in model.functions}
-    if not own:
-        return
-    sizes: dict[_Function, int] = {}
-    calls: dict[_Function, list[_Function]] = {}
-    for name, function in own.items():
-        nodes = list(graph.nodes(function))
-        sizes[name] = len(nodes)
-        calls[name] = _calls(nodes, own)
+    calls = {name: _calls(graph.nodes(function), own) for name, function in own.items()}
     expanded: dict[_Function, int] = {}
-    entered: set[_Function] = set()
-    # Without recursion: a chain of calls can be as long as the file.
-    waiting = list(own)
-    while waiting:
-        name = waiting[-1]
-        inner = [call for call in dict.fromkeys(calls[name]) if call not in expanded]
-        if name in expanded or not inner:
-            waiting.pop()
-            size = sizes[name] + sum(expanded[call] for call in calls[name])
+    try:
+        for name in TopologicalSorter(calls).static_order():
+            size = len([*graph.nodes(own[name])]) + sum(expanded[call] for call in calls[name])
             expanded[name] = min(size, _MAX_NODES + 1)
-        elif name in entered:
-            yield f"the function {name[1]!r} calls itself"
-            return
-        else:
-            entered.add(name)
-            waiting += inner
-    if sum(expanded[call] for call in _calls(graph.nodes(model.graph), own)) > _MAX_NODES:
+    except CycleError as error:
+        yield f"the function {error.args[1][0][1]!r} calls itself"
+        return
+    if own and sum(expanded[n] for n in _calls(graph.nodes(model.graph), own)) > _MAX_NODES:
         yield f"its functions expand to more than {_MAX_NODES} nodes"
 
 
