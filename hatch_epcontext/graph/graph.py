@@ -371,7 +371,7 @@ def inferred(
     light.functions.extend(model.functions)
     main = light.graph
     main.name = model.graph.name
-    main.node.extend(model.graph.node)
+    main.node.extend(map(_light, model.graph.node))
     main.input.extend(model.graph.input)
     main.output.extend(model.graph.output)
     main.value_info.extend(model.graph.value_info)
@@ -390,3 +390,16 @@ def inferred(
     except Exception:
         # It raises many types, even for models that ONNX Runtime opens.
         return model.graph
+
+
+def _light(node: onnx.NodeProto) -> onnx.NodeProto:
+    """``node``, of which a copy lacks long lists: ensembles of trees have millions of numbers."""
+    lengths = [len(a.floats) + len(a.ints) + len(a.strings) for a in node.attribute]
+    if sum(lengths) <= _MAX_VALUES:
+        return node
+    light = onnx.NodeProto(op_type=node.op_type, domain=node.domain, name=node.name)
+    light.input.extend(node.input)
+    light.output.extend(node.output)
+    pairs = zip(node.attribute, lengths, strict=True)
+    light.attribute.extend(attribute for attribute, length in pairs if length <= _MAX_VALUES)
+    return light

@@ -24,6 +24,9 @@ TINY = 1e-30
 WRONG = 1e3
 """The noise of a whole number that is not the right one, and of a row that is in no other output."""
 
+_MAX_PAIRS = 2**24
+"""The most pairs of rows and candidates that are compared."""
+
 _FAR = 1e100
 """How far NaN and Inf are from other numbers."""
 
@@ -50,7 +53,8 @@ class Columns:
     """Columns of ``output``, whose rows are along ``axis``: from ``start`` to ``stop`` along its last axis.
 
     ``is_score``: the scores by which the rows are selected. ``is_whole``: whole numbers, equal or not.
-    ``choice``: how their classes are chosen, if they are classes.
+    ``choice``: how their classes are chosen, if they are classes. ``values``: the value inside the model of
+    which they are rows, if they are gathered.
     """
 
     output: str
@@ -60,6 +64,7 @@ class Columns:
     is_score: bool = False
     is_whole: bool = False
     choice: Choice | None = None
+    values: str = ""
 
     def of(self, arrays: Arrays) -> Numbers:
         """These columns in ``arrays``: batch x rows x columns."""
@@ -127,6 +132,25 @@ class Rows:
         values = np.take_along_axis(ref, places[..., None], axis=1)
         return places, values, np.where(places < 0, WRONG, self.noise(own, values))
 
+    def among(self, own: Numbers, candidates: Arrays) -> tuple[Numbers, bool]:
+        """``own`` with the nearest values of the source, where it has rows of these; and whether any are."""
+        others, is_known = own.copy(), False
+        weights = self.split(self._weights[None, None])
+        for its, part, weight in zip(self.columns, self.split(others), weights, strict=True):
+            source, width = candidates.get(its.values), part.shape[2]
+            if source is None or its.is_whole or width not in np.cumprod((1, *source.shape[::-1])):
+                continue
+            if part.size * source.size > _MAX_PAIRS * width**2 or not source.size:
+                continue
+            rows = np.asarray(source, np.float64).reshape(-1, width)
+            own_rows, ref_rows = (
+                np.nan_to_num(array.reshape(-1, width) * weight[0], posinf=0, neginf=0)
+                for array in (part, rows)
+            )
+            part[...] = rows[_distances(own_rows, ref_rows).argmin(axis=1)].reshape(part.shape)
+            is_known = True
+        return others, is_known
+
     def put(self, result: Selected, outputs: Arrays, rows: Numbers, noise: Numbers) -> None:
         """Compare ``outputs`` with ``rows``, which have ``noise``."""
         for its, part, ratios in zip(self.columns, self.split(rows), noise, strict=True):
@@ -148,8 +172,13 @@ def _weights(columns: Columns, ref: Numbers, unit: float | None) -> Numbers:
     return np.asarray(1 / np.sqrt(np.maximum(signal, max(floor**2, TINY))))
 
 
+def _distances(own: Numbers, ref: Numbers) -> Numbers:
+    squares = (own**2).sum(axis=1)[:, None] + (ref**2).sum(axis=1)
+    return np.asarray(squares - 2 * own @ ref.T)
+
+
 def _nearest(own: Numbers, ref: Numbers) -> Places:
-    distances = (own**2).sum(axis=1)[:, None] + (ref**2).sum(axis=1) - 2 * own @ ref.T
+    distances = _distances(own, ref)
     places, is_free = np.full(len(own), -1), np.ones(len(ref), bool)
     left = min(distances.shape)
     for pair in map(int, np.argsort(distances, axis=None, kind="stable")):

@@ -43,6 +43,9 @@ from hatch_epcontext.worker.tensors import run
 _SAME_NUMBERS = operators.RESHAPING | {"Cast", "Add", "Sub"}
 """Operators after which classes are still the same ones, also if they are counted from 1."""
 
+_MOVED = operators.RESHAPING | {"Cast"}
+"""Operators after which values are still the same."""
+
 _SAME_ORDER = operators.RESHAPING | {"Cast", "Exp", "Sigmoid", "Sqrt"}
 """Operators after which the largest scores are still the largest."""
 
@@ -51,10 +54,6 @@ _WHOLE = frozenset({"Ceil", "Floor", "Mod", "Round"})
 
 _MAX_ROWS = 2**12
 """The most rows of which the nearest are found."""
-
-_NOISIER = 16.0
-"""How much noisier than in all rows that are the same a score may be to count as the last one."""
-
 
 _NOISE = 0.01
 """The noise of values that agree well, as a part of their size."""
@@ -134,10 +133,11 @@ class Selections:
     @property
     def values(self) -> frozenset[str]:
         """The values inside the model with which outputs are compared."""
-        columns = (columns for selection in self.rows for columns in selection.columns)
+        columns = [columns for selection in self.rows for columns in selection.columns]
         choices = [*self.choices.values(), *(c.choice for c in columns if c.choice)]
-        names = {name for choice in choices for name in (choice.candidates, choice.indices) if name}
-        return frozenset(names).union(self.rest.values if self.rest else ())
+        names = {name for choice in choices for name in (choice.candidates, choice.indices)}
+        names |= {c.values for c in columns}
+        return frozenset(names - {""}).union(self.rest.values if self.rest else ())
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -218,12 +218,13 @@ class _SelectionFinder:
             behind = sum(other or 0 for other in widths[index + 1 :])
             stop = -behind if width is None else start + width
             choice, is_whole = self._classes(name)
-            yield Columns(output, 0, start, stop or None, is_whole=is_whole, choice=choice), name
+            columns = Columns(output, 0, start, stop or None, is_whole=is_whole, choice=choice)
+            yield replace(columns, values=self._gathered(name)), name
             start = stop
 
     def _joined(self, name: str) -> list[str]:
         """The values that a Concat along the last axis joins in the value ``name``; else itself."""
-        origin = self._scope.origin(name, operators.RESHAPING | {"Cast"})
+        origin = self._scope.origin(name, _MOVED)
         node, sizes, its = self._scope.maker(origin), *map(self._scope.sizes, (name, origin))
         if (
             node is None
@@ -244,12 +245,21 @@ class _SelectionFinder:
             choice = self._choice(self._scope.origin(node.input[0], _SAME_NUMBERS), node.input[1])
         return choice, is_whole or (node is not None and node.op_type in _WHOLE)
 
+    def _gathered(self, name: str) -> str:
+        """The value from which the rows of the value ``name`` are gathered; empty if they are not."""
+        values = ""
+        while (node := self._scope.maker(self._scope.origin(name, _MOVED))) is not None:
+            if node.op_type not in operators.GATHERS:
+                break
+            name = values = node.input[0]
+        return values
+
     def _is_score(self, name: str, node: onnx.NodeProto) -> bool:
         """Whether the value ``name`` has the scores by which the TopK ``node`` selects."""
         origin = self._scope.origin(name, _SAME_ORDER)
         maker = self._scope.maker(origin)
         if maker is not None and maker.op_type in operators.GATHERS:
-            origins = (self._scope.origin(n.input[0], operators.RESHAPING) for n in (maker, node))
+            origins = (self._scope.origin(gathered.input[0], _MOVED) for gathered in (maker, node))
             return len(set(origins)) == 1
         return origin == node.output[0]
 
@@ -327,16 +337,19 @@ def _compare_rows(
             if known is not None:
                 noise[number] = known.reshape(places.shape)
                 classes[1][...] = classes[0]
-    # A row with about the score of the last one may be another, as far as the other rows have such noise.
+    # A row with about the score of the last one may be another, if it is one of the source's candidates.
     ends = ref.copy()
     last = rows.split(ends)[score]
     last[...] = (np.max if selection.least else np.min)(last, axis=1, keepdims=True)
-    worst = noise.max(axis=0)
-    level = noise[score].max(axis=1, where=worst < LOST, initial=-1, keepdims=True)
     at_end = np.maximum(rows.noise(own, ends)[score], rows.noise(values, ends)[score])
-    is_other = (at_end < worst) & ((at_end <= _NOISIER * level) | (level < 0))
-    is_other &= (is_other & (worst >= LOST)).sum(axis=1, keepdims=True) <= (own.shape[1] + 1) // 2
-    values, noise = np.where(is_other[..., None], own, values), np.where(is_other, at_end, noise)
+    others, is_known = rows.among(own, candidates)
+    apart, worst = np.maximum(rows.noise(own, others), at_end), noise.max(axis=0)
+    is_other = apart.max(axis=0) < worst
+    if not is_known:
+        # Nothing shows which rows are candidates, but those that are the same.
+        lost = (is_other & (worst >= LOST)).sum(axis=1, keepdims=True)
+        is_other &= lost <= (own.shape[1] + 1) // 2
+    values, noise = np.where(is_other[..., None], others, values), np.where(is_other, apart, noise)
     if selection.is_sorted:
         by_place = rows.noise(own, ref)[score]
         is_farther = by_place > noise[score]
