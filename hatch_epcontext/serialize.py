@@ -274,14 +274,23 @@ def to_plain(value: Any) -> Any:
         return value
     if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: to_plain(item) for name, item in value.items()}
+    return to_plain(_unwrapped(value))
+
+
+def _unwrapped(value: Any) -> Any:
+    """What JSON has for ``value``, which it lacks; inner values stay as they are. Raises TypeError."""
     if dataclasses.is_dataclass(value):
         type_: Any = type(value)
-        return {name: to_plain(getattr(value, name)) for name in _field_names(type_)}
+        return {name: getattr(value, name) for name in _field_names(type_)}
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, Mapping):
-        return {name: to_plain(item) for name, item in value.items()}
-    return str(value) if isinstance(value, Path) else value
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 def to_json(value: Any, *, indent: int | None = 2) -> str:
@@ -289,12 +298,12 @@ def to_json(value: Any, *, indent: int | None = 2) -> str:
 
     Without ``indent`` it is one line, which Python writes much faster.
     """
+    text = json.dumps(value, indent=indent, sort_keys=True, default=_unwrapped)
     # The only control character that JSON does not escape.
-    text = json.dumps(to_plain(value), indent=indent, sort_keys=True).replace("\x7f", "\\u007f")
-    return text + "\n"
+    return text.replace("\x7f", "\\u007f") + "\n"
 
 
 def value_sha256(value: Any) -> str:
     """The hex sha256 of a dataclass, or of plain values; the order of keys does not matter."""
-    text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_unwrapped)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -21,7 +21,7 @@ ENDED = b"ended"
 
 @dataclass(frozen=True)
 class Order:
-    """A ``request``, as plain values, for the ``action`` that answers it in ``folder``.
+    """A ``request`` for the ``action`` that answers it in ``folder``; for that it is plain values.
 
     With ``verbose`` ONNX Runtime prints more than its warnings. ``memory_limit``: the most bytes of memory.
     """

@@ -33,7 +33,7 @@ from hatch_epcontext.jobs.processes.forks import Fork, ForkServer, is_supported
 from hatch_epcontext.jobs.processes.running import Interpreter, NotStartedError, WorkerProcess
 from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT, WorkerLog
 from hatch_epcontext.providers import Provider, variables_in
-from hatch_epcontext.serialize import from_json, to_json, to_plain
+from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import removed_problem, writing
 from hatch_epcontext.worker.protocol import REPLY, Order
 
@@ -278,7 +278,7 @@ class Worker:
     ) -> ReplyT:
         workers, limit = self._workers, self._workers.memory_limit
         label = f"{location}: {step}" if step else location
-        order = Order(request.action, to_plain(request), folder, memory_limit=limit)
+        order = Order(request.action, request, folder, memory_limit=limit)
         line = to_json(order, indent=None)
         secrets = tuple(value for name in variables_in(line) if (value := os.environ.get(name)))
         if workers.verbose and not secrets:
