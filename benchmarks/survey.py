@@ -72,13 +72,13 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        self.tries = {(each["model"], each["target"]): Try(**each) for each in found}
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        self.tries = {(fields["model"], fields["target"]): Try(**fields) for fields in stored}
 
     def add(self, done: Try) -> None:
         """Write ``done``, instead of an earlier try of the same."""
         self.tries[done.model, done.target] = done
-        text = json.dumps([asdict(each) for each in self.tries.values()], indent=1)
+        text = json.dumps([asdict(done) for done in self.tries.values()], indent=1)
         beside = self._path.with_suffix(".new")
         beside.write_text(f"{text}\n", encoding="utf-8")
         beside.replace(self._path)
@@ -187,12 +187,13 @@ def outcome(model: str, target: str, seconds: float, printed: Printed) -> Try:
     (facts,) = job["models"]
     coverage, validation = facts["coverage"] or {}, facts["validation"]
     passed = ("agrees", "sensitive")
-    compared = [each for each in validation["agreements"] if each["status"] in passed]
-    ratios = [each["snr"] for each in compared if each["snr"] is not None]
+    agreements = validation["agreements"]
+    compared = [agreement for agreement in agreements if agreement["status"] in passed]
+    ratios = [agreement["snr"] for agreement in compared if agreement["snr"] is not None]
     others = [
-        f"{each['output']} is {each['status']}: {each['reason']}"
-        for each in validation["agreements"]
-        if each["status"] != "agrees"
+        f"{agreement['output']} is {agreement['status']}: {agreement['reason']}"
+        for agreement in agreements
+        if agreement["status"] != "agrees"
     ]
     result: Outcome = "optimized"
     if coverage:
@@ -223,17 +224,17 @@ def _without_report(model: str, target: str, seconds: float, stderr: str) -> Try
     """A command that printed only an error: a model that does not fit its configuration, or a crash."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     for number, line in enumerate(lines):
-        if found := re.search(r": (EPC\d+)$", line):
+        if kind := re.search(r": (EPC\d+)$", line):
             why = next(iter(lines[number + 1 :]), "")
             less = _LOWER in stderr
-            return Try(model, target, "refused", seconds, found[1], why, accepts_less=less)
+            return Try(model, target, "refused", seconds, kind[1], why, accepts_less=less)
     return Try(model, target, "refused", seconds, why=lines[-1] if lines else "no output")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Try what is not in the results yet."""
     results = Results(arguments.results)
-    wanted = [
+    asked = [
         (model, target)
         for target in arguments.target or TARGETS
         for model in ZOO
@@ -241,7 +242,7 @@ def run(arguments: argparse.Namespace) -> None:
     ]
     waiting = [
         (model, target)
-        for model, target in wanted
+        for model, target in asked
         if (known := results.tries.get((model.name, target))) is None
         or known.outcome in (arguments.again or ())
     ]
@@ -261,7 +262,7 @@ def describe(done: Try) -> str:
     parts = [done.outcome, f"{done.seconds:.1f} s"]
     if done.nodes is not None:
         parts.append(f"{done.compiled} of {done.nodes} nodes in {done.contexts}")
-    parts += [each for each in (done.validation, done.kind, done.why) if each]
+    parts += [text for text in (done.validation, done.kind, done.why) if text]
     return ", ".join(parts)
 
 
@@ -274,7 +275,7 @@ def tables(tries: Mapping[tuple[str, str], Try]) -> str:
     return "\n\n".join(
         _table(target, [tries[key] for key in _keys(target) if key in tries])
         for target in TARGETS
-        if any(target == each for _, each in tries)
+        if any(target == tried for _, tried in tries)
     )
 
 
@@ -283,8 +284,8 @@ def _keys(target: str) -> Iterator[tuple[str, str]]:
 
 
 def _table(target: str, tries: Sequence[Try]) -> str:
-    counts = Counter(each.outcome for each in tries)
-    summary = ", ".join(f"{counts[each]} {each}" for each in get_args(Outcome) if counts[each])
+    counts = Counter(done.outcome for done in tries)
+    summary = ", ".join(f"{counts[name]} {name}" for name in get_args(Outcome) if counts[name])
     return "\n".join(
         [
             f"### {TITLES[target]}",
@@ -327,9 +328,9 @@ _GENERATED = re.compile(r"(<!-- begin: the survey -->\n).*?(<!-- end: the survey
 
 def table(arguments: argparse.Namespace) -> None:
     """Write the tables into the page."""
-    made = tables(Results(arguments.results).tries)
+    text = tables(Results(arguments.results).tries)
     page = arguments.page.read_text(encoding="utf-8")
-    new = _GENERATED.sub(lambda found: f"{found[1]}\n{made}\n\n{found[2]}", page)
+    new = _GENERATED.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", page)
     arguments.page.write_text(new, encoding="utf-8")
 
 
@@ -351,8 +352,8 @@ def main() -> None:
     writes = commands.add_parser("table", help="write the tables into benchmarks/RESULTS.md")
     writes.set_defaults(run=table)
     writes.add_argument("--page", type=Path, default=PAGE, help="the page")
-    for each in (runs, writes):
-        each.add_argument("--results", type=Path, required=True, help="the JSON file of results")
+    for command in (runs, writes):
+        command.add_argument("--results", type=Path, required=True, help="the JSON file of results")
     arguments = parser.parse_args()
     arguments.run(arguments)
 
