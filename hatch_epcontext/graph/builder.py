@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import ArrayLike
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.scope import Scope
 
 _AXES_AS_INPUTS = 13
@@ -47,7 +49,8 @@ class Builder:
     New names begin with that of the replaced node, whose floats have ``dtype``. Methods that add nodes return
     the names of their outputs, in the form of the model's opset. They raise TooManyNodesError when the
     ``size`` of the graph, its nodes with those inside them, exceeds ``limit``, and MissingOperatorError for
-    an operator of ONNX that the opset does not have: the node that needs it stays as it is.
+    an operator of ONNX that the opset does not have: the node that needs it stays as it is. ``declined``: why
+    nodes stayed that have a rule.
     """
 
     def __init__(self, model: onnx.ModelProto, limit: int | None = None) -> None:
@@ -55,6 +58,7 @@ class Builder:
         self.opset = graph.opset(model)
         self.nodes: list[onnx.NodeProto] = []
         self.stored: list[onnx.TensorProto] = []
+        self.declined: list[Declined] = []
         self.dtype: np.dtype[Any] = np.dtype(np.float32)
         self._stem = self._stem_of_nodes = ""
         self.size = 0
@@ -95,9 +99,15 @@ class Builder:
         known = [dtype for dtype in dtypes if dtype is not None] or [np.dtype(np.float32)]
         self.dtype = next((dtype for dtype in known if dtype.kind == "f"), known[0])
         try:
-            values = rule(node, scope, self) or ()
-        except MissingOperatorError:
-            values = ()
+            outcome = rule(node, scope, self)
+        except MissingOperatorError as error:
+            outcome = Declined(str(error))
+        values: Sequence[str] = ()
+        if isinstance(outcome, Declined):
+            named = replace(outcome, operator=graph.operator(node), node=node.name)
+            self.declined.append(named)
+        elif outcome is not None:
+            values = outcome
         pairs = [*zip_longest(node.output, values[: len(node.output)], fillvalue="")]
         if not values or any(output and not value for output, value in pairs):
             del self.nodes[nodes:], self.stored[stored:]
@@ -119,7 +129,9 @@ class Builder:
         set_nodes(self.model.graph, self.nodes)
         self.model.graph.initializer.extend(self.stored)
         domains = {entry.domain for entry in self.model.opset_import}
-        if graph.MICROSOFT not in domains and any(n.domain == graph.MICROSOFT for n in self.nodes):
+        if graph.MICROSOFT not in domains and any(
+            node.domain == graph.MICROSOFT for node in graph.nodes(self.model.graph)
+        ):
             self.model.opset_import.add(domain=graph.MICROSOFT, version=1)
 
     def fresh(self, name: str) -> str:
@@ -293,8 +305,8 @@ class Builder:
             value.name = renamed.get(value.name, value.name)
 
 
-Outputs = Sequence[str] | None
-"""The values that replace a node's outputs; None if the node stays as it is."""
+Outputs = Sequence[str] | Declined | None
+"""The values that replace a node's outputs, or why it stays; None if the rule is not for its form."""
 
 Rule = Callable[[onnx.NodeProto, Scope, Builder], Outputs]
 """Adds nodes to the builder that compute the outputs of a node of the scope.

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, MissingOperatorError, Outputs, remove_unused
+from hatch_epcontext.graph.builder import Builder, Rule, remove_unused
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.scope import Scope, Types
-
-Outcome = Sequence[str] | Declined | None
-"""The values that replace a node's outputs, or why it stays; None if it has the wanted form already."""
-
-Rule = Callable[[onnx.NodeProto, Scope, Builder], Outcome]
-"""Adds nodes to the builder that compute the outputs of a node of the scope."""
 
 
 @dataclass(frozen=True)
@@ -72,29 +66,11 @@ def apply(
         if not any(graph.operator(node) in operators for node in graph.nodes(model.graph)):
             continue
         builder = Builder(model, limit)
-        rules = dict.fromkeys(operators, _recording(rewrite, declined))
+        rules = dict.fromkeys(operators, rewrite.rule)
         if builder.replace(Scope.of(model, types), rules, nested=rewrite.nested):
             builder.write()
             for part in graph.graphs(model.graph):
                 remove_unused(part)
             names.append(rewrite.name)
+        declined += [replace(reason, rewrite=rewrite.name) for reason in builder.declined]
     return Rewritten(tuple(names), tuple(declined))
-
-
-def _recording(
-    rewrite: Rewrite, declined: list[Declined]
-) -> Callable[[onnx.NodeProto, Scope, Builder], Outputs]:
-    """The rule of ``rewrite``, which adds to ``declined`` why it leaves nodes as they are."""
-
-    def replace_node(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        try:
-            outcome = rewrite.rule(node, scope, builder)
-        except MissingOperatorError as error:
-            outcome = Declined(str(error))
-        if not isinstance(outcome, Declined):
-            return outcome
-        operator = graph.operator(node)
-        declined.append(replace(outcome, rewrite=rewrite.name, operator=operator, node=node.name))
-        return None
-
-    return replace_node

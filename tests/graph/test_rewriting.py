@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import onnx
 
-from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Outcome, Rewrite, Rewritten, apply, rewrites
+from hatch_epcontext.graph.rewriting import Rewrite, Rewritten, apply, rewrites
 from hatch_epcontext.graph.scope import Scope
 from tests.models import parsed
 
 
 @rewrites("Neg", "Abs")
-def to_erf(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def to_erf(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     if node.op_type == "Abs":
         return Declined("it is positive") if node.input[0] == "x" else None
     return [builder.add("Erf", node.input[0])]

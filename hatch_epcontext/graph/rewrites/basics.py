@@ -7,9 +7,9 @@ import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, copy_of
+from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Outcome, rewrites
+from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.unrolling.activations import DEFAULTS, named_activations
 
@@ -23,7 +23,7 @@ _SMALL = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, Tens
 
 
 @rewrites("Clip")
-def clip_as_max_min(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def clip_as_max_min(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Clip whose bounds are computed."""
     value, low, high = graph.operands(node, 3)
     dtype = scope.dtype(value)
@@ -46,7 +46,7 @@ def _is(scope: Scope, bound: str, limit: float) -> bool:
 
 
 @rewrites("Erf")
-def erf_as_tanh(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def erf_as_tanh(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """An Erf as the Tanh of a polynomial, whose factors float16 can represent."""
     value = builder.clip(builder.scaled(node.input[0], 0.25), -1.0, 1.0)
     square = builder.add("Mul", value, value)
@@ -57,14 +57,14 @@ def erf_as_tanh(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome
 
 
 @rewrites("GreaterOrEqual", "LessOrEqual")
-def decompose_comparison(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def decompose_comparison(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A function of ONNX, of whose older versions ONNX Runtime infers no shape, which some EPs need."""
     strict = builder.add(node.op_type.removesuffix("OrEqual"), *node.input)
     return [builder.add("Or", strict, builder.add("Equal", *node.input))]
 
 
 @rewrites("Cast")
-def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A cast of small integers to float32 as their dequantization with the scale 1.
 
     Some EPs support small integers only as quantized values.
@@ -79,7 +79,7 @@ def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
 
 
 @rewrites(*DEFAULTS)
-def drop_default_activations(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def drop_default_activations(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A layer without ``activations``, if these are the defaults: EPs refuse the attribute."""
     names = named_activations(node)
     directions = 2 if graph.text(node, "direction") == "bidirectional" else 1

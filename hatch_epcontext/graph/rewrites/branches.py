@@ -11,9 +11,9 @@ from onnx import helper
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Outcome, rewrites
+from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope, Types
 
 _OF_FLOATS = frozenset({"Cast", "Div", "Pow"})
@@ -24,7 +24,7 @@ _MAX_CONDITIONS = 3
 
 
 @rewrites("If", nested=False)
-def if_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def if_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Both branches, and a Where of their results."""
     condition = node.input[0]
     shape = scope.shape(condition)

@@ -9,9 +9,9 @@ import onnx.inliner
 from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Outcome, rewrites
+from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
 _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
@@ -27,7 +27,7 @@ _NORMALIZATIONS: Mapping[str, Sequence[str]] = {
 
 
 @rewrites("com.microsoft.FusedConv")
-def decompose_fused_conv(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def decompose_fused_conv(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Conv, a sum and an activation."""
     value, weights, bias, added = graph.operands(node, 4)
     attributes = {name: graph.attribute(node, name, None) for name in _CONV_ATTRIBUTES}
@@ -51,7 +51,7 @@ def decompose_fused_conv(node: onnx.NodeProto, scope: Scope, builder: Builder) -
 
 
 @rewrites(*_NORMALIZATIONS)
-def decompose_normalization(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def decompose_normalization(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A value, after the sum with others, less its mean and divided by its deviation."""
     names = _NORMALIZATIONS[graph.operator(node)]
     operands = dict(zip(names, graph.operands(node, len(names)), strict=True))
@@ -79,7 +79,7 @@ def decompose_normalization(node: onnx.NodeProto, scope: Scope, builder: Builder
 
 
 @rewrites("BatchNormalization")
-def decompose_batch_normalization(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def decompose_batch_normalization(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A BatchNormalization, whose mean and variance may be computed, by its formula."""
     value, scale, bias, mean, variance = node.input
     if (sizes := scope.sizes(value)) is None:
@@ -100,7 +100,7 @@ def decompose_batch_normalization(node: onnx.NodeProto, scope: Scope, builder: B
 
 
 @rewrites("com.microsoft.MatMulNBits")
-def batch_matmul_nbits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def batch_matmul_nbits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A product with quantized weights as that of a batch of one matrix, and a sum with the bias."""
     value, *operands, bias = graph.operands(node, 6)
     shape, columns = scope.shape(value), graph.number(node, "N", 0)
@@ -118,7 +118,7 @@ def batch_matmul_nbits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
 
 
 @rewrites("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare")
-def decompose_reduction(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def decompose_reduction(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The function of a sum of a function of the values: Abs, Mul or Exp, ReduceSum, and Sqrt or Log."""
     operator, value = node.op_type, node.input[0]
     axes, keepdims = scope.axes(node), graph.number(node, "keepdims", 1)
@@ -145,7 +145,7 @@ def decompose_reduction(node: onnx.NodeProto, scope: Scope, builder: Builder) ->
 
 
 @rewrites("Softplus")
-def decompose_softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def decompose_softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The larger of x and 0, plus the rest, whose Exp cannot overflow."""
     value = node.input[0]
     power = builder.add("Exp", builder.add("Neg", builder.add("Abs", value)))
@@ -154,7 +154,7 @@ def decompose_softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
 
 
 @rewrites("Attention", "RotaryEmbedding")
-def inline_function(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def inline_function(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A function of ONNX as the operators by which ONNX defines it."""
     operator = node.op_type
     types = {name: scope.types.get(name) for name in node.input if name}

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Outcome, rewrites
+from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
 _MAX_VALUES = 2**24
@@ -24,7 +24,7 @@ _NEUTRAL = {"add": 0, "max": -np.inf}
 
 
 @rewrites("Slice")
-def slice_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def slice_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Slice with a computed start and a known length, along one axis."""
     value, start, _, axes_name, steps = graph.operands(node, 5)
     if not start or scope.constant(start) is not None:
@@ -49,7 +49,7 @@ def slice_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
 
 
 @rewrites("ReverseSequence")
-def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The ReverseSequence of stored lengths that are the same for all."""
     value, lengths = node.input[0], scope.constant(node.input[1])
     shape = scope.shape(value)
@@ -67,7 +67,7 @@ def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Buil
 
 
 @rewrites("ScatterElements")
-def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Rows that are added to those of ``data``, or whose maximum with these is taken."""
     data, indices, rows = node.input
     data_shape, shape = scope.shape(data), scope.shape(rows)
@@ -118,7 +118,7 @@ def _is_at(indices: str, places: NDArray[Any], dtype: np.dtype[Any], builder: Bu
 
 
 @rewrites("TensorScatter")
-def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Rows of a cache that are replaced from a computed place on, as language models write them."""
     cache, update, starts = graph.operands(node, 3)
     cache_shape, shape = scope.shape(cache), scope.shape(update)

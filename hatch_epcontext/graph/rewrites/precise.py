@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder
+from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rule
 from hatch_epcontext.graph.number_format import FUSING, RewriteName
-from hatch_epcontext.graph.rewriting import Outcome, Rewrite, Rule, apply
+from hatch_epcontext.graph.rewriting import Rewrite, apply
 from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
@@ -58,7 +58,7 @@ def _maker(name: str, scope: Scope) -> str:
     return "" if node is None else graph.operator(node)
 
 
-def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value, name = node.input
     number = _number_beside(value, scope.origin(name, ("Cast", "Identity")), scope)
     if number == 2:
@@ -68,7 +68,7 @@ def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
     return [builder.add("Sqrt", value)] if number == 0.5 and is_float else None
 
 
-def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A sum that is read only by its division by the number of its values."""
     operands = _value_and_number(node, scope)
     if operands is None or builder.dtype.kind != "f":
@@ -96,7 +96,7 @@ def _is_read_once(name: str, scope: Scope) -> bool:
     return name in scope.makers and not is_output and len(scope.readers[name]) == 1
 
 
-def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Clip of an opset in which the bounds are attributes."""
     if builder.opset >= BOUNDS_AS_INPUTS:
         return None
@@ -113,7 +113,7 @@ _FUSED_THROUGH = operators.RESHAPING | {"Mul", "Slice", "Split"}
 """Operators that EPs fuse with an activation, and those that may come between."""
 
 
-def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Max between an activation and what computes its operand, so that an EP cannot fuse the two.
 
     At the number, and below it, the activation is 0 or -1: the result is the same.
@@ -271,7 +271,7 @@ def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
     return value if is_square and not is_scaled else None
 
 
-def _hypot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def _hypot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A root of a sum of squares: a Sqrt, or a ReduceL2."""
     if node.op_type == "Sqrt":
         root = _Roots(scope, builder, _SUMS).of(node.input[0])
@@ -281,7 +281,7 @@ def _hypot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
     return [root] if root else None
 
 
-def _scaled_square(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def _scaled_square(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A root of a mean of squares."""
     count = len(builder.nodes)
     root = _Roots(scope, builder, _MEANS).of(node.input[0])
@@ -289,7 +289,7 @@ def _scaled_square(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outc
     return [root] if root and has_mean else None
 
 
-def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The logarithm of a square as twice that of its root, whose exponent is half as large."""
     root = _Roots(scope, builder, _SUMS | _MEANS | {"MatMul"}).of(node.input[0])
     return [builder.scaled(builder.add("Log", root), 2)] if root else None

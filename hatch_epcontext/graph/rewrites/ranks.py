@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import onnx
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Outcome, rewrites
+from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
 _FEW = 4
@@ -65,7 +65,7 @@ class _Permutation:
 
 
 @rewrites("Transpose", family=_FAMILY)
-def reduce_rank_of_transpose(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def reduce_rank_of_transpose(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Transpose of many dimensions as one of fewer, or else as several."""
     value = node.input[0]
     sizes, result = scope.shape(value), scope.shape(node.output[0])
@@ -83,7 +83,7 @@ def reduce_rank_of_transpose(node: onnx.NodeProto, scope: Scope, builder: Builde
 
 
 @rewrites("Gather", family=_FAMILY)
-def reduce_rank_of_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def reduce_rank_of_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Gather of many dimensions, or that gives many, as one along the second of three."""
     value, indices = node.input
     ranks = [len(scope.sizes(name) or ()) for name in (value, node.output[0])]
@@ -101,7 +101,7 @@ def reduce_rank_of_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) 
 
 
 @rewrites(*_RESHAPING, family=_FAMILY)
-def join_reshapes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def join_reshapes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Reshape of a reshaped value with many dimensions, which skips that value."""
     source, before = scope.trace(node.input[0], _RESHAPING)
     if all(len(scope.sizes(reshape.output[0]) or ()) <= _FEW for reshape in before):

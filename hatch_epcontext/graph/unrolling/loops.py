@@ -11,9 +11,9 @@ from onnx import helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.builder import Builder, TooManyNodesError
+from hatch_epcontext.graph.builder import Builder, Outputs, TooManyNodesError
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Outcome, rewrites
+from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
 
@@ -57,7 +57,7 @@ class Body:
 
 
 @rewrites("Loop")
-def unroll_loop(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def unroll_loop(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Copies of the body; loops in it may already be unrolled. Raises TooManyNodesError."""
     body = graph.attribute(node, "body", None)
     if not isinstance(body, onnx.GraphProto) or body.sparse_initializer or not body.output:

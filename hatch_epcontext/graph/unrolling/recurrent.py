@@ -10,9 +10,9 @@ import onnx
 from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Outcome, rewrites
+from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.unrolling.activations import Activation, activations
 
@@ -78,7 +78,7 @@ class _Layer:
 
 
 @rewrites(*_GATES)
-def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outcome:
+def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The products and functions of each step. Raises TooManyNodesError."""
     layer = _layer(node, scope, builder)
     if isinstance(layer, Declined):
