@@ -69,8 +69,8 @@ _STATE = 6.0
 _SHARES = 64
 """The number of places in a slice that can have that signal if all values are probabilities."""
 
-_NOISE = 0.1
-"""The units by which each score may differ without counting as a lost or an invented peak."""
+_NOISE = 0.5
+"""The units by which a score may differ without counting as lost or invented: a single one has 20 dB then."""
 
 Numbers = NDArray[np.float64]
 

@@ -182,13 +182,15 @@ def test_damage_to_any_part_of_a_joined_output_is_seen(
 
 
 @pytest.mark.parametrize("largest", [1.0, 640.0])
-def test_one_lost_object_among_thousands_of_rows_is_seen(largest: float) -> None:
+@pytest.mark.parametrize("left", [0.1, 0.5])
+def test_one_lost_object_among_thousands_of_rows_is_seen(largest: float, left: float) -> None:
     reference: Numbers = np.tile(detections(largest, 1), 30)
     reference[:, BOXES:] = np.minimum(reference[:, BOXES:], 0.005)
     reference[0, BOXES + 1, 7000] = 0.9
     near, lost = reference + 0.002 * RNG.standard_normal(reference.shape), reference.copy()
     near[:, :BOXES] = lost[:, :BOXES]
-    lost[0, BOXES + 1, 7000] = 0.1
+    near[0, BOXES + 2, ::1000] += 0.04
+    lost[0, BOXES + 1, 7000] = left
     assert not compare("y", near, reference, HALF, JOINED).excesses
     found = compare("y", lost, reference, HALF, JOINED)
     assert "of its scores" in found.excesses[0]
