@@ -134,7 +134,7 @@ class OutputFacts:
     is_state: bool = False
     is_random: bool = False
     inconclusive: str = ""
-    noise: float | None = None
+    noise: float = 0.0
 
     def within(self, limits: Tolerance) -> Tolerance:
         """The ``limits`` for this output: lower ones if it is a state."""

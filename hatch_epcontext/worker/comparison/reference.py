@@ -79,9 +79,6 @@ _MARGIN = 6.0
 
 _FEW_VALUES = 16
 
-_EQUAL = 150.0
-"""Decibels of outputs that are equal, or nearly so."""
-
 _NO_LIMITS = Tolerance(snr=1000, cosine=1)
 
 _SOURCE = "the source model on the CPU"
@@ -372,9 +369,10 @@ def source_reference(
     except Exception as error:
         source = onnx.load(path, load_external_data=False)
         raise ModelError(source_failed(model, source, error)) from error
-    equal = Agreement("", 0.0, 1.0, snr=_EQUAL)
-    nearest = min(integers, key=lambda agreement: agreement.snr or _EQUAL, default=equal)
-    nearest = equal if nearest.snr is None else nearest
+    equal = Agreement("", 0.0, 1.0)
+    nearest = min(
+        integers, key=lambda item: math.inf if item.snr is None else item.snr, default=equal
+    )
     expected = replace(expected, facts=replace(expected.facts, float_form=nearest))
     return with_noise(model, floats, expected) if is_noisy(float_form) else expected
 
@@ -395,9 +393,8 @@ def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
         session = open_session(folder / "rounded.onnx", cpu_options())
         for comparison in _compared(model, session, Reference(tuple(runs), expected.facts)):
             name = comparison.agreement.output
-            decibels = comparison.needed.get("snr", _EQUAL)
-            noise = max(outputs[name].noise or 0.0, 10 ** (-decibels / 20))
-            outputs[name] = replace(outputs[name], noise=noise)
+            noise = 10 ** (-comparison.needed.get("snr", math.inf) / 20)
+            outputs[name] = replace(outputs[name], noise=max(outputs[name].noise, noise))
         # Windows does not remove open files.
         del session
     return Reference(expected.runs, replace(expected.facts, outputs=outputs))
@@ -428,7 +425,7 @@ def within_noise(limits: Tolerance, facts: Facts, default: Tolerance | None = No
     """
     outputs, usual = dict(limits.outputs), default or limits
     for name, noise in ((name, output.noise) for name, output in facts.outputs.items()):
-        if noise is None:
+        if not noise:
             continue
         snr = round(max(-20 * math.log10(noise) - _MARGIN, QUANTIZED.snr), 1)
         own = {}
