@@ -56,6 +56,8 @@ def test_indices_are_bounded_by_the_size_of_the_axis() -> None:
         ("k = Add (i, three)", -3, 3),
         ("k = Mul (three, i)", 0, 2),
         ("k = Div (i, three)", 0, 18),
+        ("k = Add (i, offsets)", 0, 3),
+        ("k = Mul (i, signs)", 0, 255),
         ("k = Concat <axis = 0> (i, three)", 0, 6),
         ("k = Clip (i, , three)", 0, 255),
         ("k = Sub (six, i)", 0, 6),
@@ -73,7 +75,8 @@ def test_indices_are_bounded_by_the_size_of_the_axis() -> None:
 def test_indices_are_followed_through_arithmetic(nodes: str, low: int, high: int) -> None:
     found = ranges(
         f"""(int64[1] i) => (float[] y) <int64[1] three = {{3}}, int64[1] six = {{6}},
-        int64[1] seven = {{7}}, int64[1] zero = {{0}}> {{ {nodes} y = Gather (table, k) }}""",
+        int64[1] seven = {{7}}, int64[1] zero = {{0}}, int64[2] offsets = {{0, 3}},
+        int64[2] signs = {{-1, 1}}> {{ {nodes} y = Gather (table, k) }}""",
         table=(7, 3),
     )
     assert (found["i"].low, found["i"].high) == (low, high)
