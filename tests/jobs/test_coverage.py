@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from hatch_epcontext.graph.facts import Cut
+from hatch_epcontext.graph.facts import Cut, Declined
 from hatch_epcontext.jobs.failure import low_coverage
 from hatch_epcontext.worker.results import Coverage, NodeFacts
 from tests.results import configured
 
 
-def failure(coverage: Coverage, project: Path, toml: str = "") -> str:
+def failure(
+    coverage: Coverage, project: Path, toml: str = "", declined: Sequence[Declined] = ()
+) -> str:
     text = f'models = ["models/a.onnx"]\n[targets.cpu]\nprovider = "cpu"\n{toml}'
     (model,) = configured(project, text).models
-    return str(low_coverage(coverage, model.targets[0], model))
+    return str(low_coverage(coverage, model.targets[0], model, declined))
 
 
 def test_enough_coverage_is_no_error(project: Path) -> None:
@@ -49,6 +52,21 @@ def test_the_largest_covered_part_is_named_as_a_cut(project: Path) -> None:
     settings = problem.settings
     # The model is cut already, and its part ends where the model does.
     assert settings[0].value == {"inputs": ["hidden"], "outputs": ["y"]}
+
+
+def test_why_no_rewrite_applied_is_named_of_the_nodes_that_are_left(project: Path) -> None:
+    uncovered = (NodeFacts("a", "Clip", "no clip"), NodeFacts("b", "Slice"))
+    declined = [
+        Declined("its bounds are attributes", "clip_as_max_min", "Clip", "a"),
+        Declined("its start has 2 axes", "slice_as_gather", "Slice", "b"),
+        # Another node has that name, or is compiled.
+        Declined("it is in training mode", "decompose_batch_normalization", "BatchNorm", "b"),
+        Declined("its start has 3 axes", "slice_as_gather", "Slice", "c"),
+    ]
+    text = failure(Coverage(3, 1, 1, uncovered), project, declined=declined)
+    assert "Clip a (no clip; clip_as_max_min does not apply: its bounds are attributes); " in text
+    assert "; Slice b (slice_as_gather does not apply: its start has 2 axes)." in text
+    assert "training" not in text
 
 
 def test_a_reason_is_given_once_for_all_nodes_that_it_is_about(project: Path) -> None:
