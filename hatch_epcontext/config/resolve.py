@@ -46,7 +46,7 @@ from hatch_epcontext.text import show, suggestion, toml_key
 _OPTIONS = ("provider_options", "session_options", "load_options")
 """The keys of a target that are merged with those of a model's target; that replaces all others."""
 
-_MISSING: tuple[Any, ...] = (None, "", (), {})
+_MISSING = TargetTable()
 """The values of keys of a target that stand for missing ones."""
 
 
@@ -128,7 +128,10 @@ class Resolver:
         keys = {name: Key() / "targets" / name for name in self._table.targets}
         for name, table in self._table.targets.items():
             key = keys[name]
-            targets[name] = yield from self._target(name, key, table)
+            targets[name] = target = yield from self._target(name, key, table)
+            if target is not None:
+                # No model may use it.
+                yield from self._resolve(target, _Place(key, key, TargetTable()))
         yield from check_duplicates(((key, name) for name, key in keys.items()), "target")
         return targets
 
@@ -279,9 +282,8 @@ class _Place:
     @property
     def changed(self) -> Mapping[str, Key]:
         """The places of the keys that the model changes."""
-        names = (field.name for field in dataclasses.fields(TargetTable))
-        given = (toml_key(name) for name in names if getattr(self.changes, name) not in _MISSING)
-        return {name: self.model / name for name in given}
+        names = (toml_key(name) for name in _given(self.changes))
+        return {name: self.model / name for name in names}
 
     def of(self, name: str, *inside: str | int) -> Key:
         """The place of the key ``name``, or of what is ``inside`` of its table."""
@@ -323,13 +325,15 @@ def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:
 
 def _merge(target: TargetTable, changes: TargetTable) -> TargetTable:
     """``target`` with the ``changes`` of a model."""
-    merged: dict[str, Any] = {}
-    for field in dataclasses.fields(TargetTable):
-        ours, theirs = getattr(changes, field.name), getattr(target, field.name)
-        merged[field.name] = theirs if ours in _MISSING else ours
-        if field.name in _OPTIONS:
-            merged[field.name] = {**theirs, **ours}
-    return TargetTable(**merged)
+    merged = dict(_given(changes))
+    for name in _OPTIONS:
+        merged[name] = {**getattr(target, name), **getattr(changes, name)}
+    return dataclasses.replace(target, **merged)
+
+
+def _given(table: TargetTable) -> Mapping[str, Any]:
+    """The values of the keys that ``table`` has, by the names of their fields."""
+    return {name: value for name, value in vars(table).items() if value != getattr(_MISSING, name)}
 
 
 def _with_defaults(table: TargetTable) -> TargetTable:

@@ -52,6 +52,8 @@ def model(keys: str) -> str:
          "models[0].targets.cpu.provider-options.x", "is not an option of the cpu provider"),
         (model(f"targets.cpu.profiles = [{PROFILE}]"),
          "models[0].targets.cpu.profiles", "has no optimization profiles"),
+        (model('targets.cpu = { compile-with = "ep", compute-capabilities = [] }'),
+         "models[0].targets.cpu.compute-capabilities", "is empty"),
         (model("targets.cpu.embd = true"), "models[0].targets.cpu.embd", "is not a known key"),
         (model("targets.npu = {}"), "models[0].targets", '"npu" is not a target'),
         (model("targets = {}"), "models[0].targets", "names no target"),
