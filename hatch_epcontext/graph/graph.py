@@ -366,13 +366,14 @@ def inferred(
 
     ``types``: those of values that onnx may not infer. The main graph itself if onnx does not understand it.
     """
-    light = onnx.ModelProto(ir_version=model.ir_version)
+    # Before ONNX IR 4, initializers had to be inputs too.
+    light = onnx.ModelProto(ir_version=max(model.ir_version, 4))
     light.opset_import.extend(model.opset_import)
     light.functions.extend(model.functions)
     main = light.graph
     main.name = model.graph.name
     main.node.extend(map(_light, model.graph.node))
-    main.input.extend(model.graph.input)
+    main.input.extend(inputs(model.graph))
     main.output.extend(model.graph.output)
     main.value_info.extend(model.graph.value_info)
     for name, type_ in types.items():

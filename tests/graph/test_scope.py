@@ -137,3 +137,19 @@ def test_what_is_inside_of_nodes_counts_and_unknown_sizes_are_one() -> None:
         "else_branch = two () => (float[n, 8] b) { b = Neg(x) }> }"
     )
     assert multiply_adds(model.graph) == 8 + 8 + 8
+
+
+def test_values_of_stored_tensors_that_are_listed_as_inputs_depend_on_none() -> None:
+    model = parsed(
+        "(float[1, 300] x) => (float[1, 300] y) { t = Transpose (w) y = MatMul (x, t) }",
+        check=False,
+        w=(300, 300),
+    )
+    model.ir_version = 3
+    model.graph.input.add(name="w").type.CopyFrom(
+        onnx.helper.make_tensor_type_proto(TensorProto.FLOAT, [300, 300])
+    )
+    scope = Scope.of(model)
+    assert [node.op_type for node in scope.counted] == ["MatMul"]
+    assert scope.shape("t") == (300, 300)
+    assert scope.inputs_of("y") == {"x"}

@@ -152,11 +152,10 @@ def selections(model: onnx.ModelProto) -> Selections:
         for node in model.graph.node
     ):
         return Selections()
-    rest = rest_of(model)
-    outputs = dict.fromkeys(value.name for value in model.graph.output)
-    finder = _SelectionFinder(
-        Scope.of(model), [*(outputs | dict.fromkeys(rest.reads if rest else ()))]
-    )
+    scope = Scope.of(model)
+    rest = rest_of(model, scope)
+    outputs = [value.name for value in model.graph.output]
+    finder = _SelectionFinder(scope, [*dict.fromkeys((*outputs, *(rest.reads if rest else ())))])
     suppressed = tuple(finder.suppressed(rest.outputs)) if rest else ()
     return Selections(tuple(finder.rows()), dict(finder.choices()), rest, suppressed)
 
@@ -267,7 +266,7 @@ class _SelectionFinder:
         node = self._scope.maker(name)
         if node is None or node.op_type not in ("ArgMax", "ArgMin"):
             return None
-        if not self._scope.maker(node.input[0]):
+        if self._scope.maker(node.input[0]) is None:
             return None
         is_least = node.op_type == "ArgMin"
         return Choice(node.input[0], graph.number(node, "axis", 0), is_least, indices)
@@ -407,26 +406,22 @@ def _below_the_best(choice: Choice, candidates: Array, unit: float) -> Numbers:
     return np.asarray((table.max(axis=1, keepdims=True) - table) ** 2 / signal)
 
 
-def rest_of(model: onnx.ModelProto) -> Rest | None:
-    """The part of ``model`` from its NonMaxSuppression on.
+def rest_of(model: onnx.ModelProto, scope: Scope) -> Rest | None:
+    """The part of ``model``, whose values ``scope`` knows, from its NonMaxSuppression on.
 
     None without one, or if that part reads inputs of the model, is large, or reads values of unknown types.
     """
-    scope = Scope.of(model)
     suppressed = _suppressed(scope)
     outputs = [value for value in model.graph.output if value.name in suppressed]
     inputs = {value.name for value in graph.inputs(model.graph)}
-    read = dict.fromkeys(
-        name
-        for i in sorted({scope.makers[value] for value in suppressed})
-        for name in scope.reads[i]
-    )
-    read = dict.fromkeys(
-        name
+    nodes = sorted({scope.makers[name] for name in suppressed})
+    read = dict.fromkeys(name for index in nodes for name in scope.reads[index])
+    read = {
+        name: scope.types.get(name)
         for name in read
         if name not in suppressed and inputs.intersection(scope.ancestors([name]))
-    )
-    types = {name: type_ for name in read if (type_ := scope.types.get(name)) is not None}
+    }
+    types = {name: type_ for name, type_ in read.items() if type_ is not None}
     if not outputs or not types or len(types) < len(read) or not inputs.isdisjoint(read):
         return None
     names = tuple(value.name for value in outputs)
@@ -442,8 +437,7 @@ def rest_of(model: onnx.ModelProto) -> Rest | None:
     )
     if is_apart or rest.ByteSize() > _MAX_REST:
         return None
-    flow = Scope(model.graph)
-    shapes = tuple(name for name in read if not flow.depends([name]))
+    shapes = tuple(name for name in read if not scope.depends([name]))
     reads = tuple(name for name in read if name not in shapes)
     return Rest(reads, shapes, names, base64.b64encode(rest.SerializeToString()).decode())
 
