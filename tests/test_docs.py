@@ -15,6 +15,9 @@ from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import Kind
+from hatch_epcontext.graph.rewrites import REWRITES
+from hatch_epcontext.graph.rewrites.precise import PRECISE
+from hatch_epcontext.graph.unrolling import UNROLLS
 from hatch_epcontext.providers import PROVIDERS
 from tests.config.test_json_schema import validate
 from tests.conftest import REPOSITORY
@@ -50,6 +53,16 @@ def test_every_provider_is_documented_with_where_it_was_verified() -> None:
         assert f"`{name}`" in README
         row = rf"^\| \[`{name}`\].*\| {re.escape(provider.hardware)} \|$"
         assert re.search(row, PAGES["providers.md"], re.MULTILINE)
+
+
+def test_every_rewrite_is_documented() -> None:
+    page = PAGES["what-compiles.md"]
+    for heading, names in (
+        ("## Rewrites", [rewrite.name for rewrite in (*REWRITES, *UNROLLS)]),
+        ("## Results that differ", [*PRECISE]),
+    ):
+        cells = re.findall(r"^\| (`.+?) \|", section(page, heading), re.MULTILINE)
+        assert [name for cell in cells for name in re.findall(r"`(.+?)`", cell)] == names
 
 
 def test_every_id_of_a_problem_is_documented_under_its_own_anchor() -> None:
