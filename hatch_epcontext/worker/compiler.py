@@ -374,10 +374,10 @@ _NOT_INFERRED = re.compile(
 """ONNX Runtime's error about types or shapes that do not match; the first node is the outermost."""
 
 
-def _not_inferred(found: re.Match[str], source: onnx.GraphProto, key: Key | None) -> LibraryError:
-    reason = " ".join(found["reason"].split()).rstrip(".")
+def _not_inferred(error: re.Match[str], source: onnx.GraphProto, key: Key | None) -> LibraryError:
+    reason = " ".join(error["reason"].split()).rstrip(".")
     message = (
-        f"with these sizes the types or shapes in the node {found['name']!r} ({found['op']}) do not fit each "
+        f"with these sizes the types or shapes in the node {error['name']!r} ({error['op']}) do not fit each "
         f"other: {reason}."
     )
     # A branch that never runs may be for other sizes.
@@ -385,9 +385,9 @@ def _not_inferred(found: re.Match[str], source: onnx.GraphProto, key: Key | None
     return LibraryError(Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings))
 
 
-def _broken_graph(found: re.Match[str], key: Key | None, *, optimizes: bool) -> LibraryError:
-    reason = " ".join(found["reason"].split()).rstrip(".")
-    node = f"a node {found['name']!r} ({found['op']}) that ONNX Runtime itself refuses ({reason})"
+def _broken_graph(error: re.Match[str], key: Key | None, *, optimizes: bool) -> LibraryError:
+    reason = " ".join(error["reason"].split()).rstrip(".")
+    node = f"a node {error['name']!r} ({error['op']}) that ONNX Runtime itself refuses ({reason})"
     hint = "The source model is not at fault."
     value: str | None
     if optimizes:

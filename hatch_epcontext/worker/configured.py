@@ -82,8 +82,8 @@ def fix_shapes(onnx_model: onnx.ModelProto, model: Model) -> None:
             elem_type = value.type.tensor_type.elem_type
             fixed = onnx.helper.make_tensor_type_proto(elem_type, model.shapes[value.name])
             value.type.CopyFrom(fixed)
-    for each in graph.graphs(onnx_model.graph):
-        for value in [*each.input, *each.output, *each.value_info]:
+    for inner in graph.graphs(onnx_model.graph):
+        for value in [*inner.input, *inner.output, *inner.value_info]:
             for dim in value.type.tensor_type.shape.dim:
                 if dim.dim_param in dims:
                     dim.dim_value = dims[dim.dim_param]
@@ -153,13 +153,13 @@ def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
                 f"{facts.shape_text}.",
             )
             continue
-        for given, size in zip(shape, facts.sizes, strict=False):
+        for configured, size in zip(shape, facts.sizes, strict=False):
             # A named dimension has one size in the whole model.
-            if isinstance(size, str) and dims.setdefault(size, given) != given:
+            if isinstance(size, str) and dims.setdefault(size, configured) != configured:
                 yield Problem.at(
                     key,
                     Kind.VALUE_MISMATCH,
-                    f"the dimension {size!r} is {given} in this shape, but {dims[size]} elsewhere.",
+                    f"the dimension {size!r} is {configured} in this shape, but {dims[size]} elsewhere.",
                 )
     return dims
 
@@ -172,7 +172,7 @@ def open_dimension_message(tensors: Sequence[TensorFacts], ep: str) -> str:
         if tensor.shape is None:
             which = f"input {tensor.name!r} has an unknown rank"
     else:
-        named = listing(f"{each.name!r} ({each.shape_text})" for each in tensors)
+        named = listing(f"{tensor.name!r} ({tensor.shape_text})" for tensor in tensors)
         which = f"inputs {named} have open dimensions"
     return f"the {which}, and {ep} compiles only fixed shapes."
 

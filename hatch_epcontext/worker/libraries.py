@@ -90,14 +90,14 @@ def _registration_problem(
 
 def _libraries_in(module: str) -> str:
     """The shared libraries in the package ``module``, as the end of a sentence; empty for none or many."""
-    found = [
+    libraries = [
         str(path)
         for folder in getattr(sys.modules.get(module), "__path__", ())
         for path in sorted(Path(folder).rglob("*"))
         # Names with tags are Python's extension modules.
         if path.suffix in LIBRARIES and "." not in path.stem
     ]
-    return f": {listing(found)}" if 0 < len(found) <= _MAX_LIBRARIES else ""
+    return f": {listing(libraries)}" if 0 < len(libraries) <= _MAX_LIBRARIES else ""
 
 
 def unloadable(ep: str | None, message: str, library: Path) -> Problem:
@@ -106,8 +106,8 @@ def unloadable(ep: str | None, message: str, library: Path) -> Problem:
     ``message`` is the error of the system's loader.
     """
     what = f"the library of {ep}" if ep else "the library"
-    found = missing(message)
-    not_found = _missing_dependencies(library) or ([found] if found else [])
+    named = missing(message)
+    not_found = _missing_dependencies(library) or ([named] if named else [])
     if not not_found:
         hint = "Check that the file is a library for this system and this version of ONNX Runtime."
         return Problem(Kind.UNLOADABLE_LIBRARY, "", f"{what} cannot be loaded: {message}", hint)
@@ -116,7 +116,7 @@ def unloadable(ep: str | None, message: str, library: Path) -> Problem:
         Kind.UNLOADABLE_LIBRARY,
         "",
         f"{what} cannot be loaded, because {listing(map(str, not_found))} {verb} missing.",
-        "\n".join(dict.fromkeys(each.advice for each in not_found)),
+        "\n".join(dict.fromkeys(lacking.advice for lacking in not_found)),
     )
 
 
@@ -132,11 +132,11 @@ def missing_in_package(plugin: Plugin) -> list[str]:
             ctypes.CDLL(str(path))
         except OSError as error:
             # The NPU's own libraries are for another processor.
-            if found := missing(str(error)):
-                needed.setdefault(found, []).append(path.name)
+            if lacking := missing(str(error)):
+                needed.setdefault(lacking, []).append(path.name)
     return [
-        f"{each} is missing, and {listing(names)} of {plugin.package} cannot be loaded. {each.advice}"
-        for each, names in needed.items()
+        f"{lacking} is missing, and {listing(names)} of {plugin.package} cannot be loaded. {lacking.advice}"
+        for lacking, names in needed.items()
     ]
 
 

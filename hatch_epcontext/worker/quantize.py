@@ -48,8 +48,8 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
         hint = "Remove quantize: static quantization is compiled as it is; dequantize undoes a dynamic one."
         raise ModelError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
     inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
-    found = read_samples(Path(precision.calibration), inputs, key / "inputs")
-    data = _CalibrationReader(sample for _, sample in found)
+    named_samples = read_samples(Path(precision.calibration), inputs, key / "inputs")
+    data = _CalibrationReader(sample for _, sample in named_samples)
     fused = result.with_name("fused.onnx")
     try:
         # The quantizer writes only if it changed something.
@@ -76,11 +76,11 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
 class _CalibrationReader(quantization.CalibrationDataReader):  # type: ignore[misc]
     """Passes samples to ONNX Runtime's quantizer; ``read`` counts them."""
 
-    def __init__(self, found: Iterator[dict[str, Any]]) -> None:
-        self._found = found
+    def __init__(self, samples: Iterator[dict[str, Any]]) -> None:
+        self._samples = samples
         self.read = 0
 
     def get_next(self) -> dict[str, Any] | None:
-        sample = next(self._found, None)
+        sample = next(self._samples, None)
         self.read += sample is not None
         return sample

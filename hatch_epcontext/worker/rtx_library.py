@@ -101,14 +101,14 @@ def check_engine(engine: bytes, target: Target) -> None:
 
     Without a GPU the library reads no more of it.
     """
-    found = target.provider.compiled_for(engine[:HEADER].hex())
-    gpus, wanted = found.get("compute capability"), target.settings.compute_capabilities
-    if not found:
+    facts = target.provider.compiled_for(engine[:HEADER].hex())
+    gpus, capabilities = facts.get("compute capability"), target.settings.compute_capabilities
+    if not facts:
         raise RefusedError(_wrong("an engine with an unknown header"))
     if (size := engine_size(engine)) != len(engine):
         raise RefusedError(_wrong(f"{len(engine)} bytes, and its header counts {size}"))
-    if wanted and gpus != ", ".join(wanted):
-        raise RefusedError(_wrong(f"an engine for {gpus}, not for {listing(wanted)}"))
+    if capabilities and gpus != ", ".join(capabilities):
+        raise RefusedError(_wrong(f"an engine for {gpus}, not for {listing(capabilities)}"))
 
 
 def _imported(target: Target) -> Any:
@@ -150,8 +150,8 @@ def _log(trt: Any) -> Any:
 def _not_parsed(parser: Any, model: Model | None, source: onnx.GraphProto) -> Problem:
     """The problem of a model with nodes that the library's parser does not take."""
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
-    named = [each for each in errors if each.node_operator()]
-    nodes = dict.fromkeys(f"{each.node_name()!r} ({each.node_operator()})" for each in named)
+    named = [error for error in errors if error.node_operator()]
+    nodes = dict.fromkeys(f"{error.node_name()!r} ({error.node_operator()})" for error in named)
     reasons = dict.fromkeys(e.desc().strip().rstrip(".") for e in errors)
     # Its checks without a message are reported as the word "false".
     why = [reason for reason in reasons if reason not in ("", "false")]
@@ -170,7 +170,7 @@ def _cut_before(refused: Set[str], source: onnx.GraphProto, model: Model) -> Set
 
     Without a value if ``model`` cannot be cut so.
     """
-    nodes = [each for each in source.node if each.name and each.name in refused]
+    nodes = [node for node in source.node if node.name and node.name in refused]
     cut = Cut(outputs=tuple(_computed(nodes[0], source) if nodes else ()))
     results = {name for node in nodes for name in node.output}
     whole = onnx.load(model.path, load_external_data=False)
@@ -181,8 +181,8 @@ def _cut_before(refused: Set[str], source: onnx.GraphProto, model: Model) -> Set
 
 def _computed(node: onnx.NodeProto, source: onnx.GraphProto) -> list[str]:
     """The tensors that ``node`` reads and other nodes compute: the model may end there."""
-    made = {name for each in source.node for name in each.output}
-    return [name for name in node.input if name in made]
+    computed = {name for other in source.node for name in other.output}
+    return [name for name in node.input if name in computed]
 
 
 def _not_built(reasons: Sequence[str], target: Target) -> Problem:
@@ -195,22 +195,23 @@ def _not_built(reasons: Sequence[str], target: Target) -> Problem:
 
 def _other_types(source: onnx.GraphProto) -> Iterator[Problem]:
     """The inputs and outputs of types that the library does not have."""
-    for each in map(graph.facts, (*graph.inputs(source), *source.output)):
-        if each.dtype not in _TYPES:
-            message = f"TensorRT RTX has no {each.dtype}, the type of {each.name!r}."
+    for tensor in map(graph.facts, (*graph.inputs(source), *source.output)):
+        if tensor.dtype not in _TYPES:
+            message = f"TensorRT RTX has no {tensor.dtype}, the type of {tensor.name!r}."
             hint = f"It has {listing(list(_TYPES))}: change the type in the model."
             yield Problem(Kind.COMPILE_FAILED, "", message, hint)
 
 
 def _open_inputs(source: onnx.GraphProto, target: Target, key: Key) -> Iterator[Problem]:
     """The inputs with open dimensions that a profile does not have."""
-    for each in map(graph.facts, graph.inputs(source)):
-        if not each.is_fixed and not all(
-            each.name in profile for profile in target.profiles or ({},)
+    for tensor in map(graph.facts, graph.inputs(source)):
+        if not tensor.is_fixed and not all(
+            tensor.name in profile for profile in target.profiles or ({},)
         ):
-            message = f"the input {each.name!r} is open ({each.shape_text}), and no profile has its shapes."
-            names = [size for size in each.sizes if isinstance(size, str)]
-            places = [key / "dims" / name for name in names] or [key / "shapes" / each.name]
+            what = f"the input {tensor.name!r} is open ({tensor.shape_text})"
+            message = f"{what}, and no profile has its shapes."
+            names = [size for size in tensor.sizes if isinstance(size, str)]
+            places = [key / "dims" / name for name in names] or [key / "shapes" / tensor.name]
             hint = "Fix its sizes, or add a profile with its shapes to the target."
             settings = tuple(map(Setting, dict.fromkeys(places)))
             yield Problem(Kind.OPEN_DIMENSION, "", message, hint, settings=settings)
@@ -219,21 +220,23 @@ def _open_inputs(source: onnx.GraphProto, target: Target, key: Key) -> Iterator[
 def _other_tensors(network: Any, source: onnx.GraphProto) -> Iterator[Problem]:
     """The inputs and outputs that the library's network has otherwise than the model."""
     values = (*graph.inputs(source), *source.output)
-    ours = [*map(graph.facts, values)]
+    expected = [*map(graph.facts, values)]
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     outputs = [network.get_output(index) for index in range(network.num_outputs)]
-    theirs = {each.name: each for each in (*inputs, *outputs)}
-    for each in ours:
-        found = theirs.pop(each.name, None)
-        if found is None:
-            yield _wrong(f"no tensor {each.name!r}")
-        elif found.dtype.name != _TYPES.get(each.dtype):
-            yield _wrong(f"{each.name!r} {found.dtype.name}, and it is {each.dtype} in the model")
-        elif not each.takes(tuple(found.shape)) and -1 not in found.shape:
+    actual = {tensor.name: tensor for tensor in (*inputs, *outputs)}
+    for facts in expected:
+        tensor = actual.pop(facts.name, None)
+        if tensor is None:
+            yield _wrong(f"no tensor {facts.name!r}")
+        elif tensor.dtype.name != _TYPES.get(facts.dtype):
             yield _wrong(
-                f"{each.name!r} {list(found.shape)}, and it is {each.shape_text} in the model"
+                f"{facts.name!r} {tensor.dtype.name}, and it is {facts.dtype} in the model"
             )
-    yield from (_wrong(f"a tensor {name!r}, which the model does not have") for name in theirs)
+        elif not facts.takes(tuple(tensor.shape)) and -1 not in tensor.shape:
+            yield _wrong(
+                f"{facts.name!r} {list(tensor.shape)}, and it is {facts.shape_text} in the model"
+            )
+    yield from (_wrong(f"a tensor {name!r}, which the model does not have") for name in actual)
 
 
 def _wrong(what: str) -> Problem:
@@ -245,19 +248,19 @@ def _configured(trt: Any, builder: Any, network: Any, target: Target, key: Key) 
     settings = target.settings
     config = builder.create_builder_config()
     config.num_compute_capabilities = len(settings.compute_capabilities)
-    for index, each in enumerate(settings.compute_capabilities):
-        capability = getattr(trt.ComputeCapability, f"SM{each.replace('.', '')}")
+    for index, name in enumerate(settings.compute_capabilities):
+        capability = getattr(trt.ComputeCapability, f"SM{name.replace('.', '')}")
         if not config.set_compute_capability(capability, index):
-            message = f"TensorRT RTX does not compile for the compute capability {each}."
+            message = f"TensorRT RTX does not compile for the compute capability {name}."
             raise ModelError(Problem(Kind.INVALID_OPTION, "", message))
     for option, pool in _POOLS.items():
         if size := int(settings.provider_options.get(option, "0")):
             config.set_memory_pool_limit(getattr(trt.MemoryPoolType, pool), size)
     for index, profile in enumerate(target.profiles or ({},)):
-        made = builder.create_optimization_profile()
+        trt_profile = builder.create_optimization_profile()
         for number in range(network.num_inputs):
-            _set_shape(made, network.get_input(number), profile, key)
-        if config.add_optimization_profile(made) < 0:
+            _set_shape(trt_profile, network.get_input(number), profile, key)
+        if config.add_optimization_profile(trt_profile) < 0:
             reason = "; ".join(dict.fromkeys(_log(trt).errors))
             message = f"TensorRT RTX refuses the optimization profile {index}: {reason}."
             place = target.place("profiles") / index
@@ -265,7 +268,7 @@ def _configured(trt: Any, builder: Any, network: Any, target: Target, key: Key) 
     return config
 
 
-def _set_shape(made: Any, tensor: Any, profile: Profile, key: Key) -> None:
+def _set_shape(trt_profile: Any, tensor: Any, profile: Profile, key: Key) -> None:
     if tensor.is_shape_tensor:
         raise RefusedError(
             Problem(
@@ -278,9 +281,9 @@ def _set_shape(made: Any, tensor: Any, profile: Profile, key: Key) -> None:
             )
         )
     fixed: Sequence[int] = list(tensor.shape)
-    given = profile.get(tensor.name)
-    shapes = [fixed] * 3 if given is None else [given[bound] for bound in ("min", "opt", "max")]
-    made.set_shape(tensor.name, *shapes)
+    bounds = profile.get(tensor.name)
+    shapes = [fixed] * 3 if bounds is None else [bounds[bound] for bound in ("min", "opt", "max")]
+    trt_profile.set_shape(tensor.name, *shapes)
 
 
 def _write(
@@ -292,22 +295,22 @@ def _write(
         (result.parent / file).write_bytes(engine)
     node = helper.make_node(
         graph.CONTEXT_OP,
-        [each.name for each in graph.inputs(source.graph)],
-        [each.name for each in source.graph.output],
+        [value.name for value in graph.inputs(source.graph)],
+        [value.name for value in source.graph.output],
         name=result.stem,
         domain="com.microsoft",
         main_context=0,
         embed_mode=int(settings.embed),
         ep_cache_context=engine if settings.embed else file,
         hardware_architecture=",".join(
-            each.replace(".", "") for each in settings.compute_capabilities
+            capability.replace(".", "") for capability in settings.compute_capabilities
         ),
         partition_name=result.stem,
         onnx_model_filename=f"{result.stem.removesuffix('_ctx')}.onnx",
         ep_sdk_version=sdk_version(version),
         source=settings.ep,
     )
-    made = helper.make_model(
+    context = helper.make_model(
         helper.make_graph(
             [node], source.graph.name, graph.inputs(source.graph), source.graph.output
         ),
@@ -315,5 +318,5 @@ def _write(
         ir_version=source.ir_version,
     )
     compatibility = {f"ep_compatibility_info.{settings.ep}": engine[:HEADER].hex()}
-    helper.set_model_props(made, compatibility)
-    onnx.save(made, result)
+    helper.set_model_props(context, compatibility)
+    onnx.save(context, result)

@@ -217,25 +217,25 @@ def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
 
     Only devices of exactly this EP: those of two EPs cannot be mixed, and several EPs can share a name.
     """
-    offered = [each for each in ort.get_ep_devices() if each.ep_name == provider.ep]
+    offered = [device for device in ort.get_ep_devices() if device.ep_name == provider.ep]
     kinds = offered
     if settings.device != "any":
-        kinds = [each for each in offered if each.device.type.name.lower() == settings.device]
+        kinds = [device for device in offered if device.device.type.name.lower() == settings.device]
         if settings.device in provider.cross_compiles:
             kinds = kinds or offered
-    chosen = [each for each in kinds if _matches(each, settings.device_filter)]
+    chosen = [device for device in kinds if _matches(device, settings.device_filter)]
     if chosen:
         # Devices that fit are interchangeable.
         return chosen[:1]
-    wanted: list[str] = [settings.device] if settings.device != "any" else []
-    wanted += [f"{name} = {value!r}" for name, value in settings.device_filter.items()]
+    conditions: list[str] = [settings.device] if settings.device != "any" else []
+    conditions += [f"{name} = {value!r}" for name, value in settings.device_filter.items()]
     message = "\n".join(
         [
             f"{provider.ep} finds no device"
-            + (f" that is {', '.join(wanted)}." if wanted and offered else "."),
+            + (f" that is {', '.join(conditions)}." if conditions and offered else "."),
             *([f"It needs {provider.needs}."] if provider.needs and not offered else []),
             "ONNX Runtime has:",
-            *(f"  {describe_device(each)}" for each in ort.get_ep_devices()),
+            *(f"  {describe_device(device)}" for device in ort.get_ep_devices()),
             *(f"  {line}" for line in incompatibilities(provider.ep)),
         ]
     )
@@ -249,7 +249,7 @@ def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
     raise UnavailableError(Problem(Kind.NO_DEVICE, "", message, hint))
 
 
-def _matches(device: Any, wanted: Mapping[str, str]) -> bool:
+def _matches(device: Any, properties: Mapping[str, str]) -> bool:
     """Whether an EP's device has the properties of a ``device-filter``; case does not matter."""
     facts = {
         **dict(device.device.metadata),
@@ -259,7 +259,9 @@ def _matches(device: Any, wanted: Mapping[str, str]) -> bool:
         "vendor-id": str(device.device.vendor_id),
         "device-id": str(device.device.device_id),
     }
-    return all(facts.get(name, "").casefold() == value.casefold() for name, value in wanted.items())
+    return all(
+        facts.get(name, "").casefold() == value.casefold() for name, value in properties.items()
+    )
 
 
 def describe_device(device: Any) -> str:

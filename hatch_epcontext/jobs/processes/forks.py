@@ -42,10 +42,10 @@ class Fork(WorkerProcess):
             raise NotStartedError
         self._server = server
         with contextlib.ExitStack() as stack:
-            self._connection, theirs = socket.socketpair()
+            self._connection, workers_end = socket.socketpair()
             stack.callback(self._connection.close)
-            with theirs:
-                socket.send_fds(server.control, [b"+"], [theirs.fileno()])
+            with workers_end:
+                socket.send_fds(server.control, [b"+"], [workers_end.fileno()])
             super().__init__(self._connection.makefile("wb"), self._connection.makefile("rb"))
             stack.pop_all()
 
@@ -85,27 +85,27 @@ class ForkServer:
     def __init__(self, providers: Iterable[str] = ()) -> None:
         self.is_stuck = False
         with contextlib.ExitStack() as stack:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stack.callback(ours.close)
-            with theirs:
+            control, servers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(control.close)
+            with servers_end:
                 self._process = subprocess.Popen(
                     (
                         *(sys.executable, "-m", "hatch_epcontext.worker.fork_server"),
-                        *(str(theirs.fileno()), *providers),
+                        *(str(servers_end.fileno()), *providers),
                     ),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     # OpenBLAS would start threads, which forks lack. Workers multiply nothing large with it.
                     env={"OPENBLAS_NUM_THREADS": "1", **worker_environment()},
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(servers_end.fileno(),),
                     # Ctrl-C goes to the build process only, which ends its workers itself.
                     start_new_session=True,
                     # Not in the project's folder: Python 3.10 would import its modules before all others.
                     cwd="/",
                 )
             stack.pop_all()
-        self.control = ours
+        self.control = control
 
     def close(self) -> None:
         """End the server and all its workers, and wait for them."""

@@ -35,13 +35,13 @@ def handle(request: CutRequest) -> CutReply:
     step(f"writing the configured part of {source.name}")
     onnx_model = read_source(source, first.key)
     data = data_of(onnx_model, source, first.key)
-    known = {each.name for each in graph.inputs(onnx_model.graph)}
+    known = {value.name for value in graph.inputs(onnx_model.graph)}
     forms = tuple(CutResult(model.dims, model.shapes) for model in request.forms)
     if first.cut:
         forms = _cut(onnx_model, request)
     # An input that the cut removes needs no value; a name that no input has is an error.
-    known -= {each.name for each in graph.inputs(onnx_model.graph)}
-    if constants := {n: each for n, each in first.constants.items() if n not in known}:
+    known -= {value.name for value in graph.inputs(onnx_model.graph)}
+    if constants := {n: constant for n, constant in first.constants.items() if n not in known}:
         fix_constants(
             onnx_model, dataclasses.replace(first, dims={}, shapes={}, constants=constants)
         )
@@ -102,9 +102,9 @@ def _not_computable(
     ``whole``: the inputs that all outputs need.
     """
     one = len(outputs) == 1
-    named = f"the output{'' if one else 's'} {listing([repr(each) for each in outputs])}"
+    named = f"the output{'' if one else 's'} {listing([repr(name) for name in outputs])}"
     if more:
-        also = f"the input{'s' if len(more) > 1 else ''} {listing([repr(each) for each in more])}"
+        also = f"the input{'s' if len(more) > 1 else ''} {listing([repr(name) for name in more])}"
         return Problem.at(
             key / "inputs",
             Kind.INVALID_CUT,
@@ -120,7 +120,9 @@ def _not_computable(
 def _values(model: onnx.ModelProto, source: Path, names: Iterable[str]) -> _Values:
     """Return the types of the tensors ``names`` as onnx infers them, or else ONNX Runtime."""
     inferred = graph.inferred(model)
-    values = {each.name: each for each in (*inferred.value_info, *inferred.output, *inferred.input)}
+    values = {
+        value.name: value for value in (*inferred.value_info, *inferred.output, *inferred.input)
+    }
     if missing := [name for name in names if not _is_known(values.get(name))]:
         for name, type_ in types_of_runtime(model, source, missing).items():
             values[name] = onnx.ValueInfoProto(name=name, type=type_)
@@ -147,32 +149,38 @@ def _form(
 
     Names that neither the model nor the part has are kept: the check of the cut model reports them.
     """
-    inputs = {each.name: graph.facts(each) for each in graph.inputs(onnx_model.graph)}
+    inputs = {value.name: graph.facts(value) for value in graph.inputs(onnx_model.graph)}
     ends = {name: graph.facts(values[name]) for name in part.inputs}
     of_model, of_part = _named_sizes(inputs.values()), _named_sizes(ends.values())
     shapes = {n: s for n, s in model.shapes.items() if n in ends or n not in inputs}
     inner = [
-        n for n, each in ends.items() if n not in inputs and n not in shapes and not each.is_fixed
+        n
+        for n, tensor in ends.items()
+        if n not in inputs and n not in shapes and not tensor.is_fixed
     ]
     if inner:
         own = dataclasses.replace(
             model,
             dims={name: size for name, size in model.dims.items() if name in of_model},
             shapes={name: shape for name, shape in model.shapes.items() if name in inputs},
-            constants={name: each for name, each in model.constants.items() if name in inputs},
+            constants={
+                name: constant for name, constant in model.constants.items() if name in inputs
+            },
             static_shapes=True,
         )
         fixed = onnx.ModelProto()
         fixed.CopyFrom(onnx_model)
         fix_inputs(fixed, own)
-        found = {name: graph.facts(each) for name, each in _values(fixed, source, inner).items()}
-        shapes |= {name: _sizes(found[name]) for name in inner if found[name].is_fixed}
+        inferred = {
+            name: graph.facts(value) for name, value in _values(fixed, source, inner).items()
+        }
+        shapes |= {name: _sizes(inferred[name]) for name in inner if inferred[name].is_fixed}
     dims = {n: size for n, size in model.dims.items() if n in of_part or n not in of_model}
     return CutResult(dims, shapes)
 
 
 def _named_sizes(tensors: Iterable[TensorFacts]) -> set[str]:
-    return {size for each in tensors for size in each.sizes if isinstance(size, str)}
+    return {size for tensor in tensors for size in tensor.sizes if isinstance(size, str)}
 
 
 def _sizes(tensor: TensorFacts) -> tuple[int, ...]:
