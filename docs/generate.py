@@ -417,8 +417,8 @@ Each command lists its own. `--help` shows all of them. `NO_COLOR=1` switches co
 `--set KEY=VALUE` sets any [key](configuration.md) of a target, a model or the build, in TOML, such as
 `--set min-coverage=0.9` and `--set build.timeout=600`. Text needs no quotes. `-O a=b` is short for
 `--set provider-options.a=b`, and so are `--dim`, `--shape`, `--constant`, `--inputs`, `--device` and
-`--library` for their keys. A name of a dimension or an input applies to all models; to one with its name
-before it: `--dim decoder:length=1`.
+`--library` for their keys. Of several values of a key the last one counts. A name of a dimension or an input
+applies to all models; to one with its name before it: `--dim decoder:length=1`.
 
 ```text
 {flags}

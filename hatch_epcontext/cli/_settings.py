@@ -33,6 +33,7 @@ _PROVIDER: tuple[tuple[str, ...], ...] = ((), ("provider",))
 Command = Callable[..., Any]
 
 _META = f"{__name__}.wording"
+_READ = f"{__name__}.read"
 
 
 def _value(text: str) -> Any:
@@ -42,12 +43,6 @@ def _value(text: str) -> Any:
     except ValueError:
         return text
     return values["value"] if len(values) == 1 else text
-
-
-def _option(text: str) -> Any:
-    """``text`` as a table, as messages show it, or ``text`` itself."""
-    table = _value(text)
-    return table if isinstance(table, dict) else text
 
 
 def _pair(text: str, table: str = "", read: Callable[[str], Any] = _value) -> Mapping[str, Any]:
@@ -67,17 +62,29 @@ def _flag(*names: str, read: Callable[[str], Mapping[str, Any]], **attributes: A
     """A flag whose values, as ``read``, are part of the command's ``settings``."""
 
     def collect(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        settings = ctx.params.get("settings", {})
-        for text in value if isinstance(value, tuple) else filter(None, (value,)):
-            settings = nested(settings, read(text))
-        ctx.params["settings"] = settings
+        texts = value if isinstance(value, tuple) else filter(None, (value,))
+        ctx.meta[f"{_READ}.{param.name}"] = [read(text) for text in texts]
 
     return click.option(*names, callback=collect, expose_value=False, **attributes)
 
 
+class SettingsCommand(click.Command):
+    """A command with flags for keys: of several values of a key the last one on the line counts."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As of click, which knows the values by flag, and their order only here."""
+        _, _, order = self.make_parser(ctx).parse_args([*args])
+        rest = super().parse_args(ctx, args)
+        values = {param: ctx.meta.get(f"{_READ}.{param.name}", []) for param in order}
+        # From the end, because a flag that is no list has only its last value.
+        settings = [values[param].pop() for param in reversed(order) if values[param]]
+        ctx.params["settings"] = nested(*reversed(settings))
+        return rest
+
+
 _SHORT = (
     _flag(
-        "-O", "--option", read=partial(_pair, table="provider-options", read=_option),
+        "-O", "--option", read=partial(_pair, table="provider-options"),
         multiple=True, metavar="K=V", help="An option of the provider.",
     ),
     _flag(

@@ -17,6 +17,7 @@ from hatch_epcontext.cli._common import Verbosity, warn
 from hatch_epcontext.cli._output import show_table
 from hatch_epcontext.cli._project import project_config
 from hatch_epcontext.cli._settings import (
+    SettingsCommand,
     models_argument,
     provider_option,
     short_flags,
@@ -82,7 +83,7 @@ Examples:
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command("bench", epilog=_EXAMPLES)
+@click.command("bench", cls=SettingsCommand, epilog=_EXAMPLES)
 @models_argument(required=False)
 @provider_option(required=False)
 @short_flags

@@ -18,6 +18,7 @@ from hatch_epcontext.cli._common import (
 )
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.cli._settings import (
+    SettingsCommand,
     models_argument,
     provider_option,
     setting_flags,
@@ -40,7 +41,7 @@ Examples:
 """
 
 
-@click.command("compile", epilog=_EXAMPLES)
+@click.command("compile", cls=SettingsCommand, epilog=_EXAMPLES)
 @models_argument()
 @click.option(
     "-o",

@@ -24,7 +24,7 @@ from tomlkit.items import AoT, Array
 
 from hatch_epcontext.cli._common import Command, ExistingPath, warn
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.cli._settings import short_flags
+from hatch_epcontext.cli._settings import SettingsCommand, short_flags
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import file_of
@@ -163,7 +163,7 @@ def tables_options(command: Command) -> Command:
     return provider(dry_run(command))
 
 
-@click.command("init")
+@click.command("init", cls=SettingsCommand)
 @click.argument("models", nargs=-1, type=ExistingPath(dir_okay=False))
 @tables_options
 @short_flags

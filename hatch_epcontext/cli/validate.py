@@ -9,7 +9,12 @@ import click
 
 from hatch_epcontext.cli._common import ExistingPath, Verbosity, verbose_option, warn
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.cli._settings import provider_option, setting_flags, use_flag_names
+from hatch_epcontext.cli._settings import (
+    SettingsCommand,
+    provider_option,
+    setting_flags,
+    use_flag_names,
+)
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
@@ -30,7 +35,7 @@ Examples:
 """
 
 
-@click.command("validate", epilog=_EXAMPLES)
+@click.command("validate", cls=SettingsCommand, epilog=_EXAMPLES)
 @click.argument("path", type=ExistingPath())
 @click.option(
     "-s",

@@ -131,7 +131,7 @@ def test_settings_are_written_into_the_tables(cli: Cli, new_project: Path) -> No
     tables = parse((new_project / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
         "epcontext"
     ]
-    options = {"provider": "qnn", "provider-options": {"soc_model": "60"}, "min-coverage": 0.9}
+    options = {"provider": "qnn", "provider-options": {"soc_model": 60}, "min-coverage": 0.9}
     assert tables["targets"]["qnn"] == options
     assert tables["models"] == [
         {"path": "models/a.onnx", "dims": {"batch": 2}, "validate": {"mode": "require"}}

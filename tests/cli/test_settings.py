@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from hatch_epcontext.cli._settings import (
     SettingNames,
+    SettingsCommand,
     error_text,
     setting_flags,
     switch,
@@ -32,7 +33,7 @@ def read(*arguments: str) -> dict[str, Any]:
     """The settings in the flags of a command."""
     found: dict[str, Any] = {}
 
-    @click.command()
+    @click.command(cls=SettingsCommand)
     @setting_flags
     @switch("--embed", {"embed": True}, "")
     def command(settings: dict[str, Any]) -> None:
@@ -63,7 +64,8 @@ def test_a_value_is_toml_or_the_text_itself(text: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("short", "setting"),
     [
-        (("-O", "soc_model=60"), 'provider-options.soc_model="60"'),
+        (("-O", "soc_model=60"), "provider-options.soc_model=60"),
+        (("-O", "a=true"), "provider-options.a=true"),
         (("-O", "a={ op = { Relu = 'cpu' } }"), "provider-options.a.op.Relu=cpu"),
         (("-O", 'b={"op": {}}'), "provider-options.b='{\"op\": {}}'"),
         (("--dim", "n=1"), "dims.n=1"),
@@ -104,6 +106,14 @@ def test_tables_are_merged_and_the_last_value_of_a_key_counts() -> None:
             "tolerance": {"atol": 0.1, "outputs": {"a": {"snr": 10}, "b": {"snr": 20}}},
         },
     }
+
+
+def test_the_last_value_on_the_line_counts_whatever_the_flags() -> None:
+    for texts in ("--dim n=1 --set dims.n=2 --dim n=3", "--dim n=1 --dim n=2 --set dims.n=3"):
+        assert read(*texts.split()) == {"dims": {"n": 3}}
+    texts = "--device npu --set device=cpu --set embed=false --device gpu --embed"
+    assert read(*texts.split()) == {"device": "gpu", "embed": True}
+    assert read("--embed", "--set", "embed=false") == {"embed": False}
 
 
 def key(*parts: str | int) -> Key:
