@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # Copyright (c) 2026 The hatch-epcontext developers
-"""Compiles a target on the user's machine, for ``load(..., fallback="jit")``.
+"""Compiles a target on the user's machine, for ``load(..., recompile=True)``.
 
 This module is beside the loader only where a target has ``recompile = true``. It is a copy of
 ``hatch_epcontext/_recompile.py`` in hatch-epcontext, under the MIT licence.

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 Device = Literal["npu", "gpu", "cpu", "any"]
-Fallback = Literal["cpu", "jit"]
 Folder = str | os.PathLike[str]
 Shapes = Mapping[str, Sequence[int]]
 
@@ -101,7 +100,8 @@ def load(
     target: str | None = None,
     device: Device | None = None,
     shapes: Shapes | None = None,
-    fallback: Fallback | None = "cpu",
+    fallback: bool = True,
+    recompile: bool = False,
     verify: bool = False,
     package: Folder | None = None,
     session_options: SessionOptions | Callable[[], SessionOptions] | None = None,
@@ -114,8 +114,8 @@ def load(
     ``device``: only targets on a device of this kind; "any" accepts one that only simulates the target's.
     ``shapes``: the shapes of the app's inputs. Of several sizes the smallest that is large enough is opened,
     or a target with open shapes; ``shapes_of`` returns the shapes to pad to. Without it, the first listed.
-    ``fallback``: "cpu" tries the next target, and last the source model on the CPU. "jit" first compiles a
-    target that has ``recompile = true``, on this machine, once. None never opens the source model.
+    ``fallback``: whether the source model may be opened, last and on the CPU. ``recompile``: if a target that
+    has ``recompile = true`` does not open, compile it on this machine, once.
     ``verify``: compare the manifest and all files beside the model with their recorded sha256, and refuse
     files that the manifest does not list.
     ``package``: the folder of another package that hatch-epcontext wrote. Trust it as you trust code.
@@ -129,9 +129,8 @@ def load(
     """
     if windows_ml:
         _register_ready()
-    for key, value, known in (("device", device, Device), ("fallback", fallback, Fallback)):
-        if value not in (None, *get_args(known)):
-            raise LoadError(f"{key} must be None or one of {get_args(known)}, not {value!r}")
+    if device not in (None, *get_args(Device)):
+        raise LoadError(f"device must be None or one of {get_args(Device)}, not {device!r}")
     if session_options is not None and not callable(session_options):
         if session_options in _used_options:
             # With the execution provider of the first session onnxruntime opens no second one.
@@ -139,7 +138,7 @@ def load(
         _used_options.add(session_options)
     options = (session_options, provider_options or {})
     sizes_of = {name: tuple(map(operator.index, sizes)) for name, sizes in (shapes or {}).items()}
-    request = Request(device, sizes_of, fallback, verify, *options)
+    request = Request(device, sizes_of, fallback, recompile, verify, *options)
     attempts: list[TargetAttempt] = []
     session = None
     for sizes, way in _choose(_package(package, verify), name, target, request):
@@ -201,7 +200,8 @@ class Request(NamedTuple):
 
     device: str | None
     shapes: Shapes
-    fallback: str | None = "cpu"
+    fallback: bool = True
+    recompile: bool = False
     verify: bool = False
     session_options: Any = None
     provider_options: Any = None
@@ -452,9 +452,9 @@ def _choose(
     if target is not None and target not in known:
         raise LoadError(f"unknown target {target!r}. Known: {', '.join(known) or 'none'}.")
     # An editable install may have source models alone.
-    if request.fallback == "jit" and known != [SOURCE] and not any(v.prepared for v in variants):
-        raise LoadError(f"fallback='jit' needs a target of {name!r} with recompile = true")
-    targets = [target for target in known if request.fallback is not None or target != SOURCE]
+    if request.recompile and known != [SOURCE] and not any(v.prepared for v in variants):
+        raise LoadError(f"recompile needs a target of {name!r} with recompile = true")
+    targets = [target for target in known if request.fallback or target != SOURCE]
     targets = targets if target is None else [target]
     if not targets:
         raise LoadError(f"the model {name!r} has no targets in {package.root}")
@@ -470,7 +470,7 @@ def _choose(
             variants, key=lambda variant: (not variant.fits(request), variant.elements)
         )
     chosen = [[variant for variant in variants if variant.target == target] for target in targets]
-    ways = [Opener.open_shipped, Opener.open_compiled][: 1 + (request.fallback == "jit")]
+    ways = [Opener.open_shipped, Opener.open_compiled][: 1 + request.recompile]
     return [(sizes, way) for sizes in chosen for way in ways if way is ways[0] or sizes[0].prepared]
 
 

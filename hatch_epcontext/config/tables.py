@@ -256,7 +256,7 @@ class TargetTable:
         check=_NODES,
     )
     recompile: bool | None = _key(
-        'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '
+        "Ship the prepared model too, so that `load(..., recompile=True)` can compile it on the user's "
         "machine.",
         otherwise=False,
     )

@@ -116,7 +116,7 @@ def test_a_session_without_the_targets_ep_is_not_used(
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
-    gpu, _ = app.explain("a", fallback="cpu")
+    gpu, _ = app.explain("a", fallback=True)
     assert gpu.outcome == "skipped"
     assert "without CUDAExecutionProvider" in gpu.reason
 

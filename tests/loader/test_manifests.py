@@ -208,7 +208,7 @@ def test_no_other_exception_leaves_the_module_whatever_the_manifest_says(
     manifest = json.loads((ship.folder / "manifest.json").read_text("utf-8"))
     calls: list[Callable[[], Any]] = [
         lambda: app.load("a"),
-        lambda: app.load("a", fallback="jit", target="cpu"),
+        lambda: app.load("a", recompile=True, target="cpu"),
         lambda: app.load("a", shapes={"x": (1, 1, 8, 8)}, device="any", verify=True),
         app.models,
     ]

@@ -37,7 +37,7 @@ from tests.models import parsed, save
 
 def test_an_editable_install_may_have_the_source_alone(ship: Shipper) -> None:
     app = ship()
-    assert app.target_of(app.load("a", fallback="jit")) == "source"
+    assert app.target_of(app.load("a", recompile=True)) == "source"
 
 
 def kept(app: Any) -> list[Path]:
@@ -47,7 +47,7 @@ def kept(app: Any) -> list[Path]:
 
 
 def jit(app: Any, **arguments: Any) -> Any:
-    session = app.load("a", device="any", fallback="jit", **arguments)
+    session = app.load("a", device="any", recompile=True, **arguments)
     assert session.run(None, X)[0].shape == (1, 10)
     return session
 
@@ -66,11 +66,11 @@ def test_a_target_is_compiled_before_the_next_one_is_opened(qnn: Shipper) -> Non
     assert app.target_of(jit(app)) == "npu"
     assert kept(app) == [], "what opens is not compiled again"
     damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    for fallback in ("cpu", None):
+    for fallback in (True, False):
         assert app.target_of(app.load("a", device="any", fallback=fallback)) == "cpu"
     assert kept(app) == [], "only on request"
     assert app.target_of(jit(app)) == "npu"
-    steps = app.explain("a", device="any", fallback="jit")
+    steps = app.explain("a", device="any", recompile=True)
     assert outcomes(steps) == [
         ("npu", "failed"),
         ("npu", "opened"),
@@ -104,7 +104,7 @@ def test_options_that_name_files_have_those_of_the_package(qnn: Shipper) -> None
 
 def test_on_a_machine_without_the_device_nothing_is_compiled(ship: Shipper) -> None:
     app = ship(npu=changed(NPU, prepared="prepared/a.onnx"))
-    steps = app.explain("a", fallback="jit")
+    steps = app.explain("a", recompile=True)
     assert outcomes(steps) == [("npu", "skipped"), ("source", "opened")]
     assert kept(app) == []
 
@@ -138,7 +138,7 @@ def test_a_context_that_does_not_open_is_compiled_once(
     assert onnx.load(folder / "a_ctx.onnx").graph.node[0].op_type == "EPContext"
     written = (folder / "a_ctx.onnx").stat().st_mtime_ns
     caplog.clear()
-    steps = app.explain("a", device="any", fallback="jit")
+    steps = app.explain("a", device="any", recompile=True)
     assert outcomes(steps) == [("npu", "failed"), ("npu", "opened"), ("source", "not tried")]
     assert steps[1].reason == f"{QNN_EP} on cpu, compiled on this machine"
     jit(app)
@@ -159,11 +159,11 @@ def test_openvino_compiles_again_what_does_not_fit_any_more(
         (sidecar,) = (ship.folder / "a/openvino").glob("*.bin")
         damage(sidecar, how)
     for _ in range(2):
-        first, second, source = app.explain("a", fallback="jit")
+        first, second, source = app.explain("a", recompile=True)
         assert first.outcome == ("skipped" if how == "of another version" else "failed")
         assert str(second) == f"openvino: opened, {OPENVINO_EP} on cpu, compiled on this machine"
         assert source.outcome == "not tried"
-    assert app.load("a", fallback="jit").run(None, X)[0].shape == (1, 10)
+    assert app.load("a", recompile=True).run(None, X)[0].shape == (1, 10)
     assert caplog.text.count("a is compiled for openvino on this machine") == 1
 
 
@@ -202,7 +202,7 @@ def test_a_changed_manifest_is_found_on_request_also_where_it_was_compiled(
     jit(broken)
     manifest = qnn.folder / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"basic"', b'"BASIC"'))
-    steps = broken.explain("a", device="any", fallback="jit", verify=True)
+    steps = broken.explain("a", device="any", recompile=True, verify=True)
     assert {step.outcome for step in steps} == {"failed"}
 
 
@@ -216,7 +216,7 @@ while not Path(sys.argv[2]).exists():
     time.sleep(0.001)
 records = []
 logging.getLogger("shipped").addFilter(lambda record: records.append(record.msg))
-steps = explain("a", device="any", fallback="jit")
+steps = explain("a", device="any", recompile=True)
 print(json.dumps([[str(each) for each in steps], sum("is compiled" in each for each in records)]))
 """
 
@@ -247,7 +247,7 @@ def compile_to_file(self, file):
         opened.write(b"half of it")
     os.kill(os.getpid(), signal.SIGTERM)
 onnxruntime.ModelCompiler.compile_to_file = compile_to_file
-load("a", device="any", fallback="jit")
+load("a", device="any", recompile=True)
 """
 
 
@@ -294,7 +294,7 @@ def test_a_prepared_model_that_cannot_be_compiled_is_a_failure(
     # It matters only where it is compiled.
     assert app.target_of(app.load("a", device="any", verify=True)) == "npu"
     damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    steps = app.explain("a", device="any", fallback="jit")
+    steps = app.explain("a", device="any", recompile=True)
     assert outcomes(steps) == [("npu", "failed"), ("npu", "failed"), ("source", "opened")]
     assert steps[1].reason.startswith("compiling it on this machine: ")
     assert reason in steps[1].reason
@@ -382,7 +382,7 @@ def test_a_kept_context_whose_ep_is_missing_is_not_thrown_away(
 
     monkeypatch.setattr(broken.Opener, "open", refuse)
     caplog.clear()
-    step = broken.explain("a", device="any", fallback="jit")[0]
+    step = broken.explain("a", device="any", recompile=True)[0]
     assert str(step) == "npu: skipped, the session was opened without it"
     assert kept(broken) == [own]
     assert "is compiled" not in caplog.text

@@ -97,7 +97,7 @@ def test_an_unknown_rank_takes_every_shape(ship: Shipper) -> None:
 
 
 def test_where_nothing_is_large_enough_the_error_lists_the_shapes(several: Any) -> None:
-    for arguments in ({"target": "fixed"}, {"target": "fixed", "fallback": None}):
+    for arguments in ({"target": "fixed"}, {"target": "fixed", "fallback": False}):
         with pytest.raises(several.LoadError) as raised:
             several.load("det", shapes=x_of(65, 65), **arguments)
         assert all(each in str(raised.value) for each in LISTED)

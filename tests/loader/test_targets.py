@@ -50,12 +50,12 @@ def test_a_requested_target_or_device_has_no_fallback(ship: Shipper) -> None:
 def test_without_a_fallback_the_source_is_not_opened_unless_it_is_named(ship: Shipper) -> None:
     app = ship(npu=NPU)
     with pytest.raises(app.LoadError, match="npu: skipped") as raised:
-        app.load("a", fallback=None)
+        app.load("a", fallback=False)
     assert "source" not in str(raised.value)
-    assert outcomes(app.explain("a", fallback=None)) == [("npu", "skipped")]
-    assert app.target_of(app.load("a", fallback=None, target="source")) == "source"
+    assert outcomes(app.explain("a", fallback=False)) == [("npu", "skipped")]
+    assert app.target_of(app.load("a", fallback=False, target="source")) == "source"
     app = ship(cpu=CPU)
-    assert app.target_of(app.load("a", fallback=None)) == "cpu"
+    assert app.target_of(app.load("a", fallback=False)) == "cpu"
 
 
 def test_a_source_that_is_not_shipped_is_no_target(ship: Shipper) -> None:
@@ -87,8 +87,6 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_names(ship: Shipper) -
         ({"device": "tpu"}, "device"),
         ({"device": "NPU"}, "device"),
         ({"device": ""}, "device"),
-        ({"fallback": "source"}, "fallback"),
-        ({"fallback": False}, "fallback"),
         ({"target": 5}, "unknown target 5"),
         ({"package": "no\0where"}, "cannot be read"),
         ({"package": "\ud800"}, "cannot be read"),
@@ -109,7 +107,7 @@ def test_a_value_that_an_argument_does_not_take_is_a_load_error(
 def test_explain_takes_what_load_takes_to_choose_a_target(ship: Shipper) -> None:
     app = ship(npu=NPU, cpu=CPU)
     assert outcomes(app.explain("a", target="cpu")) == [("cpu", "opened")]
-    assert outcomes(app.explain("a", device="cpu", fallback=None)) == [
+    assert outcomes(app.explain("a", device="cpu", fallback=False)) == [
         ("npu", "skipped"),
         ("cpu", "opened"),
     ]
@@ -118,7 +116,7 @@ def test_explain_takes_what_load_takes_to_choose_a_target(ship: Shipper) -> None
     assert (cpu.outcome, source.outcome) == ("failed", "opened")
     assert app.explain("a", package=ship.folder) == app.explain("a")
     with pytest.raises(app.LoadError, match="recompile = true"):
-        app.explain("a", fallback="jit")
+        app.explain("a", recompile=True)
     with pytest.raises(TypeError):
         app.explain("a", devcie="npu")
 
