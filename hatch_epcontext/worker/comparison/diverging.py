@@ -143,7 +143,7 @@ class Divergence:
         """
         if (inner := self.inner(run)) is None:
             return None
-        wrong = min(_WRONG, self._final(run, inner) / 2)
+        wrong = min(_WRONG, self.error(run, inner) / 2)
         grown = [
             (node, inner.behind(node), inner.before(node))
             for node in self._scope.nodes
@@ -179,12 +179,12 @@ class Divergence:
         steps = (self._steps(session, run) for session in (self._exact, self._other))
         for exact, other in zip(*steps, strict=True):
             inner = Inner(exact, other)
-            if self._final(run, inner) > _WRONG:
+            if self.error(run, inner) > _WRONG:
                 # Errors in later steps come from this one.
                 break
         return inner
 
-    def _final(self, run: ReferenceRun, inner: Inner) -> float:
+    def error(self, run: ReferenceRun, inner: Inner) -> float:
         """The largest error of the compared values."""
         names = (*run.outputs[0], *self._reference.facts.selections.reads)
         return max((inner.errors.get(name, 0.0) for name in names), default=0.0)
@@ -240,7 +240,8 @@ def first_difference(
     except Exception:
         # ONNX Runtime raises many types for models that cannot run with other outputs.
         return ""
-    if node is None or inner is None:
+    # Without an error in floats that are compared, the smallest error would count.
+    if node is None or inner is None or not divergence.error(run, inner):
         return ""
     return f"The first diverging node: {inner.words(node)}."
 
