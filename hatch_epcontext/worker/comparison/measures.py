@@ -70,7 +70,7 @@ _SHARES = 64
 """The number of places in a slice that can have that signal if all values are probabilities."""
 
 _NOISE = 0.5
-"""The units by which a score may differ without counting as lost or invented: a single one has 20 dB then."""
+"""The part of a floor by which a score may differ without counting as lost or invented."""
 
 Numbers = NDArray[np.float64]
 
@@ -394,21 +394,19 @@ class _Measure:
         return min(float(self.out.ravel() @ self.ref.ravel()) / norms, 1.0)
 
     def signal(self, axes: _Axes) -> Numbers:
-        own = np.asarray(self.power.mean(axis=axes))
-        places = self.ref.size // own.size
-        floor = max(
-            self.largest**2 * self._part(places),
-            (_QUANTIZATION_STEPS * self.facts.step) ** 2,
-        )
-        if not _is_column(own.size, places):
-            floor = max(floor, self.whole * own.size / MANY)
-        elsewhere = self.elsewhere.signal(self.ref.shape, axes)
-        signal: Numbers = np.maximum(own, floor)
-        if elsewhere.size:
-            signal = np.maximum(signal, _OTHER_SAMPLES**2 * elsewhere)
-        return signal
+        """That of the output or of each slice, with its floor."""
+        sizes = [
+            n for axis, n in enumerate(self.ref.shape) if axes is not None and axis not in axes
+        ]
+        slices = math.prod(sizes)
+        places = self.ref.size // slices
+        floor = max(self.largest**2 * self._part(places), self._quantized**2)
+        if not _is_column(slices, places):
+            floor = max(floor, self.whole * slices / MANY)
+        return self._above(floor, axes)
 
     def decibels(self, axes: _Axes) -> Numbers:
+        """The signal-to-noise ratio of the output or of each slice."""
         noise = np.asarray((self.error**2).mean(axis=axes))
         with np.errstate(divide="ignore"):
             ratio = self.signal(axes) / noise
@@ -422,12 +420,23 @@ class _Measure:
 
         Otherwise the floors of thousands of places without a score would hide a score that is missing.
         """
-        noise = np.maximum(np.abs(self.error) - _NOISE * self.unit, 0.0)
-        floor = (self.largest * self.unit) ** 2 * _SHARES / places
-        own = np.maximum(self.power.mean(axis=axes), floor)
+        small = max(self.largest * self.unit, self._quantized)
+        noise = np.maximum(np.abs(self.error) - _NOISE * small, 0.0)
         # As in a column, a few places are nearer to the limit than the whole output.
         more = 10 ** (_COLUMN / 10) if axes is None else 1.0
-        return np.asarray(more * own / (noise**2).mean(axis=axes))
+        signal = self._above(small**2 * _SHARES / places, axes)
+        return np.asarray(more * signal / (noise**2).mean(axis=axes))
+
+    def _above(self, floor: float, axes: _Axes) -> Numbers:
+        """The signal, at least the ``floor`` and a part of that in other samples."""
+        signal: Numbers = np.maximum(self.power.mean(axis=axes), floor)
+        elsewhere = self.elsewhere.signal(self.ref.shape, axes)
+        return np.maximum(signal, _OTHER_SAMPLES**2 * elsewhere) if elsewhere.size else signal
+
+    @property
+    def _quantized(self) -> float:
+        """The size of values of a quantized output that are mostly rounding."""
+        return _QUANTIZATION_STEPS * self.facts.step
 
     def _part(self, places: int) -> float:
         """The part of the largest value, squared, that counts as signal in each of ``places``."""

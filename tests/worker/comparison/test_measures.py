@@ -250,6 +250,9 @@ def test_a_few_steps_of_a_quantized_output_near_zero_are_rounding() -> None:
     assert margin >= 10
     assert not off(3).excesses
     assert off(4).excesses
+    scores = np.tile(near_zero, 2000)
+    facts = OutputFacts("unit", step=step)
+    assert not compare("y", scores + step, scores, Tolerance(15, 0.98), facts).excesses
 
 
 def test_where_the_reference_is_infinite_an_output_is_as_large_as_it_can_be() -> None:
