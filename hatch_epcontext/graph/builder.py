@@ -271,38 +271,12 @@ class Builder:
 
         ``renamed`` has new names for values that ``nodes`` use, and gets those of their outputs.
         """
-        for node in nodes:
-            self.append(self._renamed_node(node, renamed, suffix))
-
-    def _renamed_node(
-        self, node: onnx.NodeProto, renamed: dict[str, str], suffix: str
-    ) -> onnx.NodeProto:
-        new = copy_of(node)
-        new.name = self.fresh(f"{node.name or node.op_type}{suffix}")
-        new.input[:] = [renamed.get(name, name) for name in node.input]
-        for part in graph.inner_graphs(new):
-            self._rename_graph(part, dict(renamed), suffix)
-        new.output[:] = [self._rename(name, renamed, suffix) for name in node.output]
-        return new
-
-    def _rename(self, name: str, renamed: dict[str, str], suffix: str) -> str:
-        if name:
-            renamed[name] = self.fresh(f"{name}{suffix}")
-        return renamed.get(name, "")
-
-    def _rename_graph(self, part: onnx.GraphProto, renamed: dict[str, str], suffix: str) -> None:
-        """Give all values that ``part`` defines new names, in place."""
-        for value in part.input:
-            # Before ONNX IR 4, initializers were listed as inputs too: both get the same name.
-            value.name = self._rename(value.name, renamed, suffix)
-        inputs = {value.name for value in part.input}
-        for tensor in (*part.initializer, *(sparse.values for sparse in part.sparse_initializer)):
-            known = renamed.get(tensor.name)
-            tensor.name = known if known in inputs else self._rename(tensor.name, renamed, suffix)
-        del part.value_info[:]
-        set_nodes(part, [self._renamed_node(node, renamed, suffix) for node in part.node])
-        for value in part.output:
-            value.name = renamed.get(value.name, value.name)
+        copies = [copy_of(node) for node in nodes]
+        for node in copies:
+            node.name = node.name or node.op_type
+        _rename_results(copies, renamed, lambda name: self.fresh(f"{name}{suffix}"))
+        for node in copies:
+            self.append(node)
 
 
 Outputs = Sequence[str] | Declined | None
@@ -333,25 +307,12 @@ def renamed(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
     """``model``, changed in place: names that begin with ``prefix`` lose it, and stay unique."""
     builder = Builder(model)
 
-    def rename(part: onnx.GraphProto, names: dict[str, str]) -> None:
-        def new(name: str) -> str:
-            if name.startswith(prefix):
-                names[name] = builder.fresh(f"{name.removeprefix(prefix)}/cast")
-            return names.get(name, name)
+    def new(name: str) -> str:
+        if not name.startswith(prefix):
+            return name
+        return builder.fresh(f"{name.removeprefix(prefix)}/cast")
 
-        for tensor in part.initializer:
-            tensor.name = new(tensor.name)
-        for node in part.node:
-            node.input[:] = [names.get(name, name) for name in node.input]
-            for inner in graph.inner_graphs(node):
-                rename(inner, dict(names))
-            if node.name.startswith(prefix):
-                node.name = builder.fresh(f"{node.name.removeprefix(prefix)}/Cast")
-            node.output[:] = map(new, node.output)
-        for value in (*part.output, *part.value_info):
-            value.name = names.get(value.name, value.name)
-
-    rename(model.graph, {})
+    _rename_graph(model.graph, {}, new)
     return model
 
 
@@ -430,6 +391,35 @@ def _keep(named: Any, used: set[str]) -> None:
     kept = [entry for entry in named if entry.name in used]
     del named[:]
     named.extend(kept)
+
+
+def _rename_results(
+    nodes: Iterable[onnx.NodeProto], names: dict[str, str], new: Callable[[str], str]
+) -> None:
+    """Give ``nodes`` and their results the names that ``new`` makes of theirs, in place.
+
+    ``names`` has new names for values that they read, and gets those of their results.
+    """
+    for node in nodes:
+        node.name = node.name and new(node.name)
+        node.input[:] = [names.get(name, name) for name in node.input]
+        for inner in graph.inner_graphs(node):
+            _rename_graph(inner, dict(names), new)
+        names.update((name, new(name)) for name in node.output if name)
+        node.output[:] = [names.get(name, "") for name in node.output]
+
+
+def _rename_graph(part: onnx.GraphProto, names: dict[str, str], new: Callable[[str], str]) -> None:
+    """Give the nodes of ``part`` and all values that it defines the names that ``new`` makes, in place."""
+    named: list[Any] = [*part.input, *part.initializer]
+    named += (sparse.values for sparse in part.sparse_initializer)
+    # Before ONNX IR 4, initializers were listed as inputs too: both get the same name.
+    names.update((name, new(name)) for name in dict.fromkeys(value.name for value in named))
+    for value in named:
+        value.name = names[value.name]
+    _rename_results(part.node, names, new)
+    for value in (*part.output, *part.value_info):
+        value.name = names.get(value.name, value.name)
 
 
 def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
