@@ -35,14 +35,14 @@ path = "models/a.onnx"
 dims = { batch = 1 }
 """
 
-QUANTIZE = f'{CPU}quantize = {{ inputs = "samples" }}\n'
+QUANTIZE = f'{CPU}targets.cpu.quantize = {{ inputs = "samples" }}\n'
 
-QNN = QUANTIZE.replace(
+QNN_ALONE = CPU.replace(
     'targets.cpu.provider = "cpu"',
     'targets.qnn.provider = "qnn"\ntargets.qnn.provider-options = { soc_model = 60 }',
 )
 
-QNN_ALONE = QNN.replace('quantize = { inputs = "samples" }', "")
+QNN = f'{QNN_ALONE}targets.qnn.quantize = {{ inputs = "samples" }}\n'
 
 
 def write_samples(folder: Path, seed: int = 0) -> None:
@@ -89,7 +89,9 @@ def test_the_samples_count_by_their_contents(run: Run, project: Path, tmp_path: 
     assert key(project, tmp_path, QUANTIZE.replace("samples", "moved")) == first
     write_samples(project / "samples", seed=1)
     assert key(project, tmp_path) != first
-    assert key(project, tmp_path, CPU) != key(project, tmp_path, f"{CPU}dequantize = true")
+    assert key(project, tmp_path, CPU) != key(
+        project, tmp_path, f"{CPU}targets.cpu.dequantize = true"
+    )
 
 
 @newer_runtime
@@ -98,7 +100,7 @@ def test_dynamic_quantization_is_undone_and_compared_with_its_float_form(
     run: Run, project: Path, which: str
 ) -> None:
     source = save_dynamic(project)
-    (built,) = run(f"{CPU}dequantize = {which}").built
+    (built,) = run(f"{CPU}targets.cpu.dequantize = {which}").built
     (preparation,) = built.artifact.record.preparations
     assert preparation.precision == "dequantized (4 operators)"
     optimized = onnx.load(built.artifact.folder / "a_optimized.onnx")
@@ -157,7 +159,7 @@ def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, projec
     assert other.cached
     assert other.validations["a"].float_form == built.validations["a"].float_form
     with pytest.raises(EpcontextError, match="It is dynamically quantized"):
-        run(f"{toml}dequantize = false")
+        run(f"{toml}targets.qnn.dequantize = false")
 
 
 @needs_qnn
@@ -170,7 +172,7 @@ def test_weights_that_qnn_leaves_are_undone_by_the_key_that_it_names(
     with pytest.raises(EpcontextError, match="DequantizeLinear") as raised:
         run(toml)
     assert 'dequantize = "all"' in str(raised.value)
-    (built,) = run(f'{toml}dequantize = "all"').built
+    (built,) = run(f'{toml}targets.qnn.dequantize = "all"').built
     (preparation,), (context,) = built.artifact.record.preparations, built.artifact.record.contexts
     assert preparation.precision == "dequantized (1 operator)"
     assert context.coverage is not None
