@@ -29,8 +29,7 @@ from hatch_epcontext.jobs.artifact import GENERATOR, Artifact, Recipe
 from hatch_epcontext.jobs.cache.store import Cache
 from hatch_epcontext.jobs.plan import Job, Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.run import download_sources, job_runner
-from hatch_epcontext.jobs.sources import cut_plan
+from hatch_epcontext.jobs.run import job_runner
 from hatch_epcontext.jobs.steps import Prepared, Steps
 from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.serialize import to_json
@@ -158,13 +157,11 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int, from_memo
     or its result cannot be opened on this machine.
     """
     cache = Cache(None, warn)
-    download_sources(planned.config, workers)
-    cut = cut_plan(planned, cache, workers, staging)
-    runner = job_runner(cut, staging, cache, workers)
+    runner = job_runner(planned, staging, cache, workers)
     steps = Steps(workers, staging / "sources", {})
     versions = dict[str, str]()
     requests = list[tuple[Opening, TimeOpeningRequest]]()
-    for job in cut.jobs:
+    for job in runner.jobs:
         if reason := reason_not_to_open(job):
             hint = "Measure the chips one at a time."
             raise BuildError(Problem(Kind.NOT_RUN, job.location, f"{reason}.", hint))

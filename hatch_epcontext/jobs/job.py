@@ -46,13 +46,14 @@ from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
 
 @dataclass(frozen=True)
 class JobRunner:
-    """Runs the jobs of one build; ``log`` gets a line when a job waits for another build."""
+    """Runs the ``jobs`` of one build; ``log`` gets a line when a job waits for another build."""
 
     sources: Mapping[str, Source]
     cache: Cache
     steps: Steps
     staging: Path
     log: Callable[[str], None]
+    jobs: tuple[Job, ...] = ()
 
     def run(self, job: Job) -> Built:
         """Get the job's artifact from the cache or compile it, and validate it.

@@ -190,23 +190,19 @@ def _members(config: Config, model: Model, target: Target) -> list[tuple[Model, 
 
 def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
     (_, first), *others = members
+    clashes = {
+        "embed": ("shares one sidecar on", "puts it inside each context model"),
+        "recompile": ("compiles models together for", "lets the loader compile each alone"),
+    }
     for model, target in members:
-        if target.settings.embed:
-            yield Problem.at(
-                model.key / "share-weights",
-                Kind.CONFLICTING_KEYS,
-                f"shares one sidecar on the target {target.name}, and embed = true puts it inside "
-                "each context model.",
-                "Remove embed, or the group.",
-            )
-        if target.settings.recompile:
-            yield Problem.at(
-                model.key / "share-weights",
-                Kind.CONFLICTING_KEYS,
-                f"compiles models together for the target {target.name}, and recompile = true lets the "
-                "loader compile each alone.",
-                "Remove recompile, or the group.",
-            )
+        for name, (together, alone) in clashes.items():
+            if getattr(target.settings, name):
+                yield Problem.at(
+                    model.key / "share-weights",
+                    Kind.CONFLICTING_KEYS,
+                    f"{together} the target {target.name}, and {name} = true {alone}.",
+                    f"Remove {name}, or the group.",
+                )
     for model, target in others:
         if dataclasses.replace(target, changes=first.changes) != first:
             yield Problem.at(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -89,11 +89,8 @@ def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
 
     Raises as `build` does.
     """
-    workers = Workers(plan.config.build.timeout)
-    download_sources(plan.config, workers)
-    plan = cut_plan(plan, cache, workers, staging)
-    runner = job_runner(plan, staging, cache, workers)
-    jobs = plan.jobs
+    runner = job_runner(plan, staging, cache, Workers(plan.config.build.timeout))
+    jobs = runner.jobs
     if plan.config.build.scheduler is not None:
         # Only its workers know their versions.
         jobs = tuple(replace(job, target=replace(job.target, from_cache=True)) for job in jobs)
@@ -121,10 +118,13 @@ def _targets_of(model: Model, config: Config) -> Iterator[Target]:
 
 
 def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> JobRunner:
-    """The runner for the jobs of ``plan``, after a check of the environment and the models, which are cut.
+    """The runner for the jobs of ``plan``, whose models it downloads, cuts and reads.
 
     Raises RequirementError when the environment cannot build the plan, BuildError for invalid models.
     """
+    download_sources(plan.config, workers)
+    workers.expect(target.provider for target in plan.local_targets)
+    plan = cut_plan(plan, cache, workers, staging)
     config = plan.config
     installed = check_environment(plan.local_targets, plan.requirements)
     read = read_sources(config, cache, workers, staging / "check")
@@ -132,7 +132,7 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     sizes = {name: source.size for name, source in sources.items()}
     steps = Steps(workers, staging, installed, sizes)
     steps.expect(plan.jobs)
-    return JobRunner(sources, cache, steps, staging, workers.progress or _ignore)
+    return JobRunner(sources, cache, steps, staging, workers.progress or _ignore, plan.jobs)
 
 
 def _ignore(line: str) -> None:
@@ -156,31 +156,27 @@ def build(
     """
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
-        download_sources(plan.config, started)
-        started.expect(target.provider for target in plan.local_targets)
-        plan = cut_plan(plan, cache, started, staging)
-        runner = job_runner(plan, staging, cache, started)
+        runner, fail_fast = job_runner(plan, staging, cache, started), settings.fail_fast
         # A build entirely from the cache contacts no scheduler.
-        if settings.scheduler is None or all(job.target.from_cache for job in plan.jobs):
+        if settings.scheduler is None or all(job.target.from_cache for job in runner.jobs):
             largest = max((source.size for source in runner.sources.values()), default=0)
             at_once = jobs_at_once(settings.jobs, largest)
-            built, failures = _run(runner, runner.run, at_once, plan, log, warn or log)
+            result = _run(runner, runner.run, at_once, log, warn or log, fail_fast=fail_fast)
         else:
             from hatch_epcontext.jobs.cluster import Cluster
 
             with contextlib.closing(Cluster(settings, started, runner)) as cluster:
-                at_once = cluster.jobs_at_once
-                built, failures = _run(runner, cluster.run, at_once, plan, log, warn or log)
-    for warning in dict.fromkeys(_missing_chips(plan)):
+                run, at_once = cluster.run, cluster.jobs_at_once
+                result = _run(runner, run, at_once, log, warn or log, fail_fast=fail_fast)
+    for warning in dict.fromkeys(_missing_chips(runner.jobs)):
         (warn or log)(warning)
-    result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
-    if failures:
+    if result.failures:
         raise IncompleteError(result)
     return result
 
 
-def _missing_chips(plan: Plan) -> Iterator[str]:
-    for target in (job.target for job in plan.jobs):
+def _missing_chips(jobs: Iterable[Job]) -> Iterator[str]:
+    for target in (job.target for job in jobs):
         if warning := target.provider.missing_chip(target.settings.provider_options):
             yield f"{target.name}: {warning}"
 
@@ -189,12 +185,12 @@ def _run(
     runner: JobRunner,
     run: Callable[[Job], Built],
     at_once: int,
-    plan: Plan,
     log: Callable[[str], None],
     warn: Callable[[str], None],
-) -> tuple[list[Built], list[FailedJob]]:
-    """``run`` all jobs, several ``at_once``; with ``fail-fast`` only up to the first that fails."""
-    fail_fast = plan.config.build.fail_fast
+    *,
+    fail_fast: bool,
+) -> Result:
+    """``run`` all jobs, several ``at_once``; with ``fail_fast`` only up to the first that fails."""
     built: list[Built] = []
     failures: list[FailedJob] = []
     # Its threads only wait for workers.
@@ -211,7 +207,7 @@ def _run(
                 stop()
 
         try:
-            running = [(job, pool.submit(run, job)) for job in plan.jobs]
+            running = [(job, pool.submit(run, job)) for job in runner.jobs]
             for _, future in running if fail_fast else ():
                 future.add_done_callback(stop_if_failed)
             for job, future in running:
@@ -227,14 +223,15 @@ def _run(
                 else:
                     built.append(finished)
                     log(summarize(finished, runner.sources))
-                    for warning in _warnings(finished):
-                        warn(warning)
+                    for name, validation in finished.validations.items():
+                        for line in validation_warnings(f"{job.target.name}: {name}", validation):
+                            warn(line)
         except BaseException:
             stop()
             raise
-    if (not_run := len(plan.jobs) - len(built) - len(failures)) > 0:
+    if (not_run := len(runner.jobs) - len(built) - len(failures)) > 0:
         runner.log(f"{count(not_run, 'job')} did not run to the end, because fail-fast is set")
-    return built, failures
+    return Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
 
 
 def _result(future: Future[Built]) -> Built:
@@ -242,12 +239,6 @@ def _result(future: Future[Built]) -> Built:
     while not future.done():
         wait([future], _STEP)
     return future.result()
-
-
-def _warnings(built: Built) -> Iterator[str]:
-    """What the validations of a finished job leave open."""
-    for name, validation in built.validations.items():
-        yield from validation_warnings(f"{built.job.target.name}: {name}", validation)
 
 
 def jobs_at_once(configured: int | Literal["auto"], largest_model: int) -> int:
