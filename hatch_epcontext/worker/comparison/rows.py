@@ -27,6 +27,9 @@ WRONG = 1e3
 _MAX_PAIRS = 2**24
 """The most pairs of rows and candidates that are compared."""
 
+_PLACE = 1e-9
+"""The distance of neighbouring places."""
+
 _FAR = 1e100
 """How far NaN and Inf are from other numbers."""
 
@@ -178,15 +181,17 @@ def _distances(own: Numbers, ref: Numbers) -> Numbers:
 
 
 def _nearest(own: Numbers, ref: Numbers) -> Places:
-    distances = _distances(own, ref)
-    places, is_free = np.full(len(own), -1), np.ones(len(ref), bool)
-    left = min(distances.shape)
-    for pair in map(int, np.argsort(distances, axis=None, kind="stable")):
-        row, place = divmod(pair, len(ref))
-        if places[row] < 0 and is_free[place]:
-            places[row], is_free[place], left = place, False, left - 1
-            if not left:
-                break
+    # Of equal rows the one in the same place is the nearest.
+    apart = np.abs(np.arange(len(own))[:, None] - np.arange(len(ref)))
+    distances = _distances(own, ref) + _PLACE * apart
+    places, rows, others = np.full(len(own), -1), np.arange(len(own)), np.arange(len(ref))
+    while distances.size:
+        # The nearest pair of all is one of those that are the nearest to each other.
+        nearest = distances.argmin(axis=1)
+        is_pair = distances.argmin(axis=0)[nearest] == np.arange(len(nearest))
+        places[rows[is_pair]] = others[nearest[is_pair]]
+        rows, others = rows[~is_pair], np.delete(others, nearest[is_pair])
+        distances = np.delete(distances[~is_pair], nearest[is_pair], axis=1)
     return places
 
 

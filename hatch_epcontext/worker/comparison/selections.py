@@ -52,7 +52,7 @@ _SAME_ORDER = operators.RESHAPING | {"Cast", "Exp", "Sigmoid", "Sqrt"}
 _WHOLE = frozenset({"Ceil", "Floor", "Mod", "Round"})
 """Operators whose results are whole numbers, also those of floats."""
 
-_MAX_ROWS = 2**12
+_MAX_ROWS = 2**11
 """The most rows of which the nearest are found."""
 
 _NOISE = 0.01
