@@ -15,6 +15,7 @@ RewriteName = Literal[
     "clip-inputs",
     "hypot",
     "log-power",
+    "variance",
     "scaled-square",
     "unfuse-activation",
 ]
@@ -23,7 +24,7 @@ RewriteName = Literal[
 ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
-FOR_RANGES: tuple[RewriteName, ...] = ("hypot", "log-power", "scaled-square")
+FOR_RANGES: tuple[RewriteName, ...] = ("hypot", "log-power", "variance", "scaled-square")
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
 FOR_KERNELS: tuple[RewriteName, ...] = ("unfuse-activation",)

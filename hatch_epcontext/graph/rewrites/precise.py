@@ -289,6 +289,25 @@ def _scaled_square(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
     return [root] if root and has_mean else None
 
 
+def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The mean of squares less the square of the mean: for nearly equal values both are nearly equal."""
+    squares, square = (scope.maker(name) for name in graph.operands(node, 2))
+    if squares is None or square is None or squares.op_type not in _MEANS:
+        return None
+    inner, mean = scope.maker(squares.input[0]), _squared(square, scope)
+    value = inner and _squared(inner, scope)
+    maker = scope.maker(mean) if mean else None
+    if not value or not mean or maker is None or maker.op_type not in _MEANS:
+        return None
+    axes, keeps = scope.axes(squares), graph.number(squares, "keepdims", 1)
+    if maker.input[0] != value or axes is None or scope.axes(maker) != axes:
+        return None
+    if not graph.number(maker, "keepdims", 1):
+        mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
+    away = builder.add("Sub", value, mean)
+    return [builder.reduced("ReduceMean", builder.add("Mul", away, away), axes, keepdims=keeps)]
+
+
 def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The logarithm of a square as twice that of its root, whose exponent is half as large."""
     root = _Roots(scope, builder, _SUMS | _MEANS | {"MatMul"}).of(node.input[0])
@@ -301,6 +320,7 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "clip-inputs": (_clip, ("Clip",)),
     "hypot": (_hypot, ("Sqrt", "ReduceL2")),
     "log-power": (_log, ("Log",)),
+    "variance": (_variance, ("Sub",)),
     "scaled-square": (_scaled_square, ("Sqrt",)),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh")),
 }

@@ -161,6 +161,12 @@ REMEDIED: Mapping[str, Forms] = {
     "clip-inputs": {7: f"{X} {{ y = Clip <min = -1.0, max = 0.5> (x) }}", 11: ""},
     "hypot": reducing(SQUARES, "ReduceSum", "y = Sqrt (b)"),
     "log-power": reducing(SQUARES, "ReduceSum", "y = Log (b)"),
+    "variance": {
+        7: """(float[2, 3, 4] x) => (float[1, 1, 4] y) { a = Mul (x, x) m = ReduceMean <axes = [0, 1]> (x)
+        b = ReduceMean <axes = [0, 1]> (a) n = Mul (m, m) y = Sub (b, n) }""",
+        18: """(float[2, 3, 4] x) => (float[1, 1, 4] y) <int64[2] i = {0, 1}>
+        { a = Mul (x, x) m = ReduceMean (x, i) b = ReduceMean (a, i) n = Mul (m, m) y = Sub (b, n) }""",
+    },
     "scaled-square": reducing(SQUARES, "ReduceMean", "c = Add (b, small) y = Sqrt (c)"),
     "unfuse-activation": {7: f"{X} <{NUMBERS}> {{ a = Add (x, two) y = Tanh (a) }}"},
 }

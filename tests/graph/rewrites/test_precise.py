@@ -220,6 +220,20 @@ def test_a_norm_is_scaled(body: str) -> None:
     assert "ReduceMax" in mended(of(body, STORED), "scaled-square")
 
 
+VARIANCES = [
+    """square = Mul(x, x) a = ReduceMean<axes = [-1]>(square) m = ReduceMean<axes = [-1]>(x)
+        b = Mul(m, m) y = Sub(a, b)""",
+    """square = Pow(x, two) a = ReduceMean<axes = [1], keepdims = 0>(square)
+        m = ReduceMean<axes = [-1], keepdims = 0>(x) b = Pow(m, two) y = Sub(a, b)""",
+]
+
+
+@pytest.mark.parametrize("body", VARIANCES)
+def test_a_variance_is_that_of_differences(body: str) -> None:
+    found = mended(of(body, STORED), "variance")
+    assert found.index("Sub") < len(found) - 1
+
+
 BANDS = "float[8, 2] bands = {" + ", ".join(f"{i % 3}" for i in range(16)) + "}"
 BANDS += ", float[2, 3] left = {0, 1, 2, 3, 0, 1}, float limit = {3.4028234663852886e38}"
 BANKS = [
@@ -267,6 +281,11 @@ STAYING = {
         "a = MatMul(x, w) r = Relu(a) y = Sigmoid(r)",
         "a = MatMul(x, w) t = Transpose(a) y = Tanh(t)",
         "a = MatMul(x, w) m = Max(a, bias) y = Tanh(m)",
+    ],
+    "variance": [
+        "square = Mul(x, x) a = ReduceMean(square) b = Mul(z, z) y = Sub(a, b)",
+        "square = Mul(x, z) a = ReduceMean(square) m = ReduceMean(x) b = Mul(m, m) y = Sub(a, b)",
+        VARIANCES[0].replace("ReduceMean<axes = [-1]>(x)", "ReduceMean<axes = [0]>(x)"),
     ],
 } | {
     name: [
@@ -352,6 +371,7 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
         ("hypot", of(ROOTS[8], STORED), TOKENS),
         ("hypot", of("y = ReduceL2<axes = [-1]>(x)"), TOKENS),
         ("log-power", of(ROOTS[8].replace("Sqrt", "Log"), STORED), TOKENS),
+        ("variance", of(VARIANCES[0], STORED), 30 + RNG.standard_normal((3, 8)) / 4),
         ("scaled-square", of(NORMS["RMSNorm"], STORED), TOKENS),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
