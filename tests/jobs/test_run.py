@@ -485,6 +485,11 @@ def test_a_group_is_one_artifact_and_its_members_are_run_alone(run: Run, log: li
     assert "lm (prefill + decode) -> qnn (qnn): prefill 8/8 nodes in 1 context" in log[0]
     assert "structure checked (QNNExecutionProvider cannot open" in log[0]
     assert "compiled separately, it ran and agrees with the CPU" in log[0]
+    # That is stored like any other validation, but is no run of the artifact itself.
+    (third,) = run(SHARED, {"HATCH_EPCONTEXT_FROM_CACHE": "all"}).built
+    assert third.validations == first.validations
+    with pytest.raises(BuildError, match="EPC404"):
+        run(SHARED.replace('"lm"', '"lm"\nvalidate = "require"'))
 
 
 SHAPES = """
