@@ -67,13 +67,13 @@ def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> Pa
         output: ends.intersection(scope.ancestors([output], lambda name: name not in ends))
         for output in outputs
     }
-    needed = {name for its in reached.values() for name in its}
+    needed = {name for names in reached.values() for name in names}
     named = set(cut.inputs) if cut.inputs else set(own)
     # Outputs that need the same inputs are one problem.
     lacking: dict[tuple[str, ...], list[str]] = {}
-    for name, its in reached.items():
-        more = tuple(sorted(its - named - set(frozen)))
-        if more or not its & named:
+    for name, behind in reached.items():
+        more = tuple(sorted(behind - named - set(frozen)))
+        if more or not behind & named:
             lacking.setdefault(more, []).append(name)
     needless = tuple(name for name in cut.inputs if name not in needed)
     if lacking or needless:

@@ -71,16 +71,16 @@ def _damage(model: onnx.ModelProto) -> Iterator[str]:
     """Descriptions of the damage in ``model``."""
     yield from _damaged_part(model.graph)
     for function in model.functions:
-        its = (function.name, function.domain, *function.input, *function.output)
-        yield from _no_names("a name of a function", *its)
+        names = (function.name, function.domain, *function.input, *function.output)
+        yield from _no_names("a name of a function", *names)
         yield from _damaged_part(function)
     for entry in model.metadata_props:
         yield from _no_names("an entry of the metadata", entry.key, entry.value)
     for opset in model.opset_import:
         yield from _no_names("the domain of an opset", opset.domain)
     yield from _endless_functions(model)
-    names = Counter(value.name for value in graph.inputs(model.graph))
-    yield from (f"two inputs are called {name!r}" for name, count in names.items() if count > 1)
+    inputs = Counter(value.name for value in graph.inputs(model.graph))
+    yield from (f"two inputs are called {name!r}" for name, count in inputs.items() if count > 1)
 
 
 def _damaged_part(part: graph.Part) -> Iterator[str]:
@@ -90,9 +90,9 @@ def _damaged_part(part: graph.Part) -> Iterator[str]:
         inner = waiting.pop()
         yield from _damaged_values(inner)
         for node in inner.node:
-            its = (node.name, node.op_type, node.domain, *node.input, *node.output)
-            if not _are_names(its):
-                yield from _no_names("a name of a node", *its)
+            names = (node.name, node.op_type, node.domain, *node.input, *node.output)
+            if not _are_names(names):
+                yield from _no_names("a name of a node", *names)
             waiting += graph.inner_graphs(node)
             for attribute in node.attribute:
                 for tensor in graph.attribute_tensors(attribute):
@@ -127,7 +127,7 @@ def _no_names(what: str, *names: str | bytes) -> Iterator[str]:
 
 def _endless_functions(model: onnx.ModelProto) -> Iterator[str]:
     """The functions that call themselves, or expand to too many nodes."""
-    own = {(its.domain, its.name, its.overload): its for its in model.functions}
+    own = {(inner.domain, inner.name, inner.overload): inner for inner in model.functions}
     calls = {name: _calls(graph.nodes(function), own) for name, function in own.items()}
     expanded: dict[_Function, int] = {}
     try:

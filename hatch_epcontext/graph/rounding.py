@@ -221,7 +221,8 @@ class _EmulatedGraph:
 
 def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether ``node`` can have ``fault``, whatever its values."""
-    texts = {its.name: graph.text(node, its.name) for its in node.attribute if its.s}
+    names = (attribute.name for attribute in node.attribute if attribute.s)
+    texts = {name: graph.text(node, name) for name in names}
     if not fault.concerns(graph.operator(node), len(node.input), texts):
         return False
     if fault.computed and scope.constant(node.input[fault.operand]) is not None:

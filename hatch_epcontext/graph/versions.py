@@ -129,8 +129,8 @@ def _takes(older: OpSchema, newer: OpSchema, node: onnx.NodeProto, scope: Scope)
 
 def _defaults(schema: OpSchema) -> dict[str, tuple[Any, ...]]:
     return {
-        name: (its.type, its.required, its.default_value.SerializeToString())
-        for name, its in schema.attributes.items()
+        name: (rule.type, rule.required, rule.default_value.SerializeToString())
+        for name, rule in schema.attributes.items()
     }
 
 

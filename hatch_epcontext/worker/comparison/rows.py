@@ -101,17 +101,19 @@ class Rows:
 
     def __init__(self, columns: Sequence[Columns], ref: Arrays, unit: float | None = None) -> None:
         self.columns = columns
-        parts = [its.of(ref) for its in columns]
+        parts = [span.of(ref) for span in columns]
         self._ends = np.cumsum([part.shape[2] for part in parts])[:-1]
-        weights = [_weights(its, part, unit) for its, part in zip(columns, parts, strict=True)]
+        weights = [_weights(span, part, unit) for span, part in zip(columns, parts, strict=True)]
         self._weights = np.concatenate(weights)
         # A class is judged by the scores of its row: it does not say which row that is.
-        telling = [part * (its.choice is None) for its, part in zip(columns, weights, strict=True)]
+        telling = [
+            part * (span.choice is None) for span, part in zip(columns, weights, strict=True)
+        ]
         self._telling = np.concatenate(telling)
 
     def of(self, arrays: Arrays) -> Numbers:
         """The rows in ``arrays``."""
-        return np.concatenate([its.of(arrays) for its in self.columns], axis=2)
+        return np.concatenate([span.of(arrays) for span in self.columns], axis=2)
 
     def split(self, rows: Numbers) -> list[Numbers]:
         """Views of ``rows``, one for each of the columns."""
@@ -139,9 +141,9 @@ class Rows:
         """``own`` with the nearest values of the source, where it has rows of these; and whether any are."""
         others, is_known = own.copy(), False
         weights = self.split(self._weights[None, None])
-        for its, part, weight in zip(self.columns, self.split(others), weights, strict=True):
-            source, width = candidates.get(its.values), part.shape[2]
-            if source is None or its.is_whole or width not in np.cumprod((1, *source.shape[::-1])):
+        for span, part, weight in zip(self.columns, self.split(others), weights, strict=True):
+            source, width = candidates.get(span.values), part.shape[2]
+            if source is None or span.is_whole or width not in np.cumprod((1, *source.shape[::-1])):
                 continue
             if part.size * source.size > _MAX_PAIRS * width**2 or not source.size:
                 continue
@@ -156,12 +158,12 @@ class Rows:
 
     def put(self, result: Selected, outputs: Arrays, rows: Numbers, noise: Numbers) -> None:
         """Compare ``outputs`` with ``rows``, which have ``noise``."""
-        for its, part, ratios in zip(self.columns, self.split(rows), noise, strict=True):
-            own, ref = outputs[its.output], result.wanted[its.output]
+        for span, part, ratios in zip(self.columns, self.split(rows), noise, strict=True):
+            own, ref = outputs[span.output], result.wanted[span.output]
             ref = np.array(ref if ref.shape == own.shape else own, ref.dtype)
-            ref[..., its.start : its.stop] = part.reshape(ref[..., its.start : its.stop].shape)
-            result.wanted[its.output] = ref
-            result.add(its.output, ratios)
+            ref[..., span.start : span.stop] = part.reshape(ref[..., span.start : span.stop].shape)
+            result.wanted[span.output] = ref
+            result.add(span.output, ratios)
 
 
 def _weights(columns: Columns, ref: Numbers, unit: float | None) -> Numbers:
@@ -212,12 +214,12 @@ def compare_possible(
     first, *others = runs
     result.wanted |= {name: first[name] for name in first.keys() & result.wanted.keys()}
     groups: dict[tuple[int, ...], list[Columns]] = {}
-    for its in columns:
-        if its.output in outputs and outputs[its.output].dtype.kind in "biuf":
-            sizes = [its.of(arrays).shape[:2] for arrays in (outputs, first)]
+    for span in columns:
+        if span.output in outputs and outputs[span.output].dtype.kind in "biuf":
+            sizes = [span.of(arrays).shape[:2] for arrays in (outputs, first)]
             # The rows of several samples are not counted apart.
             if all(map(all, sizes)) and (sizes[0][0] == 1 or len(set(sizes)) == 1):
-                groups.setdefault((*sizes[0], *sizes[1]), []).append(its)
+                groups.setdefault((*sizes[0], *sizes[1]), []).append(span)
     for group in groups.values():
         rows = Rows(group, first)
         own, possible = rows.of(outputs), rows.of(first)

@@ -192,7 +192,7 @@ class _SelectionFinder:
                 for columns, name in behind
                 if (axis := self._axis(columns.output, node)) is not None
             )
-            if any(its.is_score for its in columns):
+            if any(span.is_score for span in columns):
                 is_sorted, largest = (graph.number(node, key, 1) for key in ("sorted", "largest"))
                 yield Selection(columns, bool(is_sorted), not largest)
 
@@ -224,12 +224,12 @@ class _SelectionFinder:
     def _joined(self, name: str) -> list[str]:
         """The values that a Concat along the last axis joins in the value ``name``; else itself."""
         origin = self._scope.origin(name, _MOVED)
-        node, sizes, its = self._scope.maker(origin), *map(self._scope.sizes, (name, origin))
+        node, sizes, joined = self._scope.maker(origin), *map(self._scope.sizes, (name, origin))
         if (
             node is None
             or node.op_type != "Concat"
-            or not (sizes and its and sizes[-1] == its[-1])
-            or graph.number(node, "axis", 0) not in (-1, len(its) - 1)
+            or not (sizes and joined and sizes[-1] == joined[-1])
+            or graph.number(node, "axis", 0) not in (-1, len(joined) - 1)
         ):
             return [name]
         return [part for operand in node.input for part in self._joined(operand)]
@@ -302,11 +302,11 @@ def select(
                 result.wanted[name] = own
                 result.add(name, noise.reshape(-1, own.shape[-1] if own.shape else 1))
     for selection in selections.rows:
-        columns = [its for its in selection.columns if its.output in outputs]
-        sizes = {its.of(outputs).shape[:2] for its in columns}
+        columns = [span for span in selection.columns if span.output in outputs]
+        sizes = {span.of(outputs).shape[:2] for span in columns}
         # Without the scores nothing says which rows may be others.
         if (
-            any(its.is_score for its in columns)
+            any(span.is_score for span in columns)
             and len(sizes) == 1
             and 0 < max(sizes)[1] <= _MAX_ROWS
         ):
@@ -326,13 +326,13 @@ def _compare_rows(
     unit: float,
 ) -> tuple[Numbers, Numbers]:
     """The values to compare the rows of ``outputs`` with, and their noise."""
-    score = next(number for number, its in enumerate(rows.columns) if its.is_score)
+    score = next(number for number, span in enumerate(rows.columns) if span.is_score)
     own, ref = rows.of(outputs), rows.of(wanted)
     places, values, noise = rows.match(own, ref)
-    for number, its in enumerate(rows.columns):
-        if its.choice is not None:
+    for number, span in enumerate(rows.columns):
+        if span.choice is not None:
             classes = rows.split(own)[number], rows.split(values)[number]
-            known = _noise_of_choices(its.choice, classes, candidates, unit, places)
+            known = _noise_of_choices(span.choice, classes, candidates, unit, places)
             if known is not None:
                 noise[number] = known.reshape(places.shape)
                 classes[1][...] = classes[0]
