@@ -155,9 +155,6 @@ class _Substitution:
             **dict.fromkeys(operators.DEQUANTIZES, self._restore),
             "DynamicQuantizeLinear": self._measure,
             "com.microsoft.DynamicQuantizeLSTM": _lstm,
-            "com.microsoft.DynamicQuantizeMatMul": self._product_to_float,
-            "com.microsoft.MatMulIntegerToFloat": self._product_to_float,
-            "com.microsoft.QAttention": self._attention,
         }
         if self.static:
             rules |= dict.fromkeys(operators.QUANTIZES, self._clip)
@@ -269,27 +266,6 @@ class _Substitution:
             real = _moved(scope, builder, (value, scale, zero), axis, block)
         return [real] if real else None
 
-    def _product_to_float(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        real: str | None
-        if node.op_type == "DynamicQuantizeMatMul":
-            real, weight, its_scale, its_zero, bias = graph.operands(node, 5)
-        else:
-            left, weight, scale, its_scale, zero, its_zero, bias = graph.operands(node, 7)
-            real = self._activation(left, scale, zero, scope)
-        floats = _stored(scope, weight, its_scale, its_zero)
-        if real is None or floats is None:
-            return None
-        return _matrix_product(real, floats, bias, builder)
-
-    def _attention(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        left, weight, bias, scale, its_scale, mask, zero, its_zero, past = graph.operands(node, 9)
-        real = self._activation(left, scale, zero, scope)
-        floats = _stored(scope, weight, its_scale, its_zero)
-        if real is None or floats is None:
-            return None
-        inputs = [real, builder.store(floats), bias, mask, past]
-        return builder.add_like(node, "Attention", inputs, domain=graph.MICROSOFT)
-
     def _activation(self, name: str, scale: str, zero: str, scope: Scope) -> str | None:
         """The floats of the integers ``name``, if these are their scale and their zero point."""
         known = self.known.get((scope, name))
@@ -333,7 +309,7 @@ def _product_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     floats = _real(integers, factor, offset, (1,), graph.attribute(node, "block_size", 0))
     if floats is None:
         return None
-    return _matrix_product(value, floats.T, bias, builder)
+    return _plus(builder.add("MatMul", value, builder.store(floats.T)), bias, builder)
 
 
 def _rows_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -431,10 +407,6 @@ def _real(
 
     floats = (integers.astype(np.float32) - spread(zero)) * spread(scale)
     return floats.astype(scale.dtype, copy=False)
-
-
-def _matrix_product(real: str, weight: Floats, bias: str, builder: Builder) -> list[str]:
-    return _plus(builder.add("MatMul", real, builder.store(weight)), bias, builder)
 
 
 def _plus(product: str, bias: str, builder: Builder) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import onnx
 
-from hatch_epcontext.config.settings import SYNTHETIC, Model
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import TensorFacts
@@ -70,9 +70,6 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
             f"the source model itself cannot be run on the CPU: its node {node.name!r} "
             f"({operator}) fails: {reason}{'' if reason.endswith('.') else '.'}"
         )
-        if _only_sizes_matter(node, fixed.graph):
-            hint, settings = _other_sizes(inputs, model)
-            return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint, *settings)
         if named:
             names = listing(repr(tensor.name) for tensor in named)
             message += (
@@ -143,35 +140,6 @@ def _inputs_of(
     return [by_name[name] for name in scope.ancestors(names) if name in by_name][:_MAX_NAMED]
 
 
-def _other_sizes(inputs: Sequence[TensorFacts], model: Model) -> tuple[str, tuple[Setting, ...]]:
-    """What to do if no values help, because the sizes of the inputs do not fit the model."""
-    tensors = sized(inputs, model)
-    sizes = ", ".join(f"{tensor.name}: {tensor.shape_text}" for tensor in tensors)
-    whole = f"No values help: the model rejects inputs of these sizes ({sizes})."
-    if model.validate.inputs not in SYNTHETIC:
-        return f"{whole} Give others.", (Setting(model.key / "validate" / "inputs", "samples.npz"),)
-    if not all(tensor.is_fixed for tensor in tensors):
-        whole = (
-            f"No values help: the sizes that were chosen for open dimensions ({sizes}) do not fit."
-        )
-        return f"{whole} Give those that the app feeds.", tuple(_open_sizes(tensors, model))
-    if model.dims or model.shapes:
-        names = [name for name in ("dims", "shapes") if getattr(model, name)]
-        hint = f"{whole} Give the sizes that the app feeds."
-        return hint, tuple(Setting(model.place(name)) for name in names)
-    return f"{whole} These are the sizes in its file: correct the model.", ()
-
-
-def _open_sizes(inputs: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
-    """The settings for the dimensions of ``inputs`` that are open."""
-    for name in dict.fromkeys(size for tensor in inputs for size in tensor.sizes):
-        if isinstance(name, str):
-            yield Setting(model.place("dims") / name)
-    for tensor in inputs:
-        if tensor.needs_whole_shape:
-            yield Setting(model.place("shapes") / tensor.name)
-
-
 def _is_number(facts: TensorFacts) -> bool:
     return "int" in facts.dtype and facts.is_fixed and all(size == 1 for size in facts.sizes)
 
@@ -196,34 +164,3 @@ def _settings(named: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
         yield Setting(model.place("dims"))
     elif model.shapes:
         yield Setting(model.place("shapes"))
-
-
-def _only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
-    """Whether ``node`` fails for all values of the inputs of ``main``.
-
-    False if that is unknown, as for a node inside another one.
-    """
-    flow = Scope(main)
-    values = operators.FAILS_ON.get(graph.operator(node))
-    if values is None or not node.output or flow.maker(node.output[0]) is None:
-        return False
-    if _depends(flow, node, values):
-        return False
-    behind = [other for name in node.input for other in flow.behind(name)]
-    return not any(_has_size_of_values(other, flow) for other in behind)
-
-
-def _has_size_of_values(node: onnx.NodeProto, flow: Scope) -> bool:
-    """Whether the sizes of the results of ``node`` can depend on the values of inputs."""
-    # The graphs inside these are not examined.
-    if node.domain not in graph.STANDARD or graph.inner_graphs(node):
-        return True
-    operator = graph.operator(node)
-    if operator.startswith(("Sequence", "Optional", "SplitToSequence", "ConcatFromSequence")):
-        return True
-    return _depends(flow, node, operators.SIZES_FROM.get(operator, ()))
-
-
-def _depends(flow: Scope, node: onnx.NodeProto, operands: tuple[int, ...]) -> bool:
-    names = (node.input[index] for index in operands if index < len(node.input))
-    return flow.depends(name for name in names if name)

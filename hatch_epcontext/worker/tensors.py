@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import math
 import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import onnx
@@ -43,61 +41,29 @@ def run(
         return {name: _to_array(value) for name, value in zip(names, outputs, strict=True)}
 
 
-@dataclass
-class _TimedRun:
-    """A run that is ended at ``end``, in seconds of the monotonic clock, at its next node."""
+_starts: SimpleQueue[tuple[ort.RunOptions | None, float | None] | None] = SimpleQueue()
+"""Each run that starts, with its seconds, and when it has ended neither; None ends the thread."""
 
-    options: ort.RunOptions
-    end: float
-    is_ended: bool = False
+_watches: list[threading.Thread] = []
+"""The thread that ends runs, if any: one for all, as starting one takes as long as a small model."""
 
 
-class _Watch(threading.Thread):
-    """Ends runs that take too long: one thread for all, as starting one takes as long as a small model."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._run: _TimedRun | None = None
-        self._wakes = 0.0
-        self._changed = threading.Event()
-        self.stopped = False
-
-    def begin(self, run: _TimedRun | None) -> None:
-        """Watch ``run`` instead of the one before."""
-        self._run = run
-        # The thread reads the run after it has set its time to wake, so it misses none.
-        if run is not None and run.end < self._wakes:
-            self._changed.set()
-
-    def stop(self) -> None:
-        """End the thread."""
-        self.stopped = True
-        self._changed.set()
-        self.join()
-
-    def run(self) -> None:
-        """Sleep until the limit of the current run, or until the next run."""
-        while not self.stopped:
-            run = self._run
-            self._wakes = math.inf if run is None else run.end
-            if run is not self._run:
-                continue
-            left = self._wakes - time.monotonic()
-            if run is not None and left <= 0:
-                run.is_ended = run.options.terminate = True
-                self._run = None
-                continue
-            self._changed.wait(None if run is None else min(left, threading.TIMEOUT_MAX))
-            self._changed.clear()
-
-
-_watches: list[_Watch] = []
+def _watch() -> None:
+    start = _starts.get()
+    while start is not None:
+        options, seconds = start
+        try:
+            start = _starts.get(timeout=seconds)
+        except Empty:
+            assert options is not None, "without a run the thread waits for the next one"
+            options.terminate, start = True, (None, None)
 
 
 def end_watch() -> None:
     """End the thread that watches runs before this process is forked; the next run starts another one."""
     while _watches:
-        _watches.pop().stop()
+        _starts.put(None)
+        _watches.pop().join()
 
 
 @contextlib.contextmanager
@@ -108,18 +74,17 @@ def _limited(seconds: float | None) -> Iterator[ort.RunOptions]:
         yield options
         return
     if not _watches:
-        _watches.append(_Watch())
+        _watches.append(threading.Thread(target=_watch, daemon=True))
         _watches[0].start()
-    run = _TimedRun(options, time.monotonic() + seconds)
-    _watches[0].begin(run)
+    _starts.put((options, min(seconds, threading.TIMEOUT_MAX)))
     try:
         yield options
     except Exception as error:
-        if run.is_ended:
+        if options.terminate:
             raise TooSlowError from error
         raise
     finally:
-        _watches[0].begin(None)
+        _starts.put((None, None))
 
 
 @functools.cache

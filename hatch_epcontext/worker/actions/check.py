@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -199,41 +198,22 @@ def _check_outputs(onnx_model: onnx.ModelProto, model: Model) -> Iterator[Proble
     if not others:
         return
     scope = Scope(main)
-    tensors = dict.fromkeys(
-        name for value in main.output for name in _tensors_of(scope, value.name)
-    )
+    made_of = {name: node.input for name in others if (node := scope.maker(name)) is not None}
+    names = (name for value in main.output for name in made_of.get(value.name, [value.name]))
     # The app has the inputs already.
-    cut = Cut(outputs=tuple(n for n in tensors if n not in others and scope.maker(n) is not None))
+    cut = Cut(outputs=tuple(dict.fromkeys(name for name in names if scope.maker(name) is not None)))
     may_be_cut = bool(cut.outputs) and is_possible(onnx_model, cut, (), ())
-    names = listing(map(repr, others))
+    listed = listing(map(repr, others))
     what = "is no tensor" if len(others) == 1 else "are no tensors"
     yield Problem.at(
         model.key,
         Kind.UNSUPPORTED_OUTPUT,
-        f"the output {names} {what}, but a sequence, a map or an optional value, which no EP compiles.",
+        f"the output {listed} {what}, but a sequence, a map or an optional value, which no EP compiles.",
         "Keep these tensors as the outputs instead (not tried)."
         if may_be_cut
         else "Change the model there.",
         *([advice.keep(cut.within(model.cut), model.key)] if may_be_cut else []),
     )
-
-
-_MADE_OF = {
-    "SequenceConstruct": sys.maxsize,
-    "SequenceInsert": 2,
-    **dict.fromkeys(("Optional", "SequenceEmpty", "SequenceErase", "SequenceMap"), 1),
-    **dict.fromkeys(("SplitToSequence", "ZipMap"), 1),
-}
-"""Operators that make sequences and optional values, with the number of operands of which they do."""
-
-
-def _tensors_of(scope: Scope, output: str) -> list[str]:
-    """The tensors of which nodes make the value ``output``, or ``output`` itself if it is a tensor."""
-    node = scope.maker(output)
-    count = _MADE_OF.get(node.op_type) if node is not None else None
-    if node is None or count is None:
-        return [output]
-    return [tensor for name in node.input[:count] for tensor in _tensors_of(scope, name)]
 
 
 def check_fixed(

@@ -22,16 +22,12 @@ from hatch_epcontext.worker.requests import (
 )
 from hatch_epcontext.worker.states import first_states
 
-_MAX_HALVED = 512
-"""The largest product of strides that is suggested as a factor of sizes."""
-
 _QUESTIONS: Mapping[DimensionKind, str] = {
     "height": "how high are the images?",
     "width": "how wide are the images?",
     "length": "how long is it?",
 }
 _SIDE_KEYS = ("imgsz", "image_size", "img_size", "input_size")
-_RATE_KEYS = ("sample_rate", "sampling_rate", "samplerate", "sr")
 
 _Dim = str | tuple[str, int]
 """An open dimension: its name, which has one size in the whole model, or an input and its axis."""
@@ -54,19 +50,10 @@ def handle(request: SuggestRequest) -> SuggestReply:
             size = _size(facts, axis, kinds[dim], metadata)
             if _is_int(size) and 0 < size < 2**31:
                 sizes[dim] = size, "from the metadata of the file"
-    factors: Mapping[DimensionKind, int] = {
-        "height": _factor(model, inputs, -2),
-        "width": _factor(model, inputs, -1),
-    }
-    hints = {side: f"Multiples of {f} fit, others may not" for side, f in factors.items() if f > 1}
-    if _is_int(rate := next((metadata[key] for key in _RATE_KEYS if key in metadata), None)):
-        hints["length"] = f"The file names a sample rate of {rate}"
-
-    def question(kind: DimensionKind) -> str:
-        return f"{_QUESTIONS.get(kind, 'which size?')} {hints.get(kind, '')}".strip()
-
     suggestions = tuple(
-        OpenSize(facts.name, axis, *sizes.get(dim, (None, question(kinds[dim]))))
+        OpenSize(
+            facts.name, axis, *sizes.get(dim, (None, _QUESTIONS.get(kinds[dim], "which size?")))
+        )
         for facts in inputs
         for axis, dim in _open(facts)
     )
@@ -121,22 +108,6 @@ def _size(
         both = sides if isinstance(sides, list) and len(sides) == 2 else [sides, sides]
         sizes.append(both[kind == "width"])
     return next(filter(None, sizes), None)
-
-
-def _factor(model: onnx.ModelProto, inputs: Sequence[TensorFacts], axis: int) -> int:
-    """The divisor of sizes in the graph: the largest product of strides along ``axis``, -1 or -2."""
-    products = {facts.name: 1 for facts in inputs}
-    for node in model.graph.node:
-        before = max((products.get(name, 1) for name in node.input), default=1)
-        if node.op_type in ("Conv", "MaxPool", "AveragePool", "ConvInteger", "QLinearConv"):
-            strides = graph.attribute(node, "strides", None)
-            stride = strides[axis] if isinstance(strides, list) and len(strides) == 2 else 1
-            before *= max(stride, 1) if isinstance(stride, int) else 1
-        elif node.op_type in ("Resize", "Upsample", "ConvTranspose", "DepthToSpace"):
-            before = 1
-        if 1 < before <= _MAX_HALVED:
-            products.update(dict.fromkeys(node.output, before))
-    return max(products.values(), default=1)
 
 
 def _fix(model: onnx.ModelProto, sizes: _Sizes) -> None:

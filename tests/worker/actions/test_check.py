@@ -247,8 +247,6 @@ def test_profiles_have_to_fit_the_inputs(tmp_path: Path) -> None:
         ("s = ai.onnx.ml.ZipMap (p)", ["p", "l"]),
         ("s = SplitToSequence (p)", ["p", "l"]),
         ("s = SequenceConstruct (p, x, p)", ["p", "l"]),
-        ("q = SequenceConstruct (p) s = SequenceInsert (q, x)", ["p", "l"]),
-        ("s = Loop (p)", ["l"]),
         # A sequence that another node makes is no tensor to keep.
         ("q = SplitToSequence (p) r = Identity (q) s = SequenceInsert (r, x)", []),
     ],
