@@ -224,7 +224,7 @@ class HatchBuild:
     def _compile(self, config: Config, staging: Path) -> Result:
         """Run all jobs of ``config``: `jobs.run` starts them, and `jobs.job` tries the recipes of each.
 
-        A failed job ends no other one, unless ``fail-fast`` is set; at the end all problems are raised.
+        A failed job ends no other one; at the end all problems are raised.
         """
         from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 

@@ -29,7 +29,6 @@ from hatch_epcontext.errors import (
     Key,
     Kind,
     Problem,
-    Setting,
     collect,
 )
 from hatch_epcontext.serialize import from_toml
@@ -87,9 +86,9 @@ def _load(
     _, missing = collect(_check_build(build, environment))
     # An invalid part was left out: report nothing else about it.
     yield from (each for each in (*invalid, *missing) if not _is_about(each, mistyped))
-    cluster = tuple(Key() / "build" / name for name in ("executor", "scheduler", "shared-cache"))
+    cluster = tuple(Key() / "build" / name for name in ("scheduler", "shared-cache"))
     if not any(each.key in cluster for each in (*mistyped, *invalid)):
-        yield from _check_farm(models, build, parsed.build, environment)
+        yield from _check_farm(models, build, environment)
     return _config(finder.root, parsed, build, models, environment)
 
 
@@ -127,14 +126,6 @@ def _is_about(problem: Problem, others: list[Problem]) -> bool:
 
 def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]:
     """Requirements between the keys of ``build``, including those of the environment."""
-    if (
-        build.executor == "dask"
-        and build.scheduler is None
-        and "scheduler" not in environment.build
-    ):
-        message = 'is required with executor = "dask": the address of the scheduler.'
-        hint = f'For example scheduler = "tcp://host:8786", or the variable {PREFIX}SCHEDULER.'
-        yield Problem.at(Key() / "build" / "scheduler", Kind.MISSING_KEY, message, hint)
     url = None if environment.no_cache else build.shared_cache
     if url is not None and not (build.shared_cache_keys or url.startswith("file://")):
         message = "is required with a shared cache: the trusted public keys."
@@ -143,26 +134,16 @@ def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]
 
 
 def _check_farm(
-    models: list[Model], build: BuildTable, table: BuildTable, environment: Environment
+    models: list[Model], build: BuildTable, environment: Environment
 ) -> Diagnosed[None]:
     """Requirements of a cluster: all files go through the shared cache, and no secrets are sent."""
-    # A variable may switch the project's cluster on or off.
-    is_local = build.executor == "local" and "executor" not in environment.build
-    if is_local and build.scheduler is not None and table.scheduler is not None:
-        yield Problem.at(
-            Key() / "build" / "scheduler",
-            Kind.CONFLICTING_KEYS,
-            'is used only with executor = "dask".',
-            "Remove it, or set this:",
-            Setting(Key() / "build" / "executor", "dask"),
-        )
-    if build.executor != "dask" or build.scheduler is None:
+    if build.scheduler is None:
         return
     if build.shared_cache is None or environment.no_cache:
         yield Problem.at(
             Key() / "build" / "shared-cache",
             Kind.MISSING_KEY,
-            'is required with executor = "dask": models and artifacts go through it.',
+            "is required with a scheduler: models and artifacts go through it.",
             f'For example shared-cache = "s3://bucket/folder", or "file:///mnt/folder" of all machines. '
             f"An empty {PREFIX}SCHEDULER builds here."
             + (f" {PREFIX}NO_CACHE switches it off." if environment.no_cache else ""),
@@ -170,7 +151,7 @@ def _check_farm(
     secret = {each.key: each for model in models for each in model.targets if each.has_secrets}
     for key, target in secret.items():
         message = "has an option with the value of an environment variable, which is not sent to a cluster."
-        settings = f"{PREFIX}EXECUTOR=local {PREFIX}TARGETS={target.name}"
+        settings = f"{PREFIX}SCHEDULER= {PREFIX}TARGETS={target.name}"
         hint = f"Build it on a machine that has the value: {settings}"
         yield Problem.at(key, Kind.CONFLICTING_KEYS, message, hint)
 
@@ -190,7 +171,6 @@ def _config(
                 **vars(build),
                 "memory_limit": _size(build.memory_limit),
                 "shared_cache": None if environment.no_cache else build.shared_cache,
-                "scheduler": build.scheduler if build.executor == "dask" else None,
                 "shared_cache_write": environment.shared_cache_write,
                 "shared_cache_key": environment.shared_cache_key,
             }

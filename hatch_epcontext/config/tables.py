@@ -22,7 +22,6 @@ CompileWith = Literal["ep", "library"]
 Fallback = Literal["auto", "source", "none"]
 Editable = Literal["source", "compile", "skip"]
 ValidationMode = Literal["auto", "require", "structure", False]
-ExecutorName = Literal["local", "dask"]
 Dequantize = Literal["all"] | bool
 QuantizedType = Literal["uint8", "int8", "uint16", "int16"]
 
@@ -430,7 +429,6 @@ class BuildTable:
         when_missing="no limit",
         check=_size,
     )
-    fail_fast: bool = _key("End the build at the first job that fails.", False)
     shared_cache: str | None = _key(
         "The URL of a cache that teams and CI share: `s3://`, `gs://`, `az://`, `file://` or `https://`: see "
         "`docs/ci.md`.",
@@ -443,13 +441,10 @@ class BuildTable:
         (),
         check=check_public_keys,
     )
-    executor: ExecutorName = _key(
-        "Where jobs run: here, or on a dask cluster: see `docs/ci.md`.",
-        "local",
-        empty_switches_off=True,
-    )
     scheduler: str | None = _key(
-        'The scheduler of the dask cluster, such as `"tcp://host:8786"`.',
+        'The scheduler of a dask cluster, which runs the jobs: such as `"tcp://host:8786"`, see '
+        "`docs/ci.md`.",
+        when_missing="jobs run here",
         check=_address,
         empty_switches_off=True,
         is_url=True,

@@ -6,14 +6,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.config.settings import Config, Model, Target
-from hatch_epcontext.errors import BuildError, InterruptedBuildError, Problem, merged
+from hatch_epcontext.errors import BuildError, Problem, merged
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
 from hatch_epcontext.jobs.cache.store import Cache
@@ -26,7 +26,6 @@ from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import validation_warnings
-from hatch_epcontext.text import count
 
 _STEP = 0.5
 """Seconds that a build waits for a job before it checks for an interruption."""
@@ -156,18 +155,18 @@ def build(
     """
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
-        runner, fail_fast = job_runner(plan, staging, cache, started), settings.fail_fast
+        runner = job_runner(plan, staging, cache, started)
         # A build entirely from the cache contacts no scheduler.
         if settings.scheduler is None or all(job.target.from_cache for job in runner.jobs):
             largest = max((source.size for source in runner.sources.values()), default=0)
             at_once = jobs_at_once(settings.jobs, largest)
-            result = _run(runner, runner.run, at_once, log, warn or log, fail_fast=fail_fast)
+            result = _run(runner, runner.run, at_once, log, warn or log)
         else:
             from hatch_epcontext.jobs.cluster import Cluster
 
             with contextlib.closing(Cluster(settings, started, runner)) as cluster:
                 run, at_once = cluster.run, cluster.jobs_at_once
-                result = _run(runner, run, at_once, log, warn or log, fail_fast=fail_fast)
+                result = _run(runner, run, at_once, log, warn or log)
     for warning in dict.fromkeys(_missing_chips(runner.jobs)):
         (warn or log)(warning)
     if result.failures:
@@ -187,37 +186,18 @@ def _run(
     at_once: int,
     log: Callable[[str], None],
     warn: Callable[[str], None],
-    *,
-    fail_fast: bool,
 ) -> Result:
-    """``run`` all jobs, several ``at_once``; with ``fail_fast`` only up to the first that fails."""
+    """``run`` all jobs, several ``at_once``."""
     built: list[Built] = []
     failures: list[FailedJob] = []
     # Its threads only wait for workers.
     with ThreadPoolExecutor(at_once) as pool:
-
-        def stop() -> None:
-            # Start no waiting job, and end the running ones.
-            pool.shutdown(wait=False, cancel_futures=True)
-            runner.steps.workers.stop()
-            runner.cache.stop()
-
-        def stop_if_failed(future: Future[Built]) -> None:
-            if not future.cancelled() and future.exception() is not None:
-                stop()
-
         try:
             running = [(job, pool.submit(run, job)) for job in runner.jobs]
-            for _, future in running if fail_fast else ():
-                future.add_done_callback(stop_if_failed)
             for job, future in running:
                 try:
                     finished = _result(future)
-                except CancelledError:
-                    continue
                 except BuildError as error:
-                    if fail_fast and isinstance(error, InterruptedBuildError):
-                        continue
                     failures.append(FailedJob(job, error.problems))
                     log(f"{job.location} ({job.target.provider.name}): FAILED")
                 else:
@@ -227,10 +207,11 @@ def _run(
                         for line in validation_warnings(f"{job.target.name}: {name}", validation):
                             warn(line)
         except BaseException:
-            stop()
+            # Start no waiting job, and end the running ones.
+            pool.shutdown(wait=False, cancel_futures=True)
+            runner.steps.workers.stop()
+            runner.cache.stop()
             raise
-    if (not_run := len(runner.jobs) - len(built) - len(failures)) > 0:
-        runner.log(f"{count(not_run, 'job')} did not run to the end, because fail-fast is set")
     return Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
 
 

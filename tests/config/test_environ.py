@@ -58,8 +58,6 @@ def test_all_variables(tmp_path: Path) -> None:
         JOBS="3",
         TIMEOUT="2.5",
         MEMORY_LIMIT="8 GB",
-        FAIL_FAST="on",
-        EXECUTOR="dask",
         SCHEDULER="tls://host:8786",
         SBOM="1",
         TAG="any",
@@ -78,10 +76,8 @@ def test_all_variables(tmp_path: Path) -> None:
         "jobs": 3,
         "timeout": 2.5,
         "memory_limit": "8 GB",
-        "fail_fast": True,
         "shared_cache": "s3://bucket/team",
         "shared_cache_keys": (PUBLIC, PUBLIC),
-        "executor": "dask",
         "scheduler": "tls://host:8786",
     }
     assert settings.wheel == {
@@ -164,7 +160,6 @@ SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
     ("build", "jobs"): ("7", "3", 3, "0"),
     ("build", "timeout"): ("7", "2.5", 2.5, "-1"),
     ("build", "memory_limit"): ("7", "1.5 kB", 1500, "much"),
-    ("build", "fail_fast"): ("false", "1", True, "maybe"),
     ("wheel", "sbom"): ("false", "1", True, "maybe"),
     ("wheel", "tag"): ('"any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
     ("wheel", "max_size"): ("7", "1.5 kB", 1500, "many"),
@@ -178,7 +173,7 @@ def keys_with_a_variable() -> list[tuple[str, str]]:
         for name, table in tables
         for key in dataclasses.fields(table)
         # These need one another.
-        if key.name not in ("executor", "scheduler", "shared_cache", "shared_cache_keys")
+        if key.name not in ("scheduler", "shared_cache", "shared_cache_keys")
     ]
 
 
@@ -217,19 +212,16 @@ SHARED = {"SHARED_CACHE": "file:///mnt/shared"}
 def test_variables_give_jobs_to_a_cluster(project: Path) -> None:
     address = "tcp://host:8786"
     assert load(project, CPU).build.scheduler is None
-    assert load(project, CPU, None, SCHEDULER=address).build.scheduler is None
     for address in ("tcp://host:8786", "tls://host", "tcp://[::1]:8786", "inproc://10.0.0.1/2/3"):
-        config = load(project, CPU, None, EXECUTOR="dask", SCHEDULER=address, **SHARED)
+        config = load(project, CPU, None, SCHEDULER=address, **SHARED)
         assert config.build.scheduler == address
-    assert problems(project, CPU, EXECUTOR="spark").keys() == {f"{PREFIX}EXECUTOR"}
-    assert problems(project, CPU, EXECUTOR="dask").keys() == {"build.scheduler"}
-    found = problems(project, CPU, EXECUTOR="dask", SCHEDULER="tcp://user:secret@host:8786")
+    found = problems(project, CPU, SCHEDULER="tcp://user:secret@host:8786")
     assert "without a user and a password" in found[f"{PREFIX}SCHEDULER"].message
     assert not any("secret" in each.text() for each in found.values())
 
 
 def test_a_cluster_needs_a_shared_cache_and_gets_no_secrets(project: Path) -> None:
-    cluster = {"EXECUTOR": "dask", "SCHEDULER": "tcp://host:8786"}
+    cluster = {"SCHEDULER": "tcp://host:8786"}
     for without in ({}, {**SHARED, "NO_CACHE": "1"}):
         found = problems(project, CPU, **cluster, **without)
         assert found.keys() == {"build.shared-cache"}
@@ -251,22 +243,12 @@ provider = "cpu"
 
 
 def test_an_empty_variable_keeps_a_build_away_from_a_cluster(project: Path) -> None:
-    toml = f'{CPU}build = {{ executor = "dask", scheduler = "tcp://host:8786", jobs = 3 }}'
+    toml = f'{CPU}build = {{ scheduler = "tcp://host:8786", jobs = 3 }}'
     assert load(project, toml, None, **SHARED).build.scheduler == "tcp://host:8786"
-    for name in ("EXECUTOR", "SCHEDULER"):
-        config = load(project, toml, None, **{name: " "})
-        assert (config.build.scheduler, config.build.jobs) == (None, 3)
-        assert config.overrides == (f"{PREFIX}{name}=",)
-        assert VARIABLES[name].doc.endswith("switches it off when empty.")
-    assert load(project, toml, None, EXECUTOR="local").build.scheduler is None
-
-
-def test_a_variable_may_decide_about_a_scheduler_in_pyproject(project: Path) -> None:
-    toml = f'{CPU}build = {{ scheduler = "tcp://host:8786" }}'
-    assert problems(project, toml).keys() == {"build.scheduler"}
-    assert load(project, toml, None, EXECUTOR="dask", **SHARED).build.scheduler == "tcp://host:8786"
-    for name, value in (("EXECUTOR", "local"), ("EXECUTOR", ""), ("SCHEDULER", "")):
-        assert load(project, toml, None, **{name: value}).build.scheduler is None
+    config = load(project, toml, None, SCHEDULER=" ")
+    assert (config.build.scheduler, config.build.jobs) == (None, 3)
+    assert config.overrides == (f"{PREFIX}SCHEDULER=",)
+    assert VARIABLES["SCHEDULER"].doc.endswith("switches it off when empty.")
 
 
 @pytest.mark.parametrize("name", ["SHARED_CACHE_KEY", "CACHEKEY"])

@@ -163,7 +163,7 @@ library = "slow_qnn"
 resources = { SLOW = 1 }
 """
 
-LOCAL = {"EXECUTOR": "local"}
+LOCAL = {"SCHEDULER": ""}
 
 
 class Builder:
@@ -197,9 +197,7 @@ class Builder:
 
     def variables(self) -> dict[str, str]:
         places = {"SHARED_CACHE": f"file://{self.shared}", "CACHE_DIR": str(self.folder / "cache")}
-        return named(
-            {"EXECUTOR": "dask", "SCHEDULER": self.cluster.scheduler.scheduler_address, **places}
-        )
+        return named({"SCHEDULER": self.cluster.scheduler.scheduler_address, **places})
 
 
 def named(variables: Mapping[str, str]) -> dict[str, str]:
