@@ -29,14 +29,6 @@ _ADDRESS = "_ORT_MEM_ADDR_"
 """ONNX Runtime treats the offset of a location with this prefix as an address in its own memory."""
 
 
-def names(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Return the files of the model's external data as it names them, sorted; they may be missing.
-
-    Raises ModelError, without a location, when a tensor does not name the place of its data.
-    """
-    return tuple(sorted(_ends(model)))
-
-
 def external_data(model: onnx.ModelProto, path: Path, location: str = "") -> tuple[str, ...]:
     """Return the files of the external data of ``model``, whose file is ``path``.
 
@@ -133,17 +125,21 @@ def stays_inside(path: Path, location: str) -> bool:
     return _ModelFolder(path).has(location)
 
 
-def refuse_too_large(model: onnx.ModelProto, path: Path) -> None:
-    """Raise ModelError, without a location, if external data is larger than the model at ``path`` needs.
+def in_and_outside(model: onnx.ModelProto, path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the files of the external data of ``model`` in its folder, and the others; see `stays_inside`.
 
-    Files that are outside, or missing, are ignored.
+    They are sorted, and may be missing. Raises ModelError, without a location, when a tensor does not name
+    the place of its data, or when a file in the folder is larger than the model at ``path`` needs.
     """
-    inside = _ModelFolder(path)
-    for name, end in sorted(_ends(model).items()):
-        status = inside.status(name)
-        if not isinstance(status, Rejection) and (reason := too_large(status, end)):
+    folder = _ModelFolder(path)
+    ends = dict(sorted(_ends(model).items()))
+    inside = tuple(filter(folder.has, ends))
+    for name in inside:
+        status = folder.status(name)
+        if not isinstance(status, Rejection) and (reason := too_large(status, ends[name])):
             message = f"the external data {name!r} {reason}."
             raise ModelError(Problem(Kind.EXTERNAL_DATA, "", message))
+    return inside, tuple(sorted(ends.keys() - set(inside)))
 
 
 _OUTSIDE = Rejection("is outside the model's folder.", "Save the model with relative locations.")

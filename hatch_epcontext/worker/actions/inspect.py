@@ -22,9 +22,7 @@ def handle(request: InspectRequest) -> InspectReply:
     nodes = graph.compute_nodes(model.graph)
     contexts = [node for node in nodes if node.op_type == graph.CONTEXT_OP]
     operators = Counter(graph.operator(n) for n in nodes if n.op_type != graph.CONTEXT_OP)
-    if data := external.names(model):
-        external.refuse_too_large(model, path)
-    inside = tuple(name for name in data if external.stays_inside(path, name))
+    inside, outside = external.in_and_outside(model, path)
     return InspectReply(
         inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
         outputs=tuple(map(graph.facts, model.graph.output)),
@@ -32,7 +30,7 @@ def handle(request: InspectRequest) -> InspectReply:
         operators=dict(operators.most_common()),
         contexts=tuple(_context(node, path) for node in contexts),
         external_data=inside,
-        outside=tuple(name for name in data if name not in inside),
+        outside=outside,
         compatibility=graph.compatibility(model),
     )
 
