@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.config.tables import ValidationMode
 from hatch_epcontext.errors import (
     BuildError,
@@ -20,6 +21,7 @@ from hatch_epcontext.errors import (
     ModelError,
     Problem,
     RequirementError,
+    Setting,
     UnavailableError,
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
@@ -30,7 +32,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.jobs.sources import cut_plan, unknown_outputs
 from hatch_epcontext.jobs.validation import reason_not_to_run
-from hatch_epcontext.providers import PROVIDERS, Provider, find
+from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find
 from hatch_epcontext.text import listing, pairs, show, suggestion
 from hatch_epcontext.tools.configure import configure, name_models, nested
 from hatch_epcontext.tools.inspecting import inspect_model, verify_model
@@ -97,17 +99,14 @@ def validate_context(
             workers = make_workers(planned.config.build.timeout)
             with temp_dir() as staging:
                 if source is not None:
-                    (job,) = cut_plan(
-                        planned, Cache(None, lambda line: None), workers, staging
-                    ).jobs
-                validation = _run(
-                    context, model, job, staging, workers, has_source=source is not None
-                )
+                    planned = cut_plan(planned, Cache(None, lambda line: None), workers, staging)
+                validation = _run(context, model, planned.jobs[0], workers, bool(source))
         except EpcontextError as error:
-            reason = reason_not_run(error)
-            if reason is None or mode == "require":
+            if mode == "require" or (reason := reason_not_run(error)) is None:
                 raise
             validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
+        if mode == "require" and validation.status is not ValidationStatus.RAN:
+            raise not_run(f"it was run on the CPU only: {validation.reason}", str(context))
     return ValidatedContext(str(context), known.name, known.ep, model, validation)
 
 
@@ -116,6 +115,16 @@ def reason_not_run(error: EpcontextError) -> str | None:
     if not isinstance(error, RequirementError | UnavailableError):
         return None
     return error.problems[0].message.splitlines()[0].rstrip(".")
+
+
+def not_run(reason: str, location: str = "") -> UnavailableError:
+    """The error for an artifact that does not run on its EP here."""
+    message, hint = (
+        f"{reason}.",
+        "Validate it on a machine that can run it, or allow that it is not run:",
+    )
+    how = Setting(Key() / "validate", "auto")
+    return UnavailableError(Problem(Kind.NOT_RUN, location, message, hint, settings=(how,)))
 
 
 def is_run(mode: ValidationMode) -> bool:
@@ -175,7 +184,7 @@ def check_chip(
         raise InspectionError(*problems)
 
 
-def reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> str | None:
+def _reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> str | None:
     """Why the context cannot be opened here: it is for several chips, or shares its sidecar with another."""
     chip = provider.compiled_for(model.compatibility.get(provider.ep, ""))
     if len(provider.chips(chip)) > 1:
@@ -200,54 +209,83 @@ def reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> s
     return None
 
 
-def _run(
-    path: Path, model: InspectReply, job: Job, staging: Path, workers: Workers, *, has_source: bool
-) -> Validation:
-    """Load and run the artifact on the job's target, from a moved copy of all its files.
-
-    With ``has_source`` the job's model is the source to compare with; otherwise it is the artifact
-    itself. Raises BuildError when it cannot be run on this machine, or fails.
-    """
-    to_run = job.models[0].to_run_on(job.target)
-    if reason := reason_not_to_run(job.target.provider, job.target.settings) or reason_not_to_open(
-        path, model, job.target.provider
-    ):
-        hint = 'Check only the structure of its files: set validate = "structure".'
-        raise UnavailableError(Problem(Kind.NOT_RUN, str(path), f"{reason}.", hint))
-    if problems := list(unknown_outputs(job.models[0], model.outputs)):
+def _run(path: Path, model: InspectReply, job: Job, workers: Workers, compare: bool) -> Validation:
+    """Run the artifact, and ``compare`` it with the job's model, which is otherwise the artifact itself."""
+    (configured,) = job.models
+    if problems := list(unknown_outputs(configured, model.outputs)):
         raise ModelError(*problems)
-    moved = staging / "moved"
-    copy_named_files(path, model, moved)
-    request = ValidateRequest(
-        # The source gets the shapes of the compiled model.
-        replace(to_run, shapes={**fixed_shapes(model.inputs), **to_run.shapes})
-        if has_source
-        else to_run,
-        job.target,
-        job.target.provider.product,
-        Context(to_run.name, path.name, model.inputs, model.outputs),
-        str(moved),
-        job.models[0].tolerance_for(job.target) if has_source else None,
-        has_source=has_source,
+    to_run = configured.to_run_on(job.target)
+    # The source gets the shapes of the compiled model.
+    to_run = replace(to_run, shapes={**fixed_shapes(model.inputs), **to_run.shapes})
+    tolerance = configured.tolerance_for(job.target) if compare else None
+    return run_moved(
+        path, model, to_run, job.target, tolerance, workers, str(path), compare=compare
     )
-    validation = workers.call(request, staging / "validate", location=str(path))
+
+
+def run_moved(
+    path: Path,
+    model: InspectReply,
+    to_run: Model,
+    target: Target,
+    tolerance: Tolerance | None,
+    workers: Workers,
+    location: str,
+    *,
+    compare: bool,
+    folder: Path | None = None,
+    sharing: tuple[Context, ...] = (),
+) -> Validation:
+    """Run the artifact at ``path`` on ``target``, from a moved copy of its files, or of its ``folder``.
+
+    ``to_run``: the source to ``compare`` with, or the artifact itself; ``sharing``: the other members of its
+    weight-sharing group. Raises UnavailableError if it cannot be run here, and BuildError if it fails.
+    """
+    provider = target.provider
+    if reason := reason_not_to_run(provider, target.settings) or _reason_not_to_open(
+        path, model, provider
+    ):
+        raise not_run(reason, location)
+    with temp_dir() as staging:
+        moved = staging / "moved"
+        name = _copy(path, model, moved, folder)
+        context = Context(to_run.name, name, model.inputs, model.outputs)
+        request = ValidateRequest(
+            to_run,
+            target,
+            "context" if model.contexts else "optimized",
+            context,
+            str(moved),
+            tolerance,
+            (*sharing, context) if sharing else (),
+            has_source=compare,
+        )
+        validation = workers.call(request, staging / "validate", location=location)
     if validation.differs:
-        raise BuildError(*validation.problems).located(str(path))
-    if validation.status is not ValidationStatus.RAN:
-        how = "not run" if request.product == "context" else "run on the CPU only"
-        message = f"it was {how}: {validation.reason}."
-        hint = "Validate it on a machine that has its EP."
-        raise UnavailableError(Problem(Kind.NOT_RUN, str(path), message, hint))
-    return validation if has_source else replace(validation, reason="no source is given")
+        raise BuildError(*validation.problems).located(location)
+    if not compare and validation.reason is None:
+        return replace(validation, reason="there is no source to compare with")
+    return validation
 
 
-def copy_named_files(path: Path, model: InspectReply, folder: Path) -> None:
-    """Copy the ONNX file at ``path`` and all files that it names into ``folder``, which is made."""
+def _copy(path: Path, model: InspectReply, moved: Path, folder: Path | None) -> str:
+    """Put the ONNX file at ``path`` and all files that it names into ``moved``; returns its path there.
+
+    A context model in a ``folder`` of its own gets all files of that: an EP may look for some that no node
+    names.
+    """
+    if folder is not None and model.contexts:
+        # What a link names, because its place is another one.
+        shutil.copytree(
+            folder, moved, copy_function=lambda a, b: link_or_copy(Path(a).resolve(), b)
+        )
+        return path.relative_to(folder).as_posix()
     names = [path.name, *model.external_data]
     names += [context.sidecar for context in model.contexts if context.sidecar]
     for name in dict.fromkeys(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        link_or_copy((path.parent / name).resolve(), folder / name)
+        (moved / name).parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy((path.parent / name).resolve(), moved / name)
+    return path.name
 
 
 def fixed_shapes(inputs: Iterable[TensorFacts]) -> dict[str, tuple[int, ...]]:

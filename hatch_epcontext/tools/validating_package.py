@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,12 +17,9 @@ from hatch_epcontext.errors import (
     Key,
     Kind,
     Problem,
-    UnavailableError,
 )
-from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
-from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.package.manifest import FILE, ModelPackage, Variant
 from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
 from hatch_epcontext.providers import PROVIDERS, Provider, secrets_in
@@ -34,13 +30,13 @@ from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_mode
 from hatch_epcontext.tools.validating import (
     REQUIRED,
     check_chip,
-    copy_named_files,
     fixed_shapes,
     is_run,
+    not_run,
     reason_not_run,
-    reason_not_to_open,
+    run_moved,
 )
-from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
+from hatch_epcontext.worker.requests import InspectReply
 from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
 
 _ELSEWHERE = re.compile(r"(?:^|[\"'])(?:[/\\]|[A-Za-z]:[/\\])|(?:^|[/\\])\.\.(?:[/\\]|$)")
@@ -57,8 +53,8 @@ class ValidatedVariant:
     component: str
     variant: str
     ep: str
-    model: InspectReply | None
-    validation: Validation | None
+    model: InspectReply | None = None
+    validation: Validation | None = None
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -69,20 +65,14 @@ class ValidatedVariant:
 
 @dataclass(frozen=True)
 class ValidatedPackage:
-    """The package at ``path``. ``problems`` are those of files that belong to no variant."""
+    """The package at ``path``."""
 
     path: str
     variants: tuple[ValidatedVariant, ...]
-    problems: tuple[Problem, ...] = ()
 
     def check(self) -> None:
         """Raise BuildError if variants failed, or were not run."""
-        problems = list(self.problems)
-        for variant in self.variants:
-            # A damaged source is a problem of all that are compared with it. Not in a dict: the settings
-            # of a problem can have tables.
-            problems += [problem for problem in variant.problems if problem not in problems]
-        if problems:
+        if problems := [problem for variant in self.variants for problem in variant.problems]:
             raise BuildError(*problems)
 
 
@@ -101,34 +91,25 @@ def validate_package(
     compared with ``source``, or else with the package's own source model or a variant for the CPU.
     ``make_workers`` gets the timeout in seconds; ``done`` gets each variant when it is finished.
 
-    Raises InspectionError with all errors of the manifest; ConfigError for names that the
-    package does not have, and for settings that only a single context model takes; and RequirementError
-    when ONNX Runtime is not installed.
+    Raises InspectionError with all errors of the manifest, or with all files that are damaged; ConfigError
+    for names that the package does not have, and for settings that only a single context model takes; and
+    RequirementError when ONNX Runtime is not installed.
     """
     settings = nested(REQUIRED, settings)
     _refuse_settings(settings)
     folder, package = _read(path)
-    if not any(component.variants for component in package.components.values()):
-        raise InspectionError(Problem(Kind.INVALID_PACKAGE, str(path), "has no variants."))
-    chosen = _chosen(package, components, variants, has_source=source is not None)
+    chosen = _choose(package, components, variants, has_source=source is not None)
+    if damaged := list(damaged_files(folder, package)):
+        raise InspectionError(*damaged)
     validator = _Validator(str(path), folder, package, source, settings, make_workers)
     if validator.is_run:
         check_environment((), INSPECTION)
     finished = []
     with validator.workers:
         for component, variant in chosen:
-            validated = validator.validate(component, variant)
-            if not validator.is_required and validated.validation is not None:
-                validated = replace(validated, problems=())
-            done(validated)
-            finished.append(validated)
-    owners = [v for c in package.components.values() for v in c.variants.values()]
-    unowned = (
-        problem
-        for name, problem in validator.damaged.items()
-        if not any(_owns(variant, name) for variant in owners)
-    )
-    return ValidatedPackage(str(path), tuple(finished), tuple(unowned))
+            finished.append(validator.validate(component, variant))
+            done(finished[-1])
+    return ValidatedPackage(str(path), tuple(finished))
 
 
 def _refuse_settings(settings: Mapping[str, Any]) -> None:
@@ -143,19 +124,16 @@ def _read(path: Path) -> tuple[Path, ModelPackage]:
     """The folder of the package in ``path``, and its manifest."""
     packages = inspect(path).packages
     folder = "." if "." in packages else next(iter(packages))
+    kind, message, hint = Kind.INVALID_PACKAGE, "has no variants.", None
     if folder != "." and len(packages) > 1:
-        message = f"has several model packages: {listing(packages)}."
+        kind, message = Kind.INVALID_PATH, f"has several model packages: {listing(packages)}."
         hint = "Name the folder of one of them."
-        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
-    return path / folder, packages[folder]
+    elif any(component.variants for component in packages[folder].components.values()):
+        return path / folder, packages[folder]
+    raise InspectionError(Problem(kind, str(path), message, hint))
 
 
-def _owns(variant: Variant, name: str) -> bool:
-    path = PurePosixPath(name)
-    return name == variant.model_file or path.is_relative_to(variant.variant_directory)
-
-
-def _chosen(
+def _choose(
     package: ModelPackage, components: Sequence[str], variants: Sequence[str], *, has_source: bool
 ) -> list[tuple[str, str]]:
     """The names of each chosen component and variant.
@@ -164,35 +142,34 @@ def _chosen(
     """
     # The components of a model's shapes have its name too.
     models = {name: value.about.model for name, value in package.components.items()}
-    known_variants = dict.fromkeys(v for c in package.components.values() for v in c.variants)
-    known = dict.fromkeys((*models, *models.values()))
-    problems = [
-        Problem(kind, f"--{noun}", f"the package has no {noun} {show(n)}.", suggestion(n, names))
-        for noun, kind, given, names in (
-            ("component", Kind.UNKNOWN_MODEL, components, known),
-            ("variant", Kind.UNKNOWN_TARGET, variants, known_variants),
-        )
-        for n in given
-        if n not in names
+    chosen = [
+        name for name, model in models.items() if not components or {name, model} & set(components)
     ]
-    if problems:
-        raise ConfigError(*problems)
-    found = [
-        (component, variant)
-        for component, value in package.components.items()
-        for variant in value.variants
-        if not components or {component, models[component]} & set(components)
-        if not variants or variant in variants
-    ]
-    if not found:
-        message = "none of the chosen components has a variant of this name."
-        raise ConfigError(Problem(Kind.UNKNOWN_TARGET, "--variant", message))
-    several = sorted({models[component] for component, _ in found})
+    problems = []
+    for flag, kind, names, known in (
+        ("--component", Kind.UNKNOWN_MODEL, components, [*models, *models.values()]),
+        ("--variant", Kind.UNKNOWN_TARGET, variants, _variants(package, chosen or models)),
+    ):
+        for name in [name for name in names if name not in known]:
+            message = f"the package has no {show(name)}."
+            problems.append(Problem(kind, flag, message, suggestion(name, known)))
+    several = sorted({models[name] for name in chosen})
     if has_source and len(several) > 1:
         message = f"is the source of one model, and these are several: {listing(several)}."
         hint = "Choose one with --component."
-        raise ConfigError(Problem(Kind.CONFLICTING_KEYS, "--source", message, hint))
-    return found
+        problems.append(Problem(Kind.CONFLICTING_KEYS, "--source", message, hint))
+    if problems:
+        raise ConfigError(*problems)
+    return [
+        (name, variant)
+        for name in chosen
+        for variant in package.components[name].variants
+        if not variants or variant in variants
+    ]
+
+
+def _variants(package: ModelPackage, components: Iterable[str]) -> list[str]:
+    return [variant for name in components for variant in package.components[name].variants]
 
 
 class _Validator:
@@ -207,62 +184,43 @@ class _Validator:
     ) -> None:
         self._location, self._folder = location, folder
         self._components = package.components
-        self.damaged = {
-            Path(problem.location).relative_to(folder).as_posix(): problem
-            for problem in damaged_files(folder, package)
-        }
         self._source = source
         self._settings = settings
         config = self._configure(next(iter(self._components)))
         mode = config.models[0].validate.mode
-        self.is_run, self.is_required = is_run(mode), mode == "require"
+        self.is_run, self._is_required = is_run(mode), mode == "require"
         self.workers = make_workers(config.build.timeout)
 
-    def validate(self, component: str, variant: str) -> ValidatedVariant:
-        """Validate one variant; all that is wrong with it is in the result."""
-        found = self._components[component].variants[variant]
-        result = ValidatedVariant(component, variant, found.ep, None, None)
+    def validate(self, component: str, name: str) -> ValidatedVariant:
+        """Validate the variant ``name``; all that is wrong with it is in the result."""
+        variant = self._components[component].variants[name]
+        result = ValidatedVariant(component, name, variant.ep)
         location = f"{self._location}: {result.name}"
+        validation: Validation | None = Validation(ValidationStatus.STRUCTURE)
         try:
-            self._refuse_damaged(found)
-            file = self._folder / found.model_file
+            file = self._folder / variant.model_file
             model = inspect_model(file, self.workers)
             result = replace(result, model=model)
             verify_model(file, model)
-            target = _target(found, variant, file, model)
-            if not self.is_run:
-                return replace(result, validation=Validation(ValidationStatus.STRUCTURE))
-            validation = self._run(component, target, file, model, location)
+            target = _target(variant, name, file, model)
+            if self.is_run:
+                validation = self._run(component, target, file, model, location)
+                if self._is_required and validation.status is not ValidationStatus.RAN:
+                    reason = f"it was run on the CPU only: {validation.reason}"
+                    result = replace(result, problems=not_run(reason, location).problems)
         except EpcontextError as error:
-            # The key of a problem is one that no user wrote.
-            problems = tuple(
-                problem
-                if problem.key is None and problem.location
-                else replace(problem, key=None, location=location)
-                for problem in error.problems
-            )
-            if (reason := reason_not_run(error)) is None:
-                return replace(result, problems=problems)
-            validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
-            if not self.is_run:
-                return replace(result, validation=validation)
-            # The log of a worker that only looked for a device says nothing more.
-            problems = tuple(replace(problem, log=None) for problem in problems)
-            return replace(result, validation=validation, problems=problems)
-        if validation.status is not ValidationStatus.RAN:
-            how = (
-                "run on the CPU only"
-                if validation.status is ValidationStatus.RAN_ON_CPU
-                else "not run"
-            )
-            not_run = _not_run(f"it was {how}: {validation.reason}", location)
-            result = replace(result, problems=not_run.problems)
+            why = reason_not_run(error)
+            validation = Validation(ValidationStatus.STRUCTURE, reason=why) if why else None
+            if self._is_required or validation is None:
+                # The key of a problem is one that no user wrote.
+                problems = (
+                    replace(problem, key=None, location=location)
+                    if problem.key or not problem.location
+                    else problem
+                    for problem in error.problems
+                )
+                result = replace(result, problems=tuple(problems))
         return replace(result, validation=validation)
-
-    def _refuse_damaged(self, variant: Variant) -> None:
-        damaged = [problem for file, problem in self.damaged.items() if _owns(variant, file)]
-        if damaged:
-            raise InspectionError(*damaged)
 
     def _configure(self, component: str) -> Config:
         """The configuration with what the user's settings say of ``component``."""
@@ -274,13 +232,10 @@ class _Validator:
         self, component: str, target: Target, file: Path, opened: InspectReply, location: str
     ) -> Validation:
         """Open and run a variant from a moved copy; raises EpcontextError if it fails."""
-        found = self._components[component].variants[target.name]
-        reason = reason_not_to_run(target.provider, target.settings)
-        reason = reason or reason_not_to_open(file, opened, target.provider)
-        if found.about is not None and found.about.needs_device:
-            reason = reason or f"only the device itself can open it, and no simulator of {found.ep}"
-        if reason:
-            raise _not_run(reason, location)
+        variant = self._components[component].variants[target.name]
+        if variant.about is not None and variant.about.needs_device:
+            reason = f"only the device itself can open it, and no simulator of {variant.ep}"
+            raise not_run(reason, location)
         (model,) = self._configure(component).models
         reference = self._reference(component, target.name)
         about = self._components[component].about
@@ -294,57 +249,41 @@ class _Validator:
             static_shapes=True,
             shapes={**shapes, **fixed_shapes(opened.inputs), **model.shapes},
         )
-        with temp_dir() as staging:
-            name = _copy(self._folder / found.variant_directory, file, opened, staging / "moved")
-            context = Context(component, name, opened.inputs, opened.outputs)
-            request = ValidateRequest(
-                to_run,
-                target,
-                "context" if opened.contexts else "optimized",
-                context,
-                str(staging / "moved"),
-                model.tolerance_for(target) if reference else None,
-                self._sharing(target.name, found, context),
-                has_source=reference is not None,
-            )
-            validation = self.workers.call(request, staging / "validate", location=location)
-        if validation.differs:
-            raise BuildError(*validation.problems).located(location)
-        if reference is not None or validation.reason is not None:
-            return validation
-        is_reference = found.ep == CPU_EP
-        reason = "it is the reference" if is_reference else "the package has no reference for it"
-        return replace(validation, reason=reason)
+        return run_moved(
+            file,
+            opened,
+            to_run,
+            target,
+            model.tolerance_for(target) if reference else None,
+            self.workers,
+            location,
+            compare=reference is not None,
+            folder=self._folder / variant.variant_directory,
+            sharing=self._sharing(component, target.name),
+        )
 
     def _reference(self, component: str, variant: str) -> Path | None:
         """The model to compare a variant with: the user's, the package's own source, or a CPU variant.
 
-        None if there is no other one than the variant itself. Raises InspectionError if it is damaged.
+        None if there is no other one than the variant itself.
         """
+        if variant == SOURCE or self._source is not None:
+            return None if variant == SOURCE else self._source
         variants = self._components[component].variants
-        if variant == SOURCE:
-            return None
-        if self._source is not None:
-            return self._source.absolute()
         on_cpu = (name for name, other in variants.items() if other.ep == CPU_EP)
         name = SOURCE if SOURCE in variants else next(on_cpu, variant)
-        if name == variant:
-            return None
-        self._refuse_damaged(variants[name])
-        file = self._folder / variants[name].model_file
-        return file.absolute()
+        return self._folder / variants[name].model_file if name != variant else None
 
-    def _sharing(self, variant: str, found: Variant, context: Context) -> tuple[Context, ...]:
-        """The contexts of the variant's weight-sharing group, with its own as the last."""
-        if found.about is None or found.about.sharing is None:
-            return ()
-        others = (
-            Context(member, PurePosixPath(its.model_file).name, (), ())
-            for member in found.about.sharing.members
-            if member != context.model and member in self._components
-            if (its := self._components[member].variants.get(variant))
+    def _sharing(self, component: str, variant: str) -> tuple[Context, ...]:
+        """The contexts of the other members of the variant's weight-sharing group."""
+        about = self._components[component].variants[variant].about
+        members = about.sharing.members if about and about.sharing else ()
+        return tuple(
+            Context(member, PurePosixPath(other.model_file).name, (), ())
+            for member in members
+            if member != component and member in self._components
+            if (other := self._components[member].variants.get(variant))
         )
-        return (*others, context)
 
 
 def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Target:
@@ -357,7 +296,7 @@ def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Targe
     # The source is for the CPU.
     settings = about.settings if about else CompileSettings(provider="cpu", ep=CPU_EP, device="cpu")
     if settings.provider not in PROVIDERS:
-        raise _not_run(f"{settings.provider} is not a known provider")
+        raise not_run(f"{settings.provider} is not a known provider")
     settings = replace(
         settings, session_options={**settings.session_options, **options.session_options}
     )
@@ -366,7 +305,7 @@ def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Targe
     _check_contexts(found, target.provider, file, model)
     secrets = (*(about.secrets if about else ()), *secrets_in(load_options))
     if reason := next(_reasons_not_to_open(target, secrets), None):
-        raise _not_run(reason)
+        raise not_run(reason)
     check_chip(file, model, target.provider, settings)
     shipped = str(file.parent / OPTION_FILES)
     load_options = {
@@ -409,22 +348,3 @@ def _check_contexts(found: Variant, provider: Provider, file: Path, model: Inspe
         )
     if message:
         raise InspectionError(Problem(Kind.WRONG_PROVIDER, str(file), message))
-
-
-def _not_run(reason: str, location: str = "") -> BuildError:
-    hint = (
-        "Validate it on a machine that can run it, or add --set validate=auto; --set validate=structure runs "
-        "nothing."
-    )
-    return UnavailableError(Problem(Kind.NOT_RUN, location, f"{reason}.", hint))
-
-
-def _copy(folder: Path, file: Path, model: InspectReply, moved: Path) -> str:
-    """Put the files of a variant in ``folder`` into ``moved``; returns the model file's path there."""
-    if not model.contexts:
-        copy_named_files(file, model, moved)
-        return file.name
-    # All of them: an EP may look for files that no node names.
-    # What a link names, because its place is another one.
-    shutil.copytree(folder, moved, copy_function=lambda a, b: link_or_copy(Path(a).resolve(), b))
-    return file.relative_to(folder).as_posix()

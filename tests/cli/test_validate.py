@@ -87,7 +87,7 @@ def test_an_artifact_has_one_shape(cli: Cli, context: Path, source: Path) -> Non
 @needs_qnn
 def test_without_a_source_nothing_is_compared(cli: Cli, context: Path) -> None:
     assert cli("validate", context).stdout.endswith(
-        "ran on the simulator, outputs finite, not compared (no source is given)\n"
+        "ran on the simulator, outputs finite, not compared (there is no source to compare with)\n"
     )
 
 
