@@ -39,11 +39,9 @@ from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.providers import OptionValue
 from hatch_epcontext.text import printable
 from hatch_epcontext.tools import compiling as compile_tool
-from hatch_epcontext.tools import compiling_bytes
 from hatch_epcontext.tools import validating as validate_tool
 from hatch_epcontext.tools.compiling import CompileResult
 from hatch_epcontext.tools.configure import configure, name_models, nested
-from hatch_epcontext.tools.exporting import export, is_package
 from hatch_epcontext.tools.validating import ValidatedContext
 from hatch_epcontext.worker.requests import ContextFacts, InspectReply
 from hatch_epcontext.worker.results import (
@@ -147,8 +145,7 @@ def compile_models(
         named = {name: Path(path) for name, path in models.items()}
     else:
         several = [models] if isinstance(models, str | os.PathLike) else models
-        paths = [Path(path) for path in several]
-        named = name_models(paths, output if compile_tool.is_file(output, paths) else None)
+        named = name_models([Path(path) for path in several], output)
     config = configure(named, provider, _settings(settings, provider_options, dims))
 
     def run(planned: Plan, staging: Path) -> Result:
@@ -158,8 +155,6 @@ def compile_models(
         if log is not None:
             log(printable(text))
 
-    if is_package(output):
-        return export(config, output, run, loader=False, overwrite=overwrite)
     return compile_tool.compile_models(config, output, run, overwrite=overwrite)
 
 
@@ -243,6 +238,6 @@ def compile_to_bytes(
     ...     Path("digits.onnx").read_bytes(), "qnn", {"soc_model": 60, "htp_arch": 73}
     ... )  # doctest: +SKIP
     """
-    return compiling_bytes.compile_to_bytes(
+    return compile_tool.compile_to_bytes(
         model, data or {}, provider, _settings(settings, provider_options)
     )

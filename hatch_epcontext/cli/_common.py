@@ -1,19 +1,19 @@
-"""Shared by commands that run jobs: output, progress and reports."""
+"""Shared by commands: lines and tables without control characters, progress and reports."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX, REPORT_SUFFIXES, read_environment
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.errors import ConfigError, Kind, Problem, collect
@@ -27,9 +27,33 @@ from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file
-from hatch_epcontext.text import count, show_size
+from hatch_epcontext.text import count, printable, show_size
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Command = Callable[..., Any]
+
+
+_WIDTH = 240
+"""The number of columns if the output is not a terminal: enough to break no name."""
+
+
+def echo(text: str, *, err: bool = False, lines: bool = False) -> None:
+    """Print ``text``, which is one line unless ``lines`` is set."""
+    click.echo(printable(text, lines=lines), err=err)
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; sizes and files are aligned to the right."""
+    table = Table()
+    for column in columns:
+        is_number = column in ("size", "files")
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(printable, row))
+    # Without Rich's markup, because some names look like it.
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    console.print(table)
 
 
 class ExistingPath(click.Path):

@@ -1,8 +1,11 @@
-"""Settings as flags: ``--set KEY=VALUE``, its short forms, and messages that name keys in that form."""
+"""What commands work on: settings as flags, or a project; and messages that name keys in that form."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,25 +15,30 @@ from typing import Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from hatch_epcontext.cli._common import ExistingPath
-from hatch_epcontext.config.pyproject import PyprojectNames, parse
-from hatch_epcontext.config.settings import SYNTHETIC
+from hatch_epcontext.cli._common import Command, ExistingPath
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import FILE, PyprojectNames, parse, tool_table
+from hatch_epcontext.config.settings import SYNTHETIC, Config
 from hatch_epcontext.errors import (
     BuildError,
+    ConfigError,
     EpcontextError,
     InspectionError,
     Key,
     KeyNames,
+    Kind,
+    Problem,
     Setting,
 )
+from hatch_epcontext.package.dependencies import check_app
 from hatch_epcontext.providers import PROVIDERS, Device
-from hatch_epcontext.text import dotted, show, to_toml
+from hatch_epcontext.text import dotted, show, suggestion, to_toml
 from hatch_epcontext.tools.configure import MODEL_TABLES, nested
+from hatch_epcontext.tools.project import Project
 
 _PROVIDER: tuple[tuple[str, ...], ...] = ((), ("provider",))
 """The target, and its key with a flag of its own."""
-
-Command = Callable[..., Any]
 
 _META = f"{__name__}.wording"
 _READ = f"{__name__}.read"
@@ -244,3 +252,54 @@ def error_text(error: EpcontextError, ctx: click.Context) -> str:
     if isinstance(error, BuildError):
         return error.text(names, headline or f"{ctx.invoked_subcommand} failed")
     return error.text(names, headline if isinstance(error, InspectionError) else None)
+
+
+def project_options(command: Command) -> Command:
+    """``PROJECT``, ``--target`` and ``--model``."""
+    models = click.option(
+        "-m", "--model", "models", multiple=True, help="Only this model; repeatable."
+    )
+    targets = click.option(
+        "--target", "targets", multiple=True, help="Only this target; repeatable."
+    )
+    project = click.argument("project", type=ExistingPath(file_okay=False), default=Path())
+    return project(targets(models(command)))
+
+
+def project_config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) -> Config:
+    """The configuration of the project in ``project``, for these targets and models, or for all.
+
+    Raises ConfigError as `load` does, and for an unknown target or model.
+    """
+    use_lines(project)
+    config = _load(project, targets)
+    values = parse((project / FILE).read_text(encoding="utf-8"))
+    check_app(config.targets, Project(project, values).dependencies)
+    if not models:
+        return config
+    both = ((model.configured_name, model.name) for model in config.models)
+    names = list(dict.fromkeys(itertools.chain.from_iterable(both)))
+    if unknown := [name for name in models if name not in names]:
+        texts = ((f"{show(name)} is not a model.", suggestion(name, names)) for name in unknown)
+        raise ConfigError(*(Problem(Kind.UNKNOWN_MODEL, "--model", *text) for text in texts))
+    # A weight-sharing group is one artifact.
+    named = [m for m in config.models if m.name in models or m.configured_name in models]
+    groups = {m.share_weights for m in named} - {None}
+    chosen = tuple(m for m in config.models if m in named or m.share_weights in groups)
+    return dataclasses.replace(config, models=chosen)
+
+
+def _load(project: Path, targets: tuple[str, ...]) -> Config:
+    """The project's configuration, for ``targets`` if there are any."""
+    variable = f"{PREFIX}TARGETS"
+    environ = {**os.environ, **({variable: ",".join(targets)} if targets else {})}
+    try:
+        return load(project, tool_table(project), {}, environ)
+    except ConfigError as error:
+        problems = (
+            dataclasses.replace(problem, location="--target")
+            if targets and problem.location == variable
+            else problem
+            for problem in error.problems
+        )
+        raise ConfigError(*problems) from error

@@ -13,12 +13,11 @@ from typing import Any
 import click
 
 import hatch_epcontext
-from hatch_epcontext.cli._common import Verbosity, warn
-from hatch_epcontext.cli._output import show_table
-from hatch_epcontext.cli._project import project_config
+from hatch_epcontext.cli._common import Verbosity, show_table, warn
 from hatch_epcontext.cli._settings import (
     SettingsCommand,
     models_argument,
+    project_config,
     provider_option,
     short_flags,
     use_flag_names,

@@ -9,13 +9,14 @@ import click
 
 from hatch_epcontext.cli._common import (
     Verbosity,
+    echo,
     report_options,
     run_plan,
+    show_table,
     verbose_option,
     warn,
 )
-from hatch_epcontext.cli._output import echo, show_table
-from hatch_epcontext.cli._project import project_config, project_options
+from hatch_epcontext.cli._settings import project_config, project_options
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.run import dry_run, open_cache

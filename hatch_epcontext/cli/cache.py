@@ -9,8 +9,7 @@ from collections import Counter
 
 import click
 
-from hatch_epcontext.cli._common import open_store
-from hatch_epcontext.cli._output import echo, show_table
+from hatch_epcontext.cli._common import echo, open_store, show_table
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ROOT
 from hatch_epcontext.jobs.cache.store import Entry, Kind

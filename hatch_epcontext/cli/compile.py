@@ -11,12 +11,12 @@ import click
 
 from hatch_epcontext.cli._common import (
     Verbosity,
+    echo,
     report_options,
     run_plan,
     show_written,
     verbose_option,
 )
-from hatch_epcontext.cli._output import echo
 from hatch_epcontext.cli._settings import (
     SettingsCommand,
     models_argument,
@@ -26,9 +26,8 @@ from hatch_epcontext.cli._settings import (
     use_flag_names,
 )
 from hatch_epcontext.text import show_size
-from hatch_epcontext.tools.compiling import compile_models, is_file
+from hatch_epcontext.tools.compiling import compile_models, is_package
 from hatch_epcontext.tools.configure import SHARED, configure, name_models
-from hatch_epcontext.tools.exporting import export, is_package
 
 _HEADLINE = "compiling failed, nothing is written"
 
@@ -87,19 +86,18 @@ def command(
     """
     if len(models) == 1 and "share-weights" in settings:
         raise click.UsageError("--share-weights is for two models or more.")
-    named = name_models(models, output if is_file(output, models) else None)
+    named = name_models(models, output)
     use_flag_names(named, _HEADLINE)
     config = configure(named, provider, settings)
     config = dataclasses.replace(config, report=report or config.report)
     verbosity = Verbosity.beside_json(verbose, as_json=as_json)
 
     run = partial(run_plan, verbosity=verbosity, title=output.name, as_json=as_json)
-    if is_package(output):
-        written = export(config, output, run, loader=False, overwrite=overwrite)
-        if not verbosity.quiet:
-            show_written(output, written.files, as_json=as_json)
-        return
     compiled = compile_models(config, output, run, overwrite=overwrite)
-    if not verbosity.quiet:
-        for path in compiled.files:
-            echo(f"wrote {path} ({show_size(path.stat().st_size)})", err=as_json)
+    if verbosity.quiet:
+        return
+    if is_package(output):
+        show_written(output, compiled.files, as_json=as_json)
+        return
+    for path in compiled.files:
+        echo(f"wrote {path} ({show_size(path.stat().st_size)})", err=as_json)

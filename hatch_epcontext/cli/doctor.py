@@ -13,8 +13,7 @@ from pathlib import Path
 import click
 
 import hatch_epcontext
-from hatch_epcontext.cli._common import ExistingPath, find_store
-from hatch_epcontext.cli._output import echo
+from hatch_epcontext.cli._common import ExistingPath, echo, find_store
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.paths import NO_HOME

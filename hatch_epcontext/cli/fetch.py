@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import ExistingPath, is_offline, log, open_store
-from hatch_epcontext.cli._output import echo
+from hatch_epcontext.cli._common import ExistingPath, echo, is_offline, log, open_store
 from hatch_epcontext.cli._settings import use_lines
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load

@@ -22,8 +22,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
-from hatch_epcontext.cli._common import Command, ExistingPath, warn
-from hatch_epcontext.cli._output import echo
+from hatch_epcontext.cli._common import Command, ExistingPath, echo, warn
 from hatch_epcontext.cli._settings import SettingsCommand, short_flags
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
 from hatch_epcontext.config.load import load

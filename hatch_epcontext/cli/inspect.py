@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import warn
-from hatch_epcontext.cli._output import echo, show_table
+from hatch_epcontext.cli._common import echo, show_table, warn
 from hatch_epcontext.graph.facts import Size
 from hatch_epcontext.jobs.report import describe_coverage
 from hatch_epcontext.package.manifest import ModelPackage

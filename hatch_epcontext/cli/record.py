@@ -13,9 +13,8 @@ from pathlib import Path
 import click
 
 from hatch_epcontext import recorder
-from hatch_epcontext.cli._common import warn
-from hatch_epcontext.cli._output import echo
-from hatch_epcontext.cli._project import project_config
+from hatch_epcontext.cli._common import echo, warn
+from hatch_epcontext.cli._settings import project_config
 from hatch_epcontext.files import file_sha256, temp_dir
 from hatch_epcontext.package.sdist import RECORDED_IGNORE
 from hatch_epcontext.text import count, to_toml

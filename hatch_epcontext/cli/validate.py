@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import ExistingPath, Verbosity, verbose_option, warn
-from hatch_epcontext.cli._output import echo
+from hatch_epcontext.cli._common import ExistingPath, Verbosity, echo, verbose_option, warn
 from hatch_epcontext.cli._settings import (
     SettingsCommand,
     provider_option,

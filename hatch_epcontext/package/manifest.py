@@ -20,7 +20,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import hatch_epcontext
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Target
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
@@ -275,14 +275,7 @@ def _variant(built: Built, model: str) -> Variant:
     (index,) = (i for i, entry in enumerate(record.contexts) if entry.model == model)
     context = record.contexts[index]
     plugin = target.provider.plugin
-    only_ours, from_app = dict[str, str](), list(secrets_in(target.load_options))
-    for name, value in target.load_options.items():
-        named = [file for file in target.files if file.is_in({name: value})]
-        if not all(file.is_own for file in named):
-            # The machine of the app has no file of this one.
-            from_app.append(name)
-        elif named or USER_CACHE in value:
-            only_ours[name] = value
+    only_ours, from_app, load_options = _split_options(target)
     members = tuple(member.name for member in job.models)
     options = dict(settings.session_options)
     if record.product == "context":
@@ -309,7 +302,7 @@ def _variant(built: Built, model: str) -> Variant:
         # The same for equal files: a wheel does not depend on the clock.
         validation=dataclasses.replace(built.validations[model], load=None, day=""),
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
-        secrets=tuple(from_app),
+        secrets=from_app,
         needs_device=job.needs_device,
         needs_code_page=target.provider.needs_code_page and not settings.embed,
         compares=target.provider.compares,
@@ -325,15 +318,27 @@ def _variant(built: Built, model: str) -> Variant:
             "ort": OrtInfo(
                 model_file=context.model_file,
                 session_options=options,
-                provider_options={
-                    name: value
-                    for name, value in target.load_options.items()
-                    if name not in only_ours and name not in from_app
-                },
+                provider_options=load_options,
             )
         },
         additional_metadata={METADATA: about},
     )
+
+
+def _split_options(target: Target) -> tuple[dict[str, str], tuple[str, ...], dict[str, str]]:
+    """The load options that only the loader understands, names of those that the app gives, and the rest."""
+    only_ours, rest = dict[str, str](), dict[str, str]()
+    from_app = list(secrets_in(target.load_options))
+    for name, value in target.load_options.items():
+        named = [file for file in target.files if file.is_in({name: value})]
+        if not all(file.is_own for file in named):
+            # The machine of the app has no file of this one.
+            from_app.append(name)
+        elif named or USER_CACHE in value:
+            only_ours[name] = value
+        elif name not in from_app:
+            rest[name] = value
+    return only_ours, tuple(from_app), rest
 
 
 def artifact_files(result: Result) -> dict[str, FileRecord]:

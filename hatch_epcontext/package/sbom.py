@@ -54,20 +54,8 @@ def write(
     folders = source_folders(models.values())
     components, needed = list[_Json](), {"wheel": list[str]()}
     for name, source in models.items():
-        file, download = source.model.path.name, source.model.download
-        hub = download and hub_file(download.url)
-        is_shipped = f"{folders[source.model.name]}/{file}" in package.files
-        components.append(
-            {
-                **_component(f"model:{name}", source),
-                "scope": "required" if is_shipped else "excluded",
-                "hashes": [{"alg": "SHA-256", "content": source.records[file].sha256}],
-                # As in https://github.com/package-url/purl-spec. No other location is named.
-                **(
-                    {"purl": f"pkg:huggingface/{hub.repo}@{hub.revision}#{hub.path}"} if hub else {}
-                ),
-            }
-        )
+        shipped = f"{folders[source.model.name]}/{source.model.path.name}" in package.files
+        components.append(_model(f"model:{name}", source, "required" if shipped else "excluded"))
     for name, component in package.components.items():
         for target, variant in component.variants.items():
             if (about := variant.about) is not None:
@@ -107,6 +95,16 @@ def write(
 def _by_name(sources: Iterable[Source]) -> dict[str, Source]:
     """One of ``sources`` for each model: the shapes of a model have one file."""
     return {source.model.configured_name: source for source in sources}
+
+
+def _model(reference: str, source: Source, scope: str) -> _Json:
+    """The source model, with its hash, and its place on the Hugging Face Hub: no other location is named."""
+    download = source.model.download
+    hub = hub_file(download.url) if download else None
+    # As in https://github.com/package-url/purl-spec.
+    purl = {"purl": f"pkg:huggingface/{hub.repo}@{hub.revision}#{hub.path}"} if hub else {}
+    hashes = [{"alg": "SHA-256", "content": source.records[source.model.path.name].sha256}]
+    return {**_component(reference, source), "scope": scope, "hashes": hashes, **purl}
 
 
 def _component(reference: str, source: Source) -> _Json:

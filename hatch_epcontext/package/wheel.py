@@ -15,11 +15,11 @@ from typing import Any
 
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, WheelError
-from hatch_epcontext.files import FileRecord, file_sha256
+from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.package.reader import DAMAGED_ARCHIVE
-from hatch_epcontext.text import count, listing, show_size
+from hatch_epcontext.text import count, listing, show_size, to_toml
 
 FOLDER = "epcontext"
 """The name of the package's folder in the app's import package, by default."""
@@ -135,35 +135,28 @@ def tag(config: Config) -> str | None:
 
 
 def repeated_models(result: Result, tree: Tree, selected: Tree, root: Path) -> Iterator[str]:
-    """A warning for each file of a source model in ``root``'s wheel that is also package data.
+    """A warning for each file of a source model that is also package data of the project in ``root``.
 
     ``selected``: those files of ``tree`` that Hatch selects, and no build hook adds.
     """
-    sizes: dict[int, list[tuple[str, Path]]] = {}
+    # Who ships a model in another way says so.
+    names = {
+        file.resolve(): source.model.configured_name
+        for source in result.sources
+        if source.model.fallback != "none"
+        for file in source.users_files
+    }
     for name, path in tree.items():
-        sizes.setdefault(path.stat().st_size, []).append((name, path))
-    # The shapes of one model have one source.
-    sources = {source.model.path: source for source in result.sources}
-    for source in sources.values():
-        # Who ships the model in another way says so.
-        files = source.users_files if source.model.fallback != "none" else {}
-        for file in filter(Path.is_file, files):
-            size = file.stat().st_size
-            for name, path in sizes.get(size, ()):
-                if not path.samefile(file) and file_sha256(path) != file_sha256(file):
-                    continue
-                inside = path.is_relative_to(root)
-                pattern = path.relative_to(root).as_posix() if inside else name
-                exclude = (
-                    f'Exclude it (exclude = ["{pattern}"] in [tool.hatch.build.targets.wheel])'
-                    if name in selected
-                    else "Leave it out where it is added (by a build hook, or by force-include)"
-                )
-                yield (
-                    f"{name} ({show_size(size)}) is in the wheel as package data, beside what is shipped of "
-                    f"the model {source.model.configured_name}. {exclude} if the app opens it only through "
-                    'the loader; otherwise set fallback = "none" for that model.'
-                )
+        if model := names.get(path.resolve()):
+            how = "Leave it out where it is added (by a build hook, or by force-include)"
+            if name in selected:
+                exclude = to_toml([path.relative_to(root).as_posix()])
+                how = f"Exclude it (exclude = {exclude} in [tool.hatch.build.targets.wheel])"
+            yield (
+                f"{name} ({show_size(path.stat().st_size)}) is in the wheel as package data, beside what is "
+                f"shipped of the model {model}. {how} if the app opens it only through the loader; otherwise "
+                'set fallback = "none" for that model.'
+            )
 
 
 def verify(wheel: Path, folder: PurePosixPath, files: Mapping[str, FileRecord]) -> None:

@@ -1,18 +1,34 @@
-"""Models -> files at a user's place, all or none."""
+"""Models -> files or a model package at a user's place, all or none; or bytes from memory to memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import ConfigError, Kind, OutputError, Problem
+from hatch_epcontext.errors import ConfigError, Key, Kind, OutputError, Problem
 from hatch_epcontext.files import replace_files, sweep, temp_dir
 from hatch_epcontext.jobs.artifact import Built, Result
 from hatch_epcontext.jobs.plan import Plan, plan
+from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import Report, make_report
+from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, check_environment
+from hatch_epcontext.package.bundle import bundle, import_name_in_tree, modules
+from hatch_epcontext.package.folder import publish, refuse_others
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, find
 from hatch_epcontext.system import check_apart, check_folder, writing
+from hatch_epcontext.text import show, suggestion
+from hatch_epcontext.tools.configure import configure, is_file, nested
+from hatch_epcontext.tools.inspecting import READING
+from hatch_epcontext.worker.requests import CompileRequest
+
+_REQUIREMENTS = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *READING)
+"""The requirements to compile a model without preparing it."""
+
+Run = Callable[[Plan, Path], Result]
+"""What runs a plan in the temporary folder that it gets."""
 
 
 @dataclass(frozen=True)
@@ -27,26 +43,20 @@ class CompileResult:
     report: Report
 
 
-def is_file(output: Path, models: Sized) -> bool:
-    """Whether ``output`` is a file and not a folder; raises ConfigError for a file and several ``models``."""
-    if output.suffix != ".onnx" or output.is_dir():
-        return False
-    if len(models) > 1:
-        message = "is a file, and several models need a folder."
-        raise ConfigError(Problem(Kind.INVALID_VALUE, str(output), message))
-    return True
+def is_package(output: Path) -> bool:
+    """Whether ``output`` is the folder of a model package, by its name."""
+    return output.suffix == ".ortpackage"
 
 
-def compile_models(
-    config: Config, output: Path, run: Callable[[Plan, Path], Result], *, overwrite: bool
-) -> CompileResult:
-    """Compile the models of ``config``, and write the results to ``output``, a file or a folder.
+def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -> CompileResult:
+    """Compile the models of ``config``, and write the results to ``output``: a file, a folder, or a package.
 
-    ``run`` runs a plan in the temporary folder that it gets. Nothing is written unless all jobs succeed.
-    Raises what ``run`` raises; ConfigError when one environment cannot build the targets; and OutputError
-    when a file exists without ``overwrite``, when the folder is a file, or when the result would replace a
-    source's file.
+    Nothing is written unless all jobs succeed. Raises what ``run`` raises; ConfigError when one environment
+    cannot build the targets; and OutputError when a file exists without ``overwrite``, when the folder is a
+    file, or when the result would replace a source's file.
     """
+    if is_package(output):
+        return export(config, output, run, loader=False, overwrite=overwrite)
     if chosen := next((model for model in config.models if model.fallback != "auto"), None):
         message, hint = "is for a model package.", "Give an output that ends with .ortpackage."
         raise ConfigError(Problem.at(chosen.key / "fallback", Kind.NOT_APPLICABLE, message, hint))
@@ -57,7 +67,7 @@ def compile_models(
     check_folder(folder)
     sweep(folder)
     if not overwrite:
-        refuse_existing(_expected(config, output, file=file))
+        _refuse_existing(_expected(config, output, file=file))
     with temp_dir() as staging:
         result = run(plan(config), staging)
         files = _destinations(result.built, name)
@@ -66,9 +76,9 @@ def compile_models(
         sources = [model.path for model in config.models]
         for source in result.sources:
             sources += source.users_files
-        refuse_sources(sources, replaced.__contains__)
+        _refuse_sources(sources, replaced.__contains__)
         if not overwrite:
-            refuse_existing(written)
+            _refuse_existing(written)
         with writing("a result", folder, str(output), OutputError):
             replace_files(folder, files)
     return CompileResult(written, make_report(result))
@@ -101,7 +111,7 @@ def _destinations(built: Iterable[Built], name: str | None) -> dict[str, Path]:
     return {**sidecars, **models}
 
 
-def refuse_existing(paths: Iterable[Path]) -> None:
+def _refuse_existing(paths: Iterable[Path]) -> None:
     """Raise OutputError if any of ``paths`` exists."""
     hint = "Choose another place, or allow overwriting (on the command line: --overwrite)."
     problems = [
@@ -113,7 +123,7 @@ def refuse_existing(paths: Iterable[Path]) -> None:
         raise OutputError(*problems)
 
 
-def refuse_sources(files: Iterable[Path], is_replaced: Callable[[Path], bool]) -> None:
+def _refuse_sources(files: Iterable[Path], is_replaced: Callable[[Path], bool]) -> None:
     """Raise OutputError for ``files`` of source models whose real path ``is_replaced`` by the output."""
     message = "is a file of the source model, which the output would replace."
     problems = [
@@ -123,3 +133,91 @@ def refuse_sources(files: Iterable[Path], is_replaced: Callable[[Path], bool]) -
     ]
     if problems:
         raise OutputError(*problems)
+
+
+def export(
+    config: Config, folder: Path, run: Run, *, loader: bool, overwrite: bool
+) -> CompileResult:
+    """Compile the models of ``config``, and make ``folder`` their model package.
+
+    With ``loader`` the folder is also a Python
+    package, as in a wheel. Nothing is written unless all jobs succeed. ``overwrite`` replaces an earlier
+    package of this tool as a whole; a folder with any other file is never changed.
+
+    Raises what ``run`` raises; ConfigError when one environment cannot build the targets; and OutputError
+    when the folder is a file, exists already, has other files or source models, is or contains the current
+    folder or the project, cannot be written, or would have no model.
+    """
+    # A link is kept, and its target replaced.
+    place = folder.resolve()
+    _check_place(config, folder, place, overwrite=overwrite)
+    with temp_dir() as staging:
+        result = run(plan(config), staging)
+        shipped = modules(import_name_in_tree(place), config.models) if loader else {}
+        package = bundle(result, staging, shipped)
+        files = (file for source in result.sources for file in source.users_files)
+        _refuse_sources(files, lambda file: file.is_relative_to(place))
+        # Compiling is slow: another program may have written there.
+        _refuse_others(folder, overwrite=overwrite)
+        with writing("the model package", place.parent, str(place), OutputError):
+            publish(package, folder, edited=False)
+    return CompileResult(tuple(folder / name for name in package.files), make_report(result))
+
+
+def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) -> None:
+    """Raise the errors that are known before compiling."""
+    if not config.models:
+        message = (
+            "no model would be in it: none has one of the selected targets, or ships its source."
+        )
+        hint = 'Select other targets, or set fallback = "source".'
+        raise OutputError(Problem(Kind.UNKNOWN_TARGET, str(folder), message, hint))
+    check_apart(config.report, place)
+    check_folder(place)
+    check_folder(place.parent)
+    _refuse_sources(
+        (model.path for model in config.models), lambda file: file.is_relative_to(place)
+    )
+    for name, inside in (("the current folder", Path.cwd()), ("the project", config.root)):
+        if inside.resolve().is_relative_to(place):
+            message = f"is {name}, or contains it, and would be replaced."
+            hint = "Choose a folder of its own for the model package."
+            raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), message, hint))
+    _refuse_others(folder, overwrite=overwrite)
+
+
+def _refuse_others(folder: Path, *, overwrite: bool) -> None:
+    """Raise OutputError unless ``folder`` is new, empty, or a package that may be replaced."""
+    refuse_others(folder, edited=False)
+    if not overwrite and folder.exists() and any(folder.iterdir()):
+        _refuse_existing([folder])
+
+
+def compile_to_bytes(
+    model: bytes, data: Mapping[str, bytes], provider: str, settings: Mapping[str, Any]
+) -> bytes:
+    """Compile a model from memory to memory, as `hatch_epcontext.api.compile_to_bytes` describes."""
+    able = [p for p in PROVIDERS.values() if p.product == "context" and not p.needs_library]
+    if find(provider) not in able:
+        message = f"{show(provider)} is not a provider that compiles contexts."
+        hint = suggestion(provider, [known.name for known in able])
+        raise ConfigError(Problem.at(Key() / "provider", Kind.UNKNOWN_PROVIDER, message, hint))
+    with temp_dir() as folder:
+        source, result = folder / "model.onnx", folder / "result"
+        source.write_bytes(model)
+        result.mkdir()
+        config = configure({"model": source}, provider, nested(settings, {"from-memory": True}))
+        (target,) = config.targets
+        check_environment((), _REQUIREMENTS)
+        files = {}
+        for number, (location, contents) in enumerate(data.items()):
+            # Not named after its location, which can be a path.
+            file = folder / f"data-{number}"
+            file.write_bytes(contents)
+            files[location] = str(file)
+        paths = (str(source),)
+        request = CompileRequest(config.models, paths, target, str(result), buffers=files)
+        workers = Workers(config.build.timeout)
+        workers.call(request, folder / "worker", location=f"model -> {target.name}")
+        (compiled,) = result.iterdir()
+        return compiled.read_bytes()

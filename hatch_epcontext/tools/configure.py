@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,23 @@ def _merged(first: Any, second: Any) -> Any:
     return {**first, **{key: _merged(first.get(key), value) for key, value in second.items()}}
 
 
-def name_models(models: Sequence[Path], file: Path | None = None) -> dict[str, Path]:
-    """Models by name: the stem of each model's file, or for a single model that of its result ``file``.
+def is_file(output: Path, models: Sized) -> bool:
+    """Whether ``output`` is a file and not a folder; raises ConfigError for a file and several ``models``."""
+    if output.suffix != ".onnx" or output.is_dir():
+        return False
+    if len(models) > 1:
+        message = "is a file, and several models need a folder."
+        raise ConfigError(Problem(Kind.INVALID_VALUE, str(output), message))
+    return True
 
-    Raises ConfigError when two models get the same name.
+
+def name_models(models: Sequence[Path], output: Path | None = None) -> dict[str, Path]:
+    """Models by name: the stem of each one's file, or of ``output`` if that `is_file` for a single model.
+
+    Raises ConfigError when two models get the same name, and as `is_file`.
     """
-    if file is not None and len(models) == 1:
-        return {file_name(file.stem.removesuffix("_ctx"), "_"): models[0]}
+    if output is not None and is_file(output, models):
+        return {file_name(output.stem.removesuffix("_ctx"), "_"): path for path in models}
     names: dict[str, Path] = {}
     for path in models:
         name = file_name(path.stem, "_")

@@ -244,7 +244,7 @@ class _Validator:
         to_run = replace(
             model,
             name=component,
-            path=reference or file,
+            path=(reference or file).absolute(),
             targets=(),
             static_shapes=True,
             shapes={**shapes, **fixed_shapes(opened.inputs), **model.shapes},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from onnx import helper
 
-from hatch_epcontext.cli._output import show_table
+from hatch_epcontext.cli._common import show_table
 from hatch_epcontext.text import printable
 from tests.cli.conftest import Cli
 from tests.models import model, save, value

@@ -10,7 +10,8 @@ from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, OutputError
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.jobs.plan import Plan
-from hatch_epcontext.tools.compiling import compile_models, is_file
+from hatch_epcontext.tools.compiling import compile_models
+from hatch_epcontext.tools.configure import is_file
 from tests.results import configured, resulting
 
 

@@ -16,7 +16,7 @@ from hatch_epcontext.files import FileRecord, is_intact
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.package.reader import own_files
-from hatch_epcontext.tools.exporting import export
+from hatch_epcontext.tools.compiling import export
 from tests.results import configured, resulting
 
 TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\nfallback = "source"\n'
