@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -240,6 +239,9 @@ def _escaped(value: object) -> _Html:
         return value
     if isinstance(value, Iterable) and not isinstance(value, str):
         return _Html("".join(map(_escaped, value)))
+    # Imported here: few builds write a page.
+    import html
+
     return _Html(html.escape(printable("" if value is None else str(value), lines=True)))
 
 
