@@ -146,7 +146,8 @@ def test_what_cannot_be_cut_is_an_error_of_the_build(run: Run, project: Path) ->
 
 def test_each_shape_of_a_cut_model_begins_with_its_own(project: Path, tmp_path: Path) -> None:
     save(network(), project / "models" / "a.onnx")
-    several = CUT.replace("{ batch = 2 }", "[{ batch = 1 }, { batch = 3 }], static-shapes = true")
+    several = CUT.replace("{ batch = 2 }", "[{ batch = 1 }, { batch = 3 }]")
+    several = f"targets.cpu.static-shapes = true\n{several}"
     config = load(project, parse(several), {}, {})
     workers = Workers(60)
     config = cut_models(config, Cache(None, print), workers, tmp_path)

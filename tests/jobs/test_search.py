@@ -535,7 +535,7 @@ def test_the_difference_that_is_nearest_to_the_limits_is_the_error(project: Path
     ("keys", "advised"),
     [
         (", dims = { n = 1 }", True),
-        (", dims = { n = 1 }, static-shapes = true", False),
+        (", dims = { n = 1 }, targets.t.static-shapes = true", False),
         ("", False),
     ],
 )
