@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
 
 import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.text import listing, suggestion
 
 _MIN_PART = 0.5
 """The share of all nodes above which a part is worth naming."""
@@ -33,17 +34,15 @@ class Part:
 
 @dataclass(frozen=True)
 class WrongCut:
-    """Why a cut keeps no part of a graph, with the names of tensors.
+    """Why a cut keeps no part of a graph, at its ``end``, ``"inputs"`` or ``"outputs"``; and what to do.
 
-    ``unknown``: its ends that no node computes; as inputs it may also have those of the graph. ``lacking``:
-    its outputs, by the inputs that they need and that it removes; without any for those that need no input.
-    ``needless``: its inputs on which no output depends. ``needed``: the inputs that all outputs need.
+    ``names``: those to name there instead, if that helps.
     """
 
-    unknown: Cut = field(default_factory=Cut)
-    lacking: Mapping[tuple[str, ...], Sequence[str]] = field(default_factory=dict)
-    needless: tuple[str, ...] = ()
-    needed: tuple[str, ...] = ()
+    end: str
+    message: str
+    hint: str | None
+    names: tuple[str, ...] = ()
 
 
 def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> Part | WrongCut:
@@ -53,12 +52,15 @@ def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> Pa
     """
     own = [value.name for value in graph.inputs(main)]
     scope = Scope(main)
-    unknown = Cut(
-        tuple(name for name in cut.inputs if name not in scope.makers and name not in own),
-        tuple(name for name in cut.outputs if name not in scope.makers),
-    )
-    if unknown:
-        return WrongCut(unknown)
+    computed = list(scope.makers)
+    for end, names, known in (
+        ("inputs", cut.inputs, [*own, *computed]),
+        ("outputs", cut.outputs, computed),
+    ):
+        for name in names:
+            if name not in known:
+                message = f"no node of the model's graph computes {name!r}."
+                return WrongCut(end, message, suggestion(name, known))
     outputs = cut.outputs or tuple(value.name for value in main.output)
     ends = {*cut.inputs, *own}
     nodes = scope.above(outputs, lambda name: name not in ends)
@@ -69,17 +71,21 @@ def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> Pa
     }
     needed = {name for names in reached.values() for name in names}
     named = set(cut.inputs) if cut.inputs else set(own)
-    # Outputs that need the same inputs are one problem.
-    lacking: dict[tuple[str, ...], list[str]] = {}
-    for name, behind in reached.items():
-        more = tuple(sorted(behind - named - set(frozen)))
-        if more or not behind & named:
-            lacking.setdefault(more, []).append(name)
-    needless = tuple(name for name in cut.inputs if name not in needed)
-    if lacking or needless:
-        kept = [name for name in cut.inputs if name in needed]
-        more = tuple(sorted({name for names in lacking for name in names}))
-        return WrongCut(lacking=lacking, needless=needless, needed=(*kept, *more))
+    kept = tuple(name for name in cut.inputs if name in needed)
+    if lacking := sorted(needed - named - set(frozen)):
+        without = [repr(name) for name, its in reached.items() if its.intersection(lacking)]
+        message = (
+            f"the cut removes {listing(map(repr, lacking))}, which {listing(without)} depends on."
+        )
+        return WrongCut(
+            "inputs", message, "Keep what is needed, or cut after it:", (*kept, *lacking)
+        )
+    if alone := [repr(name) for name, its in reached.items() if not its & named]:
+        message = f"no input of the cut decides {listing(alone)}."
+        return WrongCut("outputs", message, "Name outputs after the inputs.")
+    if needless := [repr(name) for name in cut.inputs if name not in needed]:
+        message = f"no output depends on {listing(needless)}."
+        return WrongCut("inputs", message, "Remove it from the inputs:", kept)
     begin = cut.inputs or tuple(name for name in own if name in needed)
     also = tuple(name for name in own if name in needed and name in frozen and name not in begin)
     return Part((*begin, *also), outputs, tuple(sorted(nodes)))
@@ -145,7 +151,7 @@ def largest_covered(
     outputs = {value.name for value in source.graph.output}
     results = {name for node in source.graph.node for name in node.output}
     begin = (inputs | results) - set(open_values)
-    parts = (_within(flow, part, begin, results) for part in flow.parts())
+    parts = (_within(flow, part, begin, results) for part in flow.levels())
     for part in sorted(parts, key=len, reverse=True):
         if len(part) <= _MIN_PART * len(flow.numbers):
             break
@@ -179,53 +185,24 @@ class _Flow(Scope):
         self._values = {value.name for value in graph.inputs(main)}
         self._values |= {name for index in self.numbers for name in main.node[index].output}
 
-    def parts(self) -> Iterator[set[int]]:
-        """Yield connected covered parts that no path leaves and enters again.
+    def levels(self) -> Iterable[set[int]]:
+        """The covered nodes to which the longest paths have equally many uncovered nodes.
 
-        Nodes are in one part if the longest paths to them, or from them, have equally many uncovered nodes.
-        The values that one node reads are connected too: an app that computes it needs all of them.
+        So no path leaves one of these sets and enters it again.
         """
-        for depths in (
-            self._depths(self._before, self.numbers),
-            self._depths(self._after, reversed(self.numbers)),
-        ):
-            levels: dict[int, set[int]] = defaultdict(set)
-            for index in self.covered:
+        depths: dict[int, int] = {}
+        levels: dict[int, set[int]] = defaultdict(set)
+        for index in self.numbers:
+            before = (self.makers[name] for name in self._read(index) if name in self.makers)
+            deepest = max(map(depths.__getitem__, before), default=0)
+            depths[index] = deepest + (index not in self.covered)
+            if index in self.covered:
                 levels[depths[index]].add(index)
-            for level in levels.values():
-                yield from self._connected(level)
-
-    def _before(self, index: int) -> Iterator[int]:
-        return (self.makers[name] for name in self._read(index) if name in self.makers)
-
-    def _after(self, index: int) -> Iterator[int]:
-        for name in self.nodes[index].output:
-            yield from self.readers.get(name, ())
+        return levels.values()
 
     def _read(self, index: int) -> list[str]:
         """The values that a node reads from inputs and other nodes."""
         return [name for name in self.reads[index] if name in self._values]
-
-    def _depths(
-        self, neighbours: Callable[[int], Iterable[int]], order: Iterable[int]
-    ) -> dict[int, int]:
-        depths: dict[int, int] = {}
-        for index in order:
-            deepest = max(map(depths.__getitem__, neighbours(index)), default=0)
-            depths[index] = deepest + (index not in self.covered)
-        return depths
-
-    def _connected(self, level: set[int]) -> Iterator[set[int]]:
-        waiting = set(level)
-        while waiting:
-            part = [waiting.pop()]
-            for index in part:
-                after = [*self._after(index)]
-                beside = (other for reader in after for other in self._before(reader))
-                near = {*self._before(index), *after, *beside} & waiting
-                waiting -= near
-                part += near
-            yield set(part)
 
     def ends(self, part: Collection[int]) -> tuple[list[str], list[str]]:
         """The values that ``part`` reads from outside, and those of its own that are read there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,10 @@ from hatch_epcontext.errors import (
     UnavailableError,
 )
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, Cut
-from hatch_epcontext.graph.parts import is_possible
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.providers import HEADER, Profile
 from hatch_epcontext.providers.tensorrt_rtx import engine_size, sdk_version
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.advice import keep
 
 _MAX_NODES = 20
 """The most nodes that a message names."""
@@ -78,7 +76,7 @@ def compile_with_library(
     network.name = result.stem
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(prepared)):
-        raise LibraryError(_not_parsed(parser, model, source.graph))
+        raise LibraryError(_not_parsed(parser, model))
     if problems := [*_other_tensors(network, source.graph)]:
         raise RefusedError(*problems)
     config = _configured(trt, builder, network, target, key)
@@ -147,7 +145,7 @@ def _log(trt: Any) -> Any:
     return Log()
 
 
-def _not_parsed(parser: Any, model: Model | None, source: onnx.GraphProto) -> Problem:
+def _not_parsed(parser: Any, model: Model | None) -> Problem:
     """The problem of a model with nodes that the library's parser does not take."""
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
     named = [error for error in errors if error.node_operator()]
@@ -158,31 +156,9 @@ def _not_parsed(parser: Any, model: Model | None, source: onnx.GraphProto) -> Pr
     shown = listing(list(nodes)[:_MAX_NODES]) if nodes else "the model"
     more = f" and {len(nodes) - _MAX_NODES} more" if len(nodes) > _MAX_NODES else ""
     message = f"TensorRT RTX does not take {shown}{more}{': ' if why else ''}{'; '.join(why)}."
-    settings = (
-        () if model is None else (_cut_before({e.node_name() for e in named}, source, model),)
-    )
+    settings = () if model is None else (Setting(model.key / "cut"),)
     hint = "Change the model there, or keep only the part before or after it (not tried)."
     return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
-
-
-def _cut_before(refused: Set[str], source: onnx.GraphProto, model: Model) -> Setting:
-    """The setting that keeps what the first of the nodes ``refused`` of the prepared ``source`` reads.
-
-    Without a value if ``model`` cannot be cut so.
-    """
-    nodes = [node for node in source.node if node.name and node.name in refused]
-    cut = Cut(outputs=tuple(_computed(nodes[0], source) if nodes else ()))
-    results = {name for node in nodes for name in node.output}
-    whole = onnx.load(model.path, load_external_data=False)
-    if not cut.outputs or not is_possible(whole, cut, model.constants, results):
-        return Setting(model.key / "cut")
-    return keep(cut.within(model.cut), model.key)
-
-
-def _computed(node: onnx.NodeProto, source: onnx.GraphProto) -> list[str]:
-    """The tensors that ``node`` reads and other nodes compute: the model may end there."""
-    computed = {name for other in source.node for name in other.output}
-    return [name for name in node.input if name in computed]
 
 
 def _not_built(reasons: Sequence[str], target: Target) -> Problem:

@@ -124,14 +124,6 @@ def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
     assert problem.kind is Kind.COMPILE_FAILED
     assert "'second' (Det)" in problem.message
     assert "first" not in problem.message
-    path = save(made, tmp_path / "models" / "a.onnx")
-    source = parsed("(float[3, 3] x) => (float y) { [second] y = Det (x) }")
-    # The second source has no tensor that preparation has made.
-    for whole, cut in ((path, {"outputs": ["a"]}), (save(source, tmp_path / "b.onnx"), None)):
-        with pytest.raises(BuildError) as raised:
-            compile_with_library(path, tmp_path / "a_ctx.onnx", rtx(), Model("a", whole, MODEL))
-        ((setting,),) = (each.settings for each in raised.value.problems)
-        assert (setting.key.parts[-1], setting.value) == ("cut", cut)
 
 
 def test_a_type_that_the_library_changes_is_refused(tmp_path: Path) -> None:

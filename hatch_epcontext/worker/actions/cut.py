@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.parts import Part, WrongCut, extract, part_between
-from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.configured import fix_constants, fix_inputs
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
@@ -57,7 +56,9 @@ def _cut(onnx_model: onnx.ModelProto, request: CutRequest) -> tuple[CutResult, .
     source, key = Path(first.path), first.key / "cut"
     part = part_between(onnx_model.graph, first.cut, first.constants)
     if isinstance(part, WrongCut):
-        raise ModelError(*_problems(part, onnx_model.graph, key))
+        place = key / part.end
+        better = [Setting(place, list(part.names))] if part.names else []
+        raise ModelError(Problem.at(place, Kind.INVALID_CUT, part.message, part.hint, *better))
     names = (*part.inputs, *part.outputs)
     values = _values(onnx_model, source, names)
     if unknown := [name for name in names if not _is_typed(values.get(name))]:
@@ -67,54 +68,6 @@ def _cut(onnx_model: onnx.ModelProto, request: CutRequest) -> tuple[CutResult, .
     forms = tuple(_form(model, onnx_model, source, part, values) for model in request.forms)
     extract(onnx_model, part, values)
     return forms
-
-
-def _problems(wrong: WrongCut, main: onnx.GraphProto, key: Key) -> Iterator[Problem]:
-    inputs = [value.name for value in graph.inputs(main)]
-    computed = [name for node in main.node for name in node.output if name]
-    others = {*inputs, *(tensor.name for tensor in main.initializer)}
-    for name in wrong.unknown.inputs:
-        yield _unknown(key / "inputs", name, [*inputs, *computed], others)
-    for name in wrong.unknown.outputs:
-        yield _unknown(key / "outputs", name, computed, others)
-    for more, names in wrong.lacking.items():
-        yield _not_computable(names, more, list(wrong.needed), key)
-    for name in wrong.needless:
-        message = f"no output depends on {name!r}, which is one of the inputs."
-        yield Problem.at(key / "inputs", Kind.INVALID_CUT, message, "Remove it from the inputs.")
-
-
-def _unknown(key: Key, name: str, known: Sequence[str], others: Collection[str]) -> Problem:
-    if name in others:
-        message = (
-            f"{name!r} is an input or a stored tensor of the model, and not the result of a node."
-        )
-        return Problem.at(key, Kind.INVALID_CUT, message, "Name the output of a node.")
-    message = f"the model's graph has no tensor {name!r}."
-    return Problem.at(key, Kind.INVALID_CUT, message, suggestion(name, known))
-
-
-def _not_computable(
-    outputs: Sequence[str], more: Sequence[str], whole: Sequence[str], key: Key
-) -> Problem:
-    """The problem of ``outputs`` that also need the inputs ``more``, or that need none at all.
-
-    ``whole``: the inputs that all outputs need.
-    """
-    one = len(outputs) == 1
-    named = f"the output{'' if one else 's'} {listing([repr(name) for name in outputs])}"
-    if more:
-        also = f"the input{'s' if len(more) > 1 else ''} {listing([repr(name) for name in more])}"
-        return Problem.at(
-            key / "inputs",
-            Kind.INVALID_CUT,
-            f"{named} also need{'s' if one else ''} {also} of the model, which the cut removes.",
-            "Keep what is needed, or cut after it:",
-            Setting(key / "inputs", whole),
-        )
-    message = f"{named} {'does' if one else 'do'} not depend on any input."
-    hint = "Name outputs after the inputs."
-    return Problem.at(key / "outputs", Kind.INVALID_CUT, message, hint, Setting(key / "outputs"))
 
 
 def _values(model: onnx.ModelProto, source: Path, names: Iterable[str]) -> _Values:
