@@ -9,14 +9,11 @@ from collections.abc import Mapping
 from urllib.parse import SplitResult, urlsplit
 
 _HTTP = "fsspec[http]>=2025.3"
-_AZURE = "adlfs>=2024.12"
 
 REQUIREMENTS: Mapping[str, str] = {
     "s3": "s3fs>=2025.3",
     "gs": "gcsfs>=2025.3",
-    "az": _AZURE,
-    "abfs": _AZURE,
-    "abfss": _AZURE,
+    "az": "adlfs>=2024.12",
     "http": _HTTP,
     "https": _HTTP,
     "file": "fsspec>=2025.3",
@@ -51,17 +48,10 @@ def check_cache_url(url: str) -> str | None:
 
 def _has_credentials(parts: SplitResult) -> bool:
     # A secret key can contain slashes.
-    user, at, host = f"{parts.netloc}{parts.path}".rpartition("@")
-    if parts.scheme in ("az", "abfs", "abfss"):
-        # abfs://container@account.dfs.core.windows.net names no user.
-        return ":" in parts.netloc or "/" in user or (bool(at) and "." not in host.split("/")[0])
-    if parts.scheme in ("http", "https"):
-        return bool(at) or not _is_host(parts.netloc)
-    return parts.scheme != "file" and (bool(at) or ":" in parts.netloc)
-
-
-def _is_host(netloc: str) -> bool:
-    return re.fullmatch(r"(\[[^]]*\]|[^:]*)(:\d+)?", netloc) is not None
+    has_user = "@" in f"{parts.netloc}{parts.path}"
+    port = r"(:\d+)?" if parts.scheme.startswith("http") else ""
+    is_host = re.fullmatch(rf"(\[[^]]*\]|[^:]*){port}", parts.netloc)
+    return parts.scheme != "file" and (has_user or not is_host)
 
 
 PUBLIC, PRIVATE = "ed25519:", "ed25519-private:"

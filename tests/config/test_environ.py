@@ -113,7 +113,7 @@ def test_variables_switch_the_shared_cache_off_and_writing_on(project: Path) -> 
         "s3://AKIAKEY:sec-ret",
         "https://builder:sec-ret@host/cache",
         "https://host/cache?sig=sec-ret",
-        "abfs://container:sec-ret@account.dfs.core.windows.net/team",
+        "az://container:sec-ret@account/team",
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_printed(project: Path, url: str) -> None:

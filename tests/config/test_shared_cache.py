@@ -73,7 +73,6 @@ def test_a_shared_cache_that_is_no_folder_needs_keys(project: Path) -> None:
     [
         "s3://bucket/team/models",
         "az://container/team",
-        "abfs://container@account.dfs.core.windows.net/team",
         "file:///mnt/cache",
         "file:///C:/cache",
         "http://host:8080/cache",
@@ -94,7 +93,7 @@ def test_valid_urls(url: str) -> None:
         ("s3://", "a bucket, container or host after s3://"),
         ("file://folder/cache", "an absolute path"),
         ("file:///", "an absolute path"),
-        ("abfs://user@container/team", "without a user"),
+        ("az://user@container/team", "without a user"),
     ],
 )
 def test_invalid_urls(url: str, allowed: str) -> None:

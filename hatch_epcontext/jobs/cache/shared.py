@@ -53,7 +53,7 @@ _PART = 5 << 20
 _UPLOAD: dict[str, dict[str, Any]] = {
     "s3": {"chunksize": _PART, "max_concurrency": 2},
     "gs": {"chunksize": _PART},
-    **{name: {"overwrite": True, "max_concurrency": 2} for name in ("az", "abfs", "abfss")},
+    "az": {"overwrite": True, "max_concurrency": 2},
 }
 
 _FILES = f"{LAYOUT}/blobs"

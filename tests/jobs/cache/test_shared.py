@@ -510,7 +510,7 @@ print(json.dumps([cache.get("refs", key * 32, str) for key in ("ab", "cd")] + [w
     ("package", "url", "requirement"),
     [
         ("s3fs", "s3://bucket/team", "s3fs>="),
-        ("adlfs", "abfs://container@account.dfs.core.windows.net/team", "adlfs>="),
+        ("adlfs", "az://container/team", "adlfs>="),
         ("aiohttp", "https://example.invalid/team", "fsspec[http]>="),
         ("cryptography", "", "cryptography>="),
     ],
