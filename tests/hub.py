@@ -102,6 +102,10 @@ def _answer(handler: http.server.BaseHTTPRequestHandler, hub: Hub) -> None:
     if found := re.fullmatch(r"/(?:web|large)/(.+)", path):
         _send_file(handler, hub, found[1])
         return
+    if path.startswith(("/org/old/", "/api/models/org/old/")):
+        # A repository that was renamed, at the same place.
+        _send(handler, 308, {"Location": handler.path.replace("org/old", REPO)})
+        return
     allowed = not hub.private or handler.headers.get("Authorization") == f"Bearer {TOKEN}"
     api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/(.+)", path)
     file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)

@@ -283,6 +283,17 @@ def test_the_token_goes_to_the_hub_alone(
         assert SIGNED not in text
 
 
+def test_a_renamed_repository_gets_the_token_too(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.private = True
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    url = hub.location("onnx/m.onnx").replace("org/repo", "org/old")
+    run(Download(url, sha256(MODEL)), tmp_path)
+    sent = [headers.get("Authorization") for *_, headers in hub.requests]
+    assert sent == [f"Bearer {TOKEN}", f"Bearer {TOKEN}", None]
+
+
 @pytest.mark.parametrize("token", ["hf_a\nb", "hf_\u2019"])
 def test_an_impossible_token_is_not_shown(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
