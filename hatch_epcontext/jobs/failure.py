@@ -142,8 +142,8 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
             "The model is dynamically quantized: it measures its activations while it runs, which "
             f"{target.provider.ep} cannot do. Undo the quantization (not tried)."
         )
-        return hint, (Setting(model / "dequantize", True),)
-    if weights := on_weights(nodes, target, model):
+        return hint, (Setting(target.place("dequantize"), True),)
+    if weights := on_weights(nodes, target):
         return weights
     if any(node.dynamic for node in nodes):
         hint = (

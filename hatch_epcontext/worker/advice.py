@@ -39,7 +39,7 @@ def freeze(inputs: Mapping[str, tuple[Any, ...]], model: Key) -> tuple[Setting, 
     return (Setting(model / "constants", {name: values[0] for name, values in inputs.items()}),)
 
 
-def on_weights(nodes: Iterable[NodeFacts], target: Target, model: Key) -> Advice | None:
+def on_weights(nodes: Iterable[NodeFacts], target: Target) -> Advice | None:
     """What to do about quantized weights in ``nodes``, which the EP refuses; None if none is the source's."""
     operators = sorted(QUANTIZED_WEIGHTS.intersection(node.op for node in nodes))
     if not operators or target.settings.quantize:
@@ -52,7 +52,7 @@ def on_weights(nodes: Iterable[NodeFacts], target: Target, model: Key) -> Advice
         )
         return hint, ()
     hint = "Undo the quantization of the weights, which makes the model larger (not tried)."
-    return hint, (Setting(model / "dequantize", "all"),)
+    return hint, (Setting(target.place("dequantize"), "all"),)
 
 
 def on_conditions(main: onnx.GraphProto, model: Key | None) -> Advice | None:

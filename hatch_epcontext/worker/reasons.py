@@ -113,7 +113,7 @@ def refused_nodes(prepared: Path, target: Target, model: Model | None = None) ->
         return RefusedNodes(text)
     source = onnx.load(model.path, load_external_data=False)
     cut = largest_covered(main, refused, source, frozen=model.constants)
-    weights = on_weights(nodes, target, model.key)
+    weights = on_weights(nodes, target)
     return RefusedNodes(text, cut and cut.within(model.cut), weights)
 
 

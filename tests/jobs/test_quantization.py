@@ -171,7 +171,7 @@ def test_weights_that_qnn_leaves_are_undone_by_the_key_that_it_names(
     toml = QNN_ALONE.replace("dims = { batch = 1 }", "")
     with pytest.raises(EpcontextError, match="DequantizeLinear") as raised:
         run(toml)
-    assert 'dequantize = "all"' in str(raised.value)
+    assert 'targets.qnn.dequantize = "all"' in str(raised.value)
     (built,) = run(f'{toml}targets.qnn.dequantize = "all"').built
     (preparation,), (context,) = built.artifact.record.preparations, built.artifact.record.contexts
     assert preparation.precision == "dequantized (1 operator)"
