@@ -201,18 +201,12 @@ def _not_embeddable(
 
 
 def _too_large(result: Path, model: Model, target: Target) -> Problem:
-    size = result.stat().st_size
-    embed = target.settings.embed
+    name = "embed" if target.settings.embed else "external-initializers"
     return Problem(
         Kind.TOO_LARGE,
         "",
-        f"{result.name} has {size / 2**30:.1f} GiB, but an ONNX file cannot be larger than 2 GiB.",
-        "Put the blob into a file beside the context model."
-        if embed
-        else "Give large weights a file of their own (not tried).",
-        settings=(
-            Setting(model.key / "embed", False)
-            if embed
-            else Setting(model.key / "external-initializers", True),
-        ),
+        f"{result.name} has {result.stat().st_size / 2**30:.1f} GiB, but an ONNX file cannot be larger than "
+        "2 GiB.",
+        "Give the blob, or large weights, a file of their own (not tried).",
+        settings=(Setting(model.key / name, name != "embed"),),
     )

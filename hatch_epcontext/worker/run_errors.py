@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import onnx
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Kind, Problem, Setting
+from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
@@ -39,84 +39,45 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
     ``fixed``: the model after its configuration was applied.
     """
     text = str(error)
+    start = "the source model itself cannot be run on the CPU"
+    uncompared = Setting(model.key / "validate" / "tolerance", False)
+
+    def problem(message: str, hint: str, *settings: Setting, at: Key = model.key) -> Problem:
+        return Problem.at(at, Kind.SOURCE_FAILED, f"{start}{message}", hint, *settings)
+
     if _NOT_LOADED in text:
-        reason = text.split(_NOT_LOADED, 1)[1]
-        return Problem.at(
-            model.key,
-            Kind.SOURCE_FAILED,
-            "the source model itself cannot be run on the CPU, because ONNX Runtime cannot load it: "
-            f"{reason}",
-            "Correct the model: no EP gets a model that ONNX Runtime cannot load.",
+        message = f", because ONNX Runtime cannot load it: {text.split(_NOT_LOADED, 1)[1]}"
+        return problem(
+            message, "Correct the model: no EP gets a model that ONNX Runtime cannot load."
         )
     if kernel := _NO_KERNEL.search(text):
-        return Problem.at(
-            model.key,
-            Kind.SOURCE_FAILED,
-            "the source model itself cannot be run on the CPU: ONNX Runtime's CPU EP has no "
-            f"{_operation(fixed, *kernel.groups())}.",
-            f"Use other types or another operator, or {_UNCOMPARED}.",
-            Setting(model.key / "validate" / "tolerance", False),
+        operator, name = kernel.groups()
+        message = f": ONNX Runtime's CPU EP has no {operator} for the types of the node {name!r}."
+        return problem(
+            message, f"Use other types or another operator, or {_UNCOMPARED}.", uncompared
         )
-    message = f"the source model itself cannot be run on the CPU: {text}"
+    message = f": {text}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     scope = Scope(fixed.graph, nested=True)
-    node = _node(scope, text)
     named: list[TensorFacts] = []
-    if node is not None:
-        operator = graph.operator(node)
+    if (node := _node(scope, text)) is not None:
         named = _inputs_of(node, scope, inputs)
-        reason = text.rsplit("Status Message: ", 1)[-1].strip()
-        message = (
-            f"the source model itself cannot be run on the CPU: its node {node.name!r} "
-            f"({operator}) fails: {reason}{'' if reason.endswith('.') else '.'}"
-        )
+        reason = text.rsplit("Status Message: ", 1)[-1].strip().rstrip(".")
+        message = f": its node {node.name!r} ({graph.operator(node)}) fails: {reason}."
         if named:
             names = listing(repr(tensor.name) for tensor in named)
             message += (
                 f"\nIt depends on {'the input' if len(named) == 1 else 'the inputs'} {names}."
             )
-    if without_size := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:
-        return _without_size(model, message, without_size)
+    if unsized := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:
+        names = listing(repr(tensor.name) for tensor in unsized)
+        message += f"\nOpen dimensions of {names} have no size in the configuration, and get 1."
+        hint = "\n".join(dict.fromkeys(map(how_to_fix, unsized)))
+        sizes = (setting for tensor in unsized for setting in sizes_to_fix(tensor, model))
+        return problem(message, hint, *sizes, at=place_of_sizes(unsized[0], model))
     hint, settings = (not model.constants and on_conditions(fixed.graph, model.key)) or ("", ())
-    return Problem.at(
-        model.key,
-        Kind.SOURCE_FAILED,
-        message,
-        f"{hint}\n{_hint(named, model)}".strip(),
-        *settings,
-        *_settings(named, model),
-        Setting(model.key / "validate" / "tolerance", False),
-    )
-
-
-def _operation(fixed: onnx.ModelProto, operator: str, name: str) -> str:
-    """The ``operator`` with the types of its node ``name``, or of all such nodes if that is empty."""
-    scope = Scope.of(fixed)
-    types = dict.fromkeys(
-        graph.dtype_name(elem_type)
-        for node in scope.nodes
-        if node.op_type == operator and name in ("", node.name)
-        for value in (*node.input, *node.output)
-        if (elem_type := scope.elem_type(value)) is not None
-    )
-    node = f" (node {name!r})" if name else ""
-    return f"{operator}{node} of opset {graph.opset(fixed)} for its types ({', '.join(types)})"
-
-
-def _without_size(model: Model, message: str, inputs: Sequence[TensorFacts]) -> Problem:
-    """The problem if open dimensions of ``inputs`` without a size can be the cause."""
-    names = listing(repr(tensor.name) for tensor in inputs)
-    dimensions = f"of the input {names} have" if len(inputs) == 1 else f"of the inputs {names} have"
-    if all(tensor.shape is None for tensor in inputs):
-        dimensions = f"of {names}, whose rank is unknown, have"
-    settings = [setting for tensor in inputs for setting in sizes_to_fix(tensor, model)]
-    return Problem.at(
-        place_of_sizes(inputs[0], model),
-        Kind.SOURCE_FAILED,
-        f"{message}\nOpen dimensions {dimensions} no size in the configuration, and get 1.",
-        "\n".join(dict.fromkeys(map(how_to_fix, inputs))),
-        *settings,
-    )
+    hint = f"{hint}\n{_hint(named, model)}".strip()
+    return problem(message, hint, *settings, *_settings(named, model), uncompared)
 
 
 def _node(scope: Scope, text: str) -> onnx.NodeProto | None:
@@ -145,22 +106,16 @@ def _is_number(facts: TensorFacts) -> bool:
 
 
 def _hint(named: Sequence[TensorFacts], model: Model) -> str:
-    values = "random" if model.validate.inputs == "random" else model.validate.inputs
-    if not named:
-        return f"Give inputs that the model accepts, or {_UNCOMPARED}."
-    numbers = [tensor.name for tensor in named if _is_number(tensor)]
-    whole = f"Give inputs that the model accepts instead of {values} ones"
-    if numbers:
-        whole += f", or a value that never changes for {listing(map(repr, numbers))}"
-    sizes = ", or other sizes" if model.dims or model.shapes else ""
-    return f"{whole}{sizes}, or {_UNCOMPARED}."
+    choices = ["inputs that the model accepts"]
+    if numbers := [repr(tensor.name) for tensor in named if _is_number(tensor)]:
+        choices.append(f"a value that never changes for {listing(numbers)}")
+    if model.dims or model.shapes:
+        choices.append("other sizes")
+    return f"Give {', or '.join(choices)}, or {_UNCOMPARED}."
 
 
 def _settings(named: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
     yield Setting(model.key / "validate" / "inputs", "samples.npz")
-    if any(_is_number(tensor) for tensor in named):
+    if any(map(_is_number, named)):
         yield Setting(model.key / "constants")
-    if model.dims:
-        yield Setting(model.place("dims"))
-    elif model.shapes:
-        yield Setting(model.place("shapes"))
+    yield from (Setting(model.place(name)) for name in ("dims", "shapes") if getattr(model, name))

@@ -31,22 +31,8 @@ _STATES = frozenset(
 """Words in the names of states."""
 
 _TIMES = frozenset(
-    {
-        *(
-            "in",
-            "out",
-            "input",
-            "output",
-            "prev",
-            "previous",
-            "last",
-            "next",
-            "new",
-            "init",
-            "initial",
-        )
-    }
-    | {*("first", "past", "present", "n", "t", "0")}
+    {*("in", "out", "input", "output", "prev", "previous", "last", "next", "new", "init")}
+    | {*("initial", "first", "past", "present", "n", "t", "0")}
 )
 """Words in names for a state before a step, or after it."""
 

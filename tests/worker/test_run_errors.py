@@ -50,8 +50,7 @@ def test_a_type_that_no_node_of_the_cpu_takes_is_named() -> None:
     with pytest.raises(Exception, match="NOT_IMPLEMENTED") as raised:
         ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
     found = source_failed(Model("a", Path("a.onnx"), Key()), made, raised.value)
-    types = "its types (float4_e2m1fn, float32)"
-    assert f"has no Cast (node 'widen') of opset 23 for {types}." in found.message
+    assert "has no Cast for the types of the node 'widen'." in found.message
 
 
 def test_the_node_inside_a_branch_is_named() -> None:
@@ -89,7 +88,7 @@ def test_open_dimensions_without_a_size_are_the_likely_cause() -> None:
     made = parsed("""(float[?, time] x) => (float[?, t] y) <int64[4] pads = {0, 1, 0, 1}>
         { [pad] y = Pad <mode = "reflect"> (x, pads) }""")
     found = problem(made, x=np.ones((1, 1), np.float32))
-    assert "Open dimensions of the input 'x' have no size in the configuration" in found.message
+    assert "Open dimensions of 'x' have no size in the configuration" in found.message
     assert found.key == Key(("models", 0, "shapes"))
     (setting,) = found.settings
     assert str(setting) == "tool.epcontext.models[0].shapes = { x = [1, 16] }"
