@@ -40,8 +40,6 @@ _TIMEOUT = 20.0
 _SLOWEST = 10_000
 """Bytes a second from which a transfer counts as progress: a byte from time to time does not."""
 
-_POLL_SECONDS = 0.5
-
 _MAX_STATEMENT = 64 << 20
 
 _PRESENT_SECONDS = 24 * 3600
@@ -179,7 +177,8 @@ class Transport:
 
         if not self.stopped:
             threading.Thread(target=run, daemon=True, name="shared cache").start()
-        while not futures.wait([answer], min(self._timeout, _POLL_SECONDS)).done:
+        # Twice a second, because an interrupted build stops it.
+        while not futures.wait([answer], min(self._timeout, 0.5)).done:
             if size - size_before >= _SLOWEST * self._timeout:
                 size_before, since = size, time.monotonic()
             elif not self.stopped and time.monotonic() - since >= self._timeout:
