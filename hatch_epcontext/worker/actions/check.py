@@ -19,11 +19,13 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker import advice
 from hatch_epcontext.worker.configured import (
+    data_of,
     fix_constants,
     fix_shapes,
     how_to_fix,
     open_dimension_message,
     place_of_sizes,
+    read_source,
     sizes_to_fix,
     unknown_name,
 )
@@ -31,7 +33,6 @@ from hatch_epcontext.worker.dummy.inputs import check_inputs, sized
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
-from hatch_epcontext.worker.sources import data_of, read_source
 from hatch_epcontext.worker.states import state_pairs
 
 

@@ -13,11 +13,10 @@ from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.parts import Part, WrongCut, extract, part_between
-from hatch_epcontext.worker.configured import fix_constants, fix_inputs
+from hatch_epcontext.worker.configured import data_of, fix_constants, fix_inputs, read_source
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
 from hatch_epcontext.worker.results import CutResult
-from hatch_epcontext.worker.sources import data_of, read_source
 from hatch_epcontext.worker.value_types import types_of_runtime
 
 _Values = dict[str, onnx.ValueInfoProto]

@@ -35,11 +35,16 @@ from hatch_epcontext.worker.comparison.runs import (
     write_reference,
 )
 from hatch_epcontext.worker.compiler import optimize
-from hatch_epcontext.worker.configured import fix_inputs, ranges_for, typed_graph
+from hatch_epcontext.worker.configured import (
+    data_of,
+    fix_inputs,
+    ranges_for,
+    read_source,
+    typed_graph,
+)
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
-from hatch_epcontext.worker.sources import data_of, read_source
 
 
 def handle(request: PrepareRequest) -> PrepareReply:

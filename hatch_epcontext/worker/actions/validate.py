@@ -37,7 +37,7 @@ from hatch_epcontext.worker.comparison.runs import (
     run_model,
 )
 from hatch_epcontext.worker.comparison.selections import Rest, expose_reads
-from hatch_epcontext.worker.configured import feeds_for, fix_inputs
+from hatch_epcontext.worker.configured import feeds_for, fix_inputs, read_source
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import ValidateRequest
@@ -56,7 +56,6 @@ from hatch_epcontext.worker.session import (
     open_session,
     set_model_path,
 )
-from hatch_epcontext.worker.sources import read_source
 from hatch_epcontext.worker.tensors import not_finite
 
 

@@ -53,9 +53,8 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.comparison.selections import selections
 from hatch_epcontext.worker.configured import fix_inputs, ranges_for, typed_graph
-from hatch_epcontext.worker.dummy.accepted import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
-from hatch_epcontext.worker.dummy.samples import Sample, number_of_long_steps
+from hatch_epcontext.worker.dummy.samples import Sample, number_of_long_steps, run_samples
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
 from hatch_epcontext.worker.run_errors import source_failed

@@ -8,8 +8,7 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.worker.dummy.accepted import run_samples
-from hatch_epcontext.worker.dummy.samples import Sample
+from hatch_epcontext.worker.dummy.samples import Sample, run_samples
 
 SPEC = Model("a", Path("a.onnx"), Key(("models", 0)))
 X = TensorFacts("x", "float32", (1, 7, 12))
