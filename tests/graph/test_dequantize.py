@@ -136,25 +136,6 @@ def integers(name: str, shape: Sequence[int], dtype: Any = np.int8) -> Any:
     return np.random.default_rng(len(name)).integers(0, 60, shape).astype(dtype)
 
 
-def test_integers_are_moved_before_they_are_multiplied_and_dequantized() -> None:
-    source = parsed(
-        """(float[3, 8] x) => (float[3, 4] y) {
-            q, s, z = DynamicQuantizeLinear (x)
-            t = Transpose <perm = [1, 0]> (q)
-            i = MatMulInteger (t, w, z)
-            f = Cast <to = 1> (i)
-            m = Mul (f, s)
-            d = DequantizeLinear (q, s, z)
-            y = MatMul (d, m) }""",
-        w=integers("w", [3, 4]),
-    )
-    made = onnx.ModelProto()
-    made.CopyFrom(source)
-    assert dequantize(made) > 0
-    assert not operators(made) & DYNAMIC_QUANTIZATION
-    assert noise(source, made, on_a_grid(source)) < ROUNDING
-
-
 @pytest.mark.parametrize("type_", [QuantType.QInt8, QuantType.QUInt8])
 def test_a_step_of_a_recurrent_layer(tmp_path: Path, type_: QuantType) -> None:
     source = parsed(

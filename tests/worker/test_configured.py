@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from hatch_epcontext.config.settings import Listed, Model
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
@@ -68,33 +68,6 @@ def test_open_shapes_are_checked_and_stay_open() -> None:
     assert {name: array.shape for name, array in feeds.items()} == {"x": (3, 4), "z": (3, 4)}
     found = problem(two_inputs(), shapes={"x": (1, 5)}, static_shapes=False)
     assert "the shape [1, 5] does not fit the input" in found.message
-
-
-def test_a_whole_shape_sizes_its_dims_in_all_dummy_inputs() -> None:
-    made = two_inputs()
-    sizes = spec(shapes={"z": (2, 4)}, static_shapes=False)
-    fix_inputs(made, sizes)
-    feeds = feeds_for(made, sizes)
-    assert {name: array.shape for name, array in feeds.items()} == {
-        "x": (2, 4),
-        "z": (2, 4),
-        "scale": (1,),
-    }
-
-
-@pytest.mark.parametrize(
-    ("listed", "settings", "location"),
-    [
-        (Listed("shapes", 1), {"shapes": {"x": (1,)}}, "models[0].shapes[1].x"),
-        (Listed("shapes", 1), {"dims": {"m": 1}}, "models[0].dims.m"),
-        (Listed("dims", 2), {"dims": {"m": 1}}, "models[0].dims[2].m"),
-    ],
-)
-def test_sizes_in_a_list_are_reported_with_their_place(
-    listed: Listed, settings: dict[str, Any], location: str
-) -> None:
-    found = problem(two_inputs(), listed=listed, **settings)
-    assert found.location == f"tool.epcontext.{location}"
 
 
 def test_constants_become_initializers_of_the_inputs_dtype() -> None:

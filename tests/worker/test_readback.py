@@ -44,15 +44,6 @@ def test_wrong_contexts_are_an_error(
     assert message in problem.message
 
 
-def test_embedded_and_secondary_contexts_need_no_sidecar(tmp_path: Path) -> None:
-    nodes = [
-        context_node(source="QNNExecutionProvider", ep_cache_context="blob"),
-        context_node(source="QNNExecutionProvider", embed_mode=0, main_context=0),
-    ]
-    found = readback._wrong_contexts(nodes, tmp_path / "a_ctx.onnx", PROVIDERS["qnn"])
-    assert not list(found)
-
-
 CHIPS = {"soc_model": "60,57"}
 
 

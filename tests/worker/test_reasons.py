@@ -75,12 +75,6 @@ def test_the_ep_is_asked_without_compiling_or_printing(
     assert refused.text == "It refuses Hardmax (the EP does not have this operator)."
 
 
-@needs_qnn
-def test_an_ep_that_refuses_nothing_gives_no_reasons(tmp_path: Path) -> None:
-    path = save(network(1), tmp_path / "a.onnx")
-    assert refused_nodes(path, target("qnn", X_ELITE)).text == ""
-
-
 def test_an_ep_that_logs_no_reasons_is_not_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,23 +82,6 @@ def test_an_engine_for_several_gpus_is_beside_the_context_model(tmp_path: Path) 
     assert context.ep_sdk_version == str(10_000 * major + 100 * minor + patch)
 
 
-def test_an_embedded_engine_is_the_same(tmp_path: Path) -> None:
-    path = save(network(1), tmp_path / "models" / "a.onnx")
-    (tmp_path / "embedded").mkdir()
-    compile_with_library(path, tmp_path / "a_ctx.onnx", rtx())
-    compile_with_library(path, tmp_path / "embedded" / "a_ctx.onnx", rtx(embed=True))
-    (node,) = onnx.load(tmp_path / "embedded" / "a_ctx.onnx").graph.node
-    (embedded,) = (each.s for each in node.attribute if each.name == "ep_cache_context")
-    assert embedded == (tmp_path / "a_ctx.engine").read_bytes()
-    assert len([*(tmp_path / "embedded").iterdir()]) == 1
-
-
-def test_without_capabilities_nvidia_chooses_the_gpus(tmp_path: Path) -> None:
-    engine = engine_of(network(1), tmp_path, rtx(()))
-    found = PROVIDERS["tensorrt-rtx"].compiled_for(engine[:HEADER].hex())
-    assert found["compute capability"] == "8.0, 8.6, 8.9, 12.0, 12.1"
-
-
 def test_profiles_have_the_shapes_of_open_inputs(tmp_path: Path) -> None:
     open_ = network()
     to = rtx(("8.9",))

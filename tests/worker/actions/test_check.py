@@ -154,15 +154,6 @@ def test_a_dimension_that_is_left_open_for_an_ep_of_fixed_shapes_is_an_error(
     handle(request_for(path, left_open, static_shapes=static_shapes))
 
 
-def test_a_problem_of_all_shapes_of_a_model_is_reported_once(tmp_path: Path) -> None:
-    path = save(network(), tmp_path / "a.onnx")
-    specs = tuple(Model(f"a.{size}", path, MODEL, {"batch": size}, {"z": (1,)}) for size in (1, 2))
-    with pytest.raises(ModelError) as raised:
-        handle(CheckRequest(specs))
-    (problem,) = raised.value.problems
-    assert "the model has no input 'z'" in problem.message
-
-
 def test_the_problems_of_all_models_are_reported_at_once(tmp_path: Path) -> None:
     good = save(network(1), tmp_path / "good.onnx")
     bad = tmp_path / "bad.onnx"

@@ -161,15 +161,6 @@ def test_initializers_among_the_inputs_are_constants(
     assert source.read_bytes() == before
 
 
-@pytest.mark.parametrize("opset", [7, 11, 13, 18, 21])
-def test_old_and_new_opsets_are_prepared(tmp_path: Path, opset: int) -> None:
-    made = network(1)
-    made.opset_import[0].version = opset
-    path = save(made, tmp_path / "a.onnx")
-    for simplifier in SIMPLIFIERS:
-        assert run(path, tmp_path, simplifier).nodes == 4
-
-
 def test_a_simplifier_that_changes_the_outputs_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

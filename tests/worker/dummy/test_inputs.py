@@ -42,13 +42,6 @@ def test_synthetic_floats_are_numbers_of_their_dtype() -> None:
     assert len(set(array.tolist())) > 4
 
 
-def test_random_inputs_are_the_same_in_every_run_and_differ_by_input() -> None:
-    tensors = [X, TensorFacts("z", "float32", (2, 1))]
-    one, two = (dummy_inputs(tensors, spec("random")) for _ in range(2))
-    assert np.array_equal(one["x"], two["x"])
-    assert not np.array_equal(one["x"], one["z"])
-
-
 def test_a_file_may_have_other_sizes_than_the_dummy_inputs(tmp_path: Path) -> None:
     np.savez(tmp_path / "inputs.npz", x=np.zeros((2, 7), np.float32))
     sizes = dataclasses.replace(spec(tmp_path / "inputs.npz"), dims={"n": 3}, static_shapes=False)
@@ -81,14 +74,6 @@ def test_a_dtype_that_cannot_be_generated_is_an_error() -> None:
     (problem,) = raised.value.problems
     assert problem.kind is Kind.INVALID_INPUTS
     assert problem.location == "tool.epcontext.models[0].validate.inputs"
-
-
-@pytest.mark.parametrize("size", [10**17, 10**15])
-def test_an_input_that_is_too_large_is_an_error(size: int) -> None:
-    with pytest.raises(
-        ModelError, match=f"the input 'x' \\({size} x 8\\) is too large to be generated"
-    ):
-        dummy_inputs([TensorFacts("x", "float32", (size, 8))], spec("random"))
 
 
 def test_an_invalid_file_is_an_error(tmp_path: Path) -> None:
