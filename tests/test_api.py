@@ -175,15 +175,6 @@ def test_invalid_arguments_for_bytes_are_errors(
     assert raised.value.problems[0].location == "model -> qnn"
 
 
-@needs_qnn
-def test_an_open_dimension_of_bytes_is_an_error() -> None:
-    with pytest.raises(ModelError, match="the input 'x' has an open dimension") as raised:
-        compile_to_bytes(network().SerializeToString(), "qnn", OPTIONS)
-    (problem,) = raised.value.problems
-    assert (problem.kind, problem.location) == (Kind.OPEN_DIMENSION, "model -> qnn")
-    assert (problem.hint, problem.settings) == ("Give the model fixed shapes.", ())
-
-
 def test_paths_can_be_strings(source: Path, tmp_path: Path) -> None:
     inputs = source.parent / "x.npz"
     np.savez(inputs, x=np.ones((1, 1, 8, 8), np.float32))
@@ -198,23 +189,3 @@ def test_paths_can_be_strings(source: Path, tmp_path: Path) -> None:
         str(result.files[0]), source=str(source), provider="cpu", dims=dims, settings=settings
     )
     assert validated.validation.status is ValidationStatus.RAN
-
-
-def test_a_path_without_a_model_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InspectionError, match=r"no\.onnx: EPC505\n    does not exist"):
-        validate_context(tmp_path / "no.onnx")
-    with pytest.raises(InspectionError, match="EPC505\n    is a folder"):
-        validate_context(tmp_path)
-
-
-def test_a_model_package_is_written(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.ortpackage"
-    result = compile_models(source, out, "cpu", settings={"fallback": "source"})
-    names = ["net/cpu/net_optimized.onnx", "net/source/net.onnx", "manifest.json"]
-    assert result.files == tuple(out / name for name in names)
-    assert all(file.is_file() for file in result.files)
-    with pytest.raises(OutputError, match="exists already"):
-        compile_models(source, out, "cpu")
-    with pytest.raises(ConfigError, match="is for a model package") as caught:
-        compile_models(source, tmp_path / "out", "cpu", settings={"fallback": "none"})
-    assert caught.value.problems[0].kind is Kind.NOT_APPLICABLE

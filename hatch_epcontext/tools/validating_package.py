@@ -292,18 +292,19 @@ def _target(found: Variant, name: str, file: Path, model: InspectReply) -> Targe
     Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
     of its EP, or when it needs a secret or names files elsewhere.
     """
-    about, options = found.about, found.ort
+    about, ort = found.about, found.ort
     # The source is for the CPU.
     settings = about.settings if about else CompileSettings(provider="cpu", ep=CPU_EP, device="cpu")
     if settings.provider not in PROVIDERS:
         raise not_run(f"{settings.provider} is not a known provider")
     settings = replace(
-        settings, session_options={**settings.session_options, **options.session_options}
+        settings, session_options={**settings.session_options, **ort.session_options}
     )
-    load_options = {**options.provider_options, **(about.load_options if about else {})}
+    load_options = {**ort.provider_options, **(about.load_options if about else {})}
     target = Target(name, settings, about.plugin if about else None, load_options)
     _check_contexts(found, target.provider, file, model)
-    secrets = (*(about.secrets if about else ()), *secrets_in(load_options))
+    options = {**settings.session_options, **settings.provider_options, **load_options}
+    secrets = (*(about.secrets if about else ()), *secrets_in(options))
     if reason := next(_reasons_not_to_open(target, secrets), None):
         raise not_run(reason)
     check_chip(file, model, target.provider, settings)

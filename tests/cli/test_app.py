@@ -93,19 +93,6 @@ def _commands(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
             yield from _commands(command, *names, name)
 
 
-def test_examples_stand_on_lines_of_their_own_without_marks_for_the_formatter(cli: Cli) -> None:
-    _, examples = cli("compile", "--help").stdout.split("  Examples:\n")
-    assert examples.count("\n    epcontext compile ") + 1 == len(examples.splitlines()) == 3
-    for names in _commands(app):
-        printed = cli(*names, "--help").stdout
-        assert "\b" not in printed
-        assert r"\b" not in printed
-        _, _, examples = printed.partition("Examples:\n")
-        for line in examples.splitlines():
-            assert line.startswith("    epcontext "), names
-            assert line.count(" epcontext ") == 1, names
-
-
 _MAIN = "import sys; from hatch_epcontext.cli import main; sys.argv[0] = 'epcontext'; main()"
 
 

@@ -24,12 +24,6 @@ def test_models_are_built_into_the_cache(cli: Cli, app_project: Path) -> None:
     assert set(app_project.rglob("*")) == before
 
 
-def test_only_the_chosen_target_and_model_are_built(cli: Cli, app_project: Path) -> None:
-    printed = cli("build", app_project, "--target", "one", "--model", "b").stderr
-    assert printed.startswith("b -> one (cpu): ")
-    assert len(printed.splitlines()) == 1
-
-
 def test_a_dry_run_compiles_nothing(cli: Cli, app_project: Path, tmp_path: Path) -> None:
     printed = cli("build", app_project, "--dry-run").stdout
     assert printed.count("not cached") == 4
@@ -90,15 +84,8 @@ def test_a_report_replaces_nothing_but_a_report(
         assert "EPC501" in result.stderr
     result = cli("build", app_project, "--target", "one", "--report", mine / "r.html", code=1)
     assert "EPC501" in result.stderr
-    result = cli(
-        "build",
-        app_project,
-        "--target",
-        "one",
-        "--report",
-        tmp_path / ("r" * 300 + ".html"),
-        code=1,
-    )
+    long = tmp_path / ("r" * 300 + ".html")
+    result = cli("build", app_project, "--target", "one", "--report", long, code=1)
     assert "EPC316" in result.stderr
     assert {place: place.read_bytes() for place in before} == before
     model = app_project / "models" / "a.onnx"
@@ -169,33 +156,6 @@ def test_an_unknown_target_of_a_variable_names_the_variable(
     assert "--target: EPC009" in printed
 
 
-def test_a_folder_without_a_project_is_an_error(cli: Cli, tmp_path: Path) -> None:
-    assert "pyproject.toml: EPC025\n    is missing." in cli("build", tmp_path, code=2).stderr
-    (tmp_path / "pyproject.toml").write_text("[project", encoding="utf-8")
-    assert "pyproject.toml: EPC025\n    is not TOML: " in cli("build", tmp_path, code=2).stderr
-    (tmp_path / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
-    assert "[tool.epcontext]" in cli("build", tmp_path, code=2).stderr
-
-
-@needs_qnn
-def test_a_chosen_member_of_a_group_is_built_with_the_others(cli: Cli, app_project: Path) -> None:
-    toml = """
-[tool.epcontext]
-targets.qnn.provider = "qnn"
-[[tool.epcontext.models]]
-path = "models/a.onnx"
-share-weights = "both"
-[[tool.epcontext.models]]
-path = "models/b.onnx"
-share-weights = "both"
-"""
-    (app_project / "pyproject.toml").write_text(toml, encoding="utf-8")
-    for name, length in (("a", 64), ("b", 1)):
-        save(transformer(length), app_project / "models" / f"{name}.onnx")
-    planned = json.loads(cli("build", app_project, "-m", "b", "--dry-run", "--json").stdout)
-    assert [job["job"] for job in planned["jobs"]] == ["both (a + b) -> qnn"]
-
-
 @needs_qnn
 @pytest.mark.parametrize(
     ("name", "jobs"),
@@ -203,27 +163,27 @@ share-weights = "both"
         ("net", ["net.1x1x8x8 -> npu", "net.4x1x8x8 -> npu", "net -> cpu"]),
         ("net.4x1x8x8", ["net.4x1x8x8 -> npu"]),
         ("b", ["b -> npu", "b -> cpu"]),
+        # A weight-sharing group is one artifact.
+        ("d", ["both (c + d) -> npu", "c -> cpu", "d -> cpu"]),
     ],
 )
-def test_a_model_of_several_shapes_is_chosen_by_its_name_or_by_that_of_a_shape(
+def test_a_model_is_chosen_by_its_name_by_that_of_a_shape_or_with_its_group(
     cli: Cli, app_project: Path, name: str, jobs: list[str]
 ) -> None:
     toml = """
-[tool.epcontext.targets.npu]
-provider = "qnn"
-[tool.epcontext.targets.cpu]
-provider = "cpu"
-[[tool.epcontext.models]]
-name = "net"
-path = "models/a.onnx"
-shapes = [{ x = [1, 1, 8, 8] }, { x = [4, 1, 8, 8] }]
-[[tool.epcontext.models]]
-path = "models/b.onnx"
-dims = { batch = 1 }
+[tool.epcontext]
+targets.npu.provider = "qnn"
+targets.cpu.provider = "cpu"
+models = [
+    { name = "net", path = "models/a.onnx", shapes = [{ x = [1, 1, 8, 8] }, { x = [4, 1, 8, 8] }] },
+    { path = "models/b.onnx", dims = { batch = 1 } },
+    { path = "models/c.onnx", share-weights = "both" },
+    { path = "models/d.onnx", share-weights = "both" },
+]
 """
     (app_project / "pyproject.toml").write_text(toml, encoding="utf-8")
-    for model in ("a", "b"):
-        save(network(), app_project / "models" / f"{model}.onnx")
+    for model, made in {"a": network(), "c": transformer(64), "d": transformer(1)}.items():
+        save(made, app_project / "models" / f"{model}.onnx")
     planned = json.loads(cli("build", app_project, "-m", name, "--dry-run", "--json").stdout)
     assert [job["job"] for job in planned["jobs"]] == jobs
     printed = cli("build", app_project, "-m", "net.4x1x8", "--dry-run", code=2).stderr

@@ -272,14 +272,6 @@ def test_a_model_package_has_the_manifest_and_the_source(cli: Cli, source: Path,
     assert json.loads(cli(*arguments, "--overwrite", "--json").stdout)["jobs"][0]["cached"]
 
 
-def test_the_fallback_of_a_package_can_be_chosen(cli: Cli, source: Path, out: Path) -> None:
-    out = out.with_suffix(".ortpackage")
-    arguments = ("compile", source, "-o", out, "-p", "cpu", "--overwrite")
-    for fallback, folders in (("none", ["cpu"]), ("source", ["cpu", "source"]), ("auto", ["cpu"])):
-        cli(*arguments, "--set", f"fallback={fallback}")
-        assert names(out / "net") == folders
-
-
 @needs_qnn
 def test_a_changed_file_of_an_option_is_compiled_again(
     cli: Cli, source: Path, out: Path, tmp_path: Path

@@ -62,32 +62,3 @@ def test_a_table_shows_cells_as_text(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert harmless(printed)
     assert SHOWN in printed
-
-
-def test_a_record_of_the_cache_is_shown_as_text(
-    cli: Cli, app_project: Path, tmp_path: Path
-) -> None:
-    cli("build", app_project, "--target", "one", "-m", "a")
-    (file,) = (tmp_path / "user-cache" / "v6").glob("artifacts/*/record.json")
-    text = file.read_text(encoding="utf-8")
-
-    def write(*changes: tuple[str, object]) -> None:
-        """Change values of the record, each by its dotted place."""
-        record = json.loads(text)
-        for place, new in changes:
-            *way, last = place.split(".")
-            table = record
-            for part in way:
-                table = table[int(part) if part.isdigit() else part]
-            table[last] = new
-        file.write_text(json.dumps(record), encoding="utf-8")
-
-    write(("files", {TITLE: {"size": 1, "sha256": ""}}))
-    printed = cli("cache", "info").stdout
-    assert harmless(printed)
-    assert "damaged" in printed
-    write(("preparations.0.failed", [TITLE]))
-    page = tmp_path / "report.html"
-    command = ("build", app_project, "--target", "one", "-m", "a", "-v", "--report", page)
-    assert harmless(cli(*command).output)
-    assert harmless(page.read_text(encoding="utf-8"))

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.cli import doctor
-from tests.altered_workers import write_start_code
 from tests.cli.conftest import Cli
 from tests.conftest import needs, needs_qnn, newer_runtime
 from tests.models import network
@@ -54,16 +52,6 @@ def test_a_library_outside_of_a_package_is_named_after_its_file(cli: Cli, tmp_pa
     assert "requirements" not in printed
 
 
-@needs("onnxruntime_ep_nv_tensorrt_rtx")
-@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA GPU")
-def test_a_library_without_what_it_needs_names_it(cli: Cli) -> None:
-    printed = cli("doctor", "--library", "onnxruntime_ep_nv_tensorrt_rtx", code=1).stderr
-    (line,) = [line for line in printed.splitlines() if "the library cannot be loaded" in line]
-    # Of CUDA's libraries some may be missing too.
-    assert "libcuda.so.1" in line
-    assert "Install the driver of an NVIDIA GPU" in printed
-
-
 @needs("onnxruntime_ep_webgpu")
 @pytest.mark.skipif(Path("/dev/dri").exists(), reason="this machine may have a GPU for WebGPU")
 def test_a_library_without_a_device_is_an_error(cli: Cli) -> None:
@@ -77,27 +65,6 @@ def test_a_file_that_is_no_library_is_an_error(cli: Cli, tmp_path: Path) -> None
     printed = cli("doctor", "--library", path, code=1).stderr
     assert "the library cannot be loaded: " in printed
     assert "Check that the file is a library for this system" in printed
-
-
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [("os.abort()", "the worker crashed with SIGABRT"), ("time.sleep(60)", "worker was stopped")],
-)
-def test_a_library_that_crashes_or_hangs_is_an_error(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, message: str
-) -> None:
-    source = f"""
-    import os, time
-    from hatch_epcontext.worker import libraries
-    from hatch_epcontext.worker.actions import devices
-    devices.load = lambda *_: {action}
-    """
-    write_start_code(tmp_path, source)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
-    monkeypatch.setattr(doctor, "TIMEOUT", 3.0)
-    (tmp_path / "plugin.so").touch()
-    printed = cli("doctor", "--library", tmp_path / "plugin.so", code=1).stderr
-    assert message in printed
 
 
 @pytest.mark.parametrize(

@@ -94,19 +94,11 @@ def test_all_locations_are_pinned_in_place(cli: Cli, app: Path, hub: Hub, ends: 
     # What was downloaded is where builds find it.
     assert cli("build", app, "--dry-run").exit_code == 0
     assert sorted(hub.downloads) == ["a.onnx", "b.onnx", "network.data"]
-
-
-@pytest.mark.parametrize("ends", ["\n", "\r\n"])
-def test_a_last_line_without_an_end_is_completed(cli: Cli, app: Path, hub: Hub, ends: str) -> None:
-    file = app / "pyproject.toml"
-    text = (
-        f'{TOML.partition("# The second")[0]}[[tool.epcontext.models]]\nurl = "{hub.web("b.onnx")}"'
-    )
-    file.write_bytes(text.replace("\n", ends).encode())
+    # The last line of a file may have no end.
+    file.write_bytes(before.rpartition(ends + "license")[0].encode())
     cli("fetch", "--pin", app)
     assert [{*model} >= {"url", "sha256"} for model in models(app)] == [True, True]
-    lines = file.read_bytes().decode().split(ends)
-    assert not any("\r" in line or "\n" in line for line in lines)
+    assert not any("\r" in line or "\n" in line for line in file.read_bytes().decode().split(ends))
 
 
 def test_a_pinned_hash_is_never_replaced(cli: Cli, app: Path, hub: Hub) -> None:
@@ -139,66 +131,46 @@ def test_data_that_lacks_a_file_is_an_error(cli: Cli, app: Path, hub: Hub) -> No
         assert file.read_text(encoding="utf-8") == text
 
 
-def test_a_value_of_several_lines_is_not_broken(cli: Cli, app: Path, hub: Hub) -> None:
-    file = app / "pyproject.toml"
-    text = file.read_text(encoding="utf-8")
-    url = hub.web("b.onnx")
-    text = text.replace(f'"{url}"', f'"""\\\n    {url}"""')
-    file.write_text(text, encoding="utf-8")
-    cli("fetch", "--pin", app, code=2)
-    assert file.read_text(encoding="utf-8") == text
-
-
-def test_an_edit_meanwhile_is_not_lost(
-    cli: Cli, app: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = app / "pyproject.toml"
-
-    def edit(*arguments: object, **named: object) -> Table:
-        with file.open("a", encoding="utf-8") as opened:
-            opened.write("# mine\n")
-        return pin_location(*arguments, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("hatch_epcontext.tools.pinning.pin_location", edit)
-    assert [each.split()[-1] for each in problems(cli("fetch", "--pin", app, code=2))] == ["EPC025"]
-    text = file.read_text(encoding="utf-8")
-    assert "# mine" in text
-    assert "sha256" not in text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"[tool.epcontext]\nmodels = 3\n",
-        b'[tool.epcontext]\nmodels = { url = "x" }\n',
-        b"a = " + b"[" * 3000,
-        b"\xff",
-        b"[",
-    ],
-)
-def test_a_damaged_configuration_is_an_error(cli: Cli, app: Path, text: bytes) -> None:
-    (app / "pyproject.toml").write_bytes(text)
-    cli("fetch", "--pin", app, code=2)
-    assert (app / "pyproject.toml").read_bytes() == text
-
-
 @pytest.mark.parametrize(
     "answer",
     [
         b"<html>",
         b"[" * 100_000,
-        b"null",
         b'{"sha": null, "siblings": []}',
         f'{{"sha": "{COMMIT}", "siblings": [{{"rfilename": "a", "lfs": {{"sha256": "zz"}}}}]}}'.encode(),
+        None,
     ],
 )
-def test_a_hub_that_answers_anything(cli: Cli, app: Path, hub: Hub, answer: bytes) -> None:
+def test_nothing_is_written_unless_all_is_known(
+    cli: Cli, app: Path, hub: Hub, answer: bytes | None
+) -> None:
+    if answer is None:
+        hub.faults = {"b.onnx": 404}
     hub.answer = answer
     before = (app / "pyproject.toml").read_bytes()
-    error = cli("fetch", "--pin", app, code=1).stderr
-    assert "fetch failed:" in error
-    assert "EPC220" in error
+    result = cli("fetch", "--pin", app, code=1)
+    assert {each.split()[-1] for each in problems(result)} == {"EPC220"}
     assert (app / "pyproject.toml").read_bytes() == before
+
+
+def test_what_cannot_be_written_stays_as_it_is(
+    cli: Cli, app: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = app / "pyproject.toml"
+    before = file.read_text(encoding="utf-8")
+    several = before.replace(f'"{hub.web("b.onnx")}"', f'"""\\\n    {hub.web("b.onnx")}"""')
+    file.write_text(several, encoding="utf-8")
+    cli("fetch", "--pin", app, code=2)
+    assert file.read_text(encoding="utf-8") == several
+
+    def edit(*arguments: object, **named: object) -> Table:
+        file.write_text(f"{before}# mine\n", encoding="utf-8")
+        return pin_location(*arguments, **named)  # type: ignore[arg-type]
+
+    file.write_text(before, encoding="utf-8")
+    monkeypatch.setattr("hatch_epcontext.tools.pinning.pin_location", edit)
+    assert [each.split()[-1] for each in problems(cli("fetch", "--pin", app, code=2))] == ["EPC025"]
+    assert file.read_text(encoding="utf-8") == f"{before}# mine\n"
 
 
 def test_models_in_a_list_are_pinned(cli: Cli, app: Path, hub: Hub) -> None:
@@ -217,15 +189,6 @@ models = [
     # The hub has no hash of a small file.
     assert model["data"] == {"network.data": sha256(hub.files["network.data"])}
     assert "},  # one" in (app / "pyproject.toml").read_text(encoding="utf-8")
-
-
-def test_nothing_is_written_if_a_location_cannot_be_pinned(cli: Cli, app: Path, hub: Hub) -> None:
-    hub.faults = {"b.onnx": 404}
-    before = (app / "pyproject.toml").read_bytes()
-    result = cli("fetch", "--pin", app, code=1)
-    assert [each.split()[-1] for each in problems(result)] == ["EPC220"]
-    assert "models[1].url" in result.stderr
-    assert (app / "pyproject.toml").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -262,7 +225,6 @@ def test_what_cannot_be_pinned_says_why(cli: Cli, app: Path, url: str, id_: str)
         ({"license": "mit"}, "MIT"),
         ({"license": "cc-by-nc-4.0"}, "CC-BY-NC-4.0"),
         ({"license": "gemma"}, None),
-        ({"license": "other", "license_name": "my license/1"}, None),
         ({}, None),
         ({"license": ["mit"]}, None),
     ],

@@ -81,14 +81,6 @@ def test_only_the_chosen_target_and_model_are_exported(
     cli(*arguments, "--overwrite")
 
 
-def test_other_build_backends_do_not_matter(cli: Cli, app_project: Path, tmp_path: Path) -> None:
-    text = (app_project / "pyproject.toml").read_text("utf-8")
-    head = '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
-    (app_project / "pyproject.toml").write_text(head + text, encoding="utf-8")
-    cli("export", app_project, "--target", "one", "-m", "a", "-o", tmp_path / "out")
-    assert (tmp_path / "out" / "manifest.json").is_file()
-
-
 @needs_qnn
 def test_contexts_are_exported_and_validated(cli: Cli, app_project: Path, tmp_path: Path) -> None:
     toml = """

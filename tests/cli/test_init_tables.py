@@ -8,7 +8,6 @@ import pytest
 
 from hatch_epcontext.cli.init import NewModel, Pyproject
 from hatch_epcontext.cli.init import add_models as add_unlisted_models
-from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ConfigError
 from hatch_epcontext.graph.facts import TensorFacts
@@ -108,13 +107,6 @@ def test_sizes_other_than_one_are_for_dummy_inputs_of_open_shapes_too(project: P
     model = replace(new("models/a.onnx", tensor), suggested=SuggestReply(sizes))
     made = add_models(project, "", [model], [CPU])
     assert models_of(made) == [{"path": "models/a.onnx", "dims": {"batch": 1, "time": 76}}]
-
-
-def test_a_model_of_which_nothing_is_suggested_has_questions(project: Path) -> None:
-    facts = new().facts
-    made = NewModel("models/a.onnx", facts)
-    assert models_of(add_models(project, "", [made], [QNN])) == [{"path": "models/a.onnx"}]
-    assert made.questions == ("dims = { batch = ? }  # batch: which size?",)
 
 
 def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project: Path) -> None:
@@ -258,14 +250,3 @@ def test_the_source_models_and_platforms_that_fit_the_provider_are_comments_exce
     made = add_models(project, "", [new("models/a.onnx")], [PROVIDERS[provider]])
     assert made.count("# fallback") == made.count("# platforms") == int(platform is not None)
     assert platform is None or f'# platforms = ["{platform}"]' in made
-
-
-def test_the_minimum_coverage_is_a_comment_in_the_targets_table(project: Path) -> None:
-    made = add_models(project, "", [new()], [QNN, CPU])
-    commented = made.replace("# min-coverage", "min-coverage")
-    targets = parse(commented)["tool"]["epcontext"]["targets"]
-    assert {name: target.get("min-coverage") for name, target in targets.items()} == {
-        "qnn": 0.9,
-        "cpu": None,
-    }
-    load(project, parse(commented)["tool"]["epcontext"], {}, {})

@@ -179,14 +179,6 @@ def test_all_that_is_wrong_with_packages_is_one_message(
     ]
 
 
-def test_names_are_shown_as_they_are(cli: Cli, wheel: Path, tmp_path: Path) -> None:
-    shutil.unpack_archive(wheel, tmp_path, "zip")
-    folder = tmp_path / "my_app" / "epcontext"
-    component = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["components"]
-    altered(folder, components={"[/red] :smile: [b]x": component["a"]})
-    assert "[/red] :smile: [b]x" in cli("inspect", folder).stdout
-
-
 def test_manifests_of_others_beside_a_package_are_ignored_and_plain_models_named(
     cli: Cli, wheel: Path, tmp_path: Path
 ) -> None:

@@ -101,12 +101,6 @@ def test_only_this_user_may_read_samples_and_git_ignores_them(cli: Cli, app_proj
     assert ".epcontext-samples" not in subprocess.check_output(status, text=True)
 
 
-def test_nothing_is_overwritten(cli: Cli, app_project: Path) -> None:
-    (app_project / ".epcontext-samples").mkdir()
-    printed = cli("record", "--", sys.executable, "app.py", code=2).stderr
-    assert ".epcontext-samples exists" in printed
-
-
 def test_the_loaders_models_run_on_the_cpu_and_are_recorded(cli: Cli, app_project: Path) -> None:
     cli("export", ".", "-o", "app_models")
     code = (
@@ -136,9 +130,12 @@ def test_a_model_of_which_nothing_was_recorded_is_named(
     assert not (app_project / ".epcontext-samples").exists()
 
 
-def test_a_command_that_does_not_exist_is_an_error(cli: Cli, app_project: Path) -> None:
+def test_wrong_usage(cli: Cli, app_project: Path) -> None:
     assert "there is no program 'no-such-app'" in cli("record", "no-such-app", code=2).stderr
     assert "Missing argument" in cli("record", "--", code=2).stderr
+    (app_project / ".epcontext-samples").mkdir()
+    printed = cli("record", "--", sys.executable, "app.py", code=2).stderr
+    assert ".epcontext-samples exists" in printed
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")

@@ -150,17 +150,6 @@ def test_a_key_is_named_by_its_flag(place: Key, flag: str) -> None:
     )
 
 
-@pytest.mark.parametrize("location", ["models/a.onnx", "HATCH_EPCONTEXT_JOBS"])
-def test_other_locations_stay(location: str) -> None:
-    error = ConfigError(Problem(Kind.INVALID_VALUE, location, "is wrong."))
-    assert printed(error).splitlines()[1] == f"{location}: EPC005"
-
-
-def test_a_job_is_named_as_in_the_log_with_target_and_step() -> None:
-    problem = Problem(Kind.NOT_FINITE, "a", "is wrong.", targets=("one", "two"), step="validation")
-    assert printed(ConfigError(problem)).splitlines()[1] == "a -> one, two: validation: EPC402"
-
-
 @pytest.mark.parametrize(
     ("place", "value", "flags"),
     [
@@ -191,24 +180,7 @@ def test_a_setting_of_a_model_among_several_has_the_models_name() -> None:
     assert read("--set", 'dims."b:batch"=1') == read("--dim", "b:batch=1")
 
 
-def test_settings_follow_the_hint() -> None:
-    setting = Setting(key("models", 1, "validate", "tolerance"))
-    problem = Problem(Kind.OUTPUT_DIFFERS, "x", "y", "Accept it:", settings=(setting,))
-    assert printed(BuildError(problem)).endswith(
-        "    Accept it:\n    Add --set validate.tolerance=..."
-    )
-    problem = Problem(Kind.MISSING_REQUIREMENT, "x", "y", "Install what it needs.")
-    assert printed(BuildError(problem)).endswith("    Install what it needs.")
-
-
 def test_only_a_failed_model_has_the_headline_of_the_command() -> None:
     problem = Problem(Kind.INVALID_VALUE, "x", "y")
     assert printed(BuildError(problem)).startswith("it did not work:")
     assert printed(ConfigError(problem)).startswith("invalid configuration:")
-
-
-def test_a_command_without_flags_for_keys_names_keys() -> None:
-    error = ConfigError(Problem.at(key("output"), Kind.INVALID_VALUE, "is wrong."))
-    with click.Context(click.Command("build")) as context:
-        assert error_text(error, context) == str(error)
-    assert "tool.epcontext.output: EPC005" in str(error)

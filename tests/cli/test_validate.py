@@ -196,13 +196,6 @@ def test_an_optimized_graph_needs_its_provider(cli: Cli, source: Path, tmp_path:
     assert "optimized graph, ran and agrees with the CPU" in printed
 
 
-def test_other_files_are_errors(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "a.onnx").write_text("text", encoding="utf-8")
-    (problem,) = problems(cli("validate", tmp_path / "a.onnx", code=1))
-    assert problem.endswith("EPC201")
-    assert "does not exist" in cli("validate", tmp_path / "b.onnx", code=2).stderr
-
-
 def test_what_a_comparison_leaves_open_is_a_warning(cli: Cli, tmp_path: Path) -> None:
     made = parsed("(float[1, 8] x) => (float[1, 8] y) { a = Abs (x) n = Neg (a) y = Sqrt (n) }")
     path = save(made, tmp_path / "a.onnx")

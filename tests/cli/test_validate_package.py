@@ -207,103 +207,56 @@ def test_a_missing_library_of_an_ep_is_no_failure_of_the_variant(
     assert "(the package of QNNExecutionProvider cannot be imported" in printed
 
 
-def test_a_package_reads_no_environment_variable(
-    cli: Cli, for_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = tmp_path / "value-of-a-token"
-    monkeypatch.setenv("SOME_TOKEN", str(written))
-    options = {"profiling_level": "basic", "profiling_file_path": "{env:SOME_TOKEN}"}
-
-    def edit(content: dict[str, Any]) -> None:
-        for variant in variants(content).values():
-            variant["executor_info"]["ort"]["provider_options"] = options
-
-    package = alter(for_cpu, edit)
-    result = cli("validate", package, code=1)
-    reason = (
-        "its option profiling_file_path is a secret, or names a file elsewhere, and only an app gives "
-        "that"
-    )
-    # Also the source.
-    assert result.stdout.count(f"NOT run ({reason})") == 2
-    assert cli("validate", package, "--set", "validate=auto").stderr == ""
-    assert list(tmp_path.glob("value-of-a-token*")) == []
-
-
-@needs_qnn
-@pytest.mark.parametrize("place", ["secrets", "load_options"])
-def test_our_own_package_reads_no_environment_variable_either(
-    cli: Cli, package: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SOME_TOKEN", "htp")
-    secret = {"backend_type": "{env:SOME_TOKEN}"}
-
-    def edit(content: dict[str, Any]) -> None:
-        about = variants(content)["qnn"]["additional_metadata"][METADATA]
-        about["settings"]["provider_options"].update(secret)
-        about[place] = ["backend_type"] if place == "secrets" else secret
-
-    printed = cli(
-        "validate", alter(package, edit), "--variant", "qnn", "--set", "validate=structure"
-    ).stdout
-    assert "NOT run (its option backend_type is a secret" in printed
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
-        ("provider_options", "profiling_file_path", "/tmp/x.csv"),
-        ("provider_options", "no_such_option", "/tmp/x"),
-        ("provider_options", "no_such_option", "{user-cache}/../x"),
-        ("provider_options", "backend_path", "../x.so"),
-        ("provider_options", "load_config", '{"CPU": {"CACHE_DIR": "/tmp/x"}}'),
-        ("session_options", "ep.cpuexecutionprovider.profiling_file_path", "C:\\x.csv"),
-        ("session_options", "session.enable_profiling", "1"),
-        ("session_options", "ep.context_file_path", "x.onnx"),
-        ("session_options", "session.model_external_initializers_file_folder_path", "x"),
-    ],
-)
-def test_what_names_a_file_elsewhere_is_not_run(
-    cli: Cli, for_cpu: Path, kind: str, name: str, value: str
-) -> None:
-    def edit(content: dict[str, Any]) -> None:
-        for variant in variants(content).values():
-            variant["executor_info"]["ort"][kind] = {name: value}
-
-    result = cli("validate", alter(for_cpu, edit), code=1)
-    assert result.stdout.count("NOT run (its ") == 2
-    assert name in result.stdout
-
-
-OUTPUT = "session.optimized_model_filepath"
+ORT, OURS = ("executor_info", "ort"), ("additional_metadata", METADATA)
+LIBRARY = {"package": "", "module": "", "registration_name": "x", "path": "/x.so"}
+SECRET = "is a secret"
 
 
 @pytest.mark.parametrize(
     ("where", "value", "reason"),
     [
-        (("settings", "session_options", OUTPUT), "x", f"its option {OUTPUT} names a file else"),
-        (("load_options", "x"), "{user-cache}/../x", "its option x names a file elsewhere"),
-        (
-            ("plugin",),
-            {"package": "", "module": "", "registration_name": "x", "path": "/x.so"},
-            "it names a library elsewhere: /x.so",
-        ),
+        (("provider_options", "profiling_file_path"), "/tmp/x.csv", ""),
+        (("provider_options", "profiling_file_path"), "{env:SOME_TOKEN}", SECRET),
+        (("provider_options", "no_such_option"), "/tmp/x", ""),
+        (("provider_options", "no_such_option"), "{user-cache}/../x", ""),
+        (("provider_options", "backend_path"), "../x.so", ""),
+        (("provider_options", "load_config"), '{"CPU": {"CACHE_DIR": "/tmp/x"}}', ""),
+        (("session_options", "ep.cpuexecutionprovider.profiling_file_path"), "C:\\x.csv", ""),
+        (("session_options", "session.enable_profiling"), "1", ""),
+        (("session_options", "ep.context_file_path"), "x.onnx", ""),
+        (("session_options", "session.model_external_initializers_file_folder_path"), "x", ""),
+        ((*OURS, "settings", "session_options", "session.optimized_model_filepath"), "x", ""),
+        ((*OURS, "settings", "provider_options", "x"), "{env:SOME_TOKEN}", SECRET),
+        ((*OURS, "secrets"), ["backend_type"], "its option backend_type is a secret"),
+        ((*OURS, "load_options", "x"), "{env:SOME_TOKEN}", SECRET),
+        ((*OURS, "load_options", "x"), "{user-cache}/../x", "names a file elsewhere"),
+        ((*OURS, "plugin"), LIBRARY, "it names a library elsewhere: /x.so"),
     ],
 )
-def test_our_own_metadata_names_no_files_elsewhere(
-    cli: Cli, for_cpu: Path, where: tuple[str, ...], value: object, reason: str
+def test_what_needs_secrets_or_names_files_elsewhere_is_not_run(
+    cli: Cli,
+    for_cpu: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: tuple[str, ...],
+    value: object,
+    reason: str,
 ) -> None:
-    def edit(content: dict[str, Any]) -> None:
-        table = variants(content)["cpu"]["additional_metadata"][METADATA]
-        *keys, last = where
-        for key in keys:
-            table = table[key]
-        table[last] = value
+    monkeypatch.setenv("SOME_TOKEN", "value-of-a-token")
+    # The source has no settings of ours.
+    places, names = (where, ["cpu"]) if where[0] == OURS[0] else ((*ORT, *where), ["cpu", "source"])
 
-    assert (
-        f"NOT run ({reason}"
-        in cli("validate", alter(for_cpu, edit), "--set", "validate=structure").stdout
-    )
+    def edit(content: dict[str, Any]) -> None:
+        *keys, last = places
+        for name in names:
+            table = variants(content)[name]
+            for key in keys:
+                table = table[key]
+            table[last] = value
+
+    result = cli("validate", alter(for_cpu, edit), code=1)
+    assert result.stdout.count("NOT run (it") == len(names)
+    assert (reason or where[-1]) in result.stdout
+    assert "value-of-a-token" not in result.output
 
 
 def test_components_and_variants_can_be_chosen(cli: Cli, for_cpu: Path) -> None:

@@ -19,8 +19,7 @@ from hatch_epcontext.package.bundle import (
 from hatch_epcontext.package.pyinstaller import get_hook_dirs
 from tests.models import network, save
 from tests.package.conftest import opened
-from tests.package.test_manifest import SEVERAL, TWO, newer_python
-from tests.projects import GROUP
+from tests.package.test_manifest import SEVERAL, TWO
 from tests.results import MODULES, TOML, compiled, configured, resulting
 
 
@@ -62,12 +61,6 @@ def test_it_has_all_files_and_the_manifest_lists_them(
     assert entries[str(bundled.folder / "manifest.json")] == "my_app/epcontext/manifest.json"
 
 
-def test_without_the_loader_it_is_a_model_package_alone(project: Path, tmp_path: Path) -> None:
-    bundled = make(project, TOML, tmp_path, with_loader=False)
-    assert recorded(bundled) == {"a/cpu/a_optimized.onnx", "a/cpu/sidecar.bin"}
-    assert loader.models(package=bundled.folder) == ["a"]
-
-
 @pytest.mark.parametrize(
     ("toml", "models"),
     [(TOML, ["a"]), (TWO, ["b", "a"]), (SEVERAL, ["det"]), (TOML + 'fallback = "source"', ["a"])],
@@ -105,16 +98,6 @@ def test_two_shapes_have_one_source(project: Path, tmp_path: Path) -> None:
     sources = {c.variants["source"].model_file for c in package.components.values()}
     assert sources == {"det/source/a.onnx"}
     recorded(bundled)
-
-
-@newer_python
-def test_a_group_is_one_folder(project: Path, tmp_path: Path) -> None:
-    bundled = make(project, GROUP, tmp_path)
-    assert {name for name in recorded(bundled) if name.startswith("both/")} == {
-        "both/npu/a_ctx.onnx",
-        "both/npu/b_ctx.onnx",
-        "both/npu/sidecar.bin",
-    }
 
 
 def test_models_that_name_one_file_ship_it_once(project: Path, tmp_path: Path) -> None:

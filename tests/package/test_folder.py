@@ -177,12 +177,6 @@ def test_a_file_outside_the_folder_is_not_removed(result: Result, folder: Path) 
     assert victim.is_file()
 
 
-def test_writing_again_replaces_the_files(result: Result, folder: Path) -> None:
-    install(result, folder)
-    install(Result(result.sources, ()), folder)
-    assert not (folder / "a").exists()
-
-
 def test_the_files_of_an_older_version_are_replaced(result: Result, folder: Path) -> None:
     install(result, folder)
     content = manifest_of(folder)

@@ -18,7 +18,6 @@ from hatch_epcontext.package.manifest import (
     write,
 )
 from hatch_epcontext.providers import Plugin
-from hatch_epcontext.shipped import METADATA
 from tests.projects import GROUP
 from tests.results import compiled, configured, resulting
 
@@ -45,26 +44,22 @@ def only_variant(package: ModelPackage, target: str) -> tuple[Variant, VariantMe
     return variant, about
 
 
-def test_it_has_no_times(project: Path, artifact: Artifact) -> None:
-    assert artifact.record.times.compile
-    text = write(package_of(resulting(configured(project), artifact)))
-    assert "seconds" not in text
-    assert "times" not in text
-    assert '"load": null' in text
-    assert "2026-11-23" not in text
-
-
-def test_it_has_what_was_rewritten_and_not_what_was_tried(
+def test_it_has_what_was_built_and_not_what_was_tried_or_when(
     project: Path, artifact: Artifact
 ) -> None:
     prepared = Preparation("onnxruntime", 5, 4, rewrites=("a rewrite",))
     prepared = dataclasses.replace(prepared, failed=("a simplifier",), tried=("an attempt",))
-    record = dataclasses.replace(artifact.record, preparations=(prepared,))
-    artifact = dataclasses.replace(artifact, record=record)
-    text = write(package_of(resulting(configured(project), artifact)))
+    (context,) = artifact.record.contexts
+    context = dataclasses.replace(context, compatibility="v2:6", ep_sdk_version="2.51")
+    record = dataclasses.replace(artifact.record, preparations=(prepared,), contexts=(context,))
+    package = package_of(resulting(configured(project), Artifact(artifact.folder, record)))
+    text = write(package)
     assert "a rewrite" in text
-    assert "an attempt" not in text
-    assert "a simplifier" not in text
+    assert '"load": null' in text
+    for absent in ("an attempt", "a simplifier", "seconds", "times", "2026-11-23"):
+        assert absent not in text
+    variant, about = only_variant(package, "cpu")
+    assert (variant.compatibility_string, about.ep_sdk_version) == ("v2:6", "2.51")
 
 
 TWO = """
@@ -161,21 +156,6 @@ provider = "cpu"
     }
 
 
-def test_the_compatibility_string_is_left_out_if_there_is_none(
-    project: Path, tmp_path: Path
-) -> None:
-    result = compiled(configured(project), tmp_path / "artifacts")
-    variant, _ = only_variant(package_of(result), "cpu")
-    assert variant.compatibility_string is None
-    (built,) = result.built
-    (context,) = built.artifact.record.contexts
-    context = dataclasses.replace(context, compatibility="v2:6", ep_sdk_version="2.51")
-    record = dataclasses.replace(built.artifact.record, contexts=(context,))
-    built = dataclasses.replace(built, artifact=Artifact(built.artifact.folder, record))
-    variant, about = only_variant(package_of(dataclasses.replace(result, built=(built,))), "cpu")
-    assert (variant.compatibility_string, about.ep_sdk_version) == ("v2:6", "2.51")
-
-
 def test_the_source_is_a_variant_of_the_cpu(project: Path, tmp_path: Path) -> None:
     result = compiled(configured(project), tmp_path / "artifacts")
     (component,) = package_of(result).components.values()
@@ -189,32 +169,6 @@ def test_the_source_is_a_variant_of_the_cpu(project: Path, tmp_path: Path) -> No
     assert source.metadata == SourceMetadata((TensorFacts("x", "float32", ("batch", 4)),))
     (component,) = make(result, {}, {}).components.values()
     assert list(component.variants) == ["cpu"]
-
-
-def test_the_json_has_the_keys_that_the_loader_reads(project: Path, tmp_path: Path) -> None:
-    written = json.loads(write(made(project, TWO, tmp_path / "artifacts")))
-    variant = written["components"]["a"]["variants"]["z"]
-    about = variant["additional_metadata"][METADATA]
-    assert about.keys() >= {
-        "compares",
-        "inputs",
-        "load_options",
-        "needs_device",
-        "plugin",
-        "prepared",
-        "sharing",
-    }
-    assert about["settings"].keys() >= {
-        "device",
-        "device_filter",
-        "embed",
-        "optimization",
-        "provider_options",
-        "session_options",
-    }
-    assert about["validation"]["status"] == "ran"
-    assert about["plugin"]["registration_name"] == "OpenVINOExecutionProvider"
-    assert variant["executor_info"]["ort"]["model_file"] == "a_ctx.onnx"
 
 
 def test_the_build_machines_library_path_is_not_in_it(project: Path, artifact: Artifact) -> None:

@@ -233,12 +233,3 @@ def test_a_hook_that_makes_it_later_is_named(
     with_custom(root, "sdist", "hooks.epcontext", "hooks.custom")
     text = failure(root, capsys)
     assert "move [tool.hatch.build.hooks.epcontext] below [tool.hatch.build.hooks.custom]." in text
-
-
-def test_a_skipped_build_makes_any_sdist(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (root / "models" / "a.onnx").unlink()
-    monkeypatch.setenv("HATCH_EPCONTEXT_SKIP", "1")
-    assert "models/a.onnx" not in make(root)
-    assert "skipped: HATCH_EPCONTEXT_SKIP is set" in capsys.readouterr().err
