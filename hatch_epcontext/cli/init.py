@@ -70,30 +70,9 @@ _EXPORT = """\
 The build backend is {backend}, which does not run Hatch's hooks, but packs a folder. Write it before each
 build, and once after cloning, because the app imports it:
     epcontext export -o {folder} --overwrite
-    {front_end}
+How {backend} packs it: https://hatch-epcontext.github.io/hatch-epcontext/adopting/#2-build-the-wheel
 Keep the plain models out of {parent}, or exclude them: the backend may pack them too.
 Or change to hatchling, which compiles the models in each build, and call epcontext init again."""
-
-# Without the sdist, a wheel that is made of it has no models.
-_INCLUDE = """\
-If the folder is in .gitignore, add to the list include in [tool.{backend}] of pyproject.toml:
-    {{ path = "{folder}/**/*", format = ["sdist", "wheel"] }}"""
-
-_PACK = {
-    "setuptools": """\
-Add to [tool.setuptools.package-data] in pyproject.toml:
-    "{package}" = ["epcontext/**"]""",
-    # With [tool.setuptools] in pyproject.toml, setuptools would require [project] there.
-    "setup.py": """\
-Add to setup() in setup.py, or merge with its package_data (in setup.cfg: [options.package_data]):
-    package_data={{"{package}": ["epcontext/**"]}}""",
-    "maturin": _INCLUDE,
-    "poetry": _INCLUDE,
-    "scikit_build_core": """\
-If the folder is in .gitignore, add to the list sdist.include in [tool.scikit-build] of pyproject.toml:
-    "{folder}/**\"""",
-}
-"""How a build backend packs the folder; the others pack all files of an import package."""
 
 
 @dataclass(frozen=True)
@@ -513,7 +492,8 @@ def next_steps(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     if project.backend != HATCHLING:
         # In a clone without the folder, a traceback shows this line.
         output, origin = PurePosixPath(parent.name, FOLDER), "  # made by: epcontext export"
-        notes += _exporting(project, parent)
+        folder = parent / FOLDER
+        notes.append(_EXPORT.format(backend=project.backend, folder=folder, parent=parent))
     if is_guess and output != config.output:
         setting = f"output = {to_toml(str(output))} in [{ROOT}]"
         notes.append(f"{parent} is a guess: for another import package set {setting}.")
@@ -542,21 +522,6 @@ def _import_package(project: Project) -> tuple[PurePosixPath, bool]:
     if named := [package for package in packages if package.name == name]:
         return named[0], False
     return (packages or [PurePosixPath("src", name)])[0], len(packages) != 1
-
-
-def _exporting(project: Project, parent: PurePosixPath) -> Iterator[str]:
-    """How another build backend than hatchling packs the models in the import package ``parent``."""
-    backend = project.backend
-    front_end = "uv build" if backend == "uv_build" else "python -m build"
-    how = "setup.py" if backend == "setuptools" and not project.table("project") else backend
-    for text in (_EXPORT, _PACK.get(how, "")):
-        yield text.format(
-            backend=backend,
-            folder=parent / FOLDER,
-            front_end=front_end,
-            package=parent.name,
-            parent=parent,
-        )
 
 
 def _dependencies(project: Project, config: Config) -> Iterator[str]:

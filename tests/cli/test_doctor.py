@@ -53,13 +53,6 @@ def test_every_provider_has_devices_or_a_reason_for_none(found: dict[str, Any]) 
 
 
 @needs_qnn
-def test_a_plugin_ep_lists_its_devices(found: dict[str, Any]) -> None:
-    qnn = state(found, "qnn")
-    assert qnn["package"].startswith("onnxruntime-qnn ")
-    assert qnn["devices"][0].startswith("QNNExecutionProvider on ")
-
-
-@needs_qnn
 def test_a_simulated_npu_is_called_so(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,22 +132,6 @@ def test_the_project_is_summarized(
     output = cli("doctor", project, code=code).stdout
     assert message in output
     assert ("problems:" in output) == bool(code)
-
-
-@pytest.mark.usefixtures("_only_cpu")
-def test_two_onnx_runtime_distributions_are_a_problem(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = requirements.installed
-
-    def both(name: str) -> str | None:
-        return "1.31.1" if name == "onnxruntime-gpu" else real(name)
-
-    monkeypatch.setattr(requirements, "installed", both)
-    monkeypatch.setattr(examining, "installed", both)
-    printed = cli("doctor", tmp_path, code=1).stdout
-    assert "ONNX Runtime: onnxruntime 1." in printed
-    assert "are both installed, and overwrite each other" in printed
 
 
 def test_an_environment_without_onnx_runtime_is_a_problem(

@@ -167,33 +167,34 @@ def test_ctrl_c_keeps_what_was_recorded(app_project: Path) -> None:
     assert "Aborted" not in errors
 
 
-def test_each_process_of_an_app_is_recorded(cli: Cli, app_project: Path) -> None:
-    code = (
-        "import sys, subprocess, numpy as np, onnxruntime as o\n"
-        "s = o.InferenceSession('models/image.onnx')\n"
-        "s.run(None, {'x': np.full((1, 1, 8, 8), len(sys.argv), np.float32)})\n"
-        "len(sys.argv) > 1 or subprocess.check_call([sys.executable, __file__, 'again'])\n"
-    )
+STARTED = """
+import sys, subprocess, numpy as np, onnxruntime as o
+s = o.InferenceSession('models/image.onnx')
+s.run(None, {'x': np.full((1, 1, 8, 8), len(sys.argv), np.float32)})
+len(sys.argv) > 1 or subprocess.check_call([sys.executable, __file__, 'again'])
+"""
+
+# Imported before, ONNX Runtime has threads that a child lacks: sometimes it waits for them for ever.
+FORKED = """
+import os
+child = os.fork()
+import numpy as np, onnxruntime as o
+s = o.InferenceSession('models/image.onnx')
+s.run(None, {'x': np.full((1, 1, 8, 8), 1 + bool(child), np.float32)})
+child and os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [STARTED, pytest.param(FORKED, marks=pytest.mark.skipif("not hasattr(os, 'fork')"))],
+)
+def test_each_process_of_an_app_is_recorded(cli: Cli, app_project: Path, code: str) -> None:
     (app_project / "app.py").write_text(code, encoding="utf-8")
     printed = cli("record", "--", sys.executable, "app.py").stderr
     assert "image: kept 2 samples" in printed
     files = sorted((app_project / ".epcontext-samples" / "image").glob("*.npz"))
     assert {arrays(file)["x"].max() for file in files} == {1, 2}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it forks")
-def test_a_forked_process_is_recorded_as_its_own(cli: Cli, app_project: Path) -> None:
-    # Imported before, ONNX Runtime has threads that a child lacks: sometimes it waits for them for ever.
-    code = (
-        "import os\n"
-        "child = os.fork()\n"
-        "import numpy as np, onnxruntime as o\n"
-        "s = o.InferenceSession('models/image.onnx')\n"
-        "s.run(None, {'x': np.full((1, 1, 8, 8), 1 + bool(child), np.float32)})\n"
-        "child and os.waitpid(child, 0)\n"
-    )
-    printed = cli("record", "--", sys.executable, "-c", code).stderr
-    assert "image: kept 2 samples" in printed
 
 
 def test_an_app_runs_on_where_nothing_can_be_recorded(

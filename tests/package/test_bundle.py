@@ -90,16 +90,6 @@ def test_the_loader_verifies_the_manifest(project: Path, tmp_path: Path) -> None
     assert reason() == changed
 
 
-def test_two_shapes_have_one_source(project: Path, tmp_path: Path) -> None:
-    toml = SEVERAL.replace("[targets.cpu]", 'fallback = "source"\n[targets.cpu]')
-    bundled = make(project, toml, tmp_path)
-    assert [name for name in bundled.files if "source" in name] == ["det/source/a.onnx"]
-    package = opened(bundled.folder)
-    sources = {c.variants["source"].model_file for c in package.components.values()}
-    assert sources == {"det/source/a.onnx"}
-    recorded(bundled)
-
-
 def test_models_that_name_one_file_ship_it_once(project: Path, tmp_path: Path) -> None:
     toml = """
 targets.cpu.provider = "cpu"

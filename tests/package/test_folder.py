@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext import loader
 from hatch_epcontext.errors import ConfigError, Kind, OutputError
 from hatch_epcontext.files import record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.package.folder import owned_paths, project_folder, refuse_others, remove
 from tests.package.conftest import opened
-from tests.package.test_manifest import SEVERAL
-from tests.results import compiled, configured, install, resulting
+from tests.results import configured, install, resulting
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -73,38 +71,6 @@ def test_it_has_the_loader_the_artifacts_and_the_path_of_the_source(
         "a/cpu/a_ctx.onnx",
         "a/cpu/a_ctx_qnn.bin",
     }
-
-
-def test_the_loader_opens_the_source_where_it_is(
-    project: Path, folder: Path, tmp_path: Path
-) -> None:
-    result = compiled(configured(project, SEVERAL), tmp_path / "artifacts")
-    install(Result(result.sources, ()), folder)
-    assert loader.models(package=folder) == ["det"]
-    with loader.path("det", package=folder) as path:
-        assert path.resolve() == (project / "models" / "a.onnx").resolve()
-    package = opened(folder)
-    assert [list(model.variants) for model in package.components.values()] == [
-        ["source"],
-        ["source"],
-    ]
-
-
-def test_files_that_the_app_needs_for_options_are_in_it(
-    project: Path, folder: Path, tmp_path: Path
-) -> None:
-    (project / "ep.json").write_text("{}", encoding="utf-8")
-    toml = """
-models = ["models/a.onnx"]
-[targets.npu]
-provider = "plugin"
-ep-name = "OtherEP"
-library = "other_ep"
-load-options = { config_file = "ep.json" }
-"""
-    install(compiled(configured(project, toml), tmp_path / "artifacts"), folder)
-    (name,) = (name for name in files_of(manifest_of(folder)) if name.endswith("ep.json"))
-    assert (folder / name).read_text(encoding="utf-8") == "{}"
 
 
 def test_removing_removes_our_files_and_the_folder(result: Result, folder: Path) -> None:

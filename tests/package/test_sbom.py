@@ -54,10 +54,6 @@ def component(content: dict[str, Any], reference: str) -> dict[str, Any]:
     return dict(part)
 
 
-def compiled_with(component: dict[str, Any]) -> list[str]:
-    return [str(fact["value"]) for fact in component["properties"]]
-
-
 def needed_by(content: dict[str, Any], reference: str) -> set[str]:
     (needs,) = [part["dependsOn"] for part in content["dependencies"] if part["ref"] == reference]
     return set(needs)
@@ -72,10 +68,9 @@ def test_each_source_model_has_its_hashes_and_its_license(project: Path, tmp_pat
     digest = file_sha256(project / "models" / "a.onnx")
     assert model["hashes"] == [{"alg": "SHA-256", "content": digest}]
     assert "licenses" not in component(content, "model:b")
-
-
-def test_a_source_that_is_not_shipped_is_not_required(project: Path, tmp_path: Path) -> None:
-    content = written(project, tmp_path, TOML.replace('"source"', '"none"'))
+    # A source that is not shipped.
+    (tmp_path / "none").mkdir()
+    content = written(project, tmp_path / "none", TOML.replace('"source"', '"none"'))
     assert component(content, "model:a")["scope"] == "excluded"
     assert needed_by(content, "wheel") == {
         f"artifact:{model}/{target}" for model in "ab" for target in ("npu", "cpu")
@@ -83,28 +78,19 @@ def test_a_source_that_is_not_shipped_is_not_required(project: Path, tmp_path: P
 
 
 def test_each_artifact_names_its_model_and_what_compiled_it(project: Path, tmp_path: Path) -> None:
-    content = written(project, tmp_path)
+    result = compiled(configured(project, TOML), tmp_path / "artifacts")
+    built = result.built[0]
+    (context,) = built.artifact.record.contexts
+    contexts = (dataclasses.replace(context, ep_sdk_version="2.5"),)
+    record = dataclasses.replace(built.artifact.record, contexts=contexts)
+    built = dataclasses.replace(built, artifact=dataclasses.replace(built.artifact, record=record))
+    content = document(dataclasses.replace(result, built=(built, *result.built[1:])), tmp_path)
     artifact = component(content, "artifact:a/npu")
     assert artifact["licenses"] == [{"expression": "MIT OR Apache-2.0"}]
     assert artifact["name"] == "a/npu"
-    assert compiled_with(artifact) == ["onnxruntime 1.0"]
+    facts = [fact["value"] for fact in artifact["properties"]]
+    assert facts == ["onnxruntime 1.0", "SDK of QNNExecutionProvider 2.5"]
     assert needed_by(content, "artifact:a/npu") == {"model:a"}
-
-
-def test_the_sdk_in_an_ep_is_what_compiled_the_artifact(project: Path, tmp_path: Path) -> None:
-    result = compiled(configured(project), tmp_path / "artifacts")
-    (built,) = result.built[:1]
-    record = built.artifact.record
-    contexts = tuple(
-        dataclasses.replace(context, ep_sdk_version="2.5") for context in record.contexts
-    )
-    artifact = dataclasses.replace(
-        built.artifact, record=dataclasses.replace(record, contexts=contexts)
-    )
-    changed = dataclasses.replace(built, artifact=artifact)
-    content = document(dataclasses.replace(result, built=(changed,)), tmp_path)
-    tools = compiled_with(component(content, "artifact:a/cpu"))
-    assert "SDK of CPUExecutionProvider 2.5" in tools
 
 
 def test_the_shapes_of_one_model_are_of_one_source(project: Path, tmp_path: Path) -> None:
@@ -140,22 +126,15 @@ def test_the_license_in_the_file_counts_where_none_is_configured(
     project: Path, tmp_path: Path
 ) -> None:
     result = compiled(configured(project, TOML), tmp_path / "artifacts")
-    sources = tuple(
-        dataclasses.replace(
-            source, facts=dataclasses.replace(source.facts, license="AGPL-3.0 License")
-        )
-        for source in result.sources
-    )
+    named = network()
+    assert license_of(named) is None
+    onnx.helper.set_model_props(named, {"License": " AGPL-3.0 License ", "author": "somebody"})
+    facts = (dataclasses.replace(s.facts, license=license_of(named)) for s in result.sources)
+    both = zip(result.sources, facts, strict=True)
+    sources = tuple(dataclasses.replace(source, facts=fact) for source, fact in both)
     result = dataclasses.replace(result, sources=sources)
     assert not list(sbom.unlicensed(result.sources, KeyNames()))
     content = document(result, tmp_path)
-    (named,) = component(content, "model:b")["licenses"]
-    assert named == {"license": {"name": "AGPL-3.0 License"}}
+    (license_,) = component(content, "model:b")["licenses"]
+    assert license_ == {"license": {"name": "AGPL-3.0 License"}}
     assert component(content, "model:a")["licenses"] == [{"expression": "MIT OR Apache-2.0"}]
-
-
-def test_the_license_is_read_from_the_files_metadata() -> None:
-    model = network()
-    assert license_of(model) is None
-    onnx.helper.set_model_props(model, {"License": " Apache-2.0 ", "author": "somebody"})
-    assert license_of(model) == "Apache-2.0"
