@@ -135,8 +135,8 @@ def _add_model(made: Configuration, rng: random.Random, index: int, targets: lis
             for name in chosen:
                 place, before = key / "targets" / name, len(made.lines)
                 made.add_faults(rng, tables.TargetTable, place, f"targets.{name}.")
-                if len(made.lines) == before:
-                    made.add(f"targets.{name} = {{}}")
+                if len(made.lines) == before and name != targets[0]:
+                    made.add(f"targets.{name} = false")
         case "tables":
             for name in chosen:
                 made.add(f"[tool.epcontext.models.targets.{name}]")

@@ -183,16 +183,17 @@ class Resolver:
         return table
 
     def _targets_of(self, key: Key, table: ModelTable) -> Diagnosed[tuple[Target, ...]]:
-        names = tuple(self._targets) if table.targets is None else tuple(table.targets)
-        yield from self._check_names(names, key / "targets")
+        yield from self._check_names(table.targets or (), key / "targets")
+        changes = table.targets if isinstance(table.targets, Mapping) else {}
+        candidates = table.targets if isinstance(table.targets, tuple) else self._targets
+        names = [name for name in candidates if changes.get(name) is not False]
         if not names and self._targets:
             yield Problem.at(key / "targets", Kind.UNKNOWN_TARGET, "names no target.")
-        changes = table.targets if isinstance(table.targets, Mapping) else {}
         named, targets = list[NamedTarget](), list[Target]()
         for name in dict.fromkeys(names):
             if (target := self._targets.get(name)) is None:
                 continue
-            place = _Place(target.key, key / "targets" / name, changes.get(name, TargetTable()))
+            place = _Place(target.key, key / "targets" / name, changes.get(name) or TargetTable())
             if changed := (yield from self._changed(target, place)):
                 named.append(changed)
                 targets.append((yield from self._resolve(changed, place)))

@@ -378,9 +378,9 @@ class ModelTable:
         check=_data,
     )
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
-    targets: tuple[str, ...] | Mapping[str, TargetTable] | None = _key(
-        "The targets of the model: a list of names, or a table with what the model changes of each: see "
-        "`docs/targets.md`.",
+    targets: tuple[str, ...] | Mapping[str, TargetTable | Literal[False]] | None = _key(
+        "The targets of the model: a list of names, or a table with what the model changes of some, and "
+        "`false` for those that it leaves out: see `docs/targets.md`.",
         when_missing="all",
     )
     fallback: Fallback | None = _key(

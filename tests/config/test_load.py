@@ -60,7 +60,7 @@ def test_the_long_form(project: Path) -> None:
     assert {model.fallback for model in config.models} == {"none"}
     assert (config.editable, config.wheel.tag) == ("compile", "py3-none-win_arm64")
     first, second = config.models
-    assert [target.name for target in first.targets] == ["cpu", "x-elite"]
+    assert [target.name for target in first.targets] == ["x-elite", "cpu"]
     assert [target.name for target in second.targets] == ["x-elite"]
     assert first.dims == {"batch": 1}
     assert first.shapes == {"image": (1, 1, 28, 28)}

@@ -19,7 +19,7 @@ from tests.config.examples import LONG, PROFILE, one, problems, read, target
 
 
 def test_a_model_narrows_its_targets(project: Path) -> None:
-    cpu, x_elite = read(project, LONG).models[0].targets
+    x_elite, cpu = read(project, LONG).models[0].targets
     assert (cpu.settings.provider_options, cpu.settings.embed) == ({}, False)
     settings = x_elite.settings
     assert settings.provider_options["vtcm_mb"] == "8"
@@ -31,7 +31,7 @@ def test_a_model_is_compiled_for_the_targets_that_it_names(project: Path) -> Non
     targets = one("cpu") + one("cuda") + one("qnn")
     for written, names in (
         ('["qnn", "cpu"]', ["qnn", "cpu"]),
-        ("{ qnn = { min-coverage = 0.9 }, cuda = {} }", ["qnn", "cuda"]),
+        ("{ qnn = { min-coverage = 0.9 }, cpu = false }", ["cuda", "qnn"]),
     ):
         toml = f'models = [{{ path = "models/a.onnx", targets = {written} }}]\n{targets}'
         assert [found.name for found in read(project, toml).models[0].targets] == names
@@ -235,6 +235,18 @@ provider = "openvino"
     assert problem.kind is Kind.CONFLICTING_REQUIREMENTS
     assert "no single ONNX Runtime distribution fits all targets" in problem.message
     assert "amd: onnxruntime-migraphx, intel: onnxruntime or onnxruntime-gpu" in problem.message
+
+
+def test_a_model_changes_some_targets_and_leaves_others_out(project: Path) -> None:
+    toml = """
+models = [{ path = "models/a.onnx", targets = { a.optimization = "all", c = false } }]
+targets = { a.provider = "cpu", b.provider = "cpu", c.provider = "cpu" }
+"""
+    (model,) = read(project, toml).models
+    assert [(target.name, target.settings.optimization) for target in model.targets] == [
+        ("a", "all"),
+        ("b", "basic"),
+    ]
 
 
 def test_a_model_of_a_glob_is_named_in_its_problems(project: Path) -> None:

@@ -10,21 +10,21 @@ from tests.config.examples import LONG, one, read, target
 
 def test_a_partial_tolerance_leaves_the_rest_to_the_provider(project: Path) -> None:
     model = read(project, LONG).models[0]
-    cpu, x_elite = model.targets
+    x_elite, cpu = model.targets
     assert model.tolerance_for(x_elite) == Tolerance(20, 0.99, rtol=0.1, unit=0.1)
     assert model.tolerance_for(cpu) == Tolerance(50, 0.9999, rtol=0.1)
 
 
 def test_a_tolerance_of_zero_is_not_the_default(project: Path) -> None:
     model = read(project, LONG.replace("{ rtol = 0.1 }", "{ rtol = 0, cosine = 0 }")).models[0]
-    cpu, _ = model.targets
+    _, cpu = model.targets
     assert model.tolerance_for(cpu) == Tolerance(50, 0.0, rtol=0.0)
 
 
 def test_limits_of_outputs_win(project: Path) -> None:
     tolerance = "{ snr = 30, outputs = { y = { atol = 1 } } }"
     model = read(project, LONG.replace("{ rtol = 0.1 }", tolerance)).models[0]
-    cpu, _ = model.targets
+    _, cpu = model.targets
     on_cpu = model.tolerance_for(cpu)
     assert on_cpu is not None
     assert (on_cpu.of("y"), on_cpu.of("z")) == (Tolerance(30, 0.9999, 1), Tolerance(30, 0.9999))
