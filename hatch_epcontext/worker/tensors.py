@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.graph.arrays import STRING, Array, Arrays, is_extended, is_float, numpy_dtype
+from hatch_epcontext.graph.arrays import Array, Arrays, is_extended, is_float, numpy_dtype
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
 
 
@@ -115,26 +115,12 @@ def _numpy_lacks(type_: str) -> bool:
 
 
 def _to_value(array: Array) -> ort.OrtValue:
-    if array.dtype == STRING:
-        return _string_value(array)
     if not is_extended(array.dtype):
         return ort.OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"))
     # As in a file: integers and floats of four bits and fewer share bytes.
     tensor = onnx.numpy_helper.from_array(array)
     value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), tensor.data_type)
     ctypes.memmove(value.data_ptr(), tensor.raw_data, len(tensor.raw_data))
-    return value
-
-
-def _string_value(array: Array) -> ort.OrtValue:
-    # ONNX Runtime makes values of arrays of numbers only, but its outputs can be strings.
-    tensor = onnx.numpy_helper.from_array(array, "strings")
-    output = onnx.helper.make_tensor_value_info("strings", tensor.data_type, array.shape)
-    graph = onnx.helper.make_graph([], "strings", [], [output], [tensor])
-    opset = onnx.helper.make_opsetid("", 17)
-    model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    value: ort.OrtValue = session.run_with_ort_values(["strings"], {})[0]
     return value
 
 

@@ -72,7 +72,7 @@ def _check_model(model: Model) -> ModelFacts:
         if target.provider.static_shapes
     }
     problems = [
-        *_check_types(inputs, model),
+        *_check_dtypes(inputs, "input", model),
         *check_fixed(inputs, model, eps.get(True)),
         *check_fixed(open_inputs, model, eps.get(False), left_open=True),
     ]
@@ -155,14 +155,6 @@ def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
     return tuple(map(graph.facts, graph.inputs(model.graph)))
 
 
-def _check_types(inputs: tuple[TensorFacts, ...], model: Model) -> Iterator[Problem]:
-    for tensor in inputs:
-        if _is_no_tensor(tensor):
-            message = f"the input {tensor.name!r} is not a tensor: {tensor.dtype}."
-            yield Problem.at(model.key, Kind.UNSUPPORTED_INPUT, message)
-    yield from _check_dtypes(inputs, "input", model)
-
-
 def _can_run(dtype: str) -> bool:
     """Whether ONNX Runtime runs tensors of this type."""
     if re.fullmatch(r"(u?int|float)(8|16|32|64)|bool|string", dtype):
@@ -174,22 +166,21 @@ def _can_run(dtype: str) -> bool:
 
 
 def _check_dtypes(tensors: Iterable[TensorFacts], noun: str, model: Model) -> Iterator[Problem]:
+    """Problems of inputs that are no tensors, and of tensors of types that ONNX Runtime does not run."""
     kind = Kind.UNSUPPORTED_INPUT if noun == "input" else Kind.UNSUPPORTED_OUTPUT
     for tensor in tensors:
-        if not _is_no_tensor(tensor) and not _can_run(tensor.dtype):
-            yield Problem.at(
-                model.key,
-                kind,
-                f"the {noun} {tensor.name!r} is {tensor.dtype}, and ONNX Runtime runs no tensors of this "
-                "type.",
-                "Change its type in the model: complex numbers can be floats with a last dimension of 2."
-                if tensor.dtype.startswith("complex")
-                else "Change its type in the model, such as to float16.",
-            )
-
-
-def _is_no_tensor(facts: TensorFacts) -> bool:
-    return facts.dtype.endswith("_type") or facts.dtype in ("unknown", "undefined")
+        is_tensor = not (tensor.dtype.endswith("_type") or tensor.dtype in ("unknown", "undefined"))
+        if noun == "input" and not is_tensor:
+            message = f"the input {tensor.name!r} is not a tensor: {tensor.dtype}."
+            yield Problem.at(model.key, kind, message)
+        elif is_tensor and not _can_run(tensor.dtype):
+            message = f"the {noun} {tensor.name!r} is {tensor.dtype}, and ONNX Runtime has no such tensors."
+            hint = "Change its type in the model, such as to float16."
+            if tensor.dtype.startswith("complex"):
+                hint = (
+                    "Change its type in the model, such as to float32 with a last dimension of 2."
+                )
+            yield Problem.at(model.key, kind, message, hint)
 
 
 def _check_outputs(onnx_model: onnx.ModelProto, model: Model) -> Iterator[Problem]:
