@@ -106,8 +106,8 @@ def reference(
         cost = multiply_adds(typed)
         if folded is None:
             folded = typed_graph(fixed, model)
-        shown = ranges_for(folded, inputs, model)
-        tried, ranges = run_samples(cpu.run, inputs, model, shown, cost, states)
+        ranges = ranges_for(folded, inputs, model)
+        tried = run_samples(cpu.run, inputs, model, ranges, cost, states)
         names = [value.name for value in fixed.graph.output]
         outputs = {
             **output_facts(typed, chosen.reads, opset),

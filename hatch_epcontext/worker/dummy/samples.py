@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +16,6 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.graph.values.conventions import is_length_name
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs, generator, sized
 from hatch_epcontext.worker.dummy.sample_files import read_samples
 from hatch_epcontext.worker.dummy.synthetic import RANDOM, Pattern, assumed_range, patterns
@@ -55,9 +54,6 @@ two: one cannot show that an output changes."""
 
 
 T = TypeVar("T")
-
-_MAX_SIZES = 4
-"""Sizes that are tried as a length."""
 
 
 @dataclass(frozen=True)
@@ -250,71 +246,20 @@ def run_samples(
     ranges: Mapping[str, Range],
     multiply_adds: int = 1,
     states: Mapping[str, str] | None = None,
-) -> tuple[list[tuple[Sample, T]], Mapping[str, Range]]:
-    """Return the samples of ``inputs``, each with the result of ``run``, and their ranges.
+) -> list[tuple[Sample, T]]:
+    """Return the `samples` of ``inputs``, each with the result of ``run``.
 
-    ``multiply_adds`` and ``states``: see `samples`.
-
-    If ``run`` raises an error for the first one, gentler inputs are tried; later samples for which it does so
-    are left out, unless they were given. Raises ModelError at once, and the first error if all inputs fail.
+    Raises what ``run`` raises, but not for synthetic samples after the first: they may be extremes that the
+    graph rejects, although its ranges do not show it.
     """
-    failure: Exception | None = None
-    for gentler in _gentler(inputs, model, ranges):
-        first, *others = samples(inputs, model, gentler, multiply_adds, states)
-        result = _try(run, first)
-        if isinstance(result, Exception):
-            failure = failure or result
-            continue
-        if model.validate.inputs not in SYNTHETIC:
-            return [(first, result), *((sample, run(sample)) for sample in others)], gentler
-        results = ((sample, _try(run, sample)) for sample in others)
-        # Samples that fail are extremes that the graph rejects, although its ranges do not show it.
-        accepted = [(sample, it) for sample, it in results if not isinstance(it, Exception)]
-        return [(first, result), *accepted], gentler
-    assert failure is not None
-    raise failure
-
-
-def _try(run: Callable[[Sample], T], sample: Sample) -> T | Exception:
-    try:
-        return run(sample)
-    except ModelError:
-        raise
-    except Exception as error:
-        return error
-
-
-def _gentler(
-    inputs: Sequence[TensorFacts], model: Model, ranges: Mapping[str, Range]
-) -> Iterator[Mapping[str, Range]]:
-    """Yield ``ranges``, then gentler ones: other lengths, and values that are all 1 or 0."""
-    yield ranges
-    if model.validate.inputs != "random":
-        return
-    seen = [ranges]
-    lengths = [name for name, range_ in ranges.items() if _is_length(name, range_)]
-    sizes = {
-        size
-        for tensor in inputs
-        if tensor.name not in lengths
-        for size in tensor.sizes
-        if isinstance(size, int) and size > 1
-    }
-    whole = [name for name, range_ in ranges.items() if range_.whole]
-    longest = sorted(sizes, reverse=True)[:_MAX_SIZES]
-    for names, numbers in ((lengths, longest), (whole, (1, 0)), (list(ranges), (1, 0))):
-        for number in numbers:
-            gentler = {**ranges, **{name: _only(ranges[name], number) for name in names}}
-            if gentler not in seen:
-                seen.append(gentler)
-                yield gentler
-
-
-def _is_length(name: str, range_: Range) -> bool:
-    return range_.whole and (is_length_name(name) or (range_.low == 1 and range_.usual is not None))
-
-
-def _only(range_: Range, number: float) -> Range:
-    """``range_`` with ``number`` as the usual value, even outside of it: the graph may show too little."""
-    low, high = min(range_.low, number), max(range_.high, number)
-    return replace(range_, low=low, high=high, usual=float(number))
+    first, *others = samples(inputs, model, ranges, multiply_adds, states)
+    results = [(first, run(first))]
+    for sample in others:
+        try:
+            results.append((sample, run(sample)))
+        except ModelError:
+            raise
+        except Exception:
+            if model.validate.inputs not in SYNTHETIC:
+                raise
+    return results
