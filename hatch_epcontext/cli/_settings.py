@@ -35,7 +35,7 @@ from hatch_epcontext.package.dependencies import check_app
 from hatch_epcontext.providers import PROVIDERS, Device
 from hatch_epcontext.text import dotted, show, suggestion, to_toml
 from hatch_epcontext.tools.configure import MODEL_TABLES, nested
-from hatch_epcontext.tools.project import Project
+from hatch_epcontext.tools.examining import Project
 
 _PROVIDER: tuple[tuple[str, ...], ...] = ((), ("provider",))
 """The target, and its key with a flag of its own."""

@@ -22,7 +22,7 @@ from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.run import dry_run, open_cache
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import hide_credentials
-from hatch_epcontext.tools.project import project_name
+from hatch_epcontext.tools.examining import project_name
 
 
 @click.command("build")

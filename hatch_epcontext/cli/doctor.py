@@ -42,8 +42,14 @@ from hatch_epcontext.package.dependencies import check_app
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count, file_name, quoted_key, to_toml
-from hatch_epcontext.tools.examining import TIMEOUT, ProviderState, provider_states, versions
-from hatch_epcontext.tools.project import HATCHLING, Project
+from hatch_epcontext.tools.examining import (
+    HATCHLING,
+    TIMEOUT,
+    Project,
+    ProviderState,
+    provider_states,
+    versions,
+)
 from hatch_epcontext.worker.requests import DevicesRequest, LibraryDevices
 
 

@@ -17,7 +17,7 @@ from hatch_epcontext.cli._common import (
 )
 from hatch_epcontext.cli._settings import project_config, project_options
 from hatch_epcontext.tools.compiling import export
-from hatch_epcontext.tools.project import project_name
+from hatch_epcontext.tools.examining import project_name
 
 # Click keeps the lines of a paragraph that begins with a backspace.
 _EXAMPLES = """\b

@@ -46,10 +46,9 @@ from hatch_epcontext.package.wheel import FOLDER
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
 from hatch_epcontext.tools.configure import for_model, split
-from hatch_epcontext.tools.examining import provider_states
+from hatch_epcontext.tools.examining import HATCHLING, Project, provider_states, requirements
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.tools.pinning import Table
-from hatch_epcontext.tools.project import HATCHLING, Project, requirements
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
 
 _PACKAGE, _BACKEND = "hatch-epcontext", "hatchling.build"

@@ -55,19 +55,10 @@ def command(path: Path, as_json: bool, verify: bool) -> None:
             _show_package(str(path) if folder == "." else folder, package)
     if verified is not None:
         verified.check()
-        echo(f"verified: {_describe(verified)}", err=as_json)
+        echo(f"verified: {count(verified.files, 'file')}", err=as_json)
         if verified.plain:
             plain = listing(verified.plain, _MAX_NAMED)
             warn(f"{path.name} also has {plain}: leave out what the app opens with load().")
-
-
-def _describe(verified: tool.Verification) -> str:
-    if not verified.files:
-        return "it names no other files"
-    text = count(verified.files, "file")
-    if verified.models:
-        text += f" of {count(verified.models, 'model')} with {count(verified.variants, 'variant')}"
-    return text
 
 
 def _show_model(model: InspectReply) -> None:

@@ -116,13 +116,11 @@ def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
 class Verification:
     """A comparison of files with their records.
 
-    ``files``: the number of files that the manifests or the model name; ``models`` and ``variants``: their
-    numbers in the packages; ``plain``: the ONNX files of a wheel that are in none of its packages.
+    ``files``: the number of files that the manifests or the model name; ``plain``: the ONNX files of a wheel
+    that are in none of its packages.
     """
 
     files: int
-    models: int = 0
-    variants: int = 0
     plain: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
@@ -135,40 +133,27 @@ class Verification:
 def verify(path: Path, inspection: Inspection) -> Verification:
     """Compare the files that the manifests or the model name with their records; a wheel's by its RECORD."""
     if inspection.model is not None:
-        sidecars = [context for context in inspection.model.contexts if context.sidecar]
-        number = len(sidecars) + len(inspection.model.external_data)
-        return Verification(number, problems=tuple(_check_files(path, inspection.model)))
+        return verify_model(path, inspection.model)
     packages = inspection.packages
-    plain: tuple[str, ...] = ()
-    found: list[Problem] = []
+    problems, plain = list[Problem](), list[str]()
     for folder, package in packages.items():
         if path.is_dir():
-            found += damaged_files(path / folder, package)
+            problems += damaged_files(path / folder, package)
         else:
-            found += differences(path, PurePosixPath(folder), package.files)
+            problems += differences(path, PurePosixPath(folder), package.files)
     if not path.is_dir():
         with zipfile.ZipFile(path) as archive:
-            models = (PurePosixPath(name) for name in archive.namelist() if name.endswith(".onnx"))
-            plain = tuple(
-                str(model)
-                for model in models
-                if packages.keys().isdisjoint(map(str, model.parents))
-            )
-    components = [value for package in packages.values() for value in package.components.values()]
-    return Verification(
-        sum(len(package.files) + len(package.unrecorded) for package in packages.values()),
-        len(components),
-        sum(len(component.variants) for component in components),
-        plain,
-        tuple(found),
-    )
+            names = [name for name in archive.namelist() if name.endswith(".onnx")]
+        plain = [n for n in names if packages.keys().isdisjoint(map(str, PurePosixPath(n).parents))]
+    files = sum(len(package.files) + len(package.unrecorded) for package in packages.values())
+    return Verification(files, tuple(plain), tuple(problems))
 
 
-def verify_model(path: Path, model: InspectReply) -> int:
-    """Check that all files that the ONNX file names are in its folder; returns their number."""
-    verification = verify(path, Inspection(str(path), {}, model))
-    verification.check()
-    return verification.files
+def verify_model(path: Path, model: InspectReply) -> Verification:
+    """Look for all files that the ONNX file names in its folder."""
+    sidecars = [context for context in model.contexts if context.sidecar]
+    number = len(sidecars) + len(model.external_data)
+    return Verification(number, problems=tuple(_check_files(path, model)))
 
 
 def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:

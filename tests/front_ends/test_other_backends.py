@@ -96,7 +96,7 @@ def test_a_wheel_of_another_backend_has_the_models(
     cli("export", project, "-o", project / "my_app" / "epcontext")
     run(tool("uv"), "build", "-o", tmp_path / "dist", project, cwd=project, env=env)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    assert "verified: 4 files of 1 model with 1 variant" in cli("inspect", "--verify", wheel)
+    assert "verified: 4 files" in cli("inspect", "--verify", wheel)
 
     installed = make_environment(tmp_path / "venv", env)
     installed.install(wheel)

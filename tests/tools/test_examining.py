@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.tools.project import Project
+from hatch_epcontext.tools.examining import Project
 
 
 @pytest.mark.parametrize(
