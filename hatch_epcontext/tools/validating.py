@@ -139,28 +139,21 @@ def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider
     one, compiled the artifact.
     """
     sources = list(dict.fromkeys(context.source for context in model.contexts))
-    chosen = find(named) if named is not None else None
-    if named is not None and chosen is None:
+    provider = find(named if named is not None else next(iter(sources), ""))
+    if named is not None and provider is None:
         message = f"{show(named)} is not a known provider."
         hint = suggestion(named, PROVIDERS)
         raise ConfigError(Problem.at(Key() / "provider", Kind.UNKNOWN_PROVIDER, message, hint))
-    if chosen is not None and not sources and chosen.product == "optimized":
-        return chosen
-    if chosen is not None and sources and chosen.needs_library:
-        return chosen.changed(ep=sources[0])
-    known = chosen or (find(sources[0]) if sources else None)
-    contexts = f"has contexts of {listing(map(repr, sources or ['']))}"
-    if not sources:
-        message = "has no EPContext node: it is not compiled."
-        hint = "For an optimized graph name its provider."
-    elif known is None:
-        message = f"{contexts}, which is not a known provider."
-        hint = "Name the provider to load them with: plugin, with its library."
-    elif all(map(known.reads, sources)):
-        return known
-    else:
-        message = f"{contexts}, and not of {known.ep} alone."
-        hint = "Name another provider, or none: each context names its own."
+    if provider is not None:
+        if sources and provider.needs_library:
+            return provider.changed(ep=sources[0])
+        if all(map(provider.reads, sources)) if sources else provider.product == "optimized":
+            return provider
+    kind = f"contexts of {listing(map(repr, sources))}" if sources else "no EPContext node"
+    message = f"has {kind}, and is not of {provider.ep if provider else 'a known provider'}."
+    hint = (
+        "Name the provider of an optimized graph, or plugin, with its library, for an unknown EP."
+    )
     raise InspectionError(Problem(Kind.WRONG_PROVIDER, str(path), message, hint))
 
 

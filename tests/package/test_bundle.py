@@ -16,7 +16,6 @@ from hatch_epcontext.package.bundle import (
     import_name_in_tree,
     modules,
 )
-from hatch_epcontext.package.pyinstaller import get_hook_dirs
 from tests.models import network, save
 from tests.package.conftest import opened
 from tests.package.test_manifest import SEVERAL, TWO
@@ -171,18 +170,6 @@ def test_the_name_by_which_python_imports_a_folder_of_a_source_tree(tmp_path: Pa
     (folder.parent / "__init__.py").touch()
     assert import_name_in_tree(folder / "epcontext") == "my_app.sub.epcontext"
     assert import_name_in_tree(folder / "my-models") is None
-
-
-def test_the_hook_of_pyinstaller_has_the_name_of_the_package() -> None:
-    assert list(modules("my_app.epcontext", ())) == [
-        "__init__.py",
-        "__pyinstaller/__init__.py",
-        "__pyinstaller/hook-my_app.epcontext.py",
-    ]
-    assert list(modules(None, ())) == ["__init__.py"]
-    (folder,) = get_hook_dirs()
-    # Beside the function, wherever it is installed.
-    assert {path.name for path in Path(folder).iterdir()} >= {"__init__.py", "hook.py"}
 
 
 @pytest.mark.parametrize("recompile", ["true", "false"])

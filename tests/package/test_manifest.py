@@ -102,58 +102,41 @@ def test_the_device_is_named_for_npus_and_gpus_only(
     assert about.settings.device == (device or "cpu")
 
 
-def test_of_a_secret_it_has_only_the_name(project: Path, tmp_path: Path) -> None:
+def test_options_are_where_they_are_understood(project: Path, tmp_path: Path) -> None:
     toml = """
 models = ["models/a.onnx"]
 [targets.npu]
-provider = "vitisai"
+provider = "plugin"
+ep-name = "OtherEP"
+library = "other_ep"
 provider-options = { encryption_key = "{env:MODEL_KEY}", target = "X1" }
-"""
-    variant, about = only_variant(made(project, toml, tmp_path / "artifacts"), "npu")
-    assert about.secrets == ("encryption_key",)
-    assert variant.ort.provider_options == {"target": "X1"}
-    assert about.settings.provider_options["encryption_key"] == "{env:MODEL_KEY}"
-
-
-def test_options_that_only_our_loader_understands_are_in_the_metadata(
-    project: Path, tmp_path: Path
-) -> None:
-    toml = """
-models = ["models/a.onnx"]
+session-options = { "session.disable_prepacking" = true }
 [targets.gpu]
 provider = "tensorrt-rtx"
 provider-options = { enable_cuda_graph = true }
 load-options = { nv_runtime_cache_path = "{user-cache}/rtx", nv_cuda_graph_enable = true }
 allow-unknown-options = true
+[targets.cpu]
+provider = "cpu"
+[targets.openvino]
+provider = "openvino"
+recompile = true
 """
-    variant, about = only_variant(made(project, toml, tmp_path / "artifacts"), "gpu")
+    package = made(project, toml, tmp_path / "artifacts")
+    variant, about = only_variant(package, "npu")
+    # Of a secret only the name.
+    assert (about.secrets, variant.ort.provider_options) == (("encryption_key",), {"target": "X1"})
+    assert about.settings.provider_options["encryption_key"] == "{env:MODEL_KEY}"
+    # A context is opened without compiling, and a graph as it is.
+    options = {"session.disable_prepacking": "1", "session.disable_model_compile": "1"}
+    assert variant.ort.session_options == options
+    assert only_variant(package, "cpu")[0].ort.session_options == {}
+    variant, about = only_variant(package, "gpu")
     assert about.load_options == {"nv_runtime_cache_path": "{user-cache}/rtx"}
     assert "nv_runtime_cache_path" not in variant.ort.provider_options
     assert variant.ort.provider_options["nv_cuda_graph_enable"] == "1"
-
-
-def test_a_context_is_opened_without_compiling_and_a_graph_as_it_is(
-    project: Path, tmp_path: Path
-) -> None:
-    toml = """
-models = ["models/a.onnx"]
-[targets.npu]
-provider = "openvino"
-session-options = { "session.disable_prepacking" = true }
-[targets.cpu]
-provider = "cpu"
-"""
-    (component,) = made(project, toml, tmp_path / "artifacts").components.values()
-    options = {
-        name: variant.ort.session_options
-        for name, variant in component.variants.items()
-        if variant.ort
-    }
-    assert options == {
-        "npu": {"session.disable_prepacking": "1", "session.disable_model_compile": "1"},
-        "cpu": {},
-        "source": {},
-    }
+    assert about.prepared is None
+    assert only_variant(package, "openvino")[1].prepared == "prepared/a.onnx"
 
 
 def test_the_source_is_a_variant_of_the_cpu(project: Path, tmp_path: Path) -> None:
@@ -239,12 +222,3 @@ def test_a_model_with_several_shapes_has_a_component_for_each(
     assert first.model == second.model == "det"
     assert first.shapes == {"det.1x8": {"x": (1, 8)}, "det.1x16": {"x": (1, 16)}}
     assert second.shapes == {}
-
-
-def test_the_prepared_model_is_named_if_it_is_shipped(project: Path, tmp_path: Path) -> None:
-    toml = 'targets.openvino.provider = "openvino"\nmodels = ["models/a.onnx"]\n'
-    _, about = only_variant(made(project, toml, tmp_path / "no"), "openvino")
-    assert about.prepared is None
-    toml += "targets.openvino.recompile = true\n"
-    _, about = only_variant(made(project, toml, tmp_path / "yes"), "openvino")
-    assert about.prepared == "prepared/a.onnx"

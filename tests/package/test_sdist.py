@@ -213,17 +213,14 @@ def with_custom(root: Path, target: str, *tables: str) -> None:
     (root / "pyproject.toml").write_text(text, encoding="utf-8")
 
 
-def test_what_a_hook_makes_for_the_sdist_is_in_it(root: Path) -> None:
+@pytest.mark.parametrize("target", ["sdist", "wheel"])
+def test_what_a_hook_makes_is_in_the_sdist_unless_it_makes_it_for_the_wheel(
+    root: Path, target: str
+) -> None:
     ignore(root, "*.onnx")
-    with_custom(root, "sdist", "hooks.custom", "hooks.epcontext")
-    assert "models/a.onnx" in make(root)
-
-
-def test_what_a_hook_makes_for_the_wheel_may_be_missing(root: Path) -> None:
-    ignore(root, "*.onnx")
-    with_custom(root, "wheel", "targets.wheel.hooks.custom", "targets.wheel.hooks.epcontext",
-                "targets.sdist.hooks.epcontext")  # fmt: skip
-    assert "models/a.onnx" not in make(root)
+    tables = ("hooks.custom", "hooks.epcontext", "targets.sdist.hooks.epcontext")
+    with_custom(root, target, *tables[: 2 + (target == "wheel")])
+    assert ("models/a.onnx" in make(root)) == (target == "sdist")
 
 
 def test_a_hook_that_makes_it_later_is_named(
