@@ -120,7 +120,8 @@ def write_models(root: Path, table: dict[str, Any]) -> None:
     for model in models:
         validate, targets = model.get("validate"), model.get("targets")
         changes = targets.values() if isinstance(targets, dict) else ()
-        inputs = [target.get("quantize", {}).get("inputs") for target in changes]
+        tables = [target for target in changes if isinstance(target, dict)]
+        inputs = [target.get("quantize", {}).get("inputs") for target in tables]
         inputs.append(validate.get("inputs") if isinstance(validate, dict) else None)
         for name in filter(None, (model.get("path"), *inputs)):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
