@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import sys
@@ -221,19 +220,12 @@ def _examine_project(folder: Path) -> tuple[str, tuple[Problem, ...]]:
 def _describe_library(library: str) -> LibraryDevices:
     """Register ``library``, the path of a file or a package, in a worker, and list its devices.
 
-    Raises ConfigError when there is no such file or package, RequirementError when ONNX Runtime is missing,
-    and BuildError when the library cannot be loaded, crashes, hangs or offers no device.
+    Raises ConfigError when there is no such file, RequirementError when ONNX Runtime is missing, and
+    BuildError when the library cannot be loaded, crashes, hangs or offers no device.
     """
     path = os.path.abspath(os.path.expanduser(library)) if is_path(library) else ""  # noqa: PTH100, PTH111
     if path and not Path(path).is_file():
-        message, hint = (
-            "is not a file.",
-            "Name the library's file, or a package with get_library_path().",
-        )
-        raise ConfigError(Problem(Kind.FILE_NOT_FOUND, f"--library {library}", message, hint))
-    if not path and importlib.util.find_spec(library.partition(".")[0]) is None:
-        message = "is not a package that is installed here."
-        hint = "A path has a slash, or ends with .so, .dll or .dylib."
+        message, hint = "is not a file.", "A path has a slash, or ends with .so, .dll or .dylib."
         raise ConfigError(Problem(Kind.FILE_NOT_FOUND, f"--library {library}", message, hint))
     check_environment((), INSPECTION)
     request = DevicesRequest(path=path, module="" if path else library)

@@ -93,15 +93,8 @@ def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
         problem = Problem(Kind.INVALID_PATH, str(path), rejection.message, rejection.hint)
         raise InspectionError(problem)
     if not path.is_file():
-        message = "is not a regular file." if path.exists() else "does not exist."
-        if path.is_dir():
-            message = "is a folder, and not an ONNX file."
+        message = "is no file." if path.exists() else "does not exist."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message))
-    if path.name == FILE:
-        message = "is the manifest of a model package, and not an ONNX file."
-        raise InspectionError(
-            Problem(Kind.INVALID_PATH, str(path), message, "Name the folder that it is in.")
-        )
     check_environment((), READING)
     request = InspectRequest(str(path.resolve()))
     with temp_dir() as folder:
