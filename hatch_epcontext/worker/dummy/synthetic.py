@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.arrays import Array, is_extended, is_float, numpy_dtype
+from hatch_epcontext.graph.arrays import Array, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import DEVIATIONS
 
@@ -82,12 +81,7 @@ def values(pattern: Pattern, facts: TensorFacts, range_: Range, rng: np.random.G
         if pattern.ids == "padded" and _is_padding_mask(range_, shape):
             usual[..., shape[-1] - shape[-1] // 2 :] = range_.low
         return usual.astype(dtype)
-    numbers = np.asarray(_of_range(pattern, shape, range_, rng))
-    if is_extended(dtype) and is_float(dtype):
-        # Beyond their limits are NaN and Inf, and one has neither signs nor zero.
-        info = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-        numbers = np.clip(np.abs(numbers) if info.min > 0 else numbers, info.min, info.max)
-    return numbers.astype(dtype)
+    return np.asarray(_of_range(pattern, shape, range_, rng)).astype(dtype)
 
 
 def _of_range(

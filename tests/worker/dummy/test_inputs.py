@@ -35,13 +35,6 @@ def test_synthetic_inputs_have_the_shape_and_dtype(dtype: str) -> None:
     assert (dummy_inputs([tensor], spec("zeros"))["x"] == 0).all()
 
 
-def test_synthetic_floats_are_numbers_of_their_dtype() -> None:
-    # It has neither zero nor negative values.
-    array = dummy_inputs([TensorFacts("x", "float8_e8m0fnu", (100,))], spec("random"))["x"]
-    assert np.isfinite(array.astype(float)).all()
-    assert len(set(array.tolist())) > 4
-
-
 def test_a_file_may_have_other_sizes_than_the_dummy_inputs(tmp_path: Path) -> None:
     np.savez(tmp_path / "inputs.npz", x=np.zeros((2, 7), np.float32))
     sizes = dataclasses.replace(spec(tmp_path / "inputs.npz"), dims={"n": 3}, static_shapes=False)
@@ -65,6 +58,7 @@ def test_random_inputs_have_all_values_of_their_range(
     array = dummy_inputs([TensorFacts("x", dtype, (100,))], spec("random"), ranges)["x"]
     assert set(array.tolist()) == values
     single = dummy_inputs([TensorFacts("x", dtype, ())], spec("random"), ranges)["x"]
+    assert isinstance(single, np.ndarray)
     assert (single.dtype, single.shape) == (array.dtype, ())
 
 
