@@ -34,6 +34,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     write_reference,
 )
+from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.compiler import optimize
 from hatch_epcontext.worker.configured import (
     data_of,
@@ -44,7 +45,7 @@ from hatch_epcontext.worker.configured import (
 )
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
-from hatch_epcontext.worker.session import cpu_options, open_session
+from hatch_epcontext.worker.session import cpu_options
 
 
 def handle(request: PrepareRequest) -> PrepareReply:
@@ -127,8 +128,10 @@ def _compare(
     if done is not None and request.precision is not None:
         tolerance = request.precision.tolerance or tolerance
         expected = for_other_numbers(expected)
-    # The session that wrote it: opening the file again takes as long as simplifying it.
-    session = simplified or open_session(result, cpu_options())
+    rest, session = expected.facts.selections.rest, simplified
+    # The session that wrote it, if possible: opening the file again takes as long as simplifying it.
+    if session is None or rest is not None:
+        session = open_with_reads(result, rest, cpu_options())
     name = "the source model's" if expected.facts.float_form is None else "its float form's"
     name += f" before it was {done}" if done else ""
     diverging = partial(first_difference, before, result, model, expected)

@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC
@@ -36,7 +35,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     run_model,
 )
-from hatch_epcontext.worker.comparison.selections import Rest, expose_reads
+from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs, read_source
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.protocol import step
@@ -54,7 +53,6 @@ from hatch_epcontext.worker.session import (
     cpu_options,
     incompatible,
     open_session,
-    set_model_path,
 )
 from hatch_epcontext.worker.tensors import not_finite
 
@@ -91,7 +89,7 @@ def handle(request: ValidateRequest) -> Validation:
     make_options = cpu_options if unavailable else partial(_options, request)
     # Only one of the two is run: both compute the same, and simulators are slow.
     rest = expected.facts.selections.rest if isinstance(expected, Reference) else None
-    from_memory = _open_from_memory(request, make_options(), rest)
+    from_memory = open_with_reads(_file(request), rest, make_options())
     session_options = make_options()
     start = time.perf_counter()
     session = open_session(_file(request), session_options)
@@ -292,19 +290,6 @@ def _options(request: ValidateRequest) -> ort.SessionOptions:
 
 def _file(request: ValidateRequest) -> Path:
     return Path(request.folder) / request.context.model_file
-
-
-def _open_from_memory(
-    request: ValidateRequest, session_options: ort.SessionOptions, rest: Rest | None
-) -> ort.InferenceSession:
-    """A session of the file's bytes, which also returns the values that ``rest`` reads."""
-    path = _file(request)
-    set_model_path(path, session_options)
-    if rest is None:
-        return open_session(path.read_bytes(), session_options)
-    exposed = onnx.load(path, load_external_data=False)
-    expose_reads(exposed, rest)
-    return open_session(exposed.SerializeToString(), session_options)
 
 
 def _check_assignment(

@@ -15,10 +15,12 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph, operators
@@ -37,7 +39,7 @@ from hatch_epcontext.worker.comparison.rows import (
     compare_possible,
     floor_of,
 )
-from hatch_epcontext.worker.session import cpu_options, open_session
+from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.tensors import run
 
 _SAME_NUMBERS = operators.RESHAPING | {"Cast", "Add", "Sub"}
@@ -239,7 +241,7 @@ class _SelectionFinder:
         origin = self._scope.origin(name, _SAME_NUMBERS)
         node, dtype = self._scope.maker(origin), self._scope.dtype(origin)
         is_whole = dtype is not None and dtype.kind in "iub"
-        choice = None
+        choice = self._choice(origin)
         if node is not None and node.op_type in operators.GATHERS:
             choice = self._choice(self._scope.origin(node.input[0], _SAME_NUMBERS), node.input[1])
         return choice, is_whole or (node is not None and node.op_type in _WHOLE)
@@ -292,15 +294,6 @@ def select(
         for name, array in outputs.items()
         if name in wanted and array.shape == wanted[name].shape and array.dtype.kind in "biuf"
     }
-    for name, choice in selections.choices.items():
-        if name in outputs:
-            own, ref = outputs[name], wanted[name]
-            noise = _noise_of_choices(choice, (own, ref), candidates, unit)
-            if noise is not None:
-                # As with slices, one in so many may have any error.
-                noise[np.argsort(-noise)[: len(noise) // MANY]] = 0.0
-                result.wanted[name] = own
-                result.add(name, noise.reshape(-1, own.shape[-1] if own.shape else 1))
     for selection in selections.rows:
         columns = [span for span in selection.columns if span.output in outputs]
         sizes = {span.of(outputs).shape[:2] for span in columns}
@@ -314,6 +307,15 @@ def select(
             rows.put(
                 result, outputs, *_compare_rows(selection, rows, outputs, wanted, candidates, unit)
             )
+    for name, choice in selections.choices.items():
+        if name in outputs and name not in result.rows:
+            own, ref = outputs[name], wanted[name]
+            noise = _noise_of_choices(choice, (own, ref), candidates, unit)
+            if noise is not None:
+                # As with slices, one in so many may have any error.
+                noise[np.argsort(-noise)[: len(noise) // MANY]] = 0.0
+                result.wanted[name] = own
+                result.add(name, noise.reshape(-1, own.shape[-1] if own.shape else 1))
     return result
 
 
@@ -343,7 +345,9 @@ def _compare_rows(
     at_end = np.maximum(rows.noise(own, ends)[score], rows.noise(values, ends)[score])
     others, is_known = rows.among(own, candidates)
     apart, worst = np.maximum(rows.noise(own, others), at_end), noise.max(axis=0)
-    is_other = apart.max(axis=0) < worst
+    # A copy of another row is none, unless the source has copies.
+    is_copy = _are_copies(own) > _are_copies(ref).any(axis=1, keepdims=True)
+    is_other = np.asarray((apart.max(axis=0) < worst) & ~is_copy, bool)
     if not is_known:
         # Nothing shows which rows are candidates, but those that are the same.
         lost = (is_other & (worst >= LOST)).sum(axis=1, keepdims=True)
@@ -357,6 +361,14 @@ def _compare_rows(
     return values, noise
 
 
+def _are_copies(rows: Numbers) -> NDArray[np.bool_]:
+    """Which of the rows, batch x rows, are equal to an earlier one."""
+    are_copies = np.ones(rows.shape[:2], bool)
+    for index, some in enumerate(rows):
+        are_copies[index, np.unique(some, axis=0, return_index=True)[1]] = False
+    return are_copies
+
+
 def _noise_of_choices(
     choice: Choice,
     classes: tuple[Array, Array],
@@ -366,14 +378,15 @@ def _noise_of_choices(
 ) -> Numbers | None:
     """By how much the scores of ``classes``, own ones and the source's, are below the best ones.
 
-    None if these are not the source's. ``places``: those of rows in each batch.
+    None if these are not the source's. ``places``: those of rows in each batch. Without indices the rows
+    themselves have candidates.
     """
     own, ref = classes
     if not {choice.candidates, *filter(None, [choice.indices])} <= candidates.keys():
         return None
     table = _below_the_best(choice, candidates[choice.candidates], unit)
     if places is not None:
-        rows, batch = candidates[choice.indices], len(places)
+        rows, batch = candidates.get(choice.indices, np.arange(len(table))), len(places)
         if rows.size % places.size or len(table) % batch:
             return None
         count = len(table) // batch
@@ -449,6 +462,18 @@ def _suppressed(scope: Scope) -> set[str]:
         if node.op_type == "NonMaxSuppression" or not names.isdisjoint(reads):
             names.update(name for name in node.output if name)
     return names
+
+
+def open_with_reads(
+    path: Path, rest: Rest | None, options: ort.SessionOptions
+) -> ort.InferenceSession:
+    """A session of the bytes of the file ``path``, which also returns the values that ``rest`` reads."""
+    set_model_path(path, options)
+    if rest is None:
+        return open_session(path.read_bytes(), options)
+    model = onnx.load(path, load_external_data=False)
+    expose_reads(model, rest)
+    return open_session(model.SerializeToString(), options)
 
 
 def expose_reads(model: onnx.ModelProto, rest: Rest) -> None:

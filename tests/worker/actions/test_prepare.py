@@ -10,6 +10,7 @@ import pytest
 from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Key, ModelError
 from hatch_epcontext.graph import external
 from hatch_epcontext.graph.external import external_data
@@ -183,3 +184,22 @@ def test_a_source_that_cannot_be_run_is_an_error(tmp_path: Path, simplifier: Sim
     path = save(made, tmp_path / "a.onnx")
     with pytest.raises(ModelError, match="the source model itself cannot be run on the CPU"):
         run(path, tmp_path, simplifier)
+
+
+def test_a_suppression_of_nearly_the_same_boxes_may_select_others(tmp_path: Path) -> None:
+    made = parsed(
+        """(float[1, 1, 16, 16] x) => (int64[?, 3] y)
+        <int64[1] most = {5}, float[1] overlap = {0.5}, int64[3] by_box = {1, 1, 256}, float factor = {3.3}> {
+            c = Conv <pads = [1, 1, 1, 1]> (x, w)
+            f = Mul (c, factor)
+            logits = Reshape (f, by_box)
+            scores = Sigmoid (logits)
+            y = NonMaxSuppression (boxes, scores, most, overlap) }""",
+        w=np.random.default_rng(0).uniform(0, 0.1, (1, 1, 3, 3)).astype(np.float32),
+        boxes=np.add.outer(np.arange(256), [0, 0, 1, 1]).astype(np.float32)[None],
+    )
+    # The sums differ only in their rounding, which folding the factor changes.
+    x = np.float32(1) + np.float32(2**-22) * np.random.default_rng(1).integers(0, 2, (1, 1, 16, 16))
+    np.savez(tmp_path / "x.npz", x=x.astype(np.float32))
+    table = ValidateTable(inputs=str(tmp_path / "x.npz"))
+    assert run(save(made, tmp_path / "a.onnx"), tmp_path, "onnxruntime", validate=table).nodes == 4

@@ -197,6 +197,10 @@ def test_all_rows_may_be_others_if_all_scores_are_nearly_the_same(tmp_path: Path
     table = with_noise(detector.table)
     table[:, :4] = BOXES[0, :KEPT]
     assert detector.agrees(table)
+    # None is there twice, as in the source.
+    copied = table.copy()
+    copied[KEPT // 2] = table[KEPT // 2 + 1]
+    assert not detector.agrees(copied)
     table[KEPT // 2, :4] = 0
     assert not detector.agrees(table)
 
@@ -298,6 +302,26 @@ def test_a_row_may_have_a_class_with_nearly_its_score(tmp_path: Path) -> None:
     assert detector.agrees(table)
     for fault in {*FAULTS} - {"shifted boxes", "repeated row"}:
         assert not detector.agrees(faulty(table, fault))
+
+
+def test_a_class_may_be_chosen_behind_the_selection(tmp_path: Path) -> None:
+    made = parsed("""(float[2, 40, 3] x) => (float[2, 5] best, int64[2, 5, 1] y)
+        <int64[1] k = {5}, int64[1] last = {2}, int64[3] repeats = {1, 1, 3}> {
+            scores = Sigmoid (x)
+            largest = ReduceMax <axes = [2], keepdims = 0> (scores)
+            best, numbers = TopK (largest, k)
+            column = Unsqueeze (numbers, last)
+            columns = Tile (column, repeats)
+            chosen = GatherElements <axis = 1> (scores, columns)
+            y = ArgMax <axis = 2> (chosen) }""")
+    x = np.random.default_rng(3).standard_normal((2, 40, 3)).astype(np.float32)
+    x[..., 1] = x[..., 0] + 1e-4
+    compared = Compared(tmp_path, made, x=x)
+    best, y = compared.wanted["best"], compared.wanted["y"]
+    assert not differences(compared.compare({"best": best, "y": np.where(y == 1, 0, y)}))
+    wrong = y.copy()
+    wrong[0, 0] = 0 if y[0, 0] == 2 else 2
+    assert differences(compared.compare({"best": best, "y": wrong}))
 
 
 def test_the_message_names_the_worst_row(tmp_path: Path) -> None:
