@@ -92,9 +92,9 @@ class Scores:
     @staticmethod
     def at(places: NDArray[np.bool_]) -> Scores | None:
         """The scores at ``places``; None if there are none or no others, or if they are not along an axis."""
-        for axis, size in enumerate(places.shape):
+        for axis, size in enumerate(places.shape if places.size else ()):
             by_index = np.moveaxis(places, axis, 0).reshape(size, -1)
-            if by_index.size and (by_index == by_index[:, :1]).all():
+            if (by_index == by_index[:, :1]).all():
                 are_scores = tuple(map(bool, by_index[:, 0]))
                 return Scores(places.ndim, axis, are_scores) if len(set(are_scores)) == 2 else None
         return None
@@ -242,7 +242,7 @@ def compare_values(
         own, own_ref = (scores.take(array, are_scores=are_scores) for array in (out, ref))
         own_facts = replace(facts, nature="unit" if are_scores else facts.nature)
         own_elsewhere = elsewhere.part(scores, are_scores=are_scores)
-        measure = _Measure(own, own_ref, own_facts, limits.unit, own_elsewhere)
+        measure = _Measure(own, own_ref, own_facts, limits.unit, own_elsewhere, scores.axis)
         measured = _measure(name, measure)
         comparison = _judge(measured, measure, limits, None if parts else row, part)
         if (worst := comparison.agreement.worst) is not None:
@@ -297,7 +297,7 @@ def _judge(
     if (snr := agreement.snr) is not None:
         ratios.append((snr, limits.snr, f"a signal-to-noise ratio of {snr:.1f} dB{part}"))
     if agreement.worst is not None and agreement.worst_snr is not None:
-        least = limits.snr - _less(measure.ref.shape, agreement.worst)
+        least = limits.snr - measure.less(agreement.worst.axis)
         text = f"{agreement.worst_snr:.1f} dB in {agreement.worst.text}{part}"
         ratios.append((agreement.worst_snr, least, text))
     if row is not None:
@@ -322,17 +322,6 @@ def _judge(
     return Comparison(replace(agreement, margin=margin), tuple(excesses), needed)
 
 
-def _is_column(slices: int, places: int) -> bool:
-    """Whether an axis of ``slices`` with ``places`` each is that of the columns of a table."""
-    return slices <= min(MANY, places)
-
-
-def _less(shape: tuple[int, ...], of: Slice | None) -> float:
-    """The decibels by which a slice's ratio may be worse than that of the whole output."""
-    size = shape[of.axis] if of else 1
-    return _COLUMN if _is_column(size, math.prod(shape) // max(size, 1)) else _SLICE
-
-
 def _measure(name: str, measure: _Measure) -> Agreement:
     """How near an output is, without any limits."""
     ref = measure.ref
@@ -341,14 +330,15 @@ def _measure(name: str, measure: _Measure) -> Agreement:
         return Agreement(name, 0.0, 1.0)
     slices: list[_Row] = []
     for axis, size in enumerate(ref.shape):
-        if size < 2 or (measure.facts.is_state and not _is_column(size, ref.size // size)):
+        are_columns = measure.are_columns(axis)
+        if size < 2 or (measure.facts.is_state and not are_columns):
             continue
-        ratios = measure.decibels(tuple(other for other in range(ref.ndim) if other != axis))
-        index = int(np.argsort(ratios)[size // MANY])
+        ratios = measure.decibels(axis)
+        index = int(np.argsort(ratios)[0 if are_columns else size // MANY])
         if np.isfinite(ratios[index]):
             slices.append((float(ratios[index]), Slice(axis, index, ref.ndim)))
     ratio, worst = min(
-        slices, key=lambda item: item[0] + _less(ref.shape, item[1]), default=(None, None)
+        slices, key=lambda item: item[0] + measure.less(item[1].axis), default=(None, None)
     )
     snr = float(measure.decibels(None))
     return Agreement(name, largest_error, measure.cosine, snr, worst, ratio)
@@ -356,13 +346,18 @@ def _measure(name: str, measure: _Measure) -> Agreement:
 
 @dataclass(frozen=True)
 class _Measure:
-    """Signal and noise, as means over ``axes``: all axes for the whole output (None), or all but one."""
+    """Signal and noise of the whole output (for the axis None), or of each slice of an ``axis``.
+
+    ``joined``: the axis along which scores are joined with other values. Its slices, such as classes, are the
+    columns of a table, however many they are.
+    """
 
     out: Numbers
     ref: Numbers
     facts: OutputFacts
     unit: float
     elsewhere: Elsewhere
+    joined: int | None = None
 
     @cached_property
     def error(self) -> Numbers:
@@ -393,42 +388,60 @@ class _Measure:
             return None
         return min(float(self.out.ravel() @ self.ref.ravel()) / norms, 1.0)
 
-    def signal(self, axes: _Axes) -> Numbers:
-        """That of the output or of each slice, with its floor."""
-        sizes = [
-            n for axis, n in enumerate(self.ref.shape) if axes is not None and axis not in axes
-        ]
-        slices = math.prod(sizes)
-        places = self.ref.size // slices
-        floor = max(self.largest**2 * self._part(places), self._quantized**2)
-        if not _is_column(slices, places):
-            floor = max(floor, self.whole * slices / MANY)
-        return self._above(floor, axes)
+    def are_columns(self, axis: int | None) -> bool:
+        """Whether the slices of ``axis`` are the columns of a table."""
+        places = self._places(axis)
+        slices = self.ref.size // places
+        return slices <= places and (slices <= MANY or axis == self.joined)
 
-    def decibels(self, axes: _Axes) -> Numbers:
+    def less(self, axis: int) -> float:
+        """The decibels by which the ratio of a slice may be worse than that of the whole output."""
+        return _COLUMN if self.are_columns(axis) else _SLICE
+
+    def signal(self, axis: int | None) -> Numbers:
+        """That of the output or of each slice, with its floor."""
+        places = self._places(axis)
+        floor = max(self.largest**2 * self._part(places), self._quantized**2)
+        if not self.are_columns(axis):
+            floor = max(floor, self.whole * (self.ref.size // places) / MANY)
+        return self._above(floor, axis)
+
+    def decibels(self, axis: int | None) -> Numbers:
         """The signal-to-noise ratio of the output or of each slice."""
-        noise = np.asarray((self.error**2).mean(axis=axes))
+        noise = np.asarray((self.error**2).mean(axis=self._others(axis)))
         with np.errstate(divide="ignore"):
-            ratio = self.signal(axes) / noise
-            places = self.ref.size // ratio.size
-            if self.facts.nature == "unit" and places > _SHARES and _is_column(ratio.size, places):
-                ratio = np.minimum(ratio, self._peaks(axes, places))
+            ratio = self.signal(axis) / noise
+            if (
+                self.facts.nature == "unit"
+                and self._places(axis) > _SHARES
+                and self.are_columns(axis)
+            ):
+                ratio = np.minimum(ratio, self._peaks(axis))
             return np.asarray(10 * np.log10(ratio))
 
-    def _peaks(self, axes: _Axes, places: int) -> Numbers:
-        """The ratio of what is beyond the rounding of small scores, with a floor in a few of the ``places``.
+    def _others(self, axis: int | None) -> _Axes:
+        """The axes of a slice."""
+        return None if axis is None else tuple(n for n in range(self.ref.ndim) if n != axis)
+
+    def _places(self, axis: int | None) -> int:
+        """The number of values of the output, or of a slice."""
+        return self.ref.size // (1 if axis is None else self.ref.shape[axis])
+
+    def _peaks(self, axis: int | None) -> Numbers:
+        """The ratio of what is beyond the rounding of small scores, with a floor in a few places.
 
         Otherwise the floors of thousands of places without a score would hide a score that is missing.
         """
         small = max(self.largest * self.unit, self._quantized)
         noise = np.maximum(np.abs(self.error) - _NOISE * small, 0.0)
         # As in a column, a few places are nearer to the limit than the whole output.
-        more = 10 ** (_COLUMN / 10) if axes is None else 1.0
-        signal = self._above(small**2 * _SHARES / places, axes)
-        return np.asarray(more * signal / (noise**2).mean(axis=axes))
+        more = 10 ** (_COLUMN / 10) if axis is None else 1.0
+        signal = self._above(small**2 * _SHARES / self._places(axis), axis)
+        return np.asarray(more * signal / (noise**2).mean(axis=self._others(axis)))
 
-    def _above(self, floor: float, axes: _Axes) -> Numbers:
+    def _above(self, floor: float, axis: int | None) -> Numbers:
         """The signal, at least the ``floor`` and a part of that in other samples."""
+        axes = self._others(axis)
         signal: Numbers = np.maximum(self.power.mean(axis=axes), floor)
         elsewhere = self.elsewhere.signal(self.ref.shape, axes)
         return np.maximum(signal, _OTHER_SAMPLES**2 * elsewhere) if elsewhere.size else signal

@@ -25,6 +25,11 @@ _WHOLE = _SAME_VALUES - operators.PICKS - {"ReduceMean", "ReduceMax", "ReduceMin
 
 _UNIT = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Erf", "Sin", "Cos", "Softsign"})
 
+_UNIT_OF_UNITS = frozenset({"Abs", "Max", "Min", "Mul", "Neg", "Relu", "Sqrt"})
+"""Operators whose results are between -1 and 1 if all their operands are, such as the score of an object of a
+class. So is the first operand of a Clip, and what a TopK selects.
+"""
+
 _INDICES = frozenset({"ArgMax", "ArgMin", "NonMaxSuppression", "NonZero"})
 
 _UPDATES = frozenset({"ScatterElements", "ScatterND"})
@@ -40,10 +45,11 @@ def output_facts(main: onnx.GraphProto, names: Iterable[str], opset: int) -> dic
     """What ``main``, which has the types of its values, shows about those called ``names``."""
     # The values of inner graphs are no values of the main one.
     scope = Scope(main)
+    natures = _natures(main, {})
     facts = {}
     for name in names:
-        nature = _nature(name, scope)
-        scores = _scores(name, scope, opset) if nature == "any" else None
+        nature = natures.get(name, "any")
+        scores = _scores(name, scope, natures, opset) if nature == "any" else None
         facts[name] = OutputFacts(nature, _quantization_step(name, scope), scores)
     return facts
 
@@ -59,36 +65,45 @@ def _quantization_step(name: str, scope: Scope) -> float:
     return 0.0
 
 
-def _nature(name: str, scope: Scope) -> Nature:
-    origin, passed = scope.trace(name, _SAME_VALUES)
-    node = scope.maker(origin)
-    nature = "any" if node is None else _nature_of_result(node, origin, scope)
-    is_whole = all(graph.operator(node) in _WHOLE for node in passed)
-    return "unit" if nature == "probabilities" and not is_whole else nature
+def _natures(part: onnx.GraphProto, outer: Mapping[str, Nature]) -> dict[str, Nature]:
+    """The natures of the values that nodes of ``part`` compute, inside a graph with those of ``outer``."""
+    natures = dict(outer)
+    # They hide values of the same name.
+    for name in (*(value.name for value in part.input), *(t.name for t in part.initializer)):
+        natures[name] = "any"
+    for node in part.node:
+        natures |= {name: _nature(node, name, natures) for name in node.output}
+    return natures
 
 
-def _nature_of_result(node: onnx.NodeProto, name: str, scope: Scope) -> Nature:
-    """The nature of the value ``name``, which ``node`` computes."""
-    if node.op_type == "If":
-        return _nature_of_branches(node, name, scope)
-    if node.op_type == "Concat":
-        natures = {_nature(operand, scope) for operand in node.input}
-        return "unit" if natures <= {"unit", "probabilities"} else "any"
-    if node.op_type in _INDICES or (node.op_type == "TopK" and name == node.output[-1]):
+def _nature(node: onnx.NodeProto, name: str, natures: Mapping[str, Nature]) -> Nature:
+    """The nature of the value ``name``, which ``node`` computes; ``natures``: those of its operands."""
+    operator = graph.operator(node)
+    operands: list[Nature] = [natures.get(operand, "any") for operand in node.input] or ["any"]
+    are_units = {"unit", "probabilities"}.issuperset(operands)
+    if operator == "If":
+        return _nature_of_branches(node, name, natures)
+    if operator in _SAME_VALUES:
+        return "unit" if operands[0] == "probabilities" and operator not in _WHOLE else operands[0]
+    if operator in _INDICES or (operator == "TopK" and name == node.output[-1]):
         return "indices"
-    is_unit = node.op_type in _UNIT or (node.op_type in ("LSTM", "GRU") and _is_state(node, name))
-    return "probabilities" if node.op_type == "Softmax" else "unit" if is_unit else "any"
+    if operator == "Concat" or operator in _UNIT_OF_UNITS:
+        return "unit" if are_units else "any"
+    if operator in ("Clip", "TopK"):
+        return "unit" if operands[0] in ("unit", "probabilities") else "any"
+    is_unit = operator in _UNIT or (operator in ("LSTM", "GRU") and _is_state(node, name))
+    return "probabilities" if operator == "Softmax" else "unit" if is_unit else "any"
 
 
-def _nature_of_branches(node: onnx.NodeProto, name: str, scope: Scope) -> Nature:
+def _nature_of_branches(node: onnx.NodeProto, name: str, natures: Mapping[str, Nature]) -> Nature:
     """The nature of an output of an If: that of both branches, if they have the same."""
     index = list(node.output).index(name)
-    natures = {
-        _nature(branch.output[index].name, Scope(branch, scope))
+    of_branches = {
+        _natures(branch, natures).get(branch.output[index].name, "any")
         for branch in graph.inner_graphs(node)
         if index < len(branch.output)
     }
-    return natures.pop() if len(natures) == 1 else "any"
+    return of_branches.pop() if len(of_branches) == 1 else "any"
 
 
 def _is_state(node: onnx.NodeProto, name: str) -> bool:
@@ -97,13 +112,13 @@ def _is_state(node: onnx.NodeProto, name: str) -> bool:
     return default and name in list(node.output)[:2]
 
 
-def _scores(output: str, scope: Scope, opset: int) -> Scores | None:
+def _scores(output: str, scope: Scope, natures: Mapping[str, Nature], opset: int) -> Scores | None:
     """Where ``output`` has scores, if nodes join them with other values, in places that the graph shows.
 
     These nodes are run with ones for scores and zeros for all else.
     """
     tail, origins, constants = _tail(output, scope)
-    scoring = {name for name in origins if _nature(name, scope) in ("unit", "probabilities")}
+    scoring = {name for name in origins if natures.get(name) in ("unit", "probabilities")}
     feeds: dict[str, Array] = {}
     for name in origins if scoring and tail else ():
         if (sizes := scope.sizes(name)) is None:

@@ -208,6 +208,23 @@ def test_one_class_of_many_fails() -> None:
     assert len(found.excesses) == 1, "as a whole it is near"
 
 
+@pytest.mark.parametrize("classes", [100, 365])
+def test_each_of_many_classes_beside_other_values_counts(classes: int) -> None:
+    rng = np.random.default_rng(7)
+    reference = np.concatenate(
+        [rng.uniform(0, 640, (600, 4)), rng.uniform(0, 0.01, (600, classes))], 1
+    )
+    reference[np.arange(600), 4 + rng.integers(0, classes, 600)] = 0.8
+    facts = OutputFacts(scores=Scores(2, 1, (False,) * 4 + (True,) * classes))
+    output = reference + 0.002 * rng.standard_normal(reference.shape)
+    assert not compare("y", output, reference, HALF, facts).excesses
+    output[:, 50] += 0.1
+    found = compare("y", output, reference, HALF, facts)
+    assert found.agreement.worst is not None
+    assert found.agreement.worst.text == "[:, 50]"
+    assert found.excesses
+
+
 def test_a_row_of_zeros_among_shares_fails() -> None:
     output = SHARES.copy()
     output[2] = 0

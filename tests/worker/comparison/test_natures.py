@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx
 import pytest
@@ -38,6 +40,8 @@ def natures(model: onnx.ModelProto) -> dict[str, Nature]:
         (("Sigmoid",), "unit"),
         (("Tanh", "Transpose"), "unit"),
         (("Sigmoid", "Exp"), "any"),
+        (("Sigmoid", "Clip", "Sqrt"), "unit"),
+        (("our.own.Sigmoid",), "any"),
         (("Softmax",), "probabilities"),
         (("Softmax", "Flatten"), "probabilities"),
         (("Softmax", "ReduceMax"), "unit"),
@@ -61,8 +65,21 @@ def test_joined_values_have_a_nature_if_all_parts_have_it() -> None:
     assert natures(made) == {"units": "unit", "others": "any"}
 
 
+@pytest.mark.parametrize("number", [40, 1000])
+def test_values_that_are_joined_again_and_again_have_a_nature(number: int) -> None:
+    names = [f"v{index}" for index in range(number)]
+    for join in ("{1} = Concat <axis = 1> ({0}, x)", "{1} = Concat <axis = 0> ({0}, {0})"):
+        joins = " ".join(join.format(*pair) for pair in itertools.pairwise(names))
+        made = parsed(
+            f"(float[1, 1] x) => (float[?, ?] y) {{ v0 = Tanh (x) {joins} y = Neg ({names[-1]}) }}"
+        )
+        assert natures(made) == {"y": "any" if "x)" in join else "unit"}
+
+
 LAST = "a = MatMul (x, w) b = MatMul (x, v) s = Sigmoid (b) y = Concat <axis = -1> (a, s)"
 FIRST = "s = Softmax <axis = 1> (x) e = Exp (x) y = Concat <axis = 1> (s, x, s, e)"
+PRODUCT = "s = Sigmoid (x) c = Softmax (x) p = Mul (s, c) y = Concat <axis = 1> (x, p)"
+SELECTED = "s = Sigmoid (x) t, n = TopK (s, two) e, m = TopK (x, two) y = Concat <axis = 1> (e, t)"
 MOVED = """
     anchors = Reshape (x, by_anchor)
     s = Sigmoid (anchors)
@@ -82,7 +99,7 @@ SCALES = """
 SLICED = """
     s = Sigmoid (x)
     xy, wh, c = Split <axis = 1> (s, widths)
-    a = Mul (xy, xy)
+    a = Add (xy, xy)
     b = Exp (wh)
     joined = Concat <axis = 1> (a, b, c)
     y = Transpose <perm = [0, 2, 1]> (joined)"""
@@ -97,6 +114,8 @@ UPDATED = """
     [
         (LAST, (2, "oosss")),
         (FIRST, (1, "s" * 6 + "o" * 6 + "s" * 6 + "o" * 6)),
+        (PRODUCT, (1, "o" * 6 + "s" * 6)),
+        (SELECTED, (1, "o" * 6 + "s" * 6)),
         (MOVED, (2, "ooosss")),
         (SCALES, (1, "o" * 6 + "s" * 6)),
         (SLICED, (2, "ooooss")),
@@ -104,6 +123,7 @@ UPDATED = """
         # The places of scores depend on the input, or are not along an axis.
         ("s = Sigmoid (x) all = Concat <axis = 1> (x, s) y = Gather <axis = 1> (all, k)", None),
         ("s = Sigmoid (x) e = Exp (s) y = Concat <axis = 1> (x, e)", None),
+        ("n = Slice (x, zero, zero) s = Sigmoid (n) y = Concat <axis = 1> (n, s)", None),
         (
             """s = Sigmoid (x) a = Concat <axis = 1> (x, s) b = Concat <axis = 1> (s, x)
             y = Concat <axis = 2> (a, b)""",
@@ -118,7 +138,9 @@ def test_the_graph_shows_where_an_output_has_scores(
         f"(float[1, 6, 4] x, int64[3] k) => (float[?, ?, ?] y) {{ {nodes} }}",
         w=(4, 2),
         v=(4, 3),
+        two=[2],
         by_anchor=[1, 2, 3, 4],
+        zero=[0],
         first=[0],
         second=[1],
         rest=[-1, 6],
