@@ -126,7 +126,9 @@ class Verification:
 def verify(path: Path, inspection: Inspection) -> Verification:
     """Compare the files that the manifests or the model name with their records; a wheel's by its RECORD."""
     if inspection.model is not None:
-        return verify_model(path, inspection.model)
+        sidecars = [context for context in inspection.model.contexts if context.sidecar]
+        number = len(sidecars) + len(inspection.model.external_data)
+        return Verification(number, problems=tuple(_check_files(path, inspection.model)))
     packages = inspection.packages
     problems, plain = list[Problem](), list[str]()
     for folder, package in packages.items():
@@ -142,11 +144,11 @@ def verify(path: Path, inspection: Inspection) -> Verification:
     return Verification(files, tuple(plain), tuple(problems))
 
 
-def verify_model(path: Path, model: InspectReply) -> Verification:
-    """Look for all files that the ONNX file names in its folder."""
-    sidecars = [context for context in model.contexts if context.sidecar]
-    number = len(sidecars) + len(model.external_data)
-    return Verification(number, problems=tuple(_check_files(path, model)))
+def verify_model(path: Path, model: InspectReply) -> int:
+    """Check that all files that the ONNX file names are in its folder; returns their number."""
+    verification = verify(path, Inspection(str(path), {}, model))
+    verification.check()
+    return verification.files
 
 
 def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:

@@ -78,7 +78,7 @@ def validate_context(
         hint = "Install or unpack it, and name the folder of its model package."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(context), message, hint))
     model = inspect_model(context)
-    verify_model(context, model).check()
+    verify_model(context, model)
     known = _provider_of(context, model, provider)
     (name,) = name_models([context])
     config = configure({name: source or context}, known.name, nested(REQUIRED, settings))

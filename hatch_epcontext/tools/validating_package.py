@@ -201,7 +201,7 @@ class _Validator:
             file = self._folder / variant.model_file
             model = inspect_model(file, self.workers)
             result = replace(result, model=model)
-            verify_model(file, model).check()
+            verify_model(file, model)
             target = _target(variant, name, file, model)
             if self.is_run:
                 validation = self._run(component, target, file, model, location)
