@@ -20,8 +20,7 @@ from hatch_epcontext.providers.base import (
     Provider,
     Tolerance,
 )
-from hatch_epcontext.providers.log import is_benign
-from hatch_epcontext.providers.missing_libraries import MissingLibrary, missing
+from hatch_epcontext.providers.messages import MissingLibrary, is_benign, missing
 from hatch_epcontext.providers.option import (
     Option,
     OptionValue,

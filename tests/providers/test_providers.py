@@ -36,8 +36,7 @@ def test_each_module_with_a_provider_is_registered() -> None:
     assert named == modules - {
         "base",
         "generic",
-        "log",
-        "missing_libraries",
+        "messages",
         "option",
     } | {"plugin"}
 

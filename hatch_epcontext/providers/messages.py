@@ -1,4 +1,4 @@
-"""Finds the product that contains a missing shared library: the system's loader only names the file."""
+"""What messages of vendors' libraries and of the system's loader mean."""
 
 from __future__ import annotations
 
@@ -77,11 +77,40 @@ class MissingLibrary:
 
 
 def missing(message: str) -> MissingLibrary | None:
-    """The missing library in ``message``, an error of the system's loader; None for any other message."""
-    found = _MISSING.search(message)
-    if found is None:
+    """The missing library in ``message``, an error of the system's loader, which only names the file.
+
+    None for any other message.
+    """
+    match = _MISSING.search(message)
+    if match is None:
         return None
-    name = found["name"] or found["dll"] or found["module"]
+    name = match["name"] or match["dll"] or match["module"]
     stem = name.removeprefix("lib")
     suppliers = (supplier for prefix, supplier in _SUPPLIERS if stem.startswith(prefix))
-    return MissingLibrary(name, next(suppliers, None), or_below=found["name"] is None)
+    return MissingLibrary(name, next(suppliers, None), or_below=match["name"] is None)
+
+
+_BENIGN = re.compile(
+    "|".join(
+        (
+            # QNN, except on Windows for Arm.
+            r"File mapped weights feature is only available",
+            # An EP for another version of ONNX Runtime.
+            r"EPContext encryption config unavailable",
+            # The C library that QNN's simulator contains.
+            r"# ?LIBNATIVE: No alternate configuration",
+            # Whenever nodes are left to the CPU.
+            r"Unable to get producer node for OrtValueInfo",
+            r"Some nodes were not assigned to the preferred execution providers",
+            r"Rerunning with verbose output on a non-minimal build",
+            # Exporters write such models.
+            r"appears in graph inputs and will not be treated as constant value",
+            r"CleanUnusedInitializersAndNodeArgs\] Removing initializer",
+        )
+    )
+)
+
+
+def is_benign(line: str) -> bool:
+    """Whether a line of a log is one that clean runs print too: it explains no failure."""
+    return _BENIGN.search(line) is not None
