@@ -56,7 +56,6 @@ FAULTS = {
         ("dims.n", "0"),
         ("shapes.x", "[-1]"),
         ("cut", "{}"),
-        ("validate.timeout", "0"),
         ("validate.inputs", '"nowhere.npz"'),
         ("validate.tolerance.cosine", "2"),
     ),

@@ -335,11 +335,6 @@ class ValidateTable:
         dict,
         when_missing="the states of LSTM, GRU and RNN layers",
     )
-    timeout: float = _key(
-        "Seconds for running the model once.",
-        600.0,
-        check=_SECONDS,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from hatch_epcontext.worker.requests import (
     WorkerRequest,
 )
 from hatch_epcontext.worker.results import Validation
-from hatch_epcontext.worker.tensors import end_watch
 
 
 def rehearse(folder: Path) -> Validation:
@@ -53,7 +52,6 @@ def rehearse(folder: Path) -> Validation:
         )
     finally:
         os.chdir(before)
-        end_watch()
 
 
 def _answer(request: WorkerRequest[ReplyT]) -> ReplyT:

@@ -1,13 +1,9 @@
-"""Runs sessions: with arrays of every ONNX dtype, within a time, and checks that results are finite."""
+"""Runs sessions: with arrays of every ONNX dtype, and checks that results are finite."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import threading
-from collections.abc import Iterator
-from queue import Empty, SimpleQueue
 
 import numpy as np
 import onnx
@@ -17,74 +13,18 @@ from hatch_epcontext.graph.arrays import Array, Arrays, is_extended, is_float, n
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
 
 
-class TooSlowError(Exception):
-    """A run took too long and was ended."""
-
-
-def run(
-    session: ort.InferenceSession, feeds: Arrays, seconds: float | None = None
-) -> dict[str, Array]:
-    """Return the outputs of ``session`` by name, of every dtype that ONNX Runtime runs.
-
-    Raises TooSlowError when it takes longer than ``seconds``.
-    """
+def run(session: ort.InferenceSession, feeds: Arrays) -> dict[str, Array]:
+    """Return the outputs of ``session`` by name, of every dtype that ONNX Runtime runs."""
     names = [output.name for output in session.get_outputs()]
     lacking = any(_numpy_lacks(output.type) for output in session.get_outputs())
     mixed = {
         name: _to_value(array) if lacking or is_extended(array.dtype) else array
         for name, array in feeds.items()
     }
-    with _limited(seconds) as options:
-        if not lacking:
-            return dict(zip(names, session.run(names, mixed, options), strict=True))
-        outputs = session.run_with_ort_values(names, mixed, options)
-        return {name: _to_array(value) for name, value in zip(names, outputs, strict=True)}
-
-
-_starts: SimpleQueue[tuple[ort.RunOptions | None, float | None] | None] = SimpleQueue()
-"""Each run that starts, with its seconds, and when it has ended neither; None ends the thread."""
-
-_watches: list[threading.Thread] = []
-"""The thread that ends runs, if any: one for all, as starting one takes as long as a small model."""
-
-
-def _watch() -> None:
-    start = _starts.get()
-    while start is not None:
-        options, seconds = start
-        try:
-            start = _starts.get(timeout=seconds)
-        except Empty:
-            assert options is not None, "without a run the thread waits for the next one"
-            options.terminate, start = True, (None, None)
-
-
-def end_watch() -> None:
-    """End the thread that watches runs before this process is forked; the next run starts another one."""
-    while _watches:
-        _starts.put(None)
-        _watches.pop().join()
-
-
-@contextlib.contextmanager
-def _limited(seconds: float | None) -> Iterator[ort.RunOptions]:
-    """Options for a run that ends at its next node, also inside a loop, after ``seconds``."""
-    options = ort.RunOptions()
-    if seconds is None:
-        yield options
-        return
-    if not _watches:
-        _watches.append(threading.Thread(target=_watch, daemon=True))
-        _watches[0].start()
-    _starts.put((options, min(seconds, threading.TIMEOUT_MAX)))
-    try:
-        yield options
-    except Exception as error:
-        if options.terminate:
-            raise TooSlowError from error
-        raise
-    finally:
-        _starts.put((None, None))
+    if not lacking:
+        return dict(zip(names, session.run(names, mixed), strict=True))
+    outputs = session.run_with_ort_values(names, mixed)
+    return {name: _to_array(value) for name, value in zip(names, outputs, strict=True)}
 
 
 @functools.cache

@@ -99,7 +99,6 @@ def test_contexts_are_beside_the_model_by_default(project: Path, keys: str) -> N
     [
         ('"require"', ValidateTable(mode="require", inputs="random")),
         ("false", ValidateTable(mode=False, inputs="random")),
-        ("{ timeout = 5 }", ValidateTable(mode="auto", inputs="random", timeout=5.0)),
         ("{ tolerance = false }", ValidateTable(mode="auto", inputs="random", tolerance=False)),
         (
             '{ mode = "require", inputs = "ones", tolerance = { rtol = 0.1 } }',

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, ModelError
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.tools.inspecting import verify_model
-from hatch_epcontext.worker.actions import check, inspect, prepare
+from hatch_epcontext.worker.actions import check, inspect
 from hatch_epcontext.worker.requests import (
     CheckRequest,
     InspectReply,
@@ -71,28 +70,10 @@ def test_a_model_that_only_a_session_refuses_leaves_no_traceback(tmp_path: Path)
             assert "Traceback" not in log
 
 
-def endless_request(folder: Path, seconds: float) -> PrepareRequest:
-    """A request to prepare a model with a loop that does not end, with a limit for running it."""
-    path = save(endless(), folder / "a.onnx")
-    spec = Model("a", path, KEY, validate=ValidateTable(timeout=seconds))
-    (folder / "out").mkdir()
-    return PrepareRequest(spec, "onnxruntime", str(folder / "out"), True)
-
-
-def test_a_loop_that_does_not_end_is_stopped(tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as raised:
-        prepare.handle(endless_request(tmp_path, 0.3))
-    (problem,) = raised.value.problems
-    assert problem.kind is Kind.WORKER_TIMEOUT
-    assert f"{RUNNING} was stopped after 0.3 seconds" in problem.message
-    assert "opening it took" in problem.message
-    assert [str(each) for each in problem.settings] == [
-        "tool.epcontext.models[0].validate.timeout = 0.6"
-    ]
-
-
-def test_the_message_about_a_stopped_worker_has_what_it_did(tmp_path: Path) -> None:
-    request = endless_request(tmp_path, 600)
+def test_a_loop_that_does_not_end_is_stopped_with_what_it_did(tmp_path: Path) -> None:
+    spec = Model("a", save(endless(), tmp_path / "a.onnx"), KEY)
+    (tmp_path / "out").mkdir()
+    request = PrepareRequest(spec, "onnxruntime", str(tmp_path / "out"), True)
     with pytest.raises(BuildError) as raised:
         Workers(2).call(request, tmp_path / "prepare", location="a")
     (problem,) = raised.value.problems

@@ -134,7 +134,7 @@ def _compare(
         session = open_with_reads(result, rest, cpu_options())
     name = "the source model's" if expected.facts.float_form is None else "its float form's"
     name += f" before it was {done}" if done else ""
-    diverging = partial(first_difference, before, result, model, expected)
+    diverging = partial(first_difference, before, result, expected)
     subject = Subject(model, "the prepared model on the CPU", name, diverging=diverging)
     compared = compare_runs(session, expected, tolerance, subject)
     refuse_differences(compared.agreements)

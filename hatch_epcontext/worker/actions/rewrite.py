@@ -342,7 +342,7 @@ class _RewriteSession:
     ) -> float:
         """The smallest margin of an output in decibels; raises BuildError if one differs."""
         model, before = self.request.model, Path(self.request.prepared)
-        diverging = partial(first_difference, before, path, model, expected)
+        diverging = partial(first_difference, before, path, expected)
         what = "the rewritten model on the CPU"
         subject = Subject(model, what, "the source model's", diverging=diverging)
         agreements = compare_runs(session, expected, tolerance, subject, runs=runs).agreements
@@ -370,7 +370,7 @@ class _RewriteSession:
         for values in assignments(conditions, shapes):
             for run in expected.runs:
                 feeds = {**run.feeds[0], **values}
-                outputs = run_model(before, feeds, model, "a branch of the model on the CPU")
+                outputs = run_model(before, feeds, "a branch of the model on the CPU")
                 branch = replace(
                     run, name="given", feeds=(feeds,), outputs=(outputs,), candidates=()
                 )

@@ -101,7 +101,7 @@ def handle(request: ValidateRequest) -> Validation:
     if isinstance(expected, Reference):
         # The session that also returns the values that are compared before a selection.
         return _compare(request, session if rest is None else from_memory, expected, validation)
-    outputs = run_model(session, expected, request.model, "the compiled model")
+    outputs = run_model(session, expected, "the compiled model")
     return replace(validation, agreements=tuple(not_finite(outputs, {})))
 
 
@@ -175,7 +175,7 @@ def _diverging(
     if request.prepared is None or request.product != "optimized":
         return None
     prepared = Path(request.prepared)
-    return partial(first_difference, prepared, _file(request), request.model, expected)
+    return partial(first_difference, prepared, _file(request), expected)
 
 
 def _format(request: ValidateRequest) -> NumberFormat | None:

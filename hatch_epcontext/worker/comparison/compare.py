@@ -106,7 +106,7 @@ def _compare_run(
 ) -> tuple[list[Agreement], tuple[Agreement, ...]]:
     """The agreements of ``session`` in the steps of ``run`` before the first difference, and in that one."""
     agreeing: list[Agreement] = []
-    steps = reference.compare_run(session, run, limits, subject.model, subject.what)
+    steps = reference.compare_run(session, run, limits, subject.what)
     for number, comparisons in enumerate(steps):
         place = _place(run, number)
         agreements = tuple(

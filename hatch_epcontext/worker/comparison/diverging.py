@@ -14,7 +14,6 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from hatch_epcontext.config.settings import Model
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.external import load_whole
 from hatch_epcontext.graph.rounding import expose
@@ -115,7 +114,7 @@ Suspects = Callable[[onnx.NodeProto, "Inner"], bool]
 
 
 class Divergence:
-    """Two forms of ``model`` on the CPU, whose values have the same names; the ``other`` one may be wrong.
+    """Two forms of a model on the CPU, whose values have the same names; the ``other`` one may be wrong.
 
     ``scope``: of one of them, with the nodes in order. ``exact`` and ``other`` return the forms, with all
     their values as outputs, when they are needed.
@@ -123,13 +122,12 @@ class Divergence:
 
     def __init__(
         self,
-        model: Model,
         reference: Reference,
         scope: Scope,
         exact: Callable[[], onnx.ModelProto],
         other: Callable[[], onnx.ModelProto],
     ) -> None:
-        self._model, self._reference, self._scope = model, reference, scope
+        self._reference, self._scope = reference, scope
         self._forms = exact, other
         self._inner: dict[str, Inner | None] = {}
 
@@ -204,7 +202,7 @@ class Divergence:
         """All values of ``session`` in each step of ``run``, with its inputs."""
         states, fed = self._reference.facts.states, dict[str, Array]()
         what = "the model with all its values"
-        steps = run_steps(session, run.feeds, states, self._model, what)
+        steps = run_steps(session, run.feeds, states, what)
         for feeds, outputs in zip(run.feeds, steps, strict=True):
             fed.update(feeds)
             yield {**fed, **outputs}
@@ -223,18 +221,16 @@ def _never(node: onnx.NodeProto, inner: Inner) -> bool:
     return False
 
 
-def first_difference(
-    exact: Path, other: Path, model: Model, reference: Reference, run: ReferenceRun
-) -> str:
+def first_difference(exact: Path, other: Path, reference: Reference, run: ReferenceRun) -> str:
     """A sentence about the first node of the file ``other`` whose result differs from the file ``exact``.
 
-    Both are forms of ``model``, and the CPU runs them. Empty if the node is unknown.
+    Both are forms of one model, and the CPU runs them. Empty if the node is unknown.
     """
     try:
         forms = [load_whole(path) for path in (exact, other)]
         types = [value_types(form, path) for form, path in zip(forms, (exact, other), strict=True)]
         opened = (partial(exposed, *form) for form in zip(forms, types, strict=True))
-        divergence = Divergence(model, reference, Scope.of(forms[1], types[1]), *opened)
+        divergence = Divergence(reference, Scope.of(forms[1], types[1]), *opened)
         node = divergence.find(run, _never, _never)
         inner = divergence.inner(run)
     except Exception:

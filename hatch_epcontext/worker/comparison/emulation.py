@@ -358,7 +358,7 @@ class Emulator:
         def other() -> onnx.ModelProto:
             return self._rounded(exact(), self._skipped)
 
-        return Divergence(self._model, self._reference, self.scope, exact, other)
+        return Divergence(self._reference, self.scope, exact, other)
 
     def _rounded(self, model: onnx.ModelProto, skipped: Set[str]) -> onnx.ModelProto:
         """A copy of ``model`` that rounds to the format, except in the nodes ``skipped``."""
@@ -452,7 +452,7 @@ class Emulator:
 
     def _level(self, session: ort.InferenceSession, run: ReferenceRun) -> Level:
         what, limits = "the emulated model", self._limits
-        steps = self._reference.compare_run(session, run, limits, self._model, what)
+        steps = self._reference.compare_run(session, run, limits, what)
         agreements = (comparison.agreement for comparison in itertools.chain(*steps))
         return Level.of(run, agreements, self._reference.facts, limits)
 
@@ -466,7 +466,7 @@ class Emulator:
         sequences = [run for run in self._reference.runs if run.usual and len(run.feeds) > 1]
         feeds = [step for run in sequences for step in run.feeds]
         exact, emulated = (
-            run_steps(form, self._shifted(feeds), facts.states, self._model, "the emulated model")
+            run_steps(form, self._shifted(feeds), facts.states, "the emulated model")
             for form in (open_session(self._path, cpu_options()), session)
         )
         for number, (outputs, own) in enumerate(zip(_possible(exact), emulated, strict=False), 1):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -170,7 +169,6 @@ class _SourceSession:
     model: Model
     states: Mapping[str, str]
     inner: frozenset[str]
-    opened: str
 
     @staticmethod
     def open(
@@ -178,10 +176,7 @@ class _SourceSession:
     ) -> _SourceSession:
         """Open the file ``path``, a form of ``model``."""
         source = onnx.load(path, load_external_data=False)
-        start = time.monotonic()
-        session = _open(source, path, inner)
-        opened = f"; opening it took {time.monotonic() - start:.1f} s"
-        return _SourceSession(session, source, model, states, inner, opened)
+        return _SourceSession(_open(source, path, inner), source, model, states, inner)
 
     @cached_property
     def frozen(self) -> Arrays:
@@ -195,7 +190,7 @@ class _SourceSession:
     def run(self, sample: Sample) -> ReferenceRun:
         """The run of ``sample``."""
         feeds = ({**arrays, **self.frozen} for arrays in sample.steps)
-        steps = [*run_steps(self.session, feeds, self.states, self.model, _SOURCE, self.opened)]
+        steps = [*run_steps(self.session, feeds, self.states, _SOURCE)]
         outputs = frozenset(value.name for value in self.source.graph.output)
         return ReferenceRun(
             sample.name,
@@ -445,7 +440,7 @@ def _compared(
     """
     facts = expected.facts
     for run in (run for run in expected.runs if run.on_target):
-        steps = expected.compare_run(session, run, _NO_LIMITS, model, _SOURCE)
+        steps = expected.compare_run(session, run, _NO_LIMITS, _SOURCE)
         for comparison in itertools.chain.from_iterable(steps):
             if comparison.agreement.status is AgreementStatus.OTHER_SHAPE:
                 refuse_differences([comparison.agreement])

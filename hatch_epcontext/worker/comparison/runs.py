@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import (
@@ -26,7 +24,7 @@ from hatch_epcontext.worker.comparison.measures import (
 from hatch_epcontext.worker.comparison.selections import Selections, select
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
-from hatch_epcontext.worker.tensors import TooSlowError, not_finite, run
+from hatch_epcontext.worker.tensors import not_finite, run
 
 _OTHERS = 8
 """The number of samples that show how large an output's values are."""
@@ -99,17 +97,10 @@ class Reference:
         return self._elsewhere[output]
 
     def compare_run(
-        self,
-        session: ort.InferenceSession,
-        run: ReferenceRun,
-        limits: Tolerance,
-        model: Model,
-        what: str,
+        self, session: ort.InferenceSession, run: ReferenceRun, limits: Tolerance, what: str
     ) -> Iterator[list[Comparison]]:
-        """Run ``session``, the form ``what`` of ``model``, on the steps of ``run``, and compare each."""
-        for number, outputs in enumerate(
-            run_steps(session, run.feeds, self.facts.states, model, what)
-        ):
+        """Run ``session``, of the form ``what`` of a model, on the steps of ``run``, and compare each."""
+        for number, outputs in enumerate(run_steps(session, run.feeds, self.facts.states, what)):
             yield self.compare(run, number, outputs, limits)
 
     def compare(
@@ -204,38 +195,20 @@ def run_steps(
     session: ort.InferenceSession,
     feeds: Iterable[Arrays],
     states: Mapping[str, str],
-    model: Model,
     what: str,
-    more: str = "",
 ) -> Iterator[dict[str, Array]]:
-    """Yield the outputs of each step of ``session``, with its own ``states``; raises as `run_model` does."""
+    """Yield the outputs of each step of ``session``, with its own ``states``."""
     outputs: dict[str, Array] = {}
     for arrays in feeds:
         own = {first: outputs[last] for first, last in states.items() if last in outputs}
-        outputs = run_model(session, {**arrays, **own}, model, what, more)
+        outputs = run_model(session, {**arrays, **own}, what)
         yield outputs
 
 
-def run_model(
-    session: ort.InferenceSession, feeds: Arrays, model: Model, what: str, more: str = ""
-) -> dict[str, Array]:
-    """Return the outputs of ``session``, a form of ``model`` that messages call ``what``.
-
-    Raises ModelError when that takes longer than the model's timeout; ``more`` is added to the message.
-    """
+def run_model(session: ort.InferenceSession, feeds: Arrays, what: str) -> dict[str, Array]:
+    """Return the outputs of ``session``; messages about a worker that is stopped call its model ``what``."""
     step(f"running {what}")
-    try:
-        return run(session, feeds, model.validate.timeout)
-    except TooSlowError:
-        raise ModelError(
-            Problem.at(
-                model.key,
-                Kind.WORKER_TIMEOUT,
-                f"running {what} was stopped after {model.validate.timeout:g} seconds{more}.",
-                "Give the model smaller inputs, or more time (not tried).",
-                Setting(model.key / "validate" / "timeout", round(2 * model.validate.timeout, 3)),
-            )
-        ) from None
+    return run(session, feeds)
 
 
 def for_other_numbers(expected: Reference) -> Reference:

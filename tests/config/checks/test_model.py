@@ -27,8 +27,6 @@ def model(keys: str) -> str:
          "models[0].validate.tolerance.cosine", "must be from 0 to 1"),
         (model("validate = { tolerance = { rtol = -1 } }"),
          "models[0].validate.tolerance.rtol", "must be at least 0"),
-        (model("validate = { timeout = 0 }"),
-         "models[0].validate.timeout", "must be a number of seconds above 0"),
         (model("validate = { tolerance = true }"),
          "models[0].validate.tolerance", "must be a table or false"),
         (model("cut = {}"), "models[0].cut", "names no tensor"),

@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Key
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from tests.models import parsed
@@ -37,7 +35,7 @@ def difference(tmp_path: Path, other: Path) -> str:
     wanted = {"y": np.tanh(2 * feeds["x"] + 0.5)}
     run = ReferenceRun("random", (feeds,), (wanted,), "random", usual=True, on_target=True)
     reference = Reference((run,), Facts())
-    return first_difference(source, other, Model("a", source, Key()), reference, run)
+    return first_difference(source, other, reference, run)
 
 
 def test_the_first_of_several_wrong_nodes_is_named(tmp_path: Path) -> None:
