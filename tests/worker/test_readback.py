@@ -109,7 +109,7 @@ def test_an_empty_context_is_an_error(tmp_path: Path, embed: bool) -> None:
     with pytest.raises(BuildError, match="empty"):
         readback.read_context(Model("a", path, MODEL), path, result, to)
     with pytest.raises(InspectionError, match="is empty"):
-        verify_model(result, inspect_model(result)).check()
+        verify_model(result, inspect_model(result))
 
 
 @needs_qnn
