@@ -197,7 +197,7 @@ def _refused(node: onnx.NodeProto, limits: Limits, scope: Scope) -> RefusedNode 
     for name in (*node.input, *node.output):
         kind = _kind(name, scope)
         if kind in limits.kinds:
-            what = "strings" if kind == "string" else f"a {kind}"
+            what = {"string": "strings", "optional": "an optional value"}.get(kind, f"a {kind}")
             return RefusedNode(node, f"{what}: {name!r}")
     if node.domain in limits.domains and operator not in limits.known:
         return RefusedNode(node, f"an operator of {node.domain}, which the EP does not have")

@@ -53,6 +53,7 @@ SCALED = graph_of(f"{PRODUCT} z = {ML}.Scaler (y)", "float[1, 4] z")
         (f"{LABELS} (y)", "string[1, 4]", "strings: 'z'"),
         (f"{ML}.ZipMap (y)", "seq(float[])", "a sequence: 'z'"),
         ("SplitToSequence (y)", "seq(float[])", "a sequence: 'z'"),
+        ("Optional (y)", "optional(float[])", "an optional value: 'z'"),
         (f"{ML}.Scaler (y)", "float[1, 4]", "an operator of ai.onnx.ml"),
     ],
 )

@@ -84,9 +84,9 @@ def _index(operand: int, table: int, axis: _Axis) -> _Rule:
     return lambda node, scope: _indices(operand, _size(node, scope, table, axis))
 
 
-def _length(operand: int, axis: _Axis) -> _Rule:
-    """The operand is a length within the first one."""
-    return lambda node, scope: _lengths(operand, _size(node, scope, 0, axis))
+def _length(operand: int, axis: _Axis, table: int = 0) -> _Rule:
+    """The operand is a length within the operand ``table``."""
+    return lambda node, scope: _lengths(operand, _size(node, scope, table, axis))
 
 
 def _fixed(*fixed: Bound) -> _Rule:
@@ -147,6 +147,13 @@ def _slice(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     yield from (Bound(1, 0, size - 1, usual=0), Bound(2, 1, size, usual=size), Bound(4, 1, 1))
 
 
+def _tensor_scatter(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """The first place in a cache of the new part."""
+    size, length = (_size(node, scope, operand, ("axis", -2)) for operand in (0, 1))
+    if size and length:
+        yield from _indices(2, size - length + 1)
+
+
 def _clip(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     low, high = clip_bounds(node, scope)
     if max(abs(low), abs(high)) <= _MAX_CLIP:
@@ -204,6 +211,8 @@ _RULES: Mapping[str, _Rule] = {
     # The limits of a detector's results.
     "NonMaxSuppression": _all(_length(2, 1), _fixed(Bound(3, 0, 1), Bound(4, 0, 1))),
     "RotaryEmbedding": _positions(3, 1),
+    "Attention": _length(6, -2, 1),
+    "TensorScatter": _tensor_scatter,
     "OneHot": _one_hot,
     "Equal": _equal,
     "ReverseSequence": _length(1, ("time_axis", 0)),
@@ -212,6 +221,7 @@ _RULES: Mapping[str, _Rule] = {
     "TopK": _length(1, ("axis", -1)),
     "Range": _fixed(Bound(0, 0, 0), Bound(1, 1, math.inf, "length"), Bound(2, 1, 1)),
     "Resize": _fixed(Bound(2, 1, 2, usual=1)),
+    "Upsample": _fixed(Bound(1, 1, 2, usual=1)),
     "Clip": _clip,
     "QuantizeLinear": _quantize,
     "Where": _mask(0),

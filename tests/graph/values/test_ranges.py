@@ -50,6 +50,20 @@ def test_indices_are_bounded_by_the_size_of_the_axis() -> None:
     assert found == {"i": index(6), "j": index(2)}
 
 
+def test_places_in_a_cache_leave_room_for_the_new_part() -> None:
+    found = ranges_of(
+        parsed(
+            """(float[2, 1, 9, 4] cache, float[2, 1, 3, 4] x, int64[2] at, int64[2] n) => (float[] y) {
+                all = TensorScatter (cache, x, at)
+                y = Attention (x, all, all, , , , n) }""",
+            opset=24,
+            check=False,
+        )
+    )
+    assert found["at"] == index(6)
+    assert found["n"] == index(9, 1, usual=9)
+
+
 @pytest.mark.parametrize(
     ("nodes", "low", "high"),
     [
