@@ -47,7 +47,7 @@ FAULTS = {
         ("shared-cache", '"ftp://host"'),
         ("shared-cache-keys", '["x"]'),
     ),
-    tables.WheelTable: (("tag", '"x"'), ("max-size", '"x"')),
+    tables.WheelTable: (("tag", '"x"'),),
     tables.TargetTable: _OF_TARGETS,
     tables.ModelTable: (
         ("name", '"a/b"'),

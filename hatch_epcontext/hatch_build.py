@@ -305,7 +305,7 @@ class HatchBuild:
 
         try:
             wheel.verify(path, self._in_wheel(output), package.files)
-            warning = wheel.check_size(path, config.wheel.max_size)
+            warning = wheel.check_size(path)
             if self._hooks.after:
                 # A hook that ran after this one may have changed a model.
                 check_unchanged(sources, self._hooks.right_order())

@@ -446,16 +446,6 @@ def test_a_project_of_only_models_sets_the_output_folder(root: Path) -> None:
     assert "my_models/manifest.json" in names
 
 
-def test_a_wheel_that_is_too_large_is_removed(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    configure(root, '[tool.epcontext.wheel]\nmax-size = "1 kB"\n')
-    text = failure(root, capsys)
-    assert "tool.epcontext.wheel.max-size: EPC503" in text
-    assert "my_app/epcontext/a/cpu/a_optimized.onnx" in text
-    assert not list((root / "dist").glob("*.whl"))
-
-
 def test_a_large_wheel_is_one_warning(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,9 +453,6 @@ def test_a_large_wheel_is_one_warning(
     make(root)
     text = capsys.readouterr().err
     assert text.count("By default package indexes accept files of up to") == 1
-    configure(root, '[tool.epcontext.wheel]\nmax-size = "1 GB"\n')
-    make(root)
-    assert "By default package indexes" not in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")

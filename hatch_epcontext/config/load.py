@@ -19,7 +19,6 @@ from hatch_epcontext.config.settings import (
     BuildSettings,
     Config,
     Model,
-    WheelSettings,
 )
 from hatch_epcontext.config.tables import BuildTable, RootTable, TargetTable
 from hatch_epcontext.errors import (
@@ -159,7 +158,6 @@ def _check_farm(
 def _config(
     root: Path, table: RootTable, build: BuildTable, models: list[Model], environment: Environment
 ) -> Config:
-    wheel = dataclasses.replace(table.wheel, **environment.wheel)
     return Config(
         root=root,
         # A model without any selected target may still be shipped as its source.
@@ -175,7 +173,7 @@ def _config(
                 "shared_cache_key": environment.shared_cache_key,
             }
         ),
-        wheel=WheelSettings(**{**vars(wheel), "max_size": _size(wheel.max_size)}),
+        wheel=dataclasses.replace(table.wheel, **environment.wheel),
         offline=environment.offline,
         cache_dir=environment.cache_dir,
         use_cache=not environment.no_cache,

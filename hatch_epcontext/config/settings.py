@@ -337,13 +337,6 @@ class BuildSettings(BuildTable):
         return self.shared_cache_keys or None
 
 
-@dataclass(frozen=True, kw_only=True)
-class WheelSettings(WheelTable):
-    """``[tool.epcontext.wheel]`` with the variables that win over it, and with its size in bytes."""
-
-    max_size: int | None = None
-
-
 @dataclass(frozen=True)
 class Config:
     """A checked configuration.
@@ -358,7 +351,7 @@ class Config:
     output: PurePosixPath | None
     editable: Editable
     build: BuildSettings
-    wheel: WheelSettings
+    wheel: WheelTable
     cache_dir: Path | None
     use_cache: bool
     only_from_cache: bool

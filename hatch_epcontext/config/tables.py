@@ -456,11 +456,6 @@ class WheelTable:
         "auto",
         check=_wheel_tag,
     )
-    max_size: int | str | None = _key(
-        'Fail if the wheel is larger: bytes, or a size such as `"250 MB"`. Without it a wheel beyond 100 MB, '
-        "which indexes refuse by default, is a warning.",
-        check=_size,
-    )
     sbom: bool = _key(
         "Write a CycloneDX SBOM of the models into the wheel: see `docs/model-package.md`.",
         False,

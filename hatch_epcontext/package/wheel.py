@@ -32,9 +32,6 @@ _MAX_NAMED = 5
 
 _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
 
-_MAX_SIZE = Key() / "wheel" / "max-size"
-"""The configuration key of the wheel's maximum size."""
-
 _WARN_AT = 100 * 10**6
 """The size in bytes above which package indexes refuse a wheel by default."""
 
@@ -220,28 +217,14 @@ def _hashes(archive: zipfile.ZipFile) -> dict[str, str]:
     }
 
 
-def check_size(wheel: Path, max_size: int | None) -> str | None:
-    """A warning about a large wheel, with its largest files; None for a wheel that is not large.
-
-    Raises WheelError if it is larger than ``max_size`` bytes.
-    """
+def check_size(wheel: Path) -> str | None:
+    """A warning about a large wheel, with its largest files; None for a wheel that is not large."""
     size = wheel.stat().st_size
-    if size <= (_WARN_AT if max_size is None else max_size):
+    if size <= _WARN_AT:
         return None
-    message = f"{wheel.name} has {show_size(size)}\n{_largest_files(wheel)}"
-    if max_size is None:
-        return (
-            f"{message}\n  By default package indexes accept files of up to {show_size(_WARN_AT)}: "
-            f"request a higher limit, ship fewer targets, or set {_MAX_SIZE} to the size that you expect."
-        )
-    raise WheelError(
-        Problem.at(
-            _MAX_SIZE,
-            Kind.LARGE_WHEEL,
-            f"{message}\nAt most {show_size(max_size)} are allowed.",
-            "Ship fewer targets, share weights, or raise the limit.",
-            Setting(_MAX_SIZE, f"{-(-size // 10**6)} MB"),
-        )
+    return (
+        f"{wheel.name} has {show_size(size)}\n{_largest_files(wheel)}\n  By default package indexes accept "
+        f"files of up to {show_size(_WARN_AT)}: request a higher limit, or ship fewer targets."
     )
 
 

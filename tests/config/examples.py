@@ -74,7 +74,7 @@ validate = { tolerance = false }
 PROFILE = "{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }"
 
 EVERYTHING = """
-wheel = { max-size = "1 GB" }
+wheel = { sbom = true }
 [targets.rtx]
 provider = "NvTensorRTRTX"
 provider-options = { nv_max_workspace_size = 5, nv_weight_streaming_budget = "40%" }

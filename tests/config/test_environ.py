@@ -61,7 +61,6 @@ def test_all_variables(tmp_path: Path) -> None:
         SCHEDULER="tls://host:8786",
         SBOM="1",
         TAG="any",
-        MAX_SIZE="250 MB",
         EDITABLE="compile",
         VALIDATE="require",
     )
@@ -82,7 +81,6 @@ def test_all_variables(tmp_path: Path) -> None:
     }
     assert settings.wheel == {
         "tag": "any",
-        "max_size": "250 MB",
         "sbom": True,
     }
     assert settings.shared_cache_write
@@ -140,7 +138,7 @@ def test_the_cache_folder_is_absolute_wherever_the_build_runs() -> None:
         ("TIMEOUT", "nan", "a number of seconds above 0"),
         ("TIMEOUT", "long", "must be a number"),
         ("TAG", "py3", "or a wheel tag such as"),
-        ("MAX_SIZE", "10 MiB", 'a size such as "250 MB"'),
+        ("MEMORY_LIMIT", "10 MiB", 'a size such as "250 MB"'),
         ("EDITABLE", "inplace", 'must be "source" or "compile" or "skip"'),
         ("VALIDATE", "yes", 'must be "auto" or "require"'),
         ("SKIP", "maybe", "1 or 0"),
@@ -162,7 +160,6 @@ SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
     ("build", "memory_limit"): ("7", "1.5 kB", 1500, "much"),
     ("wheel", "sbom"): ("false", "1", True, "maybe"),
     ("wheel", "tag"): ('"any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
-    ("wheel", "max_size"): ("7", "1.5 kB", 1500, "many"),
 }
 
 

@@ -48,7 +48,7 @@ def test_the_short_form_is_one_target_named_after_its_provider(project: Path) ->
     assert (config.output, config.editable) == (None, "source")
     assert [model.fallback for model in config.models] == ["auto"] * len(config.models)
     assert (config.build.timeout, config.use_cache) == (1800, True)
-    assert (config.wheel.tag, config.wheel.max_size) == ("auto", None)
+    assert config.wheel.tag == "auto"
     assert model.validate == ValidateTable(mode="auto", inputs="random")
     assert model.tolerance_for(target) == Tolerance(20, 0.99, unit=0.1)
 

@@ -242,19 +242,11 @@ def test_a_large_wheel_is_a_warning_with_its_largest_files(
 ) -> None:
     finished = {**finished, **{f"my_app/data/{n}": b"x" * n for n in range(1, 20)}}
     path = archived({**finished, "my_app/large.bin": b"x" * 100_000}, tmp_path)
-    assert wheel.check_size(path, None) is None
+    assert wheel.check_size(path) is None
     monkeypatch.setattr(wheel, "_WARN_AT", 50_000)
-    warning = wheel.check_size(path, None)
+    warning = wheel.check_size(path)
     assert warning is not None
     lines = warning.splitlines()
     assert re.fullmatch(r"my_app-1-py3-none-any.whl has 1\d\d\.\d kB", lines[0])
     assert lines[1] == "  100.0 kB  my_app/large.bin"
     assert lines[-2] == f"  and {len(finished) + 2 - 10} smaller files"
-    assert "tool.epcontext.wheel.max-size" in lines[-1]
-    # A size below the limit is expected.
-    assert wheel.check_size(path, 200_000) is None
-    with pytest.raises(WheelError, match=r"At most 60\.0 kB are allowed") as raised:
-        wheel.check_size(path, 60_000)
-    assert "my_app/large.bin" in str(raised.value)
-    (problem,) = raised.value.problems
-    assert (problem.kind, problem.key) == (Kind.LARGE_WHEEL, wheel._MAX_SIZE)
