@@ -248,8 +248,6 @@ def _target_tables(library: str, offered: LibraryDevices) -> Iterator[str]:
     for ep in dict.fromkeys(device.ep for device in offered.devices):
         name = file_name(ep.removesuffix("ExecutionProvider").lower(), "-")
         keys: dict[str, object] = {"provider": "plugin", "library": library, "ep-name": ep}
-        if offered.name != ep:
-            keys["registration-name"] = offered.name
         if not is_path(library):
             packages = sorted(owners(library.partition(".")[0]))
             keys["requirements"] = [f"{name}>={installed(name)}" for name in packages]

@@ -371,7 +371,6 @@ def _compile_settings(
     derived = {
         "provider": provider.name,
         "ep": provider.ep,
-        "registration_name": plugin.registration_name if plugin else None,
         "library_module": (plugin.module or None) if plugin else None,
         "library_sha256": named.library_sha256,
         "provider_options": options,
@@ -393,4 +392,4 @@ def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:
     if not isinstance(given := table.quantize, QuantizeTable):
         return None
     activation = given.activation or provider.quantized_activation
-    return Quantize(activation, given.weight, given.per_channel)
+    return Quantize(activation, given.weight)

@@ -62,7 +62,6 @@ class Quantize:
 
     activation: QuantizedType = "uint16"
     weight: QuantizedType = "uint8"
-    per_channel: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,6 @@ class CompileSettings:
 
     provider: str
     ep: str
-    registration_name: str | None = None
     library_module: str | None = None
     library_sha256: str | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)

@@ -157,7 +157,6 @@ class QuantizeTable:
         "The integers of activations.", when_missing="`uint16`, and `uint8` for OpenVINO"
     )
     weight: QuantizedType = _key("The integers of weights.", "uint8")
-    per_channel: bool = _key("Whether each channel of a weight has a scale of its own.", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,9 +305,8 @@ class TargetTable:
         "The EP's plugin library: a package with `get_library_path()`, or a path.",
         when_missing="the provider's",
     )
-    ep_name: str | None = _key("ONNX Runtime's name of the EP, for the provider `plugin`.")
-    registration_name: str | None = _key(
-        "The name to register its library under.", when_missing="`ep-name`"
+    ep_name: str | None = _key(
+        "ONNX Runtime's name of the EP, for the provider `plugin`: its library is registered under it."
     )
 
 

@@ -39,7 +39,7 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
     ep, plugin = provider.ep, provider.plugin
     if table.library or provider.needs_library:
         ep = table.ep_name or ep
-        plugin = _plugin(table.library or "", table.registration_name or ep, root)
+        plugin = _plugin(table.library or "", ep, root)
     unchecked = bool(table.allow_unknown_options)
     by_library = compile_with(table) == "library"
     provider = configured(provider.name, ep, plugin, unchecked=unchecked, by_library=by_library)

@@ -36,8 +36,7 @@ def register(plugin: Plugin, ep: str, *, virtual: bool = False) -> None:
                 "",
                 f"{plugin.package} was registered as {registered_name(plugin, virtual=virtual)!r} and "
                 f"offers {listing(offered)}, not {ep}.",
-                "Set ep-name to the name that it offers. Some libraries name their EP after their "
-                "registration: for these set registration-name.",
+                "Set ep-name to the name that it offers.",
             )
         )
 

@@ -59,7 +59,6 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
             data,
             activation_type=_TYPES[how.activation],
             weight_type=_TYPES[how.weight],
-            per_channel=how.per_channel,
         )
         quantization.quantize(fused if changed else source, result, config)
     except ModelError:

@@ -48,7 +48,7 @@ def test_a_library_outside_of_a_package_is_named_after_its_file(cli: Cli, tmp_pa
     assert [(device["ep"], device["kind"]) for device in reply["devices"]] == [("cpu_ep", "cpu")]
     printed = cli("doctor", "--library", path).stdout
     assert f'library = "{path.as_posix()}"' in printed
-    assert 'ep-name = "cpu_ep"\nregistration-name = "new"\n' in printed
+    assert 'ep-name = "cpu_ep"\n' in printed
     assert "requirements" not in printed
 
 

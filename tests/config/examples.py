@@ -90,7 +90,6 @@ provider-options = { load_config = { CPU = { A = "1", B = 2 } }, newer = 1 }
 provider = "plugin"
 library = "other_ep"
 ep-name = "X"
-registration-name = "Y"
 [[models]]
 path = "models/a.onnx"
 targets.rtx.profiles = [{ x = { min = [1, 2], opt = [1, 2], max = [3, 4] } }]

@@ -139,10 +139,9 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "recompile": ("qnn", "recompile = true", True),
     "dequantize": ("qnn", 'dequantize = "all"', "all"),
     "quantize": (
-        "qnn", 'quantize = { inputs = "models", activation = "int8", per-channel = true }',
-        Quantize("int8", "uint8", per_channel=True),
+        "qnn", 'quantize = { inputs = "models", activation = "int8" }',
+        Quantize("int8", "uint8"),
     ),
-    "registration_name": ("plugin", f'{LIBRARY}registration-name = "y"', "y"),
 }  # fmt: skip
 """For each key of a target that is a field of `CompileSettings`: its TOML, and the value of the field."""
 

@@ -30,13 +30,8 @@ def test_the_library_of_any_other_ep(project: Path) -> None:
     found = target(project, toml)
     assert found.provider.ep == found.settings.ep == "SomeEP"
     assert found.provider.plugin == Plugin("some_ep", "some_ep", "SomeEP")
-    assert found.settings.registration_name == "SomeEP"
     assert found.settings.provider_options == {"x": "1"}
     assert found.settings.device == "any"
-    named = target(project, f'{toml}\nregistration-name = "some"')
-    assert named.provider.plugin is not None
-    assert named.provider.plugin.registration_name == "some"
-    assert named.settings.registration_name == "some"
 
 
 def test_a_library_may_be_a_path(project: Path) -> None:

@@ -16,7 +16,6 @@ SHA256 = {"a": "00"}
 CHANGED: dict[str, Any] = {
     "provider": "other",
     "ep": "OtherExecutionProvider",
-    "registration_name": "other",
     "library_module": "other",
     "library_sha256": "11",
     "provider_options": {"a": "1"},

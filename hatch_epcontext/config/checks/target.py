@@ -87,9 +87,6 @@ def _check_library(target: NamedTarget) -> Iterator[Problem]:
     if table.ep_name is not None:
         message = f"belongs to the provider plugin; {provider.name} is {provider.ep}."
         yield Problem.at(key / "ep-name", Kind.NOT_APPLICABLE, message)
-    if table.registration_name is not None and not table.library:
-        message = "belongs to a library, and the target has none."
-        yield Problem.at(key / "registration-name", Kind.NOT_APPLICABLE, message)
 
 
 def _check_compiler(target: NamedTarget) -> Iterator[Problem]:

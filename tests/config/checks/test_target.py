@@ -135,7 +135,6 @@ def test_the_order_of_the_capabilities_changes_nothing(project: Path) -> None:
         (one("plugin"), {"library", "ep-name"}),
         (one("plugin", 'library = "some_ep"'), {"ep-name"}),
         (one("qnn", 'ep-name = "X"'), {"ep-name"}),
-        (one("qnn", 'registration-name = "X"'), {"registration-name"}),
         (one("cpu", 'library = "some_ep"'), {"library"}),
     ],
 )
