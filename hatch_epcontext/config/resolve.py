@@ -36,7 +36,7 @@ from hatch_epcontext.config.tables import (
     TargetTable,
     ValidateTable,
 )
-from hatch_epcontext.config.targets import NamedTarget, compile_with, named_target
+from hatch_epcontext.config.targets import NamedTarget, named_target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, collect
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
@@ -366,8 +366,7 @@ def _compile_settings(
     static_shapes = table.static_shapes
     if static_shapes is None:
         static_shapes = not provider.leaves_shapes_open(device)
-    known = provider.compiler_library.capabilities if provider.compiler_library else ()
-    given = table.compute_capabilities or ()
+    capabilities = provider.compiler_library.capabilities if provider.compiler_library else ()
     derived = {
         "provider": provider.name,
         "ep": provider.ep,
@@ -377,9 +376,11 @@ def _compile_settings(
         "session_options": render_options(table.session_options),
         "device": device,
         "static_shapes": static_shapes,
-        "compile_with": compile_with(table),
-        # Their order changes nothing.
-        "compute_capabilities": tuple(each for each in known if each in given),
+        "compile_with": "library" if provider.by_library else "ep",
+        # Their order changes nothing. No known one is in "auto".
+        "compute_capabilities": tuple(
+            gpu for gpu in capabilities if gpu in (table.compute_capabilities or ())
+        ),
         "device_filter": {name: str(value) for name, value in table.device_filter.items()},
         "quantize": _quantize(table, provider),
         # A sidecar by default: large models need one, and no known EP requires embedding.

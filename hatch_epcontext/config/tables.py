@@ -292,14 +292,10 @@ class TargetTable:
         "Compile for a device that the machine does not have (OpenVINO's NPUs).",
         otherwise=False,
     )
-    compile_with: CompileWith | None = _key(
-        "What compiles: the EP on its device (`ep`), or NVIDIA's own library, which needs no GPU (`library`, "
-        "TensorRT RTX): see `docs/rtx.md`.",
-        when_missing="`library` with `compute-capabilities`, otherwise `ep`",
-    )
-    compute_capabilities: tuple[str, ...] | None = _key(
-        'The GPUs that the library compiles for, such as `["8.6", "8.9", "12.0"]`.',
-        when_missing="the library's own choice",
+    compute_capabilities: tuple[str, ...] | Literal["auto"] | None = _key(
+        "Compile with NVIDIA's own library, which needs no GPU (TensorRT RTX), for these GPUs: such as "
+        '`["8.6", "8.9", "12.0"]`, or `auto` for those that the library chooses: see `docs/rtx.md`.',
+        when_missing="the EP compiles, for the GPU that it finds",
     )
     library: str | None = _key(
         "The EP's plugin library: a package with `get_library_path()`, or a path.",

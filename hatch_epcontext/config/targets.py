@@ -6,7 +6,7 @@ import contextlib
 import re
 from pathlib import Path
 
-from hatch_epcontext.config.tables import CompileWith, TargetTable
+from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.errors import Key
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.frozen import dataclass
@@ -41,7 +41,7 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
         ep = table.ep_name or ep
         plugin = _plugin(table.library or "", ep, root)
     unchecked = bool(table.allow_unknown_options)
-    by_library = compile_with(table) == "library"
+    by_library = table.compute_capabilities is not None
     provider = configured(provider.name, ep, plugin, unchecked=unchecked, by_library=by_library)
     sha256 = None
     if plugin is not None and plugin.path:
@@ -49,11 +49,6 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
         with contextlib.suppress(OSError, ValueError):
             sha256 = file_sha256(Path(plugin.path))
     return NamedTarget(name, key, table, provider, unchecked, sha256)
-
-
-def compile_with(table: TargetTable) -> CompileWith:
-    """What compiles for a target: the EP, or the vendor's library."""
-    return table.compile_with or ("ep" if table.compute_capabilities is None else "library")
 
 
 def is_path(library: str) -> bool:

@@ -127,7 +127,6 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "device": ("openvino", 'device = "gpu"', "gpu"),
     "device_filter": ("openvino", "device-filter = { vendor-id = 3 }", {"vendor-id": "3"}),
     "virtual_devices": ("openvino", "virtual-devices = true", True),
-    "compile_with": ("tensorrt-rtx", 'compile-with = "library"', "library"),
     "compute_capabilities": (
         "tensorrt-rtx", 'compute-capabilities = ["8.9", "12.0"]', ("8.9", "12.0"),
     ),

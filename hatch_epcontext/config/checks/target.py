@@ -11,11 +11,11 @@ from hatch_epcontext.config.checks.common import check_name
 from hatch_epcontext.config.checks.options import check_options, check_session_options
 from hatch_epcontext.config.environ import ALL
 from hatch_epcontext.config.tables import ProfileTable, TargetTable
-from hatch_epcontext.config.targets import NamedTarget, compile_with
+from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.providers import PROVIDERS, CompilerLibrary, Provider, find
 from hatch_epcontext.shipped import SOURCE
-from hatch_epcontext.text import listing, show, suggestion, toml_key
+from hatch_epcontext.text import listing, show, suggestion
 
 
 def check_target_name(key: Key, name: str, provider: str) -> Iterator[Problem]:
@@ -90,36 +90,28 @@ def _check_library(target: NamedTarget) -> Iterator[Problem]:
 
 
 def _check_compiler(target: NamedTarget) -> Iterator[Problem]:
-    key, table, provider = target.key, target.table, target.provider
-    if table.compute_capabilities == ():
-        message = "is empty: no GPU would run what is compiled."
-        hint = 'List GPUs, or set compile-with = "library" for the library\'s own choice.'
-        yield Problem.at(key / "compute-capabilities", Kind.INVALID_VALUE, message, hint)
-    if compile_with(table) == "ep":
-        if table.compute_capabilities:
-            message = 'is for the library, and compile-with is "ep".'
-            yield Problem.at(
-                key / "compute-capabilities", Kind.CONFLICTING_KEYS, message, "Remove one of them."
-            )
+    gpus, provider = target.table.compute_capabilities, target.provider
+    key = target.key / "compute-capabilities"
+    if gpus is None:
         return
-    name = "compile_with" if table.compile_with else "compute_capabilities"
     if (library := provider.compiler_library) is None:
         message = (
             f"there is no library that compiles for the {provider.name} provider without its EP."
         )
-        others = ", ".join(name for name, each in PROVIDERS.items() if each.compiler_library)
+        others = ", ".join(name for name, other in PROVIDERS.items() if other.compiler_library)
         hint = f"Providers with a library: {others}."
-        yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, hint)
+        yield Problem.at(key, Kind.NOT_APPLICABLE, message, hint)
         return
-    known = ", ".join(library.capabilities)
-    listed = table.compute_capabilities or ()
-    for index, each in enumerate(listed):
-        place = key / "compute-capabilities" / index
-        if each not in library.capabilities:
-            message = f"{show(each)} is not a compute capability that the library compiles for."
-            yield Problem.at(place, Kind.INVALID_VALUE, message, f"It has {known}.")
-        elif each in listed[:index]:
-            yield Problem.at(place, Kind.INVALID_VALUE, f"{show(each)} is there twice.")
+    if gpus == ():
+        message = "is empty: no GPU would run what is compiled."
+        yield Problem.at(key, Kind.INVALID_VALUE, message, 'List GPUs, or set "auto".')
+    for index, gpu in enumerate(() if gpus == "auto" else gpus):
+        if gpu not in library.capabilities:
+            message = f"{show(gpu)} is not a compute capability that the library compiles for."
+            hint = f"It has {', '.join(library.capabilities)}."
+            yield Problem.at(key / index, Kind.INVALID_VALUE, message, hint)
+        elif gpu in gpus[:index]:
+            yield Problem.at(key / index, Kind.INVALID_VALUE, f"{show(gpu)} is there twice.")
 
 
 def _check_for_library(

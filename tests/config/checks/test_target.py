@@ -76,19 +76,17 @@ def test_an_invalid_profile_is_an_error(
         (f'{RTX}compute-capabilities = ["9.0"]', "targets.rtx.compute-capabilities[0]", Kind.INVALID_VALUE),
         (f'{RTX}compute-capabilities = ["8.9", "8.9"]',
          "targets.rtx.compute-capabilities[1]", Kind.INVALID_VALUE),
-        (f'{RTX}compute-capabilities = ["8.6"]\ncompile-with = "ep"',
-         "targets.rtx.compute-capabilities", Kind.CONFLICTING_KEYS),
         (f"{RTX}compute-capabilities = []", "targets.rtx.compute-capabilities", Kind.INVALID_VALUE),
-        (f'{RTX}compile-with = "library"\noptimization = "all"',
+        (f'{RTX}compute-capabilities = "auto"\noptimization = "all"',
          "targets.rtx.optimization", Kind.NOT_APPLICABLE),
-        (f'{RTX}compile-with = "library"\nprovider-options = {{ nv_profile_min_shapes = "x:1" }}',
+        (f'{RTX}compute-capabilities = "auto"\nprovider-options = {{ nv_profile_min_shapes = "x:1" }}',
          "targets.rtx.provider-options.nv_profile_min_shapes", Kind.CONFLICTING_OPTIONS),
-        (f'{RTX}compile-with = "library"\nprovider-options = {{ nv_weight_streaming_budget = "40%" }}',
+        (f'{RTX}compute-capabilities = "auto"\nprovider-options = {{ nv_weight_streaming_budget = "40%" }}',
          "targets.rtx.provider-options.nv_weight_streaming_budget", Kind.CONFLICTING_OPTIONS),
-        (f'{RTX}compile-with = "gpu"', "targets.rtx.compile-with", Kind.WRONG_TYPE),
-        (f'{CPU}compile-with = "library"', "targets.cpu.compile-with", Kind.NOT_APPLICABLE),
+        (f'{RTX}compute-capabilities = "gpu"', "targets.rtx.compute-capabilities", Kind.WRONG_TYPE),
+        (f'{CPU}compute-capabilities = "auto"', "targets.cpu.compute-capabilities", Kind.NOT_APPLICABLE),
         (f'{CPU}compute-capabilities = ["8.6"]', "targets.cpu.compute-capabilities", Kind.NOT_APPLICABLE),
-        (f'{RTX}compile-with = "library"\nprovider-options = {{ nv_target_sm = "sm89" }}',
+        (f'{RTX}compute-capabilities = "auto"\nprovider-options = {{ nv_target_sm = "sm89" }}',
          "targets.rtx.provider-options.nv_target_sm", Kind.CONFLICTING_OPTIONS),
         (f'{RTX}profiles = [{{ x = {{ min = [1], opt = [1], max = [2147483648] }} }}]',
          "targets.rtx.profiles[0].x.max", Kind.INVALID_PROFILE),
@@ -101,11 +99,10 @@ def test_what_the_library_of_a_vendor_does_not_do_is_an_error(
     assert {place: each.kind for place, each in found.items()} == {location: kind}
 
 
-def test_the_capabilities_choose_the_library_unless_the_ep_is_named(project: Path) -> None:
+def test_the_capabilities_choose_the_library(project: Path) -> None:
     for toml, by_library in (
         ("", False),
-        ('compile-with = "ep"', False),
-        ('compile-with = "library"', True),
+        ('compute-capabilities = "auto"', True),
         ('compute-capabilities = ["8.9"]\nload-options = { enable_cuda_graph = true }', True),
     ):
         (target,) = configured(project, f"{RTX}{toml}").targets
