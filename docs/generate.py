@@ -400,8 +400,9 @@ COMMANDS = """\
 <!-- Generated from the commands' help by docs/generate.py. -->
 
 `pip install "hatch-epcontext[cli]"` installs the commands. `cache`, `schema`, and `inspect` of a wheel or a
-model package need nothing else. All others need a compiler too, from one of the extras `qnn`, `openvino`,
-`tensorrt-rtx`, `gpu` and `cpu`: `"hatch-epcontext[cli,qnn]"`.
+model package need nothing else, except that `cache new-key` needs the extra `remote-cache`. All others need a
+compiler too, from one of the extras `qnn`, `openvino`, `tensorrt-rtx`, `gpu` and `cpu`:
+`"hatch-epcontext[cli,qnn]"`.
 
 {commands}
 

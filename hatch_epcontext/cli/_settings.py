@@ -53,6 +53,12 @@ def _value(text: str) -> Any:
     return values["value"] if len(values) == 1 else text
 
 
+def _shape(text: str) -> Any:
+    """The list of the sizes in ``text``, or ``text`` itself if it has others."""
+    sizes = _value(f"[{text}]")
+    return sizes if isinstance(sizes, list) else text
+
+
 def _pair(text: str, table: str = "", read: Callable[[str], Any] = _value) -> Mapping[str, Any]:
     """``key=value`` of ``table``; without one, any key of TOML."""
     key, equals, value = text.partition("=")
@@ -109,7 +115,7 @@ _ALL = (
     *_SHORT[:2],
     _flag(
         "--shape",
-        read=partial(_pair, table="shapes", read=lambda text: _value(f"[{text}]")),
+        read=partial(_pair, table="shapes", read=_shape),
         multiple=True, metavar="X=1,3,224,224", help="The whole shape of an input.",
     ),
     _flag(
@@ -189,9 +195,9 @@ class SettingNames(KeyNames):
 
     def key(self, key: Key) -> str:
         """The flag for ``key``, after the file of the model that it belongs to."""
+        if len(key.parts) == 1:
+            return f"--set {dotted(key.parts)}"
         index, parts = _split(key)
-        if parts == ("models",):
-            return "MODEL"
         if index is None:
             return f"--set {dotted(parts)}" if parts not in _PROVIDER else "--provider"
         path = str(list(self._models.values())[index])

@@ -29,7 +29,7 @@ _HEADLINE = "validation failed"
 _EXAMPLES = """\b
 Examples:
   epcontext validate model_ctx.onnx --source model.onnx
-  epcontext validate model.ortpackage --variant x-elite --variant source
+  epcontext validate model.ortpackage --variant qnn
   epcontext validate model.ortpackage --set validate=auto
 """
 

@@ -82,7 +82,8 @@ def read_environment(environ: Mapping[str, str]) -> Diagnosed[Environment]:
     for name, text in given.items():
         location = PREFIX + name
         if (variable := VARIABLES.get(name)) is None:
-            hint = suggestion(location, [PREFIX + each for each in VARIABLES])
+            # Without the prefix, which makes any two similar.
+            hint = f"{suggestion(name, VARIABLES)} All begin with {PREFIX}."
             yield Problem(Kind.INVALID_VARIABLE, location, "is not a known variable.", hint)
             continue
         try:

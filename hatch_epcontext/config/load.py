@@ -20,7 +20,13 @@ from hatch_epcontext.config.settings import (
     Config,
     Model,
 )
-from hatch_epcontext.config.tables import BuildTable, RootTable, TargetTable
+from hatch_epcontext.config.tables import (
+    BuildTable,
+    ModelTable,
+    RootTable,
+    TargetTable,
+    WheelTable,
+)
 from hatch_epcontext.errors import (
     ROOT,
     ConfigError,
@@ -33,7 +39,16 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.serialize import from_toml
 from hatch_epcontext.text import parse_size, toml_key
 
-_OF_TARGETS = {(toml_key(field.name),) for field in dataclasses.fields(TargetTable)}
+_KEYS = {
+    name: {toml_key(field.name) for field in dataclasses.fields(table)}
+    for name, table in (
+        ("targets", TargetTable),
+        ("models", ModelTable),
+        ("build", BuildTable),
+        ("wheel", WheelTable),
+        ("the root", RootTable),
+    )
+}
 
 
 def load(
@@ -76,7 +91,7 @@ def _load(
         yield Problem(Kind.INVALID_PYPROJECT, f"[{ROOT}]", "is missing in pyproject.toml.", hint)
         return None
     parsed, mistyped = collect(from_toml(table, RootTable, Key()))
-    mistyped = [_with_model(each, table) for each in mistyped]
+    mistyped = [_with_model(_with_owner(each), table) for each in mistyped]
     yield from mistyped
     resolver = Resolver(parsed, environment, finder)
     models, invalid = collect(resolver.models())
@@ -91,14 +106,30 @@ def _load(
     return _config(finder.root, parsed, build, models, environment)
 
 
+def _with_owner(problem: Problem) -> Problem:
+    """``problem``, whose hint names the table that has its unknown key, if another one has."""
+    if problem.key is None or problem.kind is not Kind.UNKNOWN_KEY:
+        return problem
+    *table, name = problem.key.parts
+    place = ".".join("*" if index % 2 else str(part) for index, part in enumerate(table))
+    owner = next((owner for owner, keys in _KEYS.items() if name in keys), None)
+    if owner is None or place not in ("", "targets.*", "models.*", "models.*.targets.*"):
+        return problem
+    model = str(Key(tuple(table[:2]))) if place.startswith("models.*") else None
+    addresses = {
+        "targets": f"{model or ROOT}.targets.<name>.{name}",
+        "models": f"{model}.{name}" if model else f"[[{ROOT}.models]]",
+        "the root": f"{ROOT}.{name}",
+    }
+    address = addresses.get(owner, f"{ROOT}.{owner}.{name}")
+    return replace(problem, hint=f"It is a key of {owner}: {address}.")
+
+
 def _with_model(problem: Problem, table: Any) -> Problem:
     """``problem`` with the name and the path of its model, as far as ``table`` has them."""
     parts = problem.key.parts if problem.key else ()
     if problem.key is None or len(parts) < 2 or parts[0] != "models":
         return problem
-    hint = problem.hint
-    if problem.kind is Kind.UNKNOWN_KEY and parts[2:] in _OF_TARGETS:
-        hint = f"It is a key of targets: {Key(parts[:2])}.targets.<name>.{parts[2]}."
     item = table["models"][parts[1]]
     given = item if isinstance(item, dict) else {}
     path, name = (
@@ -110,7 +141,7 @@ def _with_model(problem: Problem, table: Any) -> Problem:
         return replace(key, model=path, name=name)
 
     settings = tuple(replace(each, key=named(each.key)) for each in problem.settings)
-    return replace(problem, key=named(problem.key), settings=settings, hint=hint)
+    return replace(problem, key=named(problem.key), settings=settings)
 
 
 def _is_about(problem: Problem, others: list[Problem]) -> bool:

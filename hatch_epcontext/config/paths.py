@@ -27,7 +27,7 @@ from hatch_epcontext.files import (
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Option, variable_of
 from hatch_epcontext.shipped import OPTION_FILE
-from hatch_epcontext.text import show
+from hatch_epcontext.text import near_name, show
 
 NO_HOME = "this user has no home folder, and so no cache folder"
 """Why there is no default folder, as in a container that runs as any user."""
@@ -72,7 +72,7 @@ class Finder:
 
     def models(self, key: Key, pattern: str) -> Diagnosed[list[Path]]:
         """The models that a path or a glob names, in order."""
-        if not any(character in pattern for character in "*?["):
+        if not is_glob(pattern):
             path = yield from self.file(key, pattern, "model")
             return [path] if path else []
         if not (yield from self._is_allowed(key, pattern)):
@@ -99,7 +99,12 @@ class Finder:
         if self.pending or (or_folder and os.path.isdir(place)):  # noqa: PTH112, names can be too long
             return place
         if is_missing(place):
-            yield self._not_found(key, f"there is no {what} at {show(path)}.")
+            message = f"there is no {what} at {show(path)}."
+            if what == "model" and is_glob(path):
+                hint = f"A table has one model. Globs stand alone: models = [{show(path)}]."
+                yield Problem.at(key, Kind.FILE_NOT_FOUND, message, hint)
+            else:
+                yield self._not_found(key, message, _near(place))
         elif rejection := unreadable(place):
             message = f"{show(path)} {rejection.message}"
             yield Problem.at(key, Kind.UNREADABLE_FILE, message, rejection.hint)
@@ -193,9 +198,9 @@ class Finder:
 
     def _is_allowed(self, key: Key, path: str) -> Diagnosed[bool]:
         if not path:
-            yield Problem.at(
-                key, Kind.MISSING_KEY, "is required: a path inside the project, or a url."
-            )
+            other = ", or a url" if key.parts[-1:] == ("path",) else ""
+            message = f"is required: a path inside the project{other}."
+            yield Problem.at(key, Kind.MISSING_KEY, message)
             return False
         if "://" in path:
             message = f"{show(path)} is a location, and not a path."
@@ -217,11 +222,24 @@ class Finder:
             return False
         return True
 
-    def _not_found(self, key: Key, message: str) -> Problem:
-        hint = self.hooks.advice()
+    def _not_found(self, key: Key, message: str, near: str | None = None) -> Problem:
+        hint = self.hooks.advice() or near
         if hint is None and self.confined:
             hint = "In a build from an sdist: check that the sdist contains it."
         return Problem.at(key, Kind.FILE_NOT_FOUND, message, hint)
+
+
+def is_glob(path: str) -> bool:
+    """Whether ``path`` may match several files."""
+    return any(character in path for character in "*?[")
+
+
+def _near(path: Path) -> str | None:
+    """A question about a file with a similar name beside ``path``, which does not exist."""
+    try:
+        return near_name(path.name, sorted(each.name for each in os.scandir(path.parent)))
+    except OSError:
+        return None
 
 
 def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[tuple[Path, Rejection | None]]:
@@ -232,7 +250,7 @@ def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[tuple[Path, Rejec
     first, *rest = pattern
     if first == "**":
         yield from _matches(folder, rest or ["*"])
-    elif not any(character in first for character in "*?["):
+    elif not is_glob(first):
         yield from _matched(folder / first, rest)
         return
     try:

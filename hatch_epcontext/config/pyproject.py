@@ -40,7 +40,8 @@ def tool_table(root: Path) -> Any:
     try:
         values = parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), "is missing.")) from None
+        hint = "Run the command in the folder of a project."
+        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), "is missing.", hint)) from None
     except ValueError as error:
         message = f"is not TOML: {error}."
         raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), message)) from None

@@ -19,7 +19,7 @@ from hatch_epcontext.config.checks.root import check_root
 from hatch_epcontext.config.checks.target import check_target, check_target_name
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment
 from hatch_epcontext.config.location import Download, check_url, file_of
-from hatch_epcontext.config.paths import NO_HOME, Finder, default_root
+from hatch_epcontext.config.paths import NO_HOME, Finder, default_root, is_glob
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
@@ -154,7 +154,8 @@ class Resolver:
 
     def _model(self, key: Key, table: ModelTable, path: Path) -> Diagnosed[Model]:
         name = table.name if table.name is not None else path.stem
-        yield from check_name(key / "name", name)
+        if table.name is not None or not is_glob(name):
+            yield from check_name(key / "name", name)
         yield from check_model(key, table)
         validate = yield from self._validate(key / "validate", table.validate)
         targets = yield from self._targets_of(key, table)

@@ -14,7 +14,7 @@ from typing import Any
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.settings import Config, Target
-from hatch_epcontext.config.tables import ModelTable, TargetTable
+from hatch_epcontext.config.tables import BuildTable, ModelTable, TargetTable
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.text import file_name, show, suggestion, toml_key
 
@@ -33,6 +33,7 @@ _OF_PROJECTS = frozenset(
 
 _OF_TARGETS = {toml_key(key.name) for key in dataclasses.fields(TargetTable)} - _OF_PROJECTS
 _OF_MODELS = {toml_key(key.name) for key in dataclasses.fields(ModelTable)} - _OF_PROJECTS
+_OF_BUILD = {toml_key(key.name) for key in dataclasses.fields(BuildTable)}
 
 SHARED = "shared-weights"
 """The name of the group of models that share weights."""
@@ -127,7 +128,9 @@ def split(tables: Mapping[str, Any], *others: str) -> tuple[dict[str, Any], dict
             Key() / name,
             Kind.UNKNOWN_KEY,
             f"{show(name)} is not a key that can be set.",
-            suggestion(name, sorted(settable)),
+            f"It is a key of build: build.{name}."
+            if "build" in settable and name in _OF_BUILD
+            else suggestion(name, sorted(settable)),
         )
         for name in tables
         if name not in settable

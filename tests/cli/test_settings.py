@@ -132,7 +132,8 @@ def printed(error: EpcontextError) -> str:
     [
         (key(), "--provider"),
         (key("targets", "qnn", "provider"), "--provider"),
-        (key("models"), "MODEL"),
+        (key("models"), "--set models"),
+        (key("targets"), "--set targets"),
         (key("targets", "qnn", "device"), "--set device"),
         (key("targets", "qnn", "session-options", "a.b"), '--set session-options."a.b"'),
         (key("targets", "qnn", "profiles", 0, "x"), "--set profiles[0].x"),

@@ -229,12 +229,25 @@ def test_weight_sharing_groups_cannot_be_recompiled(project: Path) -> None:
         plan(read(project, toml))
 
 
-def test_a_key_of_targets_in_a_model_says_where_it_belongs(project: Path) -> None:
-    found = problems(project, f'{CPU}models = [{{ path = "models/a.onnx", embed = true }}]')
+@pytest.mark.parametrize(
+    ("place", "of_model", "elsewhere", "owner"),
+    [
+        ("models[0].embed", "embed = true", "", "targets: {}models[0].targets.<name>.embed"),
+        ("models[0].targets.cpu.dims", "targets.cpu.dims.n = 1", "", "models: {}models[0].dims"),
+        ("targets.cpu.dims", "", "targets.cpu.dims.n = 1", "models: [[{}models]]"),
+        ("embed", "", "embed = true", "targets: {}targets.<name>.embed"),
+        ("jobs", "", "jobs = 1", "build: {}build.jobs"),
+        ("targets.cpu.output", "", 'targets.cpu.output = "a"', "the root: {}output"),
+    ],
+)
+def test_a_key_of_another_table_says_where_it_belongs(
+    project: Path, place: str, of_model: str, elsewhere: str, owner: str
+) -> None:
+    model = ", ".join(filter(None, ('path = "models/a.onnx"', of_model)))
+    found = problems(project, f"{CPU}{elsewhere}\nmodels = [{{ {model} }}]")
     ((location, problem),) = found.items()
-    assert (location, problem.kind) == ("models[0].embed", Kind.UNKNOWN_KEY)
-    assert problem.hint is not None
-    assert "models[0].targets.<name>.embed" in problem.hint
+    assert (location, problem.kind) == (place, Kind.UNKNOWN_KEY)
+    assert problem.hint == f"It is a key of {owner.format('tool.epcontext.')}."
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ CPU = 'targets.cpu.provider = "cpu"\n'
         ('"nope.onnx"', "models[0]", 'no model at "nope.onnx"'),
         (f'"{"x" * 300}"', "models[0]", "no model at"),
         ('"*.pt"', "models[0]", "no file matches"),
+        ('{ path = "models/*.onnx" }', "models[0].path", "no model at"),
         ('"../a.onnx"', "models[0]", "not a path inside"),
         ('"/a.onnx"', "models[0]", "not a path inside"),
         ('"../*.onnx"', "models[0]", "not a path inside"),
@@ -42,6 +43,18 @@ def test_an_invalid_path_is_reported_with_its_key(
     assert location in found
     assert message in found[location].message
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("models/aa.onnx", 'Did you mean "a.onnx"?'),
+        ("models/*.onnx", 'A table has one model. Globs stand alone: models = ["models/*.onnx"].'),
+    ],
+)
+def test_a_missing_model_has_a_hint(project: Path, path: str, hint: str) -> None:
+    (problem,) = problems(project, f'{CPU}models = [{{ path = "{path}" }}]').values()
+    assert problem.hint == hint
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there a backslash separates folders")

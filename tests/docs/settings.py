@@ -115,8 +115,8 @@ BEFORE = {
     "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
         "epcontext export -o my_app/epcontext --overwrite",
     ),
-    "epcontext validate model.ortpackage --variant x-elite --variant source": (
-        "epcontext export --target x-elite -o model.ortpackage",
+    "epcontext validate model.ortpackage --variant qnn": (
+        "epcontext compile model.onnx -o model.ortpackage -p qnn -O soc_model=60 --dim batch=1",
     ),
 }
 """What is run before a command."""
