@@ -28,7 +28,7 @@ from benchmarks.models import ZOO, OpenModel, fetch
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Arrays
+from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs

@@ -23,7 +23,7 @@ from hatch_epcontext.api import (
     compile_to_bytes,
     validate_context,
 )
-from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.session import context_options, open_session
 from hatch_epcontext.worker.tensors import run

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.arrays import is_float
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
+from hatch_epcontext.graph.dtypes import is_float
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION, QUANTIZED_WEIGHTS
 from hatch_epcontext.graph.scope import Scope
 

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.errors import Kind, ModelError, Problem
-from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Size, TensorFacts
 
 CONTEXT_OP = "EPContext"

@@ -13,8 +13,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, copy_of, rename
+from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.number_format import FUSING, Fault, NumberFormat
 from hatch_epcontext.graph.scope import Scope, Types
 

@@ -13,8 +13,8 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Diagnosed, Key, Kind, ModelError, Problem, Setting, collect
 from hatch_epcontext.files import is_lfs_pointer
 from hatch_epcontext.graph import external, graph, reading
-from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.bodies import fix_states
+from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import dimension_kind
 from hatch_epcontext.graph.values.ranges import input_ranges

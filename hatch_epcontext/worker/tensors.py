@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.graph.arrays import Array, Arrays, is_extended, is_float, numpy_dtype
+from hatch_epcontext.graph.dtypes import Array, Arrays, is_extended, is_float, numpy_dtype
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
 
 

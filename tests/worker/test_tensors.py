@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Kind
-from hatch_epcontext.graph.arrays import numpy_dtype
+from hatch_epcontext.graph.dtypes import numpy_dtype
 from hatch_epcontext.worker.results import differences
 from hatch_epcontext.worker.tensors import not_finite, run
 from tests.models import value

@@ -10,8 +10,8 @@ import onnx
 from onnx import helper
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope, Types

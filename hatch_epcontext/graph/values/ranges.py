@@ -15,7 +15,7 @@ from dataclasses import replace
 import ml_dtypes
 import onnx
 
-from hatch_epcontext.graph.arrays import is_float, numpy_dtype
+from hatch_epcontext.graph.dtypes import is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.bounds import Bound, bounds
 from hatch_epcontext.graph.values.conventions import (

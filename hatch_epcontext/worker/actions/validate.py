@@ -20,7 +20,7 @@ from hatch_epcontext.errors import (
     Setting,
     UnavailableError,
 )
-from hatch_epcontext.graph.arrays import Arrays
+from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs

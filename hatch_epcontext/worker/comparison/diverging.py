@@ -14,7 +14,7 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.graph.external import load_whole
 from hatch_epcontext.graph.rounding import expose
 from hatch_epcontext.graph.scope import Scope, Types

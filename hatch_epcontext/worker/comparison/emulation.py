@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Array, Arrays, is_float
+from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat

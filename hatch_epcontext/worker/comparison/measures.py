@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.arrays import STRING, Array, is_float
+from hatch_epcontext.graph.dtypes import STRING, Array, is_float
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.results import (
     NOTHING,

@@ -10,7 +10,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import Nature, OutputFacts, Scores
 from hatch_epcontext.worker.session import open_unoptimized

@@ -24,9 +24,9 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import dequantize, is_noisy
+from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.scope import multiply_adds

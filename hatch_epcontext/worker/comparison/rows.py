@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.worker.comparison.measures import SIGNAL_PART, Numbers
 
 LOST = 0.01

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from hatch_epcontext.graph.arrays import Array, Arrays, is_float
+from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import (
     Aligned,

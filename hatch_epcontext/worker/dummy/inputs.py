@@ -11,7 +11,7 @@ import numpy as np
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
-from hatch_epcontext.graph.arrays import Array, is_extended, numpy_dtype
+from hatch_epcontext.graph.dtypes import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
 from hatch_epcontext.worker.dummy.sample_files import read_samples, read_test_data
 from hatch_epcontext.worker.dummy.synthetic import RANDOM, ZEROS, Pattern, assumed_range, values

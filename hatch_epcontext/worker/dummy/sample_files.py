@@ -13,7 +13,7 @@ import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.files import unreadable
-from hatch_epcontext.graph.arrays import Array, is_extended, numpy_dtype
+from hatch_epcontext.graph.dtypes import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import TensorFacts
 
 

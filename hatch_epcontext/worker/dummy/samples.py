@@ -14,7 +14,7 @@ import numpy as np
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
-from hatch_epcontext.graph.arrays import Arrays
+from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs, generator, sized
 from hatch_epcontext.worker.dummy.sample_files import read_samples

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.arrays import Array, is_float, numpy_dtype
+from hatch_epcontext.graph.dtypes import Array, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import DEVIATIONS
 

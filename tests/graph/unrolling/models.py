@@ -13,8 +13,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.builder import TooManyNodesError
+from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.rewriting import Rewritten, apply
 from hatch_epcontext.graph.unrolling import UNROLLS
 from tests.models import parsed

@@ -8,7 +8,7 @@ import pytest
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
-from hatch_epcontext.graph.arrays import Arrays
+from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, explain
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from hatch_epcontext.errors import Kind
-from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import (
     Aligned,

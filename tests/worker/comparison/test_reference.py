@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import ModelError
-from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
 from hatch_epcontext.worker.comparison.reference import reference

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings, strategies
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key
-from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, explain
 from hatch_epcontext.worker.comparison.measures import Aligned, Numbers, OutputFacts, compare_values

@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 from hatch_epcontext.errors import Key, ModelError
-from hatch_epcontext.graph.arrays import numpy_dtype
+from hatch_epcontext.graph.dtypes import numpy_dtype
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.worker.dummy.sample_files import read_samples
 

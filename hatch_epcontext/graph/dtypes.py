@@ -1,4 +1,4 @@
-"""Arrays of every ONNX dtype."""
+"""Arrays and their dtypes, also those of ONNX that NumPy lacks."""
 
 from __future__ import annotations
 
