@@ -5,14 +5,13 @@ Each replaces nodes by others that compute the same, and is applied only where a
 
 from __future__ import annotations
 
-from hatch_epcontext.graph.rewrites.basics import (
+from hatch_epcontext.graph.rewrites.branches import if_as_where
+from hatch_epcontext.graph.rewrites.elementwise import (
     cast_as_dequantize,
     clip_as_max_min,
     decompose_comparison,
-    drop_default_activations,
     erf_as_tanh,
 )
-from hatch_epcontext.graph.rewrites.branches import if_as_where
 from hatch_epcontext.graph.rewrites.fused import (
     batch_matmul_nbits,
     decompose_batch_normalization,
@@ -34,6 +33,7 @@ from hatch_epcontext.graph.rewrites.ranks import (
     reduce_rank_of_transpose,
 )
 from hatch_epcontext.graph.rewriting import Rewrite
+from hatch_epcontext.graph.unrolling.activations import drop_default_activations
 
 REWRITES: tuple[Rewrite, ...] = (
     if_as_where,

@@ -4,11 +4,10 @@ import numpy as np
 import onnx
 import pytest
 
-from hatch_epcontext.graph.rewrites.basics import (
+from hatch_epcontext.graph.rewrites.elementwise import (
     cast_as_dequantize,
     clip_as_max_min,
     decompose_comparison,
-    drop_default_activations,
     erf_as_tanh,
 )
 from hatch_epcontext.graph.rewriting import Rewrite
@@ -56,29 +55,6 @@ def test_computed_bounds_become_max_and_min(bounds: str, expected: list[str]) ->
     assert [name for name in after if name in ("Max", "Min", "Identity")] == expected
 
 
-GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-DEFAULTS = {"LSTM": '"Sigmoid", "Tanh", "Tanh"', "GRU": '"Sigmoid", "Tanh"', "RNN": '"Tanh"'}
-
-
-def layer(operator: str, directions: int, activations: str) -> onnx.ModelProto:
-    direction = "bidirectional" if directions == 2 else "reverse"
-    return parsed(
-        f"""(float[5, 1, 4] x) => (float[5, {directions}, 1, 3] y) {{ y = {operator} <hidden_size = 3,
-        activations = [{activations}], direction = "{direction}"> (x, w, r) }}""",
-        w=(directions, GATES[operator] * 3, 4),
-        r=(directions, GATES[operator] * 3, 3),
-    )
-
-
-@pytest.mark.parametrize("operator", GATES)
-@pytest.mark.parametrize("directions", [1, 2])
-def test_default_activations_are_left_out(operator: str, directions: int) -> None:
-    activations = ", ".join([DEFAULTS[operator]] * directions)
-    model = layer(operator, directions, activations)
-    (node,) = rewritten(model, drop_default_activations).graph.node
-    assert {attribute.name for attribute in node.attribute} == {"hidden_size", "direction"}
-
-
 def test_a_comparison_has_a_shape_behind_what_has_none() -> None:
     """As in models of PyTorch, whose opset defines it by other operators."""
     for operator, expected in (("GreaterOrEqual", "Greater"), ("LessOrEqual", "Less")):
@@ -101,17 +77,11 @@ def test_a_cast_of_small_integers_is_their_dequantization(dtype: str) -> None:
     assert [entry.domain for entry in after.opset_import] == ["", "com.microsoft"]
 
 
-OTHER = "its activations are not the default ones"
-
-
 @pytest.mark.parametrize(
     ("rewrite", "model", "expected"),
     [
         (clip_as_max_min, parsed("""(float[9] x) => (float[9] y)
             { y = Clip <min = 0.0, max = 6.0> (x) }""", 6), ["its bounds are attributes"]),
-        (drop_default_activations, layer("LSTM", 1, '"Sigmoid", "Relu", "Tanh"'), [OTHER]),
-        (drop_default_activations, layer("GRU", 1, '"Tanh", "Sigmoid"'), [OTHER]),
-        (drop_default_activations, layer("RNN", 1, '"Relu"'), [OTHER]),
         (cast_as_dequantize, parsed("(int32[9] x) => (float[9] y) { y = Cast <to = 1> (x) }"), []),
         (cast_as_dequantize, parsed("(int16[9] x) => (int32[9] y) { y = Cast <to = 6> (x) }"), []),
         (decompose_comparison, parsed("(float[9] x) => (bool[9] y) { y = Greater (x, x) }"), []),

@@ -1,4 +1,4 @@
-"""Operators of ONNX that few EPs support in all forms, as simpler ones."""
+"""Operators that compute each element alone, of which few EPs support all forms, as simpler ones."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.graph.unrolling.activations import DEFAULTS, named_activations
 
 _ERF = (4.51351884, 6.57699078, -0.188808943, -10.2517888, 23.5176118, -25.1057926, 10.6676264)
 """The polynomial p for which tanh(x p(x²)) is erf(4x) up to 1, where that is 1 in float32."""
@@ -76,28 +75,3 @@ def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     scale, zero = builder.store(np.float32(1)), builder.store(np.array(0, scope.dtype(value)))
     # ONNX's own operator does not exist, or not for 16 bits, in all opsets.
     return [builder.add("DequantizeLinear", value, scale, zero, domain=graph.MICROSOFT)]
-
-
-@rewrites(*DEFAULTS)
-def drop_default_activations(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A layer without ``activations``, if these are the defaults: EPs refuse the attribute."""
-    names = named_activations(node)
-    directions = 2 if graph.text(node, "direction") == "bidirectional" else 1
-    if not names:
-        return None
-    if names != [*DEFAULTS[node.op_type]] * directions:
-        return Declined("its activations are not the default ones")
-    # The default activations have no parameters.
-    unused = ("activations", "activation_alpha", "activation_beta")
-    builder.append(without_attributes(node, unused))
-    return list(node.output)
-
-
-def without_attributes(node: onnx.NodeProto, names: tuple[str, ...]) -> onnx.NodeProto:
-    """A copy of ``node`` without the attributes ``names``."""
-    result = copy_of(node)
-    del result.attribute[:]
-    result.attribute.extend(
-        attribute for attribute in node.attribute if attribute.name not in names
-    )
-    return result
