@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,6 +139,17 @@ def test_no_modules_import_each_other() -> None:
     while leaves := {name for name, needed in graph.items() if not needed & graph.keys()}:
         graph = {name: needed for name, needed in graph.items() if name not in leaves}
     assert not graph, f"these modules import each other: {sorted(graph)}"
+
+
+def test_no_module_imports_a_private_name_of_another_one() -> None:
+    private: dict[str, set[str]] = {}
+    for module in MODULES:
+        folder = ".".join(("hatch_epcontext", *module.parent.relative_to(PACKAGE).parts))
+        # The modules of a folder share its private ones.
+        names = {name.removeprefix(f"{folder}._") for name in imported(module)}
+        if others := {name for name in names if re.match(r"hatch_epcontext\..*\b_(?!_)", name)}:
+            private[name_of(module)] = others
+    assert not private, f"{private}. Make it public, or move it to where it is needed."
 
 
 def _parts(module: Path) -> tuple[str, ...]:
