@@ -196,12 +196,15 @@ class HatchBuild:
         self, config: Config, selected: dict[str, Path], packed: dict[str, Path]
     ) -> PurePosixPath:
         from hatch_epcontext.package import wheel
-        from hatch_epcontext.package.folder import owned_paths
 
         output = wheel.output_folder(config.output, selected)
         loader = selected.get(str(output / "__init__.py"))
-        # The files of an earlier editable install in the project, which the wheel must not contain.
-        earlier = owned_paths(output, loader.parent) if loader else frozenset()
+        earlier = frozenset[str]()
+        if loader is not None:
+            from hatch_epcontext.package.folder import owned_paths
+
+            # The files of an earlier editable install in the project, which the wheel must not contain.
+            earlier = owned_paths(output, loader.parent)
         # Hatch leaves out reserved paths; it reserves the paths of this build's files itself.
         self._selection.build_reserved_paths.update(str(Path(path)) for path in earlier)
         wheel.check_collisions(output, packed, earlier)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,6 @@ from hatch_epcontext.package.manifest import (
 )
 from hatch_epcontext.serialize import from_plain
 from hatch_epcontext.shipped import METADATA, SOURCE
-
-DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
-"""What `zipfile` raises for contents that it cannot read."""
 
 PATH_OPTIONS = frozenset(
     {"ep.context_file_path", "session.model_external_initializers_file_folder_path"}

@@ -9,6 +9,7 @@ import contextlib
 import csv
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,7 +19,6 @@ from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, Whe
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package.manifest import FILE
-from hatch_epcontext.package.reader import DAMAGED_ARCHIVE
 from hatch_epcontext.text import count, listing, show_size, to_toml
 
 FOLDER = "epcontext"
@@ -26,6 +26,9 @@ FOLDER = "epcontext"
 
 OUTPUT = Key() / "output"
 """The configuration key of the package's folder in the wheel."""
+
+DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+"""What `zipfile` raises for contents that it cannot read."""
 
 _MAX_NAMED = 5
 """Of more files than this, a message gives the number."""
