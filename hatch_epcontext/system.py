@@ -1,4 +1,4 @@
-"""The operating system: its errors in messages, such as a full disk, and its signals as errors."""
+"""The operating system: its errors in messages, such as a full disk, its signals as errors, its libraries."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from types import FrameType
 from hatch_epcontext.errors import AccidentError, EpcontextError, Kind, OutputError, Problem
 from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, is_generated, is_in_use
 from hatch_epcontext.text import show_size
+
+LIBRARIES = (".so", ".dll", ".dylib")
+"""The suffixes of shared libraries."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
 """The system's errors when there is no room for a file."""

@@ -11,6 +11,7 @@ from hatch_epcontext.errors import Key
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Plugin, Provider, configured, find
+from hatch_epcontext.system import LIBRARIES
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,6 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
 def is_path(library: str) -> bool:
     """Whether ``library`` is the path of a file, not the name of a package."""
     return re.fullmatch(r"\w+(\.\w+)*", library) is None or Path(library).suffix in LIBRARIES
-
-
-LIBRARIES = (".so", ".dll", ".dylib")
-"""The suffixes of shared libraries."""
 
 
 def _expand(library: str) -> Path:

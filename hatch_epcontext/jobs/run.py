@@ -17,7 +17,6 @@ from hatch_epcontext.errors import BuildError, Problem, merged
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
 from hatch_epcontext.jobs.cache.store import Cache
-from hatch_epcontext.jobs.downloads import download_models
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job, Plan, ships_source
 from hatch_epcontext.jobs.processes.process import Workers
@@ -107,7 +106,11 @@ def download_sources(config: Config, workers: Workers, *, ships_all: bool = Fals
         for model in config.models
         if needs_all or model.is_changed or ships_source(model, _targets_of(model, config))
     ]
-    download_models(models, config, workers.progress or _ignore, workers.pulse)
+    if any(model.download for model in models):
+        # Imported here: few models come from elsewhere.
+        from hatch_epcontext.jobs.downloads import download_models
+
+        download_models(models, config, workers.progress or _ignore, workers.pulse)
 
 
 def _targets_of(model: Model, config: Config) -> Iterator[Target]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import onnxruntime as ort
 
-from hatch_epcontext.config.targets import LIBRARIES
 from hatch_epcontext.errors import Kind, Problem, UnavailableError
 from hatch_epcontext.providers import MissingLibrary, Plugin, missing
+from hatch_epcontext.system import LIBRARIES
 from hatch_epcontext.text import listing
 
 _MAX_LIBRARIES = 3
