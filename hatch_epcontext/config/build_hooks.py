@@ -68,19 +68,19 @@ class BuildHooks:
     def right_order(self) -> str:
         """What to do if one of those ``after`` ours, of which there is one, makes a file that ours reads."""
         last = self.after[-1]
-        theirs, ours = self.tables[last], self.table
+        maker, own = self.tables[last], self.table
         verb = "runs" if len(self.after) == 1 else "run"
         order = f"{_subject(self.after)} {verb} after this one. If the file is made there, change the order:"
-        if theirs.rpartition(".")[0] == ours.rpartition(".")[0]:
-            return f"{order}\nmove [{ours}] below [{theirs}]."
-        own = hooks_table(self.target)
+        if maker.rpartition(".")[0] == own.rpartition(".")[0]:
+            return f"{order}\nmove [{own}] below [{maker}]."
+        hooks = hooks_table(self.target)
         sdist = (
             f" Add [{hooks_table('sdist')}.{NAME}], so that sdists are checked too."
             if self.target == "wheel"
             else ""
         )
         return (
-            f"{order}\nwrite [{own}.{NAME}] below [{theirs}], and remove [{ours}], because hooks of "
+            f"{order}\nwrite [{hooks}.{NAME}] below [{maker}], and remove [{own}], because hooks of "
             f"[{ALL_HOOKS}] run first.{sdist}"
         )
 

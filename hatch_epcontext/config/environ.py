@@ -73,13 +73,13 @@ def read_environment(environ: Mapping[str, str]) -> Diagnosed[Environment]:
 
     An empty variable counts as unset, unless it switches something off.
     """
-    given = {
+    variables = {
         name.removeprefix(PREFIX): value.strip()
         for name, value in sorted(environ.items())
         if name.startswith(PREFIX) and _counts(name.removeprefix(PREFIX), value.strip())
     }
     settings: dict[str, Any] = {"build": {}, "wheel": {}}
-    for name, text in given.items():
+    for name, text in variables.items():
         location = PREFIX + name
         if (variable := VARIABLES.get(name)) is None:
             # Without the prefix, which makes any two similar.
@@ -89,14 +89,14 @@ def read_environment(environ: Mapping[str, str]) -> Diagnosed[Environment]:
         try:
             value = variable.read(text) if text else None
         except ValueError as allowed:
-            given_text = "" if variable.hidden else f", not {show(text)}"
-            message = f"must be {allowed}{given_text}."
+            shown = "" if variable.hidden else f", not {show(text)}"
+            message = f"must be {allowed}{shown}."
             yield Problem(Kind.INVALID_VARIABLE, location, message)
             continue
         (settings[variable.table] if variable.table else settings)[name.lower()] = value
     overrides = tuple(
         f"{PREFIX}{name}={hide_url_credentials(text)}"
-        for name, text in given.items()
+        for name, text in variables.items()
         if PREFIX + name not in CREDENTIALS
     )
     return Environment(**settings, overrides=overrides)

@@ -95,7 +95,7 @@ def _schema(type_: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, types.UnionType):
-        members = [_schema(each) for each in arguments if each is not type(None)]
+        members = [_schema(member) for member in arguments if member is not type(None)]
         return members[0] if len(members) == 1 else {"anyOf": members}
     if origin is not None and issubclass(origin, Mapping):
         inside = _schema(arguments[1])

@@ -91,17 +91,17 @@ def _load(
         yield Problem(Kind.INVALID_PYPROJECT, f"[{ROOT}]", "is missing in pyproject.toml.", hint)
         return None
     parsed, mistyped = collect(from_toml(table, RootTable, Key()))
-    mistyped = [_with_model(_with_owner(each), table) for each in mistyped]
+    mistyped = [_with_model(_with_owner(problem), table) for problem in mistyped]
     yield from mistyped
     resolver = Resolver(parsed, environment, finder)
     models, invalid = collect(resolver.models())
-    invalid += (_with_model(each, table) for each in check_values(Key(), parsed))
+    invalid += (_with_model(problem, table) for problem in check_values(Key(), parsed))
     build = dataclasses.replace(parsed.build, **environment.build)
     _, missing = collect(_check_build(build, environment))
     # An invalid part was left out: report nothing else about it.
-    yield from (each for each in (*invalid, *missing) if not _is_about(each, mistyped))
+    yield from (one for one in (*invalid, *missing) if not _is_about(one, mistyped))
     cluster = tuple(Key() / "build" / name for name in ("scheduler", "shared-cache"))
-    if not any(each.key in cluster for each in (*mistyped, *invalid)):
+    if not any(problem.key in cluster for problem in (*mistyped, *invalid)):
         yield from _check_farm(models, build, environment)
     return _config(finder.root, parsed, build, models, environment)
 
@@ -131,16 +131,16 @@ def _with_model(problem: Problem, table: Any) -> Problem:
     if problem.key is None or len(parts) < 2 or parts[0] != "models":
         return problem
     item = table["models"][parts[1]]
-    given = item if isinstance(item, dict) else {}
+    keys = item if isinstance(item, dict) else {}
     path, name = (
-        text if isinstance(text := given.get(key), str) and text else None
+        text if isinstance(text := keys.get(key), str) and text else None
         for key in ("path", "name")
     )
 
     def named(key: Key) -> Key:
         return replace(key, model=path, name=name)
 
-    settings = tuple(replace(each, key=named(each.key)) for each in problem.settings)
+    settings = tuple(replace(one, key=named(one.key)) for one in problem.settings)
     return replace(problem, key=named(problem.key), settings=settings)
 
 
@@ -178,7 +178,7 @@ def _check_farm(
             f"An empty {PREFIX}SCHEDULER builds here."
             + (f" {PREFIX}NO_CACHE switches it off." if environment.no_cache else ""),
         )
-    secret = {each.key: each for model in models for each in model.targets if each.has_secrets}
+    secret = {to.key: to for model in models for to in model.targets if to.has_secrets}
     for key, target in secret.items():
         message = "has an option with the value of an environment variable, which is not sent to a cluster."
         settings = f"{PREFIX}SCHEDULER= {PREFIX}TARGETS={target.name}"
@@ -192,7 +192,7 @@ def _config(
     return Config(
         root=root,
         # A model without any selected target may still be shipped as its source.
-        models=tuple(each for each in models if each.targets or each.fallback != "none"),
+        models=tuple(model for model in models if model.targets or model.fallback != "none"),
         output=PurePosixPath(table.output) if table.output is not None else None,
         editable=environment.editable or table.editable,
         build=BuildSettings(

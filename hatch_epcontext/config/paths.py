@@ -254,7 +254,7 @@ def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[tuple[Path, Rejec
         yield from _matched(folder / first, rest)
         return
     try:
-        entries = sorted(os.scandir(folder), key=lambda each: each.name)
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
         yield folder, Rejection(f"cannot be listed: {error.strerror}.", "Let this user list it.")
         return

@@ -69,20 +69,21 @@ class Resolver:
             (_without_all(self._environment.from_cache), f"{PREFIX}FROM_CACHE"),
         ):
             yield from self._check_names(names, location)
-        found: list[tuple[Model, ModelTable]] = []
+        models: list[tuple[Model, ModelTable]] = []
         for index, item in enumerate(self._table.models):
             for key, table, path in (yield from self._model_files(Key(("models", index)), item)):
-                found.append(((yield from self._model(key, table, path)), table))
-        yield from _check_model_names([each for one in found for each in expand(*one)])
-        return [each for model, table in found for each in expand(self._selected(model), table)]
+                models.append(((yield from self._model(key, table, path)), table))
+        yield from _check_model_names([size for model in models for size in expand(*model)])
+        return [size for model, table in models for size in expand(self._selected(model), table)]
 
     def _model_files(
         self, key: Key, item: str | ModelTable
     ) -> Diagnosed[list[tuple[Key, ModelTable, Path]]]:
         """The models of an ``item`` at ``key``, each with its key, its table and its file."""
         if isinstance(item, ModelTable):
-            given = item.path or item.url or None
-            key = dataclasses.replace(key, model=given, name=item.name or None)
+            key = dataclasses.replace(
+                key, model=item.path or item.url or None, name=item.name or None
+            )
             yield from check_location(key, item)
             if item.url is not None:
                 return [(key, item, (yield from self._place(key, item)))]
@@ -115,7 +116,7 @@ class Resolver:
     def _selected(self, model: Model) -> Model:
         """``model`` with those of its targets that the environment selects."""
         names = self._environment.targets
-        targets = (each for each in model.targets if names is None or each.name in names)
+        targets = (target for target in model.targets if names is None or target.name in names)
         return dataclasses.replace(model, targets=tuple(targets))
 
     def _relative(self, path: Path) -> str:
@@ -173,8 +174,8 @@ class Resolver:
             download=_download(table),
         )
 
-    def _validate(self, key: Key, given: Any) -> Diagnosed[ValidateTable]:
-        table = given if isinstance(given, ValidateTable) else ValidateTable(mode=given)
+    def _validate(self, key: Key, value: Any) -> Diagnosed[ValidateTable]:
+        table = value if isinstance(value, ValidateTable) else ValidateTable(mode=value)
         if self._environment.validate is not None:
             table = dataclasses.replace(table, mode=self._environment.validate)
         if table.inputs not in SYNTHETIC:
@@ -318,7 +319,7 @@ def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:
 
 def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:
     """The names of all models and of their weight-sharing groups."""
-    names = ((each.key, name) for each in models for name in (each.configured_name, each.name))
+    names = ((model.key, name) for model in models for name in (model.configured_name, model.name))
     yield from check_duplicates(names, "model")
     yield from check_groups(models)
     for model in models:
@@ -391,7 +392,7 @@ def _compile_settings(
 
 
 def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:
-    if not isinstance(given := table.quantize, QuantizeTable):
+    if not isinstance(table.quantize, QuantizeTable):
         return None
-    activation = given.activation or provider.quantized_activation
-    return Quantize(activation, given.weight)
+    activation = table.quantize.activation or provider.quantized_activation
+    return Quantize(activation, table.quantize.weight)

@@ -281,10 +281,10 @@ class Model:
         fed = {
             name: tuple(shapes["opt"]) for p in target.profiles[:1] for name, shapes in p.items()
         }
-        found = self.on(target)
+        model = self.on(target)
         # All open inputs are in the profile; other sizes may be outside of it.
-        dims = {} if fed and not found.static_shapes else found.dims
-        return dataclasses.replace(found, dims=dims, shapes={**fed, **found.shapes})
+        dims = {} if fed and not model.static_shapes else model.dims
+        return dataclasses.replace(model, dims=dims, shapes={**fed, **model.shapes})
 
     @property
     def configured_name(self) -> str:
@@ -313,8 +313,8 @@ class Model:
             snr, cosine = min(tolerance.snr, QUANTIZED.snr), min(tolerance.cosine, QUANTIZED.cosine)
             tolerance = dataclasses.replace(tolerance, snr=snr, cosine=cosine)
         table = self.validate.tolerance or ToleranceTable()
-        outputs = {output: limits.given for output, limits in table.outputs.items()}
-        return dataclasses.replace(tolerance, **table.given, outputs=outputs)
+        outputs = {output: limits.limits for output, limits in table.outputs.items()}
+        return dataclasses.replace(tolerance, **table.limits, outputs=outputs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,8 @@ def _check_list(key: Key, tables: tuple[Mapping[str, Any], ...]) -> Iterator[Pro
         yield Problem.at(key, Kind.INVALID_VALUE, "must have at least one table.", hint)
     for index, table in enumerate(tables):
         if table.keys() != tables[0].keys():
-            ours, first = (listing(names) if names else "nothing" for names in (table, tables[0]))
-            message = f"is for {ours}, and the first table for {first}."
+            named, first = (listing(names) if names else "nothing" for names in (table, tables[0]))
+            message = f"is for {named}, and the first table for {first}."
             hint = "Name the same ones in each table of the list."
             yield Problem.at(key / index, Kind.INVALID_VALUE, message, hint)
         elif (first_equal := tables.index(table)) < index:
@@ -79,10 +79,10 @@ def _forms(model: Model, table: ModelTable) -> Iterator[Model]:
     """``model`` in the sizes of its ``table``, in the configured order; several get them in their names."""
     for key, suffix in (("shapes", _suffix_of_shapes), ("dims", _suffix_of_dims)):
         if len(listed := _tables(getattr(table, key))) > 1:
-            other = {each: _first(getattr(table, each)) for each in _KEYS if each != key}
-            for index, each in enumerate(listed):
-                name = f"{model.name}.{suffix(each, tuple(listed[0]))}"
-                sizes = {key: each, **other, "listed": Listed(key, index)}
+            others = {other: _first(getattr(table, other)) for other in _KEYS if other != key}
+            for index, size in enumerate(listed):
+                name = f"{model.name}.{suffix(size, tuple(listed[0]))}"
+                sizes = {key: size, **others, "listed": Listed(key, index)}
                 yield dataclasses.replace(model, name=name, **sizes)
             return
     single = next((key for key in _KEYS if isinstance(getattr(table, key), tuple)), None)

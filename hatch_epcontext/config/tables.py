@@ -181,8 +181,8 @@ class LimitsTable:
     )
 
     @property
-    def given(self) -> Mapping[str, float]:
-        """The limits that are given, by name."""
+    def limits(self) -> Mapping[str, float]:
+        """The limits that the configuration sets, by name."""
         limits = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(LimitsTable)
         }

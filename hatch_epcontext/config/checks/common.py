@@ -18,30 +18,30 @@ def check_values(key: Key, value: Any) -> Iterator[Problem]:
     """All values inside of ``value``, which is at ``key``, each by the check that its key declares."""
     for parts, message in _invalid_values(value, ()):
         # Only now: making a key for each value would take a third of the time.
-        found = Key((*key.parts, *parts), key.model, key.name)
-        yield Problem.at(found, Kind.INVALID_VALUE, message)
+        place = Key((*key.parts, *parts), key.model, key.name)
+        yield Problem.at(place, Kind.INVALID_VALUE, message)
 
 
 def _invalid_values(
     value: Any, parts: tuple[str | int, ...]
 ) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """The place and the message of each invalid value in ``value``, which is at ``parts``."""
-    inside: Iterable[tuple[str | int, Any]] = ()
+    items: Iterable[tuple[str | int, Any]] = ()
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
-        inside = [(toml_key(field.name), getattr(value, field.name)) for field in fields]
-        for field, (name, each) in zip(fields, inside, strict=True):
+        items = [(toml_key(field.name), getattr(value, field.name)) for field in fields]
+        for field, (name, item) in zip(fields, items, strict=True):
             check = field.metadata["check"]
-            if each is not None and check is not None and (allowed := check(each)):
-                found = "" if field.metadata["is_url"] else f", not {show(each)}"
-                yield (*parts, name), f"must be {allowed}{found}."
+            if item is not None and check is not None and (allowed := check(item)):
+                shown = "" if field.metadata["is_url"] else f", not {show(item)}"
+                yield (*parts, name), f"must be {allowed}{shown}."
     elif isinstance(value, Mapping):
-        inside = value.items()
+        items = value.items()
     elif isinstance(value, tuple):
-        inside = enumerate(value)
-    for name, each in inside:
-        if isinstance(each, (Mapping, tuple)) or dataclasses.is_dataclass(each):
-            yield from _invalid_values(each, (*parts, name))
+        items = enumerate(value)
+    for name, item in items:
+        if isinstance(item, (Mapping, tuple)) or dataclasses.is_dataclass(item):
+            yield from _invalid_values(item, (*parts, name))
 
 
 def check_name(key: Key, name: str) -> Iterator[Problem]:
@@ -69,7 +69,7 @@ def check_duplicates(named: Iterable[tuple[Key, str]], what: str) -> Iterator[Pr
     reported: list[Key] = []
     for key, name in named:
         first = seen.setdefault(name.casefold(), key)
-        if first is not key and not any(each is key for each in reported):
+        if first is not key and not any(other is key for other in reported):
             reported.append(key)
             message = f"has the same name as {KeyNames().key(first)}: {show(name)}."
             yield Problem.at(key, Kind.DUPLICATE_NAME, message, f"Give each {what} its own name.")

@@ -106,7 +106,7 @@ def _is_constant(value: Any) -> bool:
 
 def check_groups(models: Sequence[Model]) -> Iterator[Problem]:
     """The weight-sharing groups of ``models``."""
-    names = {n.casefold() for each in models for n in (each.configured_name, each.name)}
+    names = {name.casefold() for m in models for name in (m.configured_name, m.name)}
     groups: dict[str, list[Key]] = {}
     for model in models:
         if model.share_weights is not None:

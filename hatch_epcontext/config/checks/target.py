@@ -121,7 +121,7 @@ def _check_for_library(
     for name in table.provider_options:
         option = provider.options.get(name)
         if option and option.scope != "load" and name not in library.options:
-            own = (each for each in library.options if provider.options[each].scope == "compile")
+            own = (name for name in library.options if provider.options[name].scope == "compile")
             hint = f"The library has {listing(sorted(own))}."
             if name == "nv_target_sm":
                 hint = "List the GPUs in compute-capabilities instead."
@@ -176,8 +176,8 @@ def _check_profiles(key: Key, table: TargetTable, provider: Provider) -> Iterato
     inputs = table.profiles[0].keys()
     for index, profile in enumerate(table.profiles):
         if profile.keys() != inputs:
-            ours, first = (listing(names) if names else "no input" for names in (profile, inputs))
-            message = f"is for {ours}, and the first profile for {first}."
+            named, first = (listing(names) if names else "no input" for names in (profile, inputs))
+            message = f"is for {named}, and the first profile for {first}."
             hint = "Name the same inputs in each profile."
             yield Problem.at(key / index, Kind.INVALID_PROFILE, message, hint)
         for name, shapes in profile.items():
