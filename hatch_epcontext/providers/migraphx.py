@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Provider, Tolerance
-from hatch_epcontext.providers.option import Option, choice, file, number, pointer, switch, text
+from hatch_epcontext.providers.option import Option, choice, number, pointer, switch
 
 _OPTIONS: Mapping[str, Option] = {
     "device_id": number("Number of the GPU", scope="load"),
@@ -13,11 +13,13 @@ _OPTIONS: Mapping[str, Option] = {
     "migraphx_bf16_enable": switch("Compute in bfloat16", scope="load"),
     "migraphx_fp8_enable": switch("Compute in float8", scope="load"),
     "migraphx_int8_enable": switch("Compute in int8", scope="load"),
-    "migraphx_int8_calibration_table_name": file("Calibration table for int8", scope="load"),
+    "migraphx_int8_calibration_table_name": Option(
+        "Calibration table for int8", kind="file", scope="load"
+    ),
     "migraphx_int8_use_native_calibration_table": switch(
         "The calibration table is in MIGraphX's own format", scope="load"
     ),
-    "migraphx_model_cache_dir": text("Folder for MIGraphX's compiled programs", scope="load"),
+    "migraphx_model_cache_dir": Option("Folder for MIGraphX's compiled programs", scope="load"),
     "migraphx_exhaustive_tune": switch("Tune exhaustively, which takes longer", scope="load"),
     "migraphx_mem_limit": number("Maximum size of the memory arena in bytes", "all", scope="load"),
     "migraphx_arena_extend_strategy": choice(

@@ -14,18 +14,19 @@ from typing import Any
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.graph.number_format import FLOAT16, NumberFormat
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
-from hatch_epcontext.providers.option import Option, switch, table, text
+from hatch_epcontext.providers.option import Option, switch
 from hatch_epcontext.shipped import Device
 
 _CONFIG = "load_config = {{ {} }}"
 
 _OPTIONS: Mapping[str, Option] = {
-    "load_config": table(
+    "load_config": Option(
         "OpenVINO's own properties, by device, such as "
         '`{ CPU = { INFERENCE_PRECISION_HINT = "f32" } }`',
+        kind="json",
         scope="both",
     ),
-    "reshape_input": text("Fixed shapes, such as `x[1,3,224,224]`; prefer `static-shapes`"),
+    "reshape_input": Option("Fixed shapes, such as `x[1,3,224,224]`; prefer `static-shapes`"),
     "enable_causallm": switch("The model is a language model with a key-value cache", scope="both"),
     "hint_enable_gqa": switch("Fuse grouped-query attention"),
 }

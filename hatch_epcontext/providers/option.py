@@ -180,38 +180,13 @@ def choice(
     return Option(doc, default=default, choices=choices, scope=scope, several=several)
 
 
-def text(doc: str, default: str = "", scope: Scope = "compile") -> Option:
-    """An option with any string."""
-    return Option(doc, default=default, scope=scope)
-
-
-def table(doc: str, scope: Scope = "compile", *, in_file: bool = False) -> Option:
-    """An option with JSON: a table, its text, or a file with it."""
-    return Option(doc, kind="json", scope=scope, in_file=in_file)
-
-
-def file(doc: str, scope: Scope = "compile", *, paths: str = r".+") -> Option:
-    """An option that names a file, or several, that the EP reads."""
-    return Option(doc, kind="file", scope=scope, paths=paths)
-
-
-def output(doc: str, scope: Scope = "compile") -> Option:
-    """An option that names a file or a folder that the EP writes when it compiles."""
-    return Option(doc, kind="output", scope=scope)
-
-
-def secret(doc: str, scope: Scope = "both") -> Option:
-    """An option that is a key or a password."""
-    return Option(doc, secret=True, scope=scope)
-
-
 def variable_of(value: object) -> str | None:
     """The environment variable in ``value``, if that is ``"{env:NAME}"``: then the option is a secret.
 
     Only workers read the variable. Everywhere else options contain its name.
     """
-    found = _SECRET.fullmatch(value) if isinstance(value, str) else None
-    return found[1] if found else None
+    match = _SECRET.fullmatch(value) if isinstance(value, str) else None
+    return match[1] if match else None
 
 
 def secrets_in(options: Mapping[str, str]) -> tuple[str, ...]:

@@ -14,16 +14,7 @@ from collections.abc import Iterator, Mapping
 from hatch_epcontext.graph.limits import FIXED_SHAPES
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat, RewriteName
 from hatch_epcontext.providers.base import MoreCoverage, Plugin, Provider, Tolerance
-from hatch_epcontext.providers.option import (
-    Option,
-    Scope,
-    choice,
-    file,
-    number,
-    output,
-    switch,
-    table,
-)
+from hatch_epcontext.providers.option import Option, Scope, choice, number, switch
 from hatch_epcontext.shipped import Device
 from hatch_epcontext.text import count, listing
 
@@ -54,8 +45,9 @@ _OPTIONS: Mapping[str, Option] = {
     "backend_type": choice(
         "Qualcomm's backend; it follows from `device`", "htp", "gpu", scope=_BOTH
     ),
-    "backend_path": file(
+    "backend_path": Option(
         "The backend's library, instead of `backend_type`: its name in the EP's package, or a path",
+        kind="file",
         scope=_BOTH,
         paths=_LIBRARY,
     ),
@@ -81,13 +73,16 @@ _OPTIONS: Mapping[str, Option] = {
     "enable_block_quant_weight_optimization": switch("Optimize block-quantized weights"),
     "offload_graph_io_quantization": switch("Quantize inputs and outputs on the CPU", "1"),
     "num_graph_prepare_threads": number("Threads that prepare graphs", "2", 2),
-    "op_packages": file(
+    "op_packages": Option(
         "Packages of custom operators, as `<operator>:<library>:<symbol>[:<target>],...`",
+        kind="file",
         scope=_BOTH,
         paths=r"(?:^|,)[^:,]+:((?:[A-Za-z]:(?=[/\\]))?[^:,]+)",
     ),
-    "op_affinity": table(
-        'Which operators run where, such as `{ op_type = { Softmax = "cpu" } }`', in_file=True
+    "op_affinity": Option(
+        'Which operators run where, such as `{ op_type = { Softmax = "cpu" } }`',
+        kind="json",
+        in_file=True,
     ),
     "skip_backend_op_validation": switch("Do not validate operators with the backend"),
     "skip_qnn_version_check": switch("Accept any version of the runtime", scope=_BOTH),
@@ -118,17 +113,17 @@ _OPTIONS: Mapping[str, Option] = {
     "profiling_level": choice(
         "Profiling", "off", "basic", "detailed", "optrace", default="off", scope=_BOTH
     ),
-    "profiling_file_path": output("File for the profile", scope=_BOTH),
-    "qnn_saver_path": file("Library of the saver backend", paths=_LIBRARY),
-    "qnn_ir_backend_path": file("Library of the IR backend", paths=_LIBRARY),
+    "profiling_file_path": Option("File for the profile", kind="output", scope=_BOTH),
+    "qnn_saver_path": Option("Library of the saver backend", kind="file", paths=_LIBRARY),
+    "qnn_ir_backend_path": Option("Library of the IR backend", kind="file", paths=_LIBRARY),
     "dump_json_qnn_graph": switch("Write the QNN graph as JSON"),
-    "json_qnn_graph_dir": output("Folder for the JSON"),
+    "json_qnn_graph_dir": Option("Folder for the JSON", kind="output"),
     "dump_qnn_ir_dlc": switch("Write the graph as DLC"),
-    "dump_qnn_ir_dlc_dir": output("Folder for the DLC"),
+    "dump_qnn_ir_dlc_dir": Option("Folder for the DLC", kind="output"),
     "dump_qnn_ep_input_graph": switch("Write the graph that the EP receives"),
-    "dump_qnn_ep_input_graph_dir": output("Folder for that graph"),
+    "dump_qnn_ep_input_graph_dir": Option("Folder for that graph", kind="output"),
     "enable_framework_op_trace": switch("Trace operators back to the model"),
-    "framework_op_trace_dir": output("Folder for the trace"),
+    "framework_op_trace_dir": Option("Folder for the trace", kind="output"),
 }
 
 

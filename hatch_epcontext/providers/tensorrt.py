@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, NumberFormat
 from hatch_epcontext.providers.base import ProfileOptions, Provider, Tolerance
-from hatch_epcontext.providers.option import Option, file, number, output, pointer, switch, text
+from hatch_epcontext.providers.option import Option, number, pointer, switch
 from hatch_epcontext.shipped import Device
 
 _PROFILES = ProfileOptions(
@@ -25,38 +25,45 @@ _OPTIONS: Mapping[str, Option] = {
     "trt_fp16_enable": switch("Compute in float16"),
     "trt_bf16_enable": switch("Compute in bfloat16"),
     "trt_int8_enable": switch("Compute in int8"),
-    "trt_int8_calibration_table_name": file("Calibration table for int8"),
+    "trt_int8_calibration_table_name": Option("Calibration table for int8", kind="file"),
     "trt_int8_use_native_calibration_table": switch(
         "The calibration table is in TensorRT's own format"
     ),
     "trt_dla_enable": switch("Use the Deep Learning Accelerator"),
     "trt_dla_core": number("Number of the Deep Learning Accelerator", scope="both"),
     "trt_timing_cache_enable": switch("Cache the timings of kernels"),
-    "trt_timing_cache_path": output("Folder for the timing cache"),
+    "trt_timing_cache_path": Option("Folder for the timing cache", kind="output"),
     "trt_force_timing_cache": switch("Use the timing cache of another GPU too"),
     "trt_detailed_build_log": switch("Log the building of engines"),
     "trt_build_heuristics_enable": switch("Use heuristics, to build faster"),
     "trt_sparsity_enable": switch("Allow sparse weights"),
     "trt_builder_optimization_level": number("How long to search for fast kernels", "3", 0, 5),
     "trt_auxiliary_streams": number("Streams in addition to the main one", "-1: heuristic", -1),
-    "trt_tactic_sources": text("Sources of tactics, such as `-CUDNN,+CUBLAS`"),
-    "trt_preview_features": text("Preview features of TensorRT, such as `ALIASED_PLUGIN_IO_10_03`"),
-    "trt_extra_plugin_lib_paths": file(
-        "Paths of plugin libraries, with `;` between them", scope="both", paths=r"[^;]+"
+    "trt_tactic_sources": Option("Sources of tactics, such as `-CUDNN,+CUBLAS`"),
+    "trt_preview_features": Option(
+        "Preview features of TensorRT, such as `ALIASED_PLUGIN_IO_10_03`"
+    ),
+    "trt_extra_plugin_lib_paths": Option(
+        "Paths of plugin libraries, with `;` between them",
+        kind="file",
+        scope="both",
+        paths=r"[^;]+",
     ),
     "trt_layer_norm_fp32_fallback": switch("Compute LayerNormalization in float32"),
-    "trt_op_types_to_exclude": text("Operators that TensorRT does not run"),
+    "trt_op_types_to_exclude": Option("Operators that TensorRT does not run"),
     "trt_engine_hw_compatible": switch("Build engines for all GPUs since Ampere"),
     "trt_force_sequential_engine_build": switch("Build engines one after the other"),
     "trt_context_memory_sharing_enable": switch("Engines share memory", scope="both"),
     "trt_cuda_graph_enable": switch("Capture and replay CUDA graphs", scope="both"),
     "trt_dump_subgraphs": switch("Write the partitions to disk"),
     "trt_engine_decryption_enable": switch("Engines are encrypted", scope="both"),
-    "trt_engine_decryption_lib_path": file("Library that decrypts engines", scope="both"),
+    "trt_engine_decryption_lib_path": Option(
+        "Library that decrypts engines", kind="file", scope="both"
+    ),
     "trt_load_user_initializer": switch("Use the app's initializers", scope="load"),
-    "trt_profile_min_shapes": text(f"Smallest shapes {_SHAPES}"),
-    "trt_profile_opt_shapes": text(f"Best shapes {_SHAPES}"),
-    "trt_profile_max_shapes": text(f"Largest shapes {_SHAPES}"),
+    "trt_profile_min_shapes": Option(f"Smallest shapes {_SHAPES}"),
+    "trt_profile_opt_shapes": Option(f"Best shapes {_SHAPES}"),
+    "trt_profile_max_shapes": Option(f"Largest shapes {_SHAPES}"),
     "trt_onnx_bytestream": pointer("The source model in memory, for engines without weights"),
     "trt_onnx_bytestream_size": pointer("Size of the source model in memory"),
     "trt_external_data_bytestream": pointer("Its external data in memory"),

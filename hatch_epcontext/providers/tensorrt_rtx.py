@@ -16,7 +16,7 @@ from hatch_epcontext.providers.base import (
     Provider,
     Tolerance,
 )
-from hatch_epcontext.providers.option import Option, choice, number, pointer, switch, text
+from hatch_epcontext.providers.option import Option, choice, number, pointer, switch
 
 _PROFILES = ProfileOptions(
     "nv_profile_min_shapes",
@@ -60,13 +60,13 @@ _OPTIONS: Mapping[str, Option] = {
     ),
     "nv_dump_subgraphs": switch("Write the partitions to disk"),
     "nv_detailed_build_log": switch("Log the building of engines"),
-    "nv_profile_min_shapes": text(f"Smallest shapes {_SHAPES}"),
-    "nv_profile_opt_shapes": text(f"Best shapes {_SHAPES}"),
-    "nv_profile_max_shapes": text(f"Largest shapes {_SHAPES}"),
+    "nv_profile_min_shapes": Option(f"Smallest shapes {_SHAPES}"),
+    "nv_profile_opt_shapes": Option(f"Best shapes {_SHAPES}"),
+    "nv_profile_max_shapes": Option(f"Largest shapes {_SHAPES}"),
     "nv_multi_profile_enable": switch("Allow several profiles in one engine", scope="both"),
     "enable_cuda_graph": switch("Capture and replay CUDA graphs", scope="both"),
     "nv_use_external_data_initializer": switch("Keep the weights outside the engine", scope="both"),
-    "nv_runtime_cache_path": text(
+    "nv_runtime_cache_path": Option(
         "Folder for kernels that are compiled at load time", scope="load"
     ),
     "nv_weight_streaming_budget": Option(
@@ -76,9 +76,9 @@ _OPTIONS: Mapping[str, Option] = {
         form='-1, a number of bytes, a size such as "512M", or a share such as "40%"',
         scope="both",
     ),
-    "nv_op_types_to_exclude": text("Operators that the EP does not run, such as `Conv,Relu`"),
+    "nv_op_types_to_exclude": Option("Operators that the EP does not run, such as `Conv,Relu`"),
     "nv_enable_profiling": switch("Measure the time of each layer", scope="load"),
-    "nv_profiling_output_file": text("File for those times", scope="load"),
+    "nv_profiling_output_file": Option("File for those times", scope="load"),
     "nv_use_sync_gpu_allocator": switch("Allocate with cudaMalloc", scope="load"),
     "nv_persistent_context_memory": switch(
         "Keep the memory of a context between runs", scope="load"

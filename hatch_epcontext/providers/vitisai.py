@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.base import Provider, Tolerance
-from hatch_epcontext.providers.option import Option, choice, file, secret, switch, table
+from hatch_epcontext.providers.option import Option, choice, switch
 
 _OPTIONS: Mapping[str, Option] = {
-    "config_file": table("The compiler's configuration", in_file=True),
+    "config_file": Option("The compiler's configuration", kind="json", in_file=True),
     "target": choice("Backend for int8 models", "X1", "X2", default="X2", scope="both"),
-    "xclbin": file("The NPU's overlay", scope="both"),
+    "xclbin": Option("The NPU's overlay", kind="file", scope="both"),
     "opt_level": choice(
         "Optimization level of int8 models", "0", "1", "2", "3", "65536", default="0"
     ),
-    "encryption_key": secret("Key that encrypts the compiled model"),
+    "encryption_key": Option("Key that encrypts the compiled model", secret=True, scope="both"),
     "enable_cache_file_io_in_mem": switch("Keep the EP's own cache in memory", "1"),
     "log_level": choice(
         "Level of the EP's log",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
-from hatch_epcontext.providers.option import Option, choice, number, pointer, switch, text
+from hatch_epcontext.providers.option import Option, choice, number, pointer, switch
 
 
 def _buffers(doc: str, default: str) -> Option:
@@ -49,7 +49,7 @@ _OPTIONS: Mapping[str, Option] = {
     ),
     "kvCacheQuantizationBits": number("Bits of the key-value cache", scope="load"),
     "multiRotaryCacheConcatOffset": number("Token at which LongRoPE changes", scope="load"),
-    "forceCpuNodeNames": text("Nodes that run on the CPU", scope="load"),
+    "forceCpuNodeNames": Option("Nodes that run on the CPU", scope="load"),
     "preserveDevice": switch("Keep the device after the last session", scope="load"),
     "deviceId": number("Number of the device", scope="load"),
     "webgpuInstance": pointer("The app's own WGPUInstance"),

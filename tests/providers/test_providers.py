@@ -22,7 +22,7 @@ from hatch_epcontext.providers import (
     variable_of,
 )
 from hatch_epcontext.providers.base import ProfileOptions
-from hatch_epcontext.providers.option import choice, number, pointer, switch, text
+from hatch_epcontext.providers.option import choice, number, pointer, switch
 
 QNN = PROVIDERS["qnn"]
 OPENVINO = PROVIDERS["openvino"]
@@ -146,7 +146,7 @@ VALUES: list[tuple[Option, Any, str]] = [
     (number(""), 60, "60"),
     (number(""), "60", "60"),
     (choice("", "73", "75"), 73, "73"),
-    (text(""), "a/path", "a/path"),
+    (Option(""), "a/path", "a/path"),
     (Option("", kind="json"), {"CPU": {"B": True, "A": 1}}, '{"CPU":{"A":1,"B":true}}'),
     (Option("", kind="json"), '{"CPU": {}}', '{"CPU": {}}'),
     (CHIPS, (60, "57"), "60,57"),
@@ -172,8 +172,8 @@ IMPOSSIBLE: list[tuple[Option, Any, str]] = [
     (CHIPS, [60, [57]], "or a list of them"),
     (CHIPS, "60,,57", "or a list of them"),
     (choice("", "73", "75", several=True), [73, 74], "one of 73, 75, or a list of them"),
-    (text(""), 3, "a string"),
-    (text(""), {}, "a string"),
+    (Option(""), 3, "a string"),
+    (Option(""), {}, "a string"),
     (pointer(""), 140242, "an address in the app's memory"),
     (Option("", kind="json"), "{bad", "a table, a string of JSON, or the path"),
     (Option("", kind="json"), "[1]", "a table, a string of JSON, or the path"),
