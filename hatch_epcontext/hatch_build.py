@@ -265,13 +265,16 @@ class HatchBuild:
         return Workers(settings.timeout, log, verbosity > 1, settings.memory_limit, self._info)
 
     def _report(self, result: Result, config: Config, cache: Cache) -> None:
-        from hatch_epcontext.jobs.report import make_report, write_report
+        from hatch_epcontext.jobs.report import make_report
 
         report = make_report(result)
         name, version = self._metadata.name, self._metadata.version
         if path := cache.store_report(f"{name}-{version}", to_json(report)):
             self._info(f"report: {path}")
         if config.report is not None:
+            # Imported here: few builds write one.
+            from hatch_epcontext.jobs.report_file import write_report
+
             write_report(report, f"{name} {version}", config.report)
             self._info(f"report: {config.report}")
 

@@ -22,7 +22,8 @@ from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
-from hatch_epcontext.jobs.report import make_report, write_report
+from hatch_epcontext.jobs.report import make_report
+from hatch_epcontext.jobs.report_file import write_report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.serialize import to_json

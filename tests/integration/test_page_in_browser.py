@@ -12,7 +12,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.jobs.plan import plan
-from hatch_epcontext.jobs.report import make_report, write_report
+from hatch_epcontext.jobs.report import make_report
+from hatch_epcontext.jobs.report_file import write_report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from tests.models import network, save, unknown_operator
 
