@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.config.build_hooks import BuildHooks
 from hatch_epcontext.config.checks.common import check_values
-from hatch_epcontext.config.checks.root import check_hook
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment, read_environment
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.resolve import Resolver
@@ -36,8 +36,9 @@ from hatch_epcontext.errors import (
     Problem,
     collect,
 )
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import from_toml
-from hatch_epcontext.text import parse_size, toml_key
+from hatch_epcontext.text import parse_size, quoted_key, show, toml_key
 
 _KEYS = {
     name: {toml_key(field.name) for field in dataclasses.fields(table)}
@@ -49,6 +50,16 @@ _KEYS = {
         ("the root", RootTable),
     )
 }
+
+_HOOK_KEYS = frozenset(
+    {
+        "dependencies",
+        "enable-by-default",
+        "require-runtime-dependencies",
+        "require-runtime-features",
+    }
+)
+"""The keys of a hook's table, which are Hatch's own."""
 
 
 def load(
@@ -70,22 +81,23 @@ def load(
     ConfigError with all problems of the tables and the environment.
     """
     finder = Finder(root, confined, hooks, pending)
-    config, problems = collect(_load(finder, table, hook_table, environ))
-    if problems or config is None:
+    make, problems = collect(_load(finder, table, hook_table, environ))
+    if problems or make is None:
         # Models share targets, and so the problems of these.
         raise ConfigError(*{str(problem): problem for problem in problems}.values())
-    return config
+    return make()
 
 
 def _load(
     finder: Finder, table: object, hook_table: Mapping[str, Any], environ: Mapping[str, str]
-) -> Diagnosed[Config | None]:
+) -> Diagnosed[Callable[[], Config] | None]:
+    """Return what makes the configuration if there are no problems, and yield these."""
     environment = yield from read_environment(environ)
     if environment.no_cache and environment.from_cache:
         message = f"contradicts {PREFIX}NO_CACHE."
         yield Problem(Kind.INVALID_VARIABLE, f"{PREFIX}FROM_CACHE", message, "Unset one of them.")
     if hook_table:
-        yield from check_hook(hook_table, finder.hooks.table)
+        yield from _check_hook(hook_table, finder.hooks.table)
     if table is None:
         hint = 'The shortest configuration: models = ["models/name.onnx"] and targets.npu.provider = "qnn".'
         yield Problem(Kind.INVALID_PYPROJECT, f"[{ROOT}]", "is missing in pyproject.toml.", hint)
@@ -93,17 +105,17 @@ def _load(
     parsed, mistyped = collect(from_toml(table, RootTable, Key()))
     mistyped = [_with_model(_with_owner(problem), table) for problem in mistyped]
     yield from mistyped
-    resolver = Resolver(parsed, environment, finder)
-    models, invalid = collect(resolver.models())
+    models, invalid = collect(Resolver(parsed, environment, finder).models())
     invalid += (_with_model(problem, table) for problem in check_values(Key(), parsed))
     build = dataclasses.replace(parsed.build, **environment.build)
-    _, missing = collect(_check_build(build, environment))
+    for checks in (_check_root(parsed), _check_build(build, environment)):
+        invalid += collect(checks)[1]
     # An invalid part was left out: report nothing else about it.
-    yield from (one for one in (*invalid, *missing) if not _is_about(one, mistyped))
+    yield from (one for one in invalid if not _is_about(one, mistyped))
     cluster = tuple(Key() / "build" / name for name in ("scheduler", "shared-cache"))
     if not any(problem.key in cluster for problem in (*mistyped, *invalid)):
         yield from _check_farm(models, build, environment)
-    return _config(finder.root, parsed, build, models, environment)
+    return partial(_config, finder.root, parsed, build, models, environment)
 
 
 def _with_owner(problem: Problem) -> Problem:
@@ -154,6 +166,31 @@ def _is_about(problem: Problem, others: list[Problem]) -> bool:
     )
 
 
+def _check_hook(table: Mapping[str, Any], name: str) -> Diagnosed[None]:
+    """The hook's own table, which belongs to Hatch and is called ``name``."""
+    for key in sorted(table.keys() - _HOOK_KEYS):
+        message = "is not one of Hatch's keys for a hook."
+        hint = f"The configuration belongs in [{ROOT}]."
+        yield Problem(Kind.UNKNOWN_KEY, f"{name}.{quoted_key(key)}", message, hint)
+
+
+def _check_root(table: RootTable) -> Diagnosed[None]:
+    """``[tool.epcontext]`` without its targets and models."""
+    root = Key()
+    if table.output is not None and not all(map(str.isidentifier, table.output.split("/"))):
+        message = f"must be a package's path in the wheel, not {show(table.output)}."
+        hint = 'Write it like "my_app/epcontext": the app imports it as my_app.epcontext.'
+        yield Problem.at(root / "output", Kind.INVALID_VALUE, message, hint)
+    if not table.models:
+        message = "is required: the models to build."
+        hint = 'For example ["models/name.onnx"].'
+        yield Problem.at(root / "models", Kind.MISSING_KEY, message, hint)
+    if not table.targets:
+        message = "is required: what to compile for."
+        hint = f"Add a table [{ROOT}.targets.<name>] with a provider: {', '.join(PROVIDERS)}."
+        yield Problem.at(root / "targets", Kind.MISSING_KEY, message, hint)
+
+
 def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]:
     """Requirements between the keys of ``build``, including those of the environment."""
     url = None if environment.no_cache else build.shared_cache
@@ -189,6 +226,7 @@ def _check_farm(
 def _config(
     root: Path, table: RootTable, build: BuildTable, models: list[Model], environment: Environment
 ) -> Config:
+    limit = build.memory_limit
     return Config(
         root=root,
         # A model without any selected target may still be shipped as its source.
@@ -198,7 +236,7 @@ def _config(
         build=BuildSettings(
             **{
                 **vars(build),
-                "memory_limit": _size(build.memory_limit),
+                "memory_limit": None if limit is None else parse_size(limit),
                 "shared_cache": None if environment.no_cache else build.shared_cache,
                 "shared_cache_write": environment.shared_cache_write,
                 "shared_cache_key": environment.shared_cache_key,
@@ -212,11 +250,3 @@ def _config(
         report=environment.report,
         overrides=environment.overrides,
     )
-
-
-def _size(size: int | str | None) -> int | None:
-    try:
-        return None if size is None else parse_size(size)
-    except ValueError:
-        # An invalid size is a problem already: `load` raises first.
-        return None

@@ -15,7 +15,6 @@ from hatch_epcontext.config.checks.model import (
     check_sharing,
 )
 from hatch_epcontext.config.checks.options import render_options
-from hatch_epcontext.config.checks.root import check_root
 from hatch_epcontext.config.checks.target import check_target, check_target_name
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment
 from hatch_epcontext.config.location import Download, check_url, file_of
@@ -62,7 +61,6 @@ class Resolver:
 
     def models(self) -> Diagnosed[list[Model]]:
         """Return all models, each with those of its targets that are selected; yield all problems."""
-        yield from check_root(self._table)
         self._targets = yield from self._read_targets()
         for names, location in (
             (self._environment.targets, f"{PREFIX}TARGETS"),
