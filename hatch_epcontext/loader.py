@@ -132,10 +132,7 @@ def load(
     if device not in (None, *get_args(Device)):
         raise LoadError(f"device must be None or one of {get_args(Device)}, not {device!r}")
     if session_options is not None and not callable(session_options):
-        if session_options in _used_options:
-            # With the execution provider of the first session onnxruntime opens no second one.
-            raise LoadError("session_options were used before: pass a function that creates them")
-        _used_options.add(session_options)
+        _use_once(session_options)
     options = (session_options, provider_options or {})
     sizes_of = {name: tuple(map(operator.index, sizes)) for name, sizes in (shapes or {}).items()}
     request = Request(device, sizes_of, fallback, recompile, verify, *options)
@@ -158,6 +155,13 @@ def load(
         raise error
     session.epcontext_attempts = attempts
     return session
+
+
+def _use_once(session_options: SessionOptions) -> None:
+    """Raise LoadError for options of an earlier session: its execution provider would open no second one."""
+    if session_options in _used_options:
+        raise LoadError("session_options were used before: pass a function that creates them")
+    _used_options.add(session_options)
 
 
 def _typed_as(_: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:

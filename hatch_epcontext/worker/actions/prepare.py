@@ -60,17 +60,9 @@ def handle(request: PrepareRequest) -> PrepareReply:
     nodes_before = len(graph.compute_nodes(onnx_model.graph))
     # A folder of its own, because beside the fixed model are links to the source's data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
-    how, undone, integers = request.precision, 0, fixed
-    if how is not None and how.dequantize:
-        floats = own / f"{model.name}.floats.onnx"
-        undone = write_float_form(fixed, floats)
-        fixed = floats if undone else fixed
-    form, done = fixed, None
-    if how is not None and how.dequantize == "all":
-        floats = own / f"{model.name}.without-qdq.onnx"
-        if more := write_float_form(fixed, floats, static=True):
-            fixed, undone = floats, undone + more
-            done = "dequantized"
+    integers = fixed
+    form, fixed, undone = _dequantize(integers, own, request)
+    done = None if fixed == form else "dequantized"
     result = own / f"{model.name}.onnx"
     step(f"simplifying the model ({request.simplifier})")
     try:
@@ -88,7 +80,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     expected = _reference(request, onnx_model, integers, form, folded)
     outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
     precision = f"dequantized ({count(undone, 'operator')})" if undone else None
-    if how is not None and how.quantize is not None:
+    if (how := request.precision) is not None and how.quantize is not None:
         # Imported here: few builds need it, and importing it takes long.
         from hatch_epcontext.worker.quantize import write_quantized
 
@@ -109,6 +101,23 @@ def handle(request: PrepareRequest) -> PrepareReply:
         precision,
         applicable(prepared.graph),
     )
+
+
+def _dequantize(integers: Path, own: Path, request: PrepareRequest) -> tuple[Path, Path, int]:
+    """The float form of ``integers``, the model without its static quantization too, and how many operators
+    were undone; each is the file before it if nothing is to be undone.
+    """
+    form = static = integers
+    undone, how = 0, request.precision
+    if how is not None and how.dequantize:
+        floats = own / f"{request.model.name}.floats.onnx"
+        if undone := write_float_form(integers, floats):
+            form = static = floats
+    if how is not None and how.dequantize == "all":
+        floats = own / f"{request.model.name}.without-qdq.onnx"
+        if more := write_float_form(form, floats, static=True):
+            static, undone = floats, undone + more
+    return form, static, undone
 
 
 def _compare(
