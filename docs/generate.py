@@ -310,6 +310,41 @@ Hatch's own table switches the hook on, and can be empty: `[tool.hatch.build.hoo
 wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
 """
 
+_MOST_USED = (
+    (tables.TargetTable, "provider", '"qnn"', "[what compiles](providers.md)"),
+    (tables.TargetTable, "provider_options", "{ soc_model = 60 }", "[the chip](providers.md)"),
+    (
+        tables.TargetTable,
+        "platforms",
+        '["win_arm64"]',
+        "[the wheel's tag](targets.md#the-wheels-tag)",
+    ),
+    (tables.TargetTable, "min_coverage", "0.9", "[how much must be compiled](what-compiles.md)"),
+    (tables.ModelTable, "path", '"models/vad.onnx"', "the file"),
+    (tables.ModelTable, "dims", "{ batch = 1 }", "[sizes of dimensions](shapes.md)"),
+    (tables.ModelTable, "shapes", "{ x = [1, 3, 48, 192] }", "[shapes of inputs](shapes.md)"),
+    (
+        tables.ModelTable,
+        "constants",
+        "{ sr = 16000 }",
+        "[frozen inputs](shapes.md#inputs-that-never-change)",
+    ),
+    (tables.ModelTable, "targets", '["x-elite", "cpu"]', "[only these targets](targets.md)"),
+    (
+        tables.ValidateTable,
+        "inputs",
+        '"models/samples.npz"',
+        "[real inputs](validation.md#your-own-inputs)",
+    ),
+)
+"""The ten keys that most projects need: each with its table, an example, and what it is for."""
+
+_OWNERS = {
+    tables.TargetTable: "targets.<name>.",
+    tables.ModelTable: "models.",
+    tables.ValidateTable: "models.validate.",
+}
+
 _ABOUT: Mapping[str, str] = {
     "[tool.epcontext.targets.<name>]": """\
 A target. A model can have other values for it: each key is also allowed in
@@ -349,7 +384,8 @@ def configuration() -> str:
         "quantize": tables.QuantizeTable,
         "profiles": tables.ProfileTable,
     }
-    lines = [CONFIGURATION]
+    lines = [CONFIGURATION, "The ten keys that most projects need:\n"]
+    lines += [*_table(("key", "such as", "for"), _most_used()), ""]
     for heading, table in shown.items():
         lines.append(f"## `{heading}`\n")
         if about := _ABOUT.get(heading):
@@ -369,6 +405,12 @@ def configuration() -> str:
     )
     lines += [*_table(("variable", "meaning"), variables), ""]
     return "\n".join(lines)
+
+
+def _most_used() -> Iterator[tuple[str, ...]]:
+    for table, name, example, purpose in _MOST_USED:
+        assert name in get_type_hints(table)
+        yield f"`{_OWNERS[table]}{toml_key(name)}`", f"`{example}`", purpose
 
 
 def _keys(table: type[Any]) -> Iterator[tuple[str, ...]]:
@@ -408,8 +450,8 @@ compiler too, from one of the extras `qnn`, `openvino`, `tensorrt-rtx`, `gpu` an
 
 The exit code is 0 for success, 1 if something failed, and 2 for wrong usage or an invalid configuration.
 
-Completion in the shell: `eval "$(_EPCONTEXT_COMPLETE=bash_source epcontext)"` in `~/.bashrc`, the same with
-`zsh_source` in `~/.zshrc`, or `_EPCONTEXT_COMPLETE=fish_source epcontext | source` for fish.
+Completion in the shell: `eval "$(_EPCONTEXT_COMPLETE=bash_source epcontext)"` in `~/.bashrc`, and
+`zsh_source` in `~/.zshrc`.
 
 ## Flags of several commands
 
@@ -519,9 +561,8 @@ def api() -> str:
     for function in functions:
         lines.append(f"## {function.__name__}\n\n```python\n{_signature(function)}\n```\n")
         lines.append(f"{_markdown(inspect.getdoc(function) or '')}\n")
-    lines.append("## Results\n\nEditors and `help(Report)` show the fields of each.\n")
-    meanings = ((f"`{result.__name__}`", _first_line(result)) for result in results)
-    lines += [*_table(("result", "meaning"), meanings), ""]
+    names = _code(result.__name__ for result in results)
+    lines.append(f"## Results\n\nEditors and `help(Report)` show what each has: {names}.\n")
     lines.append("## Exceptions\n")
     rows = ((f"`{each.__name__}`", _bases(each), _first_line(each)) for each in raised)
     lines += [*_table(("exception", "is a", "meaning"), rows), ""]

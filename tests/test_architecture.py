@@ -1,4 +1,4 @@
-"""The rules about imports; `CONTRIBUTING.md` explains them."""
+"""The rules about imports; `docs/architecture.md` explains them."""
 
 from __future__ import annotations
 

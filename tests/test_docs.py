@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,6 +65,51 @@ def test_every_rewrite_is_documented() -> None:
     ):
         cells = re.findall(r"^\| (`.+?) \|", section(page, heading), re.MULTILINE)
         assert [name for cell in cells for name in re.findall(r"`(.+?)`", cell)] == names
+
+
+def test_every_file_and_function_that_the_page_about_the_architecture_names_exists() -> None:
+    page = PAGES["architecture.md"]
+    picture = re.search(r"```text\n(.*?)```", page, re.DOTALL)
+    assert picture is not None
+    package = REPOSITORY / "hatch_epcontext"
+    names = re.findall(
+        r"`([\w/]+\.py|[\w/]+/|[\w/]+\.md)(?::([\w.]+))?`", without_code_blocks(page)
+    )
+    room = Path()
+    for line in picture[1].splitlines():
+        # What is inside a folder is indented under its line.
+        inside = room if line.startswith(" ") else Path()
+        modules = [Path(name) for name in re.split(r"[ ,]+", line[:32].strip())]
+        names += [
+            (
+                (inside / module).as_posix()
+                + ("" if (package / inside / module).is_dir() else ".py"),
+                "",
+            )
+            for module in modules
+        ]
+        room = inside if inside.parts else modules[-1]
+    assert len(names) > 80
+    for name, attribute in names:
+        path = next((root / name for root in (package, REPOSITORY) if (root / name).exists()), None)
+        assert path is not None, name
+        if attribute:
+            assert attribute in defined(ast.parse(path.read_text(encoding="utf-8"))), name
+
+
+def without_code_blocks(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def defined(tree: ast.AST, prefix: str = "") -> Iterator[str]:
+    """The names of the functions, classes, methods and constants that ``tree`` defines."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield prefix + node.name
+            yield from defined(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (prefix + t.id for t in targets if isinstance(t, ast.Name))
 
 
 def test_every_id_of_a_problem_is_documented_under_its_own_anchor() -> None:

@@ -42,8 +42,8 @@ def test_each_module_with_a_provider_is_registered() -> None:
 
 
 def example() -> Provider:
-    """The provider that CONTRIBUTING.md shows."""
-    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
+    """The provider that docs/architecture.md shows."""
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text("utf-8")
     (code,) = (
         block
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
