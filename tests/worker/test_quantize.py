@@ -23,7 +23,7 @@ def quantized(
     folder.mkdir(exist_ok=True)
     np.savez(folder / "samples.npz", x=samples)
     spec = Model("a", save(made, folder / "a.onnx"), MODEL)
-    how = Quantize("uint16", "uint8", False)
+    how = Quantize("uint16", "uint8")
     precision = Precision(False, how, str(folder / "samples.npz"), Tolerance(snr, 0.98))
     out = folder / "out"
     out.mkdir()
