@@ -131,8 +131,7 @@ def load(
         _register_ready()
     if device not in (None, *get_args(Device)):
         raise LoadError(f"device must be None or one of {get_args(Device)}, not {device!r}")
-    if session_options is not None and not callable(session_options):
-        _use_once(session_options)
+    _use_once(session_options)
     options = (session_options, provider_options or {})
     sizes_of = {name: tuple(map(operator.index, sizes)) for name, sizes in (shapes or {}).items()}
     request = Request(device, sizes_of, fallback, recompile, verify, *options)
@@ -157,8 +156,10 @@ def load(
     return session
 
 
-def _use_once(session_options: SessionOptions) -> None:
+def _use_once(session_options: SessionOptions | Callable[[], SessionOptions] | None) -> None:
     """Raise LoadError for options of an earlier session: its execution provider would open no second one."""
+    if session_options is None or callable(session_options):
+        return
     if session_options in _used_options:
         raise LoadError("session_options were used before: pass a function that creates them")
     _used_options.add(session_options)
