@@ -195,7 +195,7 @@ class SettingNames(KeyNames):
 
     def key(self, key: Key) -> str:
         """The flag for ``key``, after the file of the model that it belongs to."""
-        if len(key.parts) == 1:
+        if len(key.parts) == 1 and key.parts not in _PROVIDER:
             return f"--set {dotted(key.parts)}"
         index, parts = _split(key)
         if index is None:

@@ -180,7 +180,10 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int, from_memo
             try:
                 reply = workers.call(request, folder, location=location)
             except BuildError as error:
-                opening.error = "; ".join(problem.message for problem in error.problems)
+                opening.error = "; ".join(
+                    " ".join(filter(None, (problem.message, problem.hint)))
+                    for problem in error.problems
+                )
                 warn(f"{location}: {opening.error}")
                 continue
             if run > 0:

@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
 from hatch_epcontext.cli._common import Command, ExistingPath, echo, warn
-from hatch_epcontext.cli._settings import SettingsCommand, short_flags
+from hatch_epcontext.cli._settings import SettingsCommand, short_flags, use_flag_names, use_lines
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import file_of
@@ -157,9 +157,14 @@ def command(
     are printed, as are the lines for the app.
     """
     pyproject = Pyproject(Path.cwd())
+    use_flag_names({}, "nothing is written")
     target, of_models = split(settings)
     new = [*_read(pyproject.root, models)]
     stems = [PurePosixPath(model.path).stem for model in new]
+    if pyproject.table is None:
+        use_flag_names({m.path: Path(m.path) for m in new}, "nothing is written")
+    else:
+        use_lines(pyproject.root)
     new = [
         replace(model, settings=for_model(stem, stems, of_models))
         for model, stem in zip(new, stems, strict=True)

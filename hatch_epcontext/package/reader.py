@@ -117,7 +117,8 @@ def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
     for name, recorded in sorted(package.files.items()):
         if not is_intact(folder, {name: recorded}):
             message = "is missing, or differs from its record in the manifest."
-            yield Problem(Kind.CHANGED_FILE, str(folder / name), message)
+            hint = "Restore it, or write the package again."
+            yield Problem(Kind.CHANGED_FILE, str(folder / name), message, hint)
     for name in package.unrecorded:
         if not (folder / name).is_file():
             yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")

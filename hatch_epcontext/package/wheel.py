@@ -195,7 +195,8 @@ def differences(
             yield Problem(Kind.INVALID_WHEEL, location, message, hint)
         elif packed[name] != record:
             message = f"{name} differs from its record in the manifest."
-            yield Problem(Kind.INVALID_WHEEL, location, message)
+            hint = "Build the wheel again, and change none of its models' files afterwards."
+            yield Problem(Kind.INVALID_WHEEL, location, message, hint)
     for name in sorted(packed.keys() - {*files, FILE}):
         yield Problem(
             Kind.INVALID_WHEEL,

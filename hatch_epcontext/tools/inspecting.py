@@ -34,6 +34,7 @@ TIMEOUT = 300.0
 """Seconds for reading one ONNX file."""
 
 _WHEEL = ".whl"
+_BESIDE = "Copy it beside the model, or make both again."
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
     for context in model.contexts:
         if context.sidecar and context.sha256 is None:
             message = f"the sidecar {context.sidecar!r} of {context.node} is not in its folder."
-            yield Problem(Kind.CHANGED_FILE, str(path), message)
+            yield Problem(Kind.CHANGED_FILE, str(path), message, _BESIDE)
         elif context.main and not context.size:
             message = f"the context of {context.node} is empty."
             yield Problem(Kind.CHANGED_FILE, str(path), message)
@@ -166,7 +167,7 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
     for name in model.external_data:
         if not is_regular(path.parent / name):
             message = f"the external data {name!r} is not in its folder."
-            yield Problem(Kind.CHANGED_FILE, str(path), message)
+            yield Problem(Kind.CHANGED_FILE, str(path), message, _BESIDE)
     for name in model.outside:
         message = f"the external data {name!r} is outside of its folder."
         yield Problem(Kind.EXTERNAL_DATA, str(path), message)

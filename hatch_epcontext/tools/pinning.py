@@ -102,7 +102,7 @@ def pin_location(url: str, downloads: Downloads, table: Table | None = None) -> 
     ``table``: what is pinned already. Raises DownloadError, and BuildError for errors of the system.
     """
     if rule := check_url(url):
-        hint = "Such as hf://org/repo/onnx/model.onnx."
+        hint = "It needs no commit: hf://org/repo/onnx/model.onnx."
         raise DownloadError(f"must be {rule}.", hint, Kind.INVALID_VALUE)
     downloads.check_online(url)
     digests: dict[str, str | None] = {}

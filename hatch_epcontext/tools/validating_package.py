@@ -147,7 +147,7 @@ def _choose(
     ]
     problems = []
     for flag, kind, names, known in (
-        ("--component", Kind.UNKNOWN_MODEL, components, [*models, *models.values()]),
+        ("--component", Kind.UNKNOWN_MODEL, components, dict.fromkeys([*models, *models.values()])),
         ("--variant", Kind.UNKNOWN_TARGET, variants, _variants(package, chosen or models)),
     ):
         for name in [name for name in names if name not in known]:

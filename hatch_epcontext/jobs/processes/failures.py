@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
 from dataclasses import replace
 
-from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import (
     AccidentError,
     BuildError,
@@ -117,7 +115,7 @@ def _out_of_memory(problem: Problem, memory_limit: int | None) -> Problem:
     if memory_limit:
         what = f"needs more memory than {_MEMORY_LIMIT} allows ({show_size(memory_limit)})"
         limit = Setting(_MEMORY_LIMIT, f"{-(-2 * memory_limit // 10**6)} MB")
-        advice, settings = _to_raise(limit, "Raise the limit, or remove it (not tried).")
+        advice, settings = "Raise the limit, or remove it (not tried).", (limit,)
     return replace(
         problem,
         kind=Kind.OUT_OF_MEMORY,
@@ -141,21 +139,13 @@ def _small_address_space() -> tuple[str, ...]:
     return (f"{allowed} Run the build with ulimit -v unlimited.",)
 
 
-def _to_raise(limit: Setting, hint: str) -> tuple[str, tuple[Setting, ...]]:
-    """The hint and the settings that raise a ``limit`` of the build: its variable, if that is set."""
-    variable = PREFIX + str(limit.key.parts[-1]).upper().replace("-", "_")
-    if os.environ.get(variable):
-        return f"Raise {variable}, which wins over the configuration (not tried).", ()
-    return hint, (limit,)
-
-
 def too_slow(log: WorkerLog, timeout: float) -> BuildError:
     """The error of a worker that was stopped after ``timeout`` seconds."""
     limit = Setting(Key() / "build" / "timeout", round(2 * timeout, 3))
-    hint, settings = _to_raise(limit, "Give it more time (not tried).")
+    hint = "Give it more time (not tried)."
     message = f"the worker was stopped after {timeout:g} seconds{log.last_step}."
     tail = log.tail()
-    return LimitError(Problem(Kind.WORKER_TIMEOUT, "", message, hint, settings=settings, log=tail))
+    return LimitError(Problem(Kind.WORKER_TIMEOUT, "", message, hint, settings=(limit,), log=tail))
 
 
 def flooded(log: WorkerLog) -> BuildError:

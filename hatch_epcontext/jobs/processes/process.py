@@ -289,7 +289,9 @@ class Worker:
             with writing("a folder for a worker", folder):
                 folder.mkdir(parents=True)
                 log.path.touch(exist_ok=False)
-            message = self._exchange(line.encode(), log, f"{label}: {order.action}")
+            message = self._exchange(
+                line.encode(), log, f"{label}: {order.action.replace('_', ' ')}"
+            )
             if self._processes.stopped:
                 raise interrupted()
             if not log.path.is_file():

@@ -207,18 +207,14 @@ def test_how_a_worker_ends_is_one_message_with_the_end_of_its_log(
 @only_posix
 @pytest.mark.parametrize("way", ["sleeps", "is stopped"])
 def test_a_worker_is_killed_after_the_timeout_with_what_it_started(
-    tmp_path: Path, check: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, way: str
+    tmp_path: Path, check: Path, workers: Workers, way: str
 ) -> None:
     stop = "os.kill(os.getpid(), 19)\n" if way == "is stopped" else ""
     check.write_text(f"{SLEEPING}{stop}time.sleep(600)\n", encoding="utf-8")
-    if way == "is stopped":
-        monkeypatch.setenv("HATCH_EPCONTEXT_TIMEOUT", "3")
     stopped = problem(replace(workers, timeout=3), tmp_path)
     assert stopped.kind is Kind.WORKER_TIMEOUT
     assert "after 3 seconds" in stopped.message
-    # What is set is what has to be raised.
-    assert ("build.timeout" in stopped.text()) == (way == "sleeps")
-    assert ("HATCH_EPCONTEXT_TIMEOUT" in stopped.text()) == (way == "is stopped")
+    assert "build.timeout" in stopped.text()
     assert stopped.log == "sleeping"
     for name in ("worker", "child"):
         wait_until_gone(process_in(tmp_path / "call" / name))
