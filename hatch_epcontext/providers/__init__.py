@@ -111,7 +111,7 @@ def configured(
             by_library=True,
             requirements=provider.compiler_library.requirements,
             conflicts=(),
-            distributions=("onnxruntime", *DISTRIBUTIONS[1:]),
+            distributions=DISTRIBUTIONS,
             exclusive_device=False,
         )
     if (ep, plugin) != (provider.ep, provider.plugin):
