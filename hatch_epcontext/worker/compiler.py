@@ -31,8 +31,8 @@ from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider, missing
-from hatch_epcontext.worker.advice import keep, on_conditions
-from hatch_epcontext.worker.reasons import RefusedNodes, refused_nodes
+from hatch_epcontext.worker.advice import keep
+from hatch_epcontext.worker.reasons import RefusedNodes, on_conditions, refused_nodes
 from hatch_epcontext.worker.session import (
     LEVELS,
     MIN_EXTERNAL,

@@ -13,9 +13,9 @@ from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.advice import on_conditions
 from hatch_epcontext.worker.configured import how_to_fix, place_of_sizes, sizes_to_fix
 from hatch_epcontext.worker.dummy.inputs import sized
+from hatch_epcontext.worker.reasons import on_conditions
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 

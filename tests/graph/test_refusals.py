@@ -13,8 +13,8 @@ from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.worker.actions import check
 from hatch_epcontext.worker.actions.check import not_compilable
-from hatch_epcontext.worker.advice import on_conditions
 from hatch_epcontext.worker.configured import fix_constants
+from hatch_epcontext.worker.reasons import on_conditions
 from hatch_epcontext.worker.requests import CheckRequest
 from tests.models import parsed
 from tests.worker.actions.test_compile import target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -146,9 +147,37 @@ def not_compilable(
                 f"{provider.ep} cannot compile {len(findings.refused)} of the "
                 f"{len(findings.scope.counted)} nodes: {refusals.describe(findings.refused)}."
             )
-            hint, settings = advice.on_refused(findings, onnx_model, model, target)
+            hint, settings = _advise(findings, onnx_model, model, target)
             problem = Problem.at(model.key, Kind.NOT_COMPILABLE, message, hint, *settings)
             yield replace(problem, targets=(target.name,))
+
+
+def _advise(
+    findings: refusals.Findings, source: onnx.ModelProto, model: Model, target: Target
+) -> advice.Advice:
+    """What to do about the refused nodes of ``source``, the file of ``model``: freeze what decides them, keep
+    the part before or after them, or use another provider.
+    """
+    if by := findings.deciders:
+        return f"Freeze {by}, which decides it (not tried).", advice.freeze(by.inputs, model.key)
+    if findings.is_trivial:
+        hint = (
+            "Nothing else is worth compiling: ship the model as it is, or let ONNX Runtime optimize it "
+            'with the cpu provider (provider = "cpu"; not tried).'
+        )
+        return hint, ()
+    where, part = "before or after them", Setting(model.key / "cut")
+    if cut := findings.part(source):
+        place = "before them, up to" if cut.outputs else "after them, from"
+        where = f"{place} {listing(map(repr, cut.outputs or cut.inputs))}"
+        part = advice.keep(cut.within(model.cut), model.key)
+    hint = (
+        f"Keep only the part {where}, and compute the rest in the app; or let the CPU compute them, with a "
+        "lower min-coverage (not tried)."
+    )
+    # Rounded down: preparation also removes nodes that can be compiled.
+    share = math.floor(9 * findings.share) / 10
+    return hint, (part, Setting(target.place("min-coverage"), share))
 
 
 def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:

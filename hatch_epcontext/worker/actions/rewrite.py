@@ -32,7 +32,6 @@ from hatch_epcontext.graph.rounding import hidden_faults
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.unrolling import UNROLLS
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.advice import on_open_shapes
 from hatch_epcontext.worker.comparison.compare import (
     SIMPLIFIED,
     Subject,
@@ -128,12 +127,21 @@ def _unroll(work: _RewriteSession, limit: int) -> RewriteReply:
             folder = Path(tempfile.mkdtemp(prefix="unrolled-", dir=request.folder))
             path, session = work.write_model(model, path.parent, folder)
         if not names:
-            note = on_open_shapes(model.graph) if declined else ()
+            note = _on_open_shapes(model.graph) if declined else ()
             return RewriteReply(None, declined=declined, dropped=note)
         work.compare(session, path)
     except Exception as error:
         return RewriteReply(None, dropped=(_dropped("; ".join(names) or "unrolling", error),))
     return replace(_reply(path, names), declined=declined)
+
+
+def _on_open_shapes(main: onnx.GraphProto) -> tuple[str, ...]:
+    """Which key fixes the shapes of the inputs of ``main``, if some are open."""
+    if all(graph.facts(value).is_fixed for value in graph.inputs(main)):
+        return ()
+    return (
+        "the shapes of inputs are open, and with them lengths: static-shapes = true fixes them",
+    )
 
 
 def _reply(path: Path, names: Iterable[str]) -> RewriteReply:
