@@ -72,7 +72,7 @@ def _natures(part: onnx.GraphProto, outer: Mapping[str, Nature]) -> dict[str, Na
     for name in (*(value.name for value in part.input), *(t.name for t in part.initializer)):
         natures[name] = "any"
     for node in part.node:
-        natures |= {name: _nature(node, name, natures) for name in node.output}
+        natures |= {name: _nature(node, name, natures) for name in node.output if name}
     return natures
 
 

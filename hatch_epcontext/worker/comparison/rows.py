@@ -96,14 +96,24 @@ class Selected:
 class Rows:
     """Rows of ``columns`` in outputs: batch x rows x all columns. The source's, in ``ref``, give the signal.
 
-    ``unit``: that of the limits of scores. Without one each column has a signal of its own.
+    ``unit``: that of the limits of scores. Without one each column has a signal of its own. ``elsewhere``:
+    the source's outputs for other inputs.
     """
 
-    def __init__(self, columns: Sequence[Columns], ref: Arrays, unit: float | None = None) -> None:
+    def __init__(
+        self,
+        columns: Sequence[Columns],
+        ref: Arrays,
+        unit: float | None = None,
+        elsewhere: Sequence[Arrays] = (),
+    ) -> None:
         self.columns = columns
         parts = [span.of(ref) for span in columns]
         self._ends = np.cumsum([part.shape[2] for part in parts])[:-1]
-        weights = [_weights(span, part, unit) for span, part in zip(columns, parts, strict=True)]
+        weights = [
+            _weights(span, part, unit, _largest(part, *map(span.of, elsewhere)))
+            for span, part in zip(columns, parts, strict=True)
+        ]
         self._weights = np.concatenate(weights)
         # A class is judged by the scores of its row: it does not say which row that is.
         telling = [
@@ -166,14 +176,20 @@ class Rows:
             result.add(span.output, ratios)
 
 
-def _weights(columns: Columns, ref: Numbers, unit: float | None) -> Numbers:
+def _largest(*arrays: Numbers) -> float:
+    """The largest finite magnitude in ``arrays``."""
+    finite = (np.nan_to_num(array, posinf=0, neginf=0) for array in arrays)
+    return max(float(np.abs(array).max(initial=0)) for array in finite)
+
+
+def _weights(columns: Columns, ref: Numbers, unit: float | None, largest: float) -> Numbers:
     """The factor of the differences in each column, with which their squares add up to the noise."""
     count = ref.shape[2]
     if columns.is_whole:
         return np.full(count, math.sqrt(WRONG))
     power = np.nan_to_num(ref, posinf=0, neginf=0) ** 2
     signal = power.mean(axis=(0, 1)) if unit is None else np.full(count, count * power.mean())
-    floor = floor_of(ref, unit) if unit and columns.is_score else SIGNAL_PART * power.max() ** 0.5
+    floor = floor_of(ref, unit) if unit and columns.is_score else SIGNAL_PART * largest
     return np.asarray(1 / np.sqrt(np.maximum(signal, max(floor**2, TINY))))
 
 

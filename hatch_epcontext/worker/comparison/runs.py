@@ -92,8 +92,7 @@ class Reference:
     def elsewhere(self, output: str) -> Elsewhere:
         """The values of ``output`` for the first usual samples."""
         if output not in self._elsewhere:
-            usual = itertools.islice((run for run in self.runs if run.usual), _OTHERS)
-            self._elsewhere[output] = Elsewhere(values_of(output, usual))
+            self._elsewhere[output] = Elsewhere(values_of(output, self._usual))
         return self._elsewhere[output]
 
     def compare_run(
@@ -122,7 +121,8 @@ class Reference:
             )
             for name in random
         ]
-        selected = select(facts.selections, outputs, source, inner, limits.unit)
+        others = [arrays for run in self._usual for arrays in run.outputs]
+        selected = select(facts.selections, outputs, source, inner, limits.unit, others)
         for name, output in outputs.items():
             if (values := selected.wanted.get(name)) is None:
                 continue
@@ -135,6 +135,11 @@ class Reference:
                 comparison = replace(comparison, agreement=agreement)
             comparisons.append(comparison)
         return comparisons
+
+    @cached_property
+    def _usual(self) -> Sequence[ReferenceRun]:
+        """The first usual samples."""
+        return [*itertools.islice((run for run in self.runs if run.usual), _OTHERS)]
 
     @cached_property
     def _elsewhere(self) -> dict[str, Elsewhere]:

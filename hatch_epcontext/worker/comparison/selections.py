@@ -275,11 +275,16 @@ class _SelectionFinder:
 
 
 def select(
-    selections: Selections, outputs: Arrays, wanted: Arrays, candidates: Arrays, unit: float
+    selections: Selections,
+    outputs: Arrays,
+    wanted: Arrays,
+    candidates: Arrays,
+    unit: float,
+    elsewhere: Sequence[Arrays] = (),
 ) -> Selected:
     """The values to compare ``outputs`` with; the source model has ``wanted`` and, inside it, ``candidates``.
 
-    ``unit``: that of the limits.
+    ``unit``: that of the limits. ``elsewhere``: the source's outputs for other inputs.
     """
     result, rest = Selected(dict(wanted)), selections.rest
     if rest is not None and rest.values <= candidates.keys():
@@ -303,7 +308,7 @@ def select(
             and len(sizes) == 1
             and 0 < max(sizes)[1] <= _MAX_ROWS
         ):
-            rows = Rows(columns, wanted, unit)
+            rows = Rows(columns, wanted, unit, elsewhere)
             rows.put(
                 result, outputs, *_compare_rows(selection, rows, outputs, wanted, candidates, unit)
             )

@@ -324,6 +324,15 @@ def test_a_class_may_be_chosen_behind_the_selection(tmp_path: Path) -> None:
     assert differences(compared.compare({"best": best, "y": wrong}))
 
 
+def test_boxes_near_zero_are_compared_with_those_of_other_samples(tmp_path: Path) -> None:
+    boxes, logits = np.concatenate([0 * BOXES, BOXES]), np.concatenate([LOGITS, LOGITS])
+    compared = Compared(tmp_path, head("one output"), boxes=boxes, logits=logits)
+    y = compared.wanted["y"].copy()
+    for error, is_right in ((0.01, True), (100, False)):
+        y[0, 7, 0] = error
+        assert (not differences(compared.compare({"y": y}))) == is_right
+
+
 def test_the_message_names_the_worst_row(tmp_path: Path) -> None:
     detector = Head(tmp_path, "one output")
     table = faulty(detector.table, "wrong box")
