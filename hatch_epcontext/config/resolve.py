@@ -214,7 +214,7 @@ class Resolver:
         provider, unchecked, table = named.provider, named.unchecked, _with_defaults(named.table)
         profiles: tuple[Profile, ...] = tuple(
             {name: dataclasses.asdict(shapes) for name, shapes in profile.items()}
-            for profile in table.profiles
+            for profile in table.profiles or ()
         )
         options = render_options(table.provider_options, provider, unchecked=unchecked)
         if provider.profiles and profiles:
@@ -249,10 +249,10 @@ class Resolver:
             load_options=load_options,
             files=tuple(files),
             profiles=profiles,
-            platforms=table.platforms,
+            platforms=table.platforms or (),
             requirements=table.requirements,
             min_coverage=table.min_coverage,
-            resources=table.resources,
+            resources=table.resources or {},
             from_cache=cached is not None and not {ALL, named.name}.isdisjoint(cached),
             calibration=calibration,
             unchecked=unchecked,
@@ -381,7 +381,7 @@ def _compile_settings(
         "compute_capabilities": tuple(
             gpu for gpu in capabilities if gpu in (table.compute_capabilities or ())
         ),
-        "device_filter": {name: str(value) for name, value in table.device_filter.items()},
+        "device_filter": {name: str(value) for name, value in (table.device_filter or {}).items()},
         "quantize": _quantize(table, provider),
         # A sidecar by default: large models need one, and no known EP requires embedding.
         "embed": table.embed is True,

@@ -221,15 +221,13 @@ class TargetTable:
         "The device to compile for, which the loader must find.",
         when_missing="the provider's default",
     )
-    device_filter: Mapping[str, str | int] = _key(
+    device_filter: Mapping[str, str | int] | None = _key(
         "Properties of the device: `type`, `vendor`, `vendor-id`, `device-id`, or any of the "
         'EP\'s metadata, such as `{ npu_platform = "4000" }`.',
-        dict,
     )
-    profiles: tuple[Mapping[str, ProfileTable], ...] = _key(
+    profiles: tuple[Mapping[str, ProfileTable], ...] | None = _key(
         "Optimization profiles (TensorRT, TensorRT RTX), each with `min`, `opt` and `max` shapes by "
         "input.",
-        (),
     )
     optimization: Optimization | None = _key(
         "ONNX Runtime's graph optimization before partitioning.", otherwise="basic"
@@ -271,16 +269,15 @@ class TargetTable:
         otherwise=1.0,
         check=_SHARE,
     )
-    platforms: tuple[str, ...] = _key(
-        "Wheel platform tags that this target is for, such as `win_arm64`.", (), when_missing="any"
+    platforms: tuple[str, ...] | None = _key(
+        "Wheel platform tags that this target is for, such as `win_arm64`.", when_missing="any"
     )
     requirements: tuple[str, ...] | None = _key(
         "Packages to install for compiling, instead of the provider's own.",
         when_missing="the provider's",
     )
-    resources: Mapping[str, float] = _key(
+    resources: Mapping[str, float] | None = _key(
         "Resources of the dask workers that may compile for this target: see `docs/ci.md`.",
-        dict,
         check=_RESOURCES,
     )
     allow_unknown_options: bool | None = _key(

@@ -144,7 +144,7 @@ def test_settings_are_written_into_the_tables(cli: Cli, new_project: Path) -> No
     printed = cli("init", "models/b.onnx", "--set", "min-coverage=1", code=2).stderr
     assert "targets can only be chosen for a new configuration" in printed
     printed = cli("init", "models/b.onnx", "--set", "editable=skip", code=2).stderr
-    assert '"editable" is not a key that can be set' in printed
+    assert '--set editable: EPC001\n    "editable" is not a key that can be set' in printed
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,19 @@ def test_a_model_can_switch_off_what_its_target_quantizes(project: Path) -> None
     assert (other.settings.quantize, other.calibration) == (None, "")
 
 
+def test_an_empty_value_of_a_model_replaces_that_of_its_target(project: Path) -> None:
+    toml = """
+    targets.qnn = { provider = "qnn", platforms = ["win_arm64"], resources = { NPU = 1 } }
+    models = [
+        "models/a.onnx",
+        { path = "models/b.onnx", targets.qnn = { platforms = [], resources = {} } },
+    ]
+    """
+    first, other = (model.targets[0] for model in read(project, toml).models)
+    assert (first.platforms, first.resources) == (("win_arm64",), {"NPU": 1})
+    assert (other.platforms, other.resources) == ((), {})
+
+
 def test_other_numbers_than_those_of_the_source_have_limits_of_their_own(project: Path) -> None:
     toml = """
     targets.qnn.provider = "qnn"

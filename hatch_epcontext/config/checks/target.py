@@ -57,7 +57,7 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
     if table.virtual_devices and not provider.virtual_devices:
         message = f"the {provider.name} provider offers no virtual devices."
         yield Problem.at(key / "virtual-devices", Kind.NOT_APPLICABLE, message)
-    for index, platform in enumerate(table.platforms):
+    for index, platform in enumerate(table.platforms or ()):
         if not re.fullmatch(r"[a-z0-9_]+", platform):
             message = f"must be the platform tag of a wheel, not {show(platform)}."
             hint = 'For example "win_arm64", "manylinux_2_34_aarch64" or "any".'
@@ -149,7 +149,7 @@ def _check_device(key: Key, table: TargetTable, provider: Provider) -> Iterator[
             message = f"chooses among the devices of a plugin EP, and {is_part}."
             advice = "Use its option device_id." if "device_id" in provider.options else None
             yield Problem.at(key / "device-filter", Kind.NOT_APPLICABLE, message, advice)
-    elif "library_path" in table.device_filter:
+    elif "library_path" in (table.device_filter or ()):
         message = "is a path of this machine, and apps choose by the same properties."
         yield Problem.at(key / "device-filter" / "library_path", Kind.NOT_APPLICABLE, message)
 
