@@ -40,7 +40,7 @@ from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, collect
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Device, Profile, Provider
-from hatch_epcontext.text import show, suggestion, toml_key
+from hatch_epcontext.text import listing, show, suggestion, toml_key
 
 _OPTIONS = ("provider_options", "session_options", "load_options")
 """The keys of a target that are merged with those of a model's target; that replaces all others."""
@@ -188,7 +188,8 @@ class Resolver:
         candidates = table.targets if isinstance(table.targets, tuple) else self._targets
         names = [name for name in candidates if changes.get(name) is not False]
         if not names and self._targets:
-            yield Problem.at(key / "targets", Kind.UNKNOWN_TARGET, "names no target.")
+            hint = f"Name one: {listing(self._targets)}."
+            yield Problem.at(key / "targets", Kind.UNKNOWN_TARGET, "names no target.", hint)
         named, targets = list[NamedTarget](), list[Target]()
         for name in dict.fromkeys(names):
             if (target := self._targets.get(name)) is None:
