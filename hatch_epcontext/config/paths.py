@@ -237,7 +237,7 @@ def is_glob(path: str) -> bool:
 def _near(path: Path) -> str | None:
     """A question about a file with a similar name beside ``path``, which does not exist."""
     try:
-        return near_name(path.name, sorted(each.name for each in os.scandir(path.parent)))
+        return near_name(path.name, sorted(entry.name for entry in path.parent.iterdir()))
     except OSError:
         return None
 

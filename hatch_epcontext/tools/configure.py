@@ -45,7 +45,7 @@ MODEL_TABLES = ("dims", "shapes", "constants")
 def nested(*settings: Mapping[str, Any]) -> dict[str, Any]:
     """``settings``, whose keys can be dotted, as tables. Tables are merged; else the last value counts."""
     tables: dict[str, Any] = {}
-    for dotted, value in (item for each in settings for item in each.items()):
+    for dotted, value in (item for mapping in settings for item in mapping.items()):
         key, *inside = dotted.split(".")
         table = _plain(value)
         for name in reversed(inside):

@@ -169,11 +169,6 @@ def _unknown(place: Key, name: str, provider: Provider, unchecked: Setting) -> P
     return Problem.at(place, Kind.UNKNOWN_OPTION, message, hint, unchecked)
 
 
-def is_known_session_option(name: str) -> bool:
-    """Whether a session option is known, also one that is reserved."""
-    return name in _SESSION_OPTIONS or name in _RESERVED_SESSION_OPTIONS
-
-
 def check_session_options(
     key: Key, options: Mapping[str, OptionValue], target: NamedTarget
 ) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ if _manifest["layout"] == "installed":
 datas, binaries = collect_data_files(_name), []
 hiddenimports = ["importlib.resources", "numpy", "onnxruntime"]
 # The loader imports these only where a model needs them.
-hiddenimports += [f"{_name}.{each.stem}" for each in _folder.glob("_[a-z]*.py")]
+hiddenimports += [f"{_name}.{module.stem}" for module in _folder.glob("_[a-z]*.py")]
 for _component in _manifest["components"].values():
     for _variant in _component["variants"].values():
         _plugin = _variant["additional_metadata"]["hatch-epcontext"].get("plugin")
