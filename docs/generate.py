@@ -1,7 +1,7 @@
 """Writes what is generated from the package itself: ``python docs/generate.py``.
 
-These are the pages about the configuration, the providers, what they compute wrong, the command
-line and the Python API, the recipes that a build tries, and the JSON schema of the configuration,
+These are the pages about the configuration, the providers, the command line and the Python API, the recipes
+that a build tries and what EPs compute wrong, and the JSON schema of the configuration,
 which is inside the package.
 """
 
@@ -229,26 +229,9 @@ def _values(option: Option) -> str:
     return ", ".join([*bold, *(["or a list"] if option.several else [])])
 
 
-FLOAT16 = """\
-# What NPUs compute wrong
-
-<!-- Generated from hatch_epcontext.providers and benchmarks/faults-*.json by docs/generate.py. -->
-
-An NPU computes a float32 model in float16: it has no numbers
-above 65504 or below 6e-8, and rounds each result to 11 bits. That is no fault. This page lists results that
-are wrong although float16 could represent the right ones.
-
-A build [rewrites](what-compiles.md#results-that-differ) an operator whose row names a rewrite, and
-[validation](validation.md) examines the others.
-
-This was measured on simulators only, not verified on hardware. `python -m benchmarks.sweep` runs small graphs
-over all float16 values and compares them with the CPU. Other EPs were not measured.
-"""
-
-
-def float16() -> str:
-    """The page about number formats and faults."""
-    lines = [FLOAT16]
+def _wrong_results() -> str:
+    """The section about the number formats and faults of EPs."""
+    lines = []
     for path in sorted((FOLDER.parent / "benchmarks").glob("faults-*.json")):
         provider = PROVIDERS[path.stem.partition("-")[2]]
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -257,7 +240,7 @@ def float16() -> str:
         statuses = Counter(case.get("status") for case in found["cases"].values())
         options = ", ".join(f"{name} {value}" for name, value in found["options"].items())
         lines.append(
-            f"## {provider.name}\n\nSeen on {format_.seen} ({found['seen']}; {options}). Of "
+            f"### {provider.name}\n\nSeen on {format_.seen} ({found['seen']}; {options}). Of "
             f"{len(found['cases'])} graphs it computes {statuses['wrong']} wrong, and refuses "
             f"{statuses['refused']}: `benchmarks/{path.name}` has all of them.\n"
         )
@@ -267,7 +250,7 @@ def float16() -> str:
             f"exact than the format: {_code(sorted(format_.inexact))}.\n"
         )
         headings = ("operator", "where", "what it does", "rewrite")
-        lines += [*_table(headings, _faults(format_.faults)), ""]
+        lines += _table(headings, _faults(format_.faults))
     return "\n".join(lines)
 
 
@@ -358,7 +341,7 @@ How a model is [validated](validation.md). The mode alone can replace the table:
 The limits of `validate.tolerance`, described in [Validation](validation.md). A limit of an output wins
 over that of all outputs.""",
     "quantize": """\
-How a model of floats is [quantized](quantization.md#quantize-a-model). `quantize = false` for a target of a
+How a model of floats is [quantized](shapes.md#quantize-a-model). `quantize = false` for a target of a
 model switches it off.""",
     "profiles": """\
 Shapes of one input, such as
@@ -634,7 +617,7 @@ def _on_one_line(statement: str) -> str:
 
 
 def what_compiles() -> str:
-    """The page about what an EP can compile, with the stages of a search."""
+    """The page about what an EP can compile, with the stages of a search, and the faults of EPs."""
     rows, before = list[tuple[str, str]](), list[Stage]()
     for stage in STAGES:
         is_same = before and before[-1].applies is stage.applies
@@ -643,9 +626,14 @@ def what_compiles() -> str:
         before.append(stage)
     table = "\n".join(_table(("if", "recipe"), rows))
     page = (FOLDER / "what-compiles.md").read_text(encoding="utf-8")
-    return re.sub(
-        r"(<!-- stages: .*-->\n).*(\n<!-- end -->)", rf"\1\n{table}\n\2", page, flags=re.DOTALL
-    )
+    for name, text in {"stages": table, "faults": _wrong_results()}.items():
+        page = re.sub(
+            rf"(<!-- {name}: .*?-->\n).*?(\n<!-- end -->)",
+            lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}",  # type: ignore[misc]
+            page,
+            flags=re.DOTALL,
+        )
+    return page
 
 
 def _doc(function: Callable[..., Any]) -> str:
@@ -655,7 +643,6 @@ def _doc(function: Callable[..., Any]) -> str:
 PAGES = {
     "api": api,
     "providers": providers,
-    "float16": float16,
     "configuration": configuration,
     "commands": commands,
     "what-compiles": what_compiles,

@@ -257,11 +257,11 @@ class TargetTable:
         otherwise=False,
     )
     dequantize: Dequantize | None = _key(
-        'Undo dynamic quantization; with `"all"` static quantization too: see `docs/quantization.md`.',
+        'Undo dynamic quantization; with `"all"` static quantization too: see `docs/shapes.md`.',
         when_missing="only if nodes are left to the CPU otherwise",
     )
     quantize: QuantizeTable | Literal[False] | None = _key(
-        "Quantize a model of floats: see `docs/quantization.md`.",
+        "Quantize a model of floats: see `docs/shapes.md`.",
         when_missing="not quantized",
     )
     min_coverage: float | None = _key(
@@ -291,7 +291,7 @@ class TargetTable:
     )
     compute_capabilities: tuple[str, ...] | Literal["auto"] | None = _key(
         "Compile with NVIDIA's own library, which needs no GPU (TensorRT RTX), for these GPUs: such as "
-        '`["8.6", "8.9", "12.0"]`, or `auto` for those that the library chooses: see `docs/rtx.md`.',
+        '`["8.6", "8.9", "12.0"]`, or `auto` for those that the library chooses: see `docs/targets.md`.',
         when_missing="the EP compiles, for the GPU that it finds",
     )
     library: str | None = _key(
@@ -351,7 +351,7 @@ class ModelTable:
     )
     url: str | None = _key(
         "Where the model is downloaded from, instead of `path`: `hf://` or `https://`. `epcontext fetch "
-        "--pin` fixes its contents: see `docs/downloads.md`.",
+        "--pin` fixes its contents: see `docs/builds.md`.",
         check=check_url,
         is_url=True,
     )

@@ -24,7 +24,7 @@ class AnyPlugin(Provider):
     loads_shared = True
     notes = (
         "Its options are unknown, so they are not checked.",
-        "[Plugin EPs](plugin-eps.md) shows how to try one.",
+        "[Plugin EPs](targets.md#plugin-eps) shows how to try one.",
         (
             "If `library` is a path, your app must register the library with "
             "`onnxruntime.register_execution_provider_library` before it calls `load`."
