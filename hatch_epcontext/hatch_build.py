@@ -111,7 +111,6 @@ class HatchBuild:
 
     def install_editable(self) -> None:
         """Make the package of an editable install, which `finish` writes into the project."""
-        from hatch_epcontext.jobs.run import download_sources
         from hatch_epcontext.package.bundle import bundle, modules
         from hatch_epcontext.package.folder import project_folder, publish, refuse_others
         from hatch_epcontext.package.wheel import selected_files
@@ -130,7 +129,6 @@ class HatchBuild:
         folder = project_folder(output, files)
         refuse_others(folder, edited=True)
         staging = self._staging.enter_context(temp_dir())
-        download_sources(config, self._workers(config), ships_all=True)
         result = self._compile(config, staging) if compiles else self._read(config, staging)
         shipped = modules(self._hooked_name(output), config.models)
         package = bundle(result, staging, shipped, folder)
@@ -249,10 +247,11 @@ class HatchBuild:
 
     def _read(self, config: Config, staging: Path) -> Result:
         """The sources of an editable install that compiles nothing."""
-        from hatch_epcontext.jobs.run import open_cache
+        from hatch_epcontext.jobs.run import download_sources, open_cache
         from hatch_epcontext.jobs.sources import cut_models, read_sources
 
         cache, workers = open_cache(config, self._warn), self._workers(config)
+        download_sources(config, workers)
         config = cut_models(config, cache, workers, staging)
         return Result(read_sources(config, cache, workers, staging / "check"), ())
 

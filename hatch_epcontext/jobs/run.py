@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from hatch_epcontext.config.paths import NO_HOME, default_root
-from hatch_epcontext.config.settings import Config, Model, Target
+from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, Problem, merged
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
 from hatch_epcontext.jobs.cache.store import Cache
 from hatch_epcontext.jobs.job import JobRunner
-from hatch_epcontext.jobs.plan import Job, Plan, ships_source
+from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.requirements import check_environment
@@ -95,28 +95,13 @@ def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
     return tuple(DryRun(job, *runner.dry_run(job)) for job in jobs)
 
 
-def download_sources(config: Config, workers: Workers, *, ships_all: bool = False) -> None:
-    """Download the models from elsewhere; for a build entirely from the cache only what it ships or changes.
-
-    With ``ships_all`` these are all, as in an editable install.
-    """
-    needs_all = ships_all or not config.only_from_cache
-    models = [
-        model
-        for model in config.models
-        if needs_all or model.is_changed or ships_source(model, _targets_of(model, config))
-    ]
-    if any(model.download for model in models):
+def download_sources(config: Config, workers: Workers) -> None:
+    """Download the models from elsewhere, unless they are in the user's cache."""
+    if any(model.download for model in config.models):
         # Imported here: few models come from elsewhere.
         from hatch_epcontext.jobs.downloads import download_models
 
-        download_models(models, config, workers.progress or _ignore, workers.pulse)
-
-
-def _targets_of(model: Model, config: Config) -> Iterator[Target]:
-    """The targets of all shapes of ``model``."""
-    for other in config.models:
-        yield from other.targets if other.configured_name == model.configured_name else ()
+        download_models(config.models, config, workers.progress or _ignore, workers.pulse)
 
 
 def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> JobRunner:

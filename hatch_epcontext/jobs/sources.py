@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import Config, Model
@@ -26,12 +25,6 @@ from hatch_epcontext.serialize import to_plain, value_sha256
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import show_size, suggestion
 from hatch_epcontext.worker.results import CutResult, ModelFacts
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-_REQUESTS = 16
-"""The most requests to a shared cache at once."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +114,17 @@ def read_sources(
     Raises BuildError with all problems of all models.
     """
     index = cache.index
-    if config.only_from_cache and (absent := _assume(config.models, cache)):
-        raise _not_known(absent, cache)
     # These are not even hashed.
-    if problems := [p for m in config.models if not index.has(m.path) for p in _too_large(m)]:
+    if problems := [p for m in config.models for p in _too_large(m)]:
         raise ModelError(*problems)
     # The build that filled the cache has checked the model for its own targets.
     key_of = _unchecked_key if config.only_from_cache else _key
     keys = {model.name: key_of(model, index) for model in config.models}
-    stored = _for_each(cache, lambda key: cache.get("facts", key, ModelFacts), keys.values())
+    stored = [cache.get("facts", key, ModelFacts) for key in keys.values()]
     known = {
         model.name: facts
         for model, facts in zip(config.models, stored, strict=True)
-        if facts is not None and _is_whole(model, facts, index)
+        if facts is not None and _is_whole(model, facts)
     }
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
@@ -151,36 +142,12 @@ def read_sources(
     # the cache.
     kept = {_unchecked_key(model, index): known[model.name] for model in config.models}
     kept |= {keys[model.name]: known[model.name] for model in unknown}
-    _for_each(cache, lambda item: cache.put("facts", *item), kept.items())
+    for key, facts in kept.items():
+        cache.put("facts", key, facts)
     if problems := [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]:
         # All shapes of one model have the same tolerance.
         raise ModelError(*merged(problems))
-    return tuple(_source(model, known[model.name], cache) for model in config.models)
-
-
-def _assume(models: Iterable[Model], cache: Cache) -> list[Model]:
-    """Let pinned hashes stand for known files of models from elsewhere that are not on this machine; returns
-    the models whose own file is not known.
-    """
-    absent = []
-    for model in models:
-        # What the build has written is on this machine.
-        files = model.download.files if model.download and not model.origin else {}
-        folder = model.path.parent
-        if all(is_regular(folder / name) for name in files):
-            continue
-        for name, digest in files.items():
-            record = cache.get("facts", _size_key(digest), FileRecord)
-            if record is not None and record.sha256 == digest:
-                cache.index.assume(folder / name, record)
-        if not cache.index.has(model.path):
-            absent.append(model)
-    return absent
-
-
-def _size_key(sha256: str) -> str:
-    """What identifies the record of a file with this content."""
-    return value_sha256({"record of": sha256})
+    return tuple(_source(model, known[model.name], index) for model in config.models)
 
 
 def check_unchanged(sources: Iterable[Source], hint: str) -> None:
@@ -203,43 +170,27 @@ def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Pr
             yield Problem.at(key / name, Kind.UNKNOWN_INPUT, message, hint)
 
 
-def _for_each(cache: Cache, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results of ``request`` for all items, several at once: a shared cache may be slow."""
-    if cache.shared is None:
-        return list(map(request, items))
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        try:
-            return list(pool.map(request, items))
-        except BaseException:
-            # An interrupted build must not wait for answers.
-            cache.stop()
-            raise
-
-
-def _source(model: Model, facts: ModelFacts, cache: Cache) -> Source:
+def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
     """The model with its hex sha256: of its file, or of its file and all files of its external data."""
     folder = model.path.parent
     names = (model.path.name, *facts.external_data)
-    records = {name: cache.index.record(folder / name) for name in names}
-    if model.download is not None:
-        for record in records.values():
-            cache.put("facts", _size_key(record.sha256), record)
+    records = {name: index.record(folder / name) for name in names}
     sha256 = records[model.path.name].sha256
     if facts.external_data:
         data = {name: records[name].sha256 for name in sorted(facts.external_data)}
         sha256 = value_sha256({"model": sha256, "data": data})
-    origin = cache.index.record(model.origin) if model.origin else None
+    origin = index.record(model.origin) if model.origin else None
     return Source(model, facts, sha256, records, origin)
 
 
-def _is_whole(model: Model, facts: ModelFacts, index: Index) -> bool:
-    """Whether the external data of ``model`` is there or known; if not, a worker reports what is missing.
+def _is_whole(model: Model, facts: ModelFacts) -> bool:
+    """Whether the external data of ``model`` is there; if not, a worker reports what is missing.
 
     Facts from a shared cache must name no files elsewhere: the wheel would contain them.
     """
     files = [model.path.parent / name for name in facts.external_data]
     return all(map(is_portable, facts.external_data)) and all(
-        index.has(file) or (is_regular(file) and too_large(file.stat()) is None) for file in files
+        is_regular(file) and too_large(file.stat()) is None for file in files
     )
 
 

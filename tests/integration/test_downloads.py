@@ -160,25 +160,6 @@ def test_the_wheel_is_that_of_a_local_model_also_from_an_sdist(hub: Hub, tmp_pat
     assert wheel(again) == first
 
 
-def test_a_build_from_the_cache_needs_no_model_unless_it_ships_it(hub: Hub, tmp_path: Path) -> None:
-    project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
-    build(project, cache, "-w")
-    with_source = wheel(project)
-    shutil.rmtree(cache / LAYOUT / "models")
-    assert "EPC220" in build(project, cache, "-w", fails=True, FROM_CACHE="all", OFFLINE="1")
-    build(project, cache, "-w", FROM_CACHE="all")
-    assert wheel(project) == with_source
-    build(without_source(project), cache, "-w")
-    alone = wheel(project)
-    shutil.rmtree(cache / LAYOUT / "models")
-    hub.requests.clear()
-    build(project, cache, "-w", FROM_CACHE="all", OFFLINE="1")
-    assert wheel(project) == alone
-    assert not hub.requests
-    unknown = build(project, tmp_path / "none", "-w", fails=True, FROM_CACHE="all", OFFLINE="1")
-    assert "EPC311" in unknown
-
-
 def test_a_cut_model_is_taken_from_the_cache_of_this_machine(hub: Hub, tmp_path: Path) -> None:
     project = without_source(remote(tmp_path / "remote", hub, 'cut = { outputs = ["r"] }\n'))
     cache = tmp_path / "cache"

@@ -12,12 +12,10 @@ import pytest
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
-from hatch_epcontext.files import file_sha256
 from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.cache.store import Cache
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.sources import read_sources
-from hatch_epcontext.text import to_toml
 from tests.models import network, save, save_with_data
 
 TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
@@ -115,38 +113,6 @@ def test_from_the_cache_alone_an_unknown_model_is_an_error(reader: Reader) -> No
     assert reader.workers == 0
     first = reader.read()
     assert [source.sha256 for source in reader.read(environ=environ)] == [first[0].sha256]
-
-
-def test_a_model_from_elsewhere_is_known_only_with_all_its_files(
-    reader: Reader, project: Path, tmp_path: Path
-) -> None:
-    folder = project / "models"
-    save_with_data(network(), folder / "a.onnx")
-    hashes = {name: file_sha256(folder / name) for name in ("a.onnx", "network.data")}
-
-    def toml(data: dict[str, str]) -> str:
-        return f"""
-            targets.cpu.provider = "cpu"
-            [[models]]
-            url = "https://models.invalid/a.onnx"
-            sha256 = "{hashes["a.onnx"]}"
-            data = {to_toml(data)}
-        """
-
-    here = {"HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
-    text = toml({"network.data": hashes["network.data"]})
-    (model,) = load(project, parse(text), {}, here).models
-    shutil.copytree(folder, model.path.parent)
-    (first,) = reader.read(text, here)
-    shutil.rmtree(model.path.parent)
-    only = {**here, "HATCH_EPCONTEXT_FROM_CACHE": "all"}
-    more = toml({"network.data": hashes["network.data"], "other.data": "ab" * 32})
-    for each in (text, more):
-        assert [source.sha256 for source in reader.read(each, only)] == [first.sha256]
-    for other in ({"network.data": "ab" * 32}, {}):
-        with pytest.raises(BuildError) as raised:
-            reader.read(toml(other), only)
-        assert [each.kind for each in raised.value.problems] == [Kind.NOT_CACHED]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="files with holes take space there")

@@ -49,20 +49,10 @@ class Index:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._looks: dict[Path, _Look] = {}
-        self._absent: dict[Path, FileRecord] = {}
-
-    def assume(self, path: Path, record: FileRecord) -> None:
-        """Take ``record`` for the file ``path``, which is not there and which the build does not read."""
-        self._absent[path] = record
-
-    def has(self, path: Path) -> bool:
-        """Whether the file ``path`` is known although it is not there."""
-        return path in self._absent
 
     def record(self, path: Path) -> FileRecord:
         """The size and the hex sha256 of the file ``path``; raises as `sha256` does."""
-        absent = self._absent.get(path)
-        return absent or FileRecord(path.stat().st_size, self.sha256(path))
+        return FileRecord(path.stat().st_size, self.sha256(path))
 
     def sha256(self, path: Path, *, again: bool = False) -> str:
         """The hex sha256 of the file ``path``, from the index if its status is known there.
@@ -70,8 +60,6 @@ class Index:
         Raises ModelError if the file has changed since it was first read. To find that out, a file is read
         ``again`` that was written just before.
         """
-        if (absent := self._absent.get(path)) is not None:
-            return absent.sha256
         if (first := self._looks.get(path)) is not None:
             self._compare(path, first, read=again and not first.settled)
             return first.sha256
