@@ -88,10 +88,6 @@ class Cut:
     def __bool__(self) -> bool:
         return bool(self.inputs or self.outputs)
 
-    def within(self, other: Cut) -> Cut:
-        """This cut of a model after the cut ``other``: without names of its own it has the ends of that."""
-        return Cut(self.inputs or other.inputs, self.outputs or other.outputs)
-
 
 @dataclass(frozen=True)
 class Declined:

@@ -14,9 +14,7 @@ import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.limits import TREES, VALUE_KINDS, Limits, ValueKind
-from hatch_epcontext.graph.parts import is_possible
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import count, listing, show
 
@@ -128,28 +126,9 @@ class Findings:
     @property
     def is_trivial(self) -> bool:
         """Whether none of the other nodes is worth a context."""
-        return all(node.op_type in _TRIVIAL for node in self._rest)
-
-    @property
-    def _rest(self) -> list[onnx.NodeProto]:
-        return [node for node in self.scope.counted if self._results.isdisjoint(node.output)]
-
-    @property
-    def _results(self) -> set[str]:
-        return {name for refusal in self.refused for name in refusal.node.output if name}
-
-    def part(self, model: onnx.ModelProto) -> Cut:
-        """The cut that keeps the nodes of ``model`` before or after all refused ones; empty if none does."""
-        refused, rest = self._results, self._rest
-        results = {name for node in rest for name in node.output if name}
-        cut = Cut()
-        if refused.isdisjoint(self.scope.ancestors(results)):
-            read = {name for refusal in self.refused for name in refusal.node.input}
-            read |= {value.name for value in model.graph.output} - refused
-            cut = Cut(outputs=tuple(n for node in rest for n in node.output if n in read))
-        elif results.isdisjoint(self.scope.ancestors(refused)):
-            cut = Cut(tuple(sorted({name for node in rest for name in node.input} & refused)))
-        return cut if cut and is_possible(model, cut, (), refused) else Cut()
+        results = {name for refusal in self.refused for name in refusal.node.output if name}
+        rest = (node for node in self.scope.counted if results.isdisjoint(node.output))
+        return all(node.op_type in _TRIVIAL for node in rest)
 
 
 def find(model: onnx.ModelProto, limits: Limits) -> Findings:

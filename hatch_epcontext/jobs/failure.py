@@ -14,7 +14,7 @@ from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, notes
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.advice import Advice, keep, on_weights
+from hatch_epcontext.worker.advice import Advice, on_weights
 from hatch_epcontext.worker.results import Coverage, NodeFacts
 
 _MAX_NODES = 20
@@ -108,18 +108,13 @@ def low_coverage(
     if coverage is None or coverage.share >= target.min_coverage:
         return None
     hint, settings = _advice(coverage, target, model.key)
-    accept = "Or accept it:"
-    if coverage.largest is not None:
-        settings = (*settings, keep(coverage.largest.within(model.cut), model.key))
-        part = "Or keep the largest part that is compiled, and let the app do the rest (not tried)"
-        accept = f"{part}; or accept it:"
     return Problem(
         Kind.LOW_COVERAGE,
         "",
         f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
         f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
         f"Left to the CPU: {'; '.join(_describe_nodes(coverage.uncovered, declined))}.",
-        f"{hint} {accept}",
+        f"{hint} Or accept it:",
         settings=(
             *settings,
             Setting(target.place("min-coverage"), math.floor(100 * coverage.share) / 100),

@@ -10,19 +10,12 @@ from typing import Any
 
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import Key, Setting
-from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.limits import QUANTIZED_WEIGHTS
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.results import NodeFacts
 
 Advice = tuple[str, tuple[Setting, ...]]
 """What to do, in words, and what to set."""
-
-
-def keep(cut: Cut, model: Key) -> Setting:
-    """The setting for this cut of the model at the key ``model``."""
-    ends = {"inputs": list(cut.inputs), "outputs": list(cut.outputs)}
-    return Setting(model / "cut", {end: names for end, names in ends.items() if names})
 
 
 def freeze(inputs: Mapping[str, tuple[Any, ...]], model: Key) -> tuple[Setting, ...]:

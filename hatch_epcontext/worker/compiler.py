@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -31,8 +32,8 @@ from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider, missing
-from hatch_epcontext.worker.advice import keep
-from hatch_epcontext.worker.reasons import RefusedNodes, on_conditions, refused_nodes
+from hatch_epcontext.worker.advice import Advice
+from hatch_epcontext.worker.reasons import on_conditions, refused_nodes
 from hatch_epcontext.worker.session import (
     LEVELS,
     MIN_EXTERNAL,
@@ -43,6 +44,9 @@ from hatch_epcontext.worker.session import (
 )
 
 _CHANGE = "Change the model there, or keep only the part before or after it (not tried)."
+
+_Refused = tuple[str, Advice | None]
+"""What `refused_nodes` returns."""
 
 
 def compile_context(
@@ -59,12 +63,8 @@ def compile_context(
     """
     provider = target.provider
     optimizes = target.settings.optimization != "none"
-
-    def refused() -> RefusedNodes:
-        return refused_nodes(prepared, target, model)
-
     key = None if model is None else model.key
-
+    refused = partial(refused_nodes, prepared, target)
     with explained(provider, lambda: _graph(prepared), key, refused, optimizes=optimizes):
         try:
             _compile(prepared, result, target, session_options or {})
@@ -246,7 +246,7 @@ def explained(
     provider: Provider,
     graph_of: Callable[[], onnx.GraphProto],
     key: Key | None = None,
-    refused: Callable[[], RefusedNodes] = RefusedNodes,
+    refused: Callable[[], _Refused] = lambda: ("", None),
     *,
     optimizes: bool = True,
 ) -> Iterator[None]:
@@ -305,7 +305,7 @@ def _explanation(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    refused: Callable[[], RefusedNodes],
+    refused: Callable[[], _Refused],
 ) -> BuildError | None:
     """The meaning of an error of ONNX Runtime or the EP; None if it is unknown."""
     if "Unable to compile any nodes" in message:
@@ -335,7 +335,7 @@ def _refused_graph(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    refused: Callable[[], RefusedNodes],
+    refused: Callable[[], _Refused],
 ) -> LibraryError | None:
     """The error of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
     settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
@@ -347,15 +347,12 @@ def _refused_graph(
         return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
     if not_inferred := _NOT_INFERRED.search(message):
         return _not_inferred(not_inferred, source, key)
-    if (nodes := refused()).text:
+    nodes, weights = refused()
+    if nodes:
         # The nodes that it leaves to the CPU may cause the failure, as by a type that they pass to the rest.
         reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
-        words, hint = f"{provider.ep} failed: {reason}. {nodes.text}", _CHANGE
-        if nodes.weights:
-            hint, settings = nodes.weights
-        elif nodes.cut and key is not None:
-            hint = "Change the model there, or keep the part that it may compile (not tried):"
-            settings = (keep(nodes.cut, key),)
+        words = f"{provider.ep} failed: {reason}. {nodes}"
+        hint, settings = weights or (_CHANGE, settings)
         return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
     return None
 
@@ -408,7 +405,7 @@ def _nothing_compiled(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    refused: Callable[[], RefusedNodes],
+    refused: Callable[[], _Refused],
 ) -> RefusedError:
     message = f"{provider.ep} compiled no node of the model."
     hint = (
@@ -429,9 +426,10 @@ def _nothing_compiled(
     elif control := graph.control_flow(source):
         message += f" It has {' and '.join(control)}, which few EPs compile."
         hint, settings = on_conditions(source, key) or ("Remove them from the model.", ())
-    if (nodes := refused()).text:
-        message += f" {nodes.text}"
+    nodes, weights = refused()
+    if nodes:
+        message += f" {nodes}"
         if not settings:
             # If the EP gives reasons for its nodes, the chip is not the cause.
-            hint, settings = nodes.weights or ("Change the model at these nodes.", ())
+            hint, settings = weights or ("Change the model at these nodes.", ())
     return RefusedError(Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings))

@@ -11,8 +11,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, RefusedError, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data, stays_inside
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, Cut
-from hatch_epcontext.graph.parts import largest_covered
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker.results import Context, Coverage, NodeFacts
@@ -77,21 +76,10 @@ def _read_context(
             compiled=max(total - len(uncovered), 0),
             partitions=len(contexts),
             uncovered=tuple(_node_facts(node, open_values) for node in uncovered),
-            largest=_largest(model, source, uncovered, open_values) if uncovered else None,
         ),
         compatibility=compatibility,
         ep_sdk_version=graph.text(contexts[0], "ep_sdk_version"),
     )
-
-
-def _largest(
-    model: Model,
-    prepared: onnx.ModelProto,
-    uncovered: list[onnx.NodeProto],
-    open_values: frozenset[str],
-) -> Cut | None:
-    source = onnx.load(model.path, load_external_data=False)
-    return largest_covered(prepared.graph, uncovered, source, open_values, model.constants)
 
 
 def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:

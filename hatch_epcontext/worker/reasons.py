@@ -10,15 +10,14 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import onnx
 
-from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.facts import Cut, TensorFacts
-from hatch_epcontext.graph.parts import largest_covered
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.refusals import Deciders, deciders, deciders_of_branches, numbered
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
@@ -91,22 +90,14 @@ def explained(
     return tuple(_with_reason(node, reasons, deciders.get(node.name)) for node in nodes)
 
 
-class RefusedNodes(NamedTuple):
-    """A sentence about the nodes that the EP refuses, with the reasons, empty if it gives none; a cut that
-    leaves the EP the rest, if that is most of the model; and what to do about quantized weights.
+def refused_nodes(prepared: Path, target: Target) -> tuple[str, Advice | None]:
+    """A sentence about the nodes of ``prepared`` that the EP refuses, or whose types it lacks, with the
+    reasons, empty if it gives none; and what to do about quantized weights.
     """
-
-    text: str = ""
-    cut: Cut | None = None
-    weights: Advice | None = None
-
-
-def refused_nodes(prepared: Path, target: Target, model: Model | None = None) -> RefusedNodes:
-    """The nodes of ``prepared``, made of ``model``, that the EP refuses, or whose types it lacks."""
     provider = target.provider
     logged = dict(ask(prepared, target))
     if not logged:
-        return RefusedNodes()
+        return "", None
     onnx_model = onnx.load(prepared, load_external_data=False)
     main, typed = onnx_model.graph, graph.inferred(onnx_model)
     for name, tensors in _tensors(typed, {node.name for node in main.node}).items():
@@ -115,7 +106,7 @@ def refused_nodes(prepared: Path, target: Target, model: Model | None = None) ->
     # Other nodes are in no file: ONNX Runtime has inserted them since.
     refused = [node for node in main.node if node.name in logged]
     if not refused:
-        return RefusedNodes()
+        return "", None
     nodes = [NodeFacts(node.name, graph.operator(node)) for node in refused]
     operators: dict[str | None, Counter[str]] = {}
     for node in explained(nodes, logged, main, typed, provider):
@@ -125,13 +116,7 @@ def refused_nodes(prepared: Path, target: Target, model: Model | None = None) ->
         for reason, ops in operators.items()
     ]
     more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
-    text = f"It refuses {', '.join(parts[:_MAX_REASONS])}{more}."
-    if model is None:
-        return RefusedNodes(text)
-    source = onnx.load(model.path, load_external_data=False)
-    cut = largest_covered(main, refused, source, frozen=model.constants)
-    weights = on_weights(nodes, target)
-    return RefusedNodes(text, cut and cut.within(model.cut), weights)
+    return f"It refuses {', '.join(parts[:_MAX_REASONS])}{more}.", on_weights(nodes, target)
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ from hatch_epcontext.config.settings import Quantize
 from hatch_epcontext.config.tables import Dequantize
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Cut, TensorFacts
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
 
@@ -97,16 +97,12 @@ class CoverageStatus(Enum):
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes.
-
-    ``largest``: the largest part of the source that is covered, if nodes are uncovered and there is one.
-    """
+    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes."""
 
     nodes: int
     compiled: int
     partitions: int
     uncovered: tuple[NodeFacts, ...] = ()
-    largest: Cut | None = None
 
     @property
     def share(self) -> float:

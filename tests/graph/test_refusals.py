@@ -10,7 +10,6 @@ import pytest
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.worker.actions import check
 from hatch_epcontext.worker.actions.check import not_compilable
 from hatch_epcontext.worker.configured import fix_constants
@@ -29,7 +28,7 @@ def graph_of(nodes: str, outputs: str, more: str = "") -> onnx.ModelProto:
 
 
 def problems(
-    given: onnx.ModelProto, provider: str = "qnn", min_coverage: float = 1.0, cut: Cut = SPEC.cut
+    given: onnx.ModelProto, provider: str = "qnn", min_coverage: float = 1.0
 ) -> list[Problem]:
     npu = replace(
         target(provider),
@@ -37,7 +36,7 @@ def problems(
         key=Key() / "targets" / "npu",
         min_coverage=min_coverage,
     )
-    return list(not_compilable(given, replace(SPEC, cut=cut), [npu]))
+    return list(not_compilable(given, SPEC, [npu]))
 
 
 PRODUCT = "y = MatMul (x, w)"
@@ -57,39 +56,13 @@ SCALED = graph_of(f"{PRODUCT} z = {ML}.Scaler (y)", "float[1, 4] z")
         (f"{ML}.Scaler (y)", "float[1, 4]", "an operator of ai.onnx.ml"),
     ],
 )
-def test_a_tail_that_no_npu_takes_is_refused_with_the_tensor_to_keep(
+def test_a_tail_that_no_npu_takes_is_refused(
     node: str, output: str, word: str, provider: str
 ) -> None:
     (problem,) = problems(graph_of(f"{PRODUCT} z = {node}", f"{output} z"), provider)
     assert problem.kind is Kind.NOT_COMPILABLE
     assert word in problem.message
-    assert str(problem.settings[0]) == 'tool.epcontext.models[0].cut = { outputs = ["y"] }'
-
-
-def test_a_head_of_strings_is_refused_with_the_tensor_to_begin_with() -> None:
-    head = f'v = {ML}.LabelEncoder <keys_strings = ["a"], values_floats = [1.0]> (s)'
-    (problem,) = problems(
-        graph_of(f"{head} y = MatMul (v, w)", "float[1, 4] y", ", string[1, 4] s")
-    )
-    assert problem.settings[0].value == {"inputs": ["v"]}
-
-
-def test_what_the_model_was_cut_to_stays_cut() -> None:
-    (problem,) = problems(SCALED, cut=Cut(("x",), ("z",)))
-    assert problem.settings[0].value == {"inputs": ["x"], "outputs": ["y"]}
-
-
-def test_a_part_does_not_begin_with_a_sequence() -> None:
-    branch = "() => (seq(float[]) t) { t = Identity (s) }"
-    chosen = f"u = If (c) <then_branch = one {branch}, else_branch = two {branch}>"
-    for node in (chosen, "u = Identity (s)"):
-        given = graph_of(
-            f"s = SplitToSequence (x) {node} v = SequenceAt (u, i) y = MatMul (v, w)",
-            "float[1, 4] y",
-            ", bool c, int64 i",
-        )
-        (problem,) = problems(given)
-        assert problem.settings[0].value == {"inputs": ["v"]}
+    assert str(problem.settings[0]) == "tool.epcontext.models[0].cut"
 
 
 def test_a_model_that_is_all_trees_gets_the_cpu_provider_and_no_cut() -> None:

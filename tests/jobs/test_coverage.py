@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hatch_epcontext.graph.facts import Cut, Declined
+from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.jobs.failure import low_coverage
 from hatch_epcontext.worker.results import Coverage, NodeFacts
 from tests.results import configured
@@ -41,17 +41,6 @@ def test_shapes_that_depend_on_the_data_are_named_as_the_reason(project: Path) -
     text = failure(Coverage(2, 1, 1, uncovered), project)
     assert "NonZero (the shape of its output 'y' depends on the data)" in text
     assert "cut the model before them" in text
-
-
-def test_the_largest_covered_part_is_named_as_a_cut(project: Path) -> None:
-    toml = 'models = [{ path = "models/a.onnx", cut = { outputs = ["y"] } }]'
-    (model,) = configured(project, f'targets.cpu.provider = "cpu"\n{toml}').models
-    coverage = Coverage(3, 2, 1, (NodeFacts("n", "Op"),), Cut(inputs=("hidden",)))
-    problem = low_coverage(coverage, model.targets[0], model)
-    assert problem is not None
-    settings = problem.settings
-    # The model is cut already, and its part ends where the model does.
-    assert settings[0].value == {"inputs": ["hidden"], "outputs": ["y"]}
 
 
 def test_why_no_rewrite_applied_is_named_of_the_nodes_that_are_left(project: Path) -> None:

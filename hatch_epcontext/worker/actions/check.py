@@ -14,8 +14,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import graph, refusals
 from hatch_epcontext.graph.dequantize import is_dynamic
-from hatch_epcontext.graph.facts import Cut, TensorFacts
-from hatch_epcontext.graph.parts import is_possible
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker import advice
@@ -147,16 +146,14 @@ def not_compilable(
                 f"{provider.ep} cannot compile {len(findings.refused)} of the "
                 f"{len(findings.scope.counted)} nodes: {refusals.describe(findings.refused)}."
             )
-            hint, settings = _advise(findings, onnx_model, model, target)
+            hint, settings = _advise(findings, model, target)
             problem = Problem.at(model.key, Kind.NOT_COMPILABLE, message, hint, *settings)
             yield replace(problem, targets=(target.name,))
 
 
-def _advise(
-    findings: refusals.Findings, source: onnx.ModelProto, model: Model, target: Target
-) -> advice.Advice:
-    """What to do about the refused nodes of ``source``, the file of ``model``: freeze what decides them, keep
-    the part before or after them, or use another provider.
+def _advise(findings: refusals.Findings, model: Model, target: Target) -> advice.Advice:
+    """What to do about the refused nodes of ``model``: freeze what decides them, cut the model there, or use
+    another provider.
     """
     if by := findings.deciders:
         return f"Freeze {by}, which decides it (not tried).", advice.freeze(by.inputs, model.key)
@@ -166,18 +163,13 @@ def _advise(
             'with the cpu provider (provider = "cpu"; not tried).'
         )
         return hint, ()
-    where, part = "before or after them", Setting(model.key / "cut")
-    if cut := findings.part(source):
-        place = "before them, up to" if cut.outputs else "after them, from"
-        where = f"{place} {listing(map(repr, cut.outputs or cut.inputs))}"
-        part = advice.keep(cut.within(model.cut), model.key)
     hint = (
-        f"Keep only the part {where}, and compute the rest in the app; or let the CPU compute them, with a "
-        "lower min-coverage (not tried)."
+        "Keep only the part before or after them, and compute the rest in the app; or let the CPU compute "
+        "them, with a lower min-coverage (not tried)."
     )
     # Rounded down: preparation also removes nodes that can be compiled.
     share = math.floor(9 * findings.share) / 10
-    return hint, (part, Setting(target.place("min-coverage"), share))
+    return hint, (Setting(model.key / "cut"), Setting(target.place("min-coverage"), share))
 
 
 def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
@@ -213,27 +205,23 @@ def _check_dtypes(tensors: Iterable[TensorFacts], noun: str, model: Model) -> It
 
 
 def _check_outputs(onnx_model: onnx.ModelProto, model: Model) -> Iterator[Problem]:
-    """The outputs that are no tensors, each with the tensors that it is made of."""
+    """The problem of outputs that are no tensors, with the values that they are made of."""
     main = onnx_model.graph
     others = [value.name for value in main.output if graph.facts(value).dtype.endswith("_type")]
     if not others:
         return
     scope = Scope(main)
-    made_of = {name: node.input for name in others if (node := scope.maker(name)) is not None}
-    names = (name for value in main.output for name in made_of.get(value.name, [value.name]))
-    # The app has the inputs already.
-    cut = Cut(outputs=tuple(dict.fromkeys(name for name in names if scope.maker(name) is not None)))
-    may_be_cut = bool(cut.outputs) and is_possible(onnx_model, cut, (), ())
+    makers = filter(None, map(scope.maker, others))
+    parts = dict.fromkeys(name for node in makers for name in node.input)
     listed = listing(map(repr, others))
     what = "is no tensor" if len(others) == 1 else "are no tensors"
     yield Problem.at(
         model.key,
         Kind.UNSUPPORTED_OUTPUT,
         f"the output {listed} {what}, but a sequence, a map or an optional value, which no EP compiles.",
-        "Keep these tensors as the outputs instead (not tried)."
-        if may_be_cut
-        else "Change the model there.",
-        *([advice.keep(cut.within(model.cut), model.key)] if may_be_cut else []),
+        f"Keep what it is made of ({listing(map(repr, parts))}) as outputs instead, or change the model "
+        "there (not tried).",
+        Setting(model.key / "cut"),
     )
 
 

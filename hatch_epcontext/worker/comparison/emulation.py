@@ -20,12 +20,9 @@ from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
-from hatch_epcontext.graph.parts import WrongCut, part_between
 from hatch_epcontext.graph.rounding import applies, emulate, hidden_faults, rounded, widen
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.text import to_toml
-from hatch_epcontext.worker.advice import keep
 from hatch_epcontext.worker.comparison.diverging import (
     Divergence,
     Inner,
@@ -60,12 +57,6 @@ _WORTH_RUNNING = 45.0
 
 _WORST = 3
 """The number of worst samples, of different natures, that the target runs."""
-
-_MAX_CUTS = 3
-"""The most nodes after which a cut is tried."""
-
-_MAX_CUT = 4
-"""The most tensors of a proposed cut: the app has to compute them."""
 
 _LOST = 0.5
 """The relative error from which a format counts as lacking a stored number."""
@@ -296,7 +287,7 @@ class Emulator:
         level = self.level(run)
         limit = min(SENSITIVE, margin + GAIN)
         if level.margin < limit and (description := self.first_diverging(run)):
-            return f"The first diverging node: {description}.{self._cut(run)}"
+            return f"The first diverging node: {description}."
         text = f"{self._describe(level)}, so the EP computes an operator wrong"
         return f"{text}: perhaps {self.optimistic}." if self.optimistic else f"{text}."
 
@@ -307,48 +298,6 @@ class Emulator:
 
     def _diverging(self, run: ReferenceRun) -> onnx.NodeProto | None:
         return self._divergence.find(run, self._is_hidden, self._misses)
-
-    def _cut(self, run: ReferenceRun) -> str:
-        """A sentence about the first cut, after the first diverging node, with which the model is right."""
-        # The emulation does not cover operators that the EP computes less exactly.
-        node = None if self.optimistic else self._diverging(run)
-        for _ in range(_MAX_CUTS):
-            if node is None:
-                break
-            if text := self._cut_behind(node):
-                return text
-            # What the format cannot represent is lost at the cut too, if it is in the values there.
-            readers = [*self.scope.readers.get(node.output[0], ())]
-            node = self.scope.nodes[readers[0]] if len(readers) == 1 else None
-        return ""
-
-    def _cut_behind(self, node: onnx.NodeProto) -> str:
-        """A sentence about the cut after ``node``, if it makes the rest of the model right."""
-        before = set(self.scope.above(node.output))
-        exact = [self.scope.nodes[index] for index in before]
-        behind = [other for i, other in enumerate(self.scope.nodes) if i not in before]
-        read = {name for other in behind for name in graph.read_by(other)}
-        results = {name for other in exact for name in other.output}
-        fed = {value.name for value in graph.inputs(self._prepared.graph)}
-        inputs = sorted(read & (results | fed))
-        # A smaller part is not worth a model of its own.
-        if not read & results or len(behind) <= len(exact) or len(inputs) > _MAX_CUT:
-            return ""
-        source = onnx.load(self._model.path, load_external_data=False).graph
-        cut = replace(self._model.cut, inputs=tuple(inputs))
-        if isinstance(part_between(source, cut, self._model.constants), WrongCut):
-            return ""
-        skipped = {*self._skipped, *(other.name for other in exact)}
-        session = open_unoptimized(self._rounded(self._prepared, skipped).SerializeToString())
-        levels = [self._level(session, run) for run in self._reference.runs if run.usual]
-        level = min(levels, key=lambda level: level.margin)
-        if level.margin < SENSITIVE:
-            return ""
-        left = f"at least {level.snr:.0f} dB" if math.isfinite(level.snr) else "no error"
-        return (
-            f" If the app computes {' and '.join(map(repr, inputs))} itself (cut = "
-            f"{to_toml(keep(cut, self._model.key).value)}), {self._format.name} leaves {left}."
-        )
 
     @cached_property
     def _divergence(self) -> Divergence:

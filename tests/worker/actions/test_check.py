@@ -233,17 +233,14 @@ def test_profiles_have_to_fit_the_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tail", "kept"),
+    ("tail", "parts"),
     [
-        ("s = ai.onnx.ml.ZipMap (p)", ["p", "l"]),
-        ("s = SplitToSequence (p)", ["p", "l"]),
-        ("s = SequenceConstruct (p, x, p)", ["p", "l"]),
-        # A sequence that another node makes is no tensor to keep.
-        ("q = SplitToSequence (p) r = Identity (q) s = SequenceInsert (r, x)", []),
+        ("s = ai.onnx.ml.ZipMap (p)", "'p'"),
+        ("s = SequenceConstruct (p, x, p)", "'p' and 'x'"),
     ],
 )
-def test_an_output_that_is_no_tensor_is_an_error_with_the_tensors_to_keep(
-    tmp_path: Path, tail: str, kept: list[str]
+def test_an_output_that_is_no_tensor_is_an_error_with_what_it_is_made_of(
+    tmp_path: Path, tail: str, parts: str
 ) -> None:
     text = f"""(float[2, 2] x) => (seq(float[]) s, float[2, 2] l)
     {{ l = MatMul (x, x) p = Softmax (l) {tail} }}"""
@@ -251,8 +248,8 @@ def test_an_output_that_is_no_tensor_is_an_error_with_the_tensors_to_keep(
         handle(request_for(save(parsed(text, check=False), tmp_path / "a.onnx")))
     (problem,) = raised.value.problems
     assert problem.kind is Kind.UNSUPPORTED_OUTPUT
-    expected = (Setting(MODEL / "cut", {"outputs": kept}),) if kept else ()
-    assert problem.settings == expected
+    assert f"Keep what it is made of ({parts}) as outputs" in str(problem.hint)
+    assert problem.settings == (Setting(MODEL / "cut"),)
 
 
 def test_the_size_of_an_image_is_for_the_user_to_choose(tmp_path: Path) -> None:

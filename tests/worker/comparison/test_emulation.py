@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -268,29 +267,6 @@ def test_what_a_suppression_reads_is_compared_in_the_format(tmp_path: Path) -> N
     assert found.worst.nearest is not None
     assert found.worst.nearest.output in ("boxes", "scores")
     assert found.margin > 25
-
-
-@pytest.mark.parametrize(("layers", "is_worth_it"), [(1, False), (5, True)])
-def test_a_cut_behind_the_first_diverging_node_is_proposed(
-    tmp_path: Path, layers: int, is_worth_it: bool
-) -> None:
-    names = ["level", *(f"h{index}" for index in range(1, layers)), "y"]
-    products = " ".join(
-        f"[{after}] {after} = MatMul ({before}, w)" for before, after in pairwise(names)
-    )
-    made = parsed(
-        f"""(float[1, 64] x) => (float[1, 64] y) <float floor = {{1e-10}}> {{
-            [square] power = Mul (x, x)
-            [floor] positive = Add (power, floor)
-            [log] level = Log (positive)
-            {products} }}""",
-        w=(64, 64),
-    )
-    found = emulator(made, tmp_path)
-    run = min((each for each in found.levels if each.run.usual), key=lambda each: each.margin).run
-    text = found.explanation(run, found.level(run).margin)
-    assert "Add floor uses 1e-10" in text
-    assert ('(cut = { inputs = ["level"] })' in text) == is_worth_it
 
 
 @pytest.mark.parametrize(
