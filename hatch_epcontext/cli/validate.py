@@ -18,8 +18,11 @@ from hatch_epcontext.jobs.validation import describe_validation, validation_warn
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count, pairs
-from hatch_epcontext.tools.validating import validate_context
-from hatch_epcontext.tools.validating_package import ValidatedVariant, validate_package
+from hatch_epcontext.tools.validating import (
+    ValidatedVariant,
+    validate_context,
+    validate_package,
+)
 from hatch_epcontext.worker.requests import InspectReply
 from hatch_epcontext.worker.results import Validation
 
@@ -29,7 +32,7 @@ _HEADLINE = "validation failed"
 _EXAMPLES = """\b
 Examples:
   epcontext validate model_ctx.onnx --source model.onnx
-  epcontext validate model.ortpackage --variant qnn
+  epcontext validate model.ortpackage
   epcontext validate model.ortpackage --set validate=auto
 """
 
@@ -44,18 +47,6 @@ Examples:
 )
 @provider_option(required=False)
 @setting_flags
-@click.option(
-    "--component",
-    "components",
-    multiple=True,
-    help="Only this model of a package; repeatable.",
-)
-@click.option(
-    "--variant",
-    "variants",
-    multiple=True,
-    help="Only this variant of a package; repeatable.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @verbose_option
 def command(
@@ -63,8 +54,6 @@ def command(
     source: Path | None,
     provider: str | None,
     settings: dict[str, Any],
-    components: tuple[str, ...],
-    variants: tuple[str, ...],
     as_json: bool,
     verbose: int,
 ) -> None:
@@ -76,14 +65,12 @@ def command(
     --provider.
 
     The variants of a package have their own options, and are compared with its source model, or else its
-    first variant for the CPU. What this machine cannot run is an error: choose variants, or accept it with
-    --set validate=auto. --set validate=structure runs nothing.
+    first variant for the CPU. What this machine cannot run is an error, unless --set validate=auto accepts
+    it. --set validate=structure runs nothing.
     """
     use_flag_names({path.stem: source or path}, _HEADLINE)
     verbosity = Verbosity.beside_json(verbose, as_json=as_json)
     if not path.is_dir():
-        if components or variants:
-            raise click.UsageError("--component and --variant are for a model package.")
         with verbosity.progress("validating", 1):
             validated = validate_context(path, provider, source, settings, verbosity.workers)
         if as_json:
@@ -93,8 +80,9 @@ def command(
             echo(f"{path}: {', '.join([*parts, describe_validation(validated.validation)])}")
             _warn(str(path), validated.validation)
         return
-    if provider is not None:
-        raise click.UsageError("--provider is for a single file: a model package names its own.")
+    if provider is not None or source is not None:
+        message = "--provider and --source are for a single file: a model package has its own."
+        raise click.UsageError(message)
 
     def done(variant: ValidatedVariant) -> None:
         if not as_json:
@@ -102,9 +90,7 @@ def command(
             if variant.validation is not None:
                 _warn(variant.name, variant.validation)
 
-    package = validate_package(
-        path, source, components, variants, settings, verbosity.workers, done
-    )
+    package = validate_package(path, settings, verbosity.workers, done)
     if as_json:
         click.echo(to_json(package), nl=False)
     package.check()
@@ -116,13 +102,11 @@ def _warn(name: str, validation: Validation) -> None:
 
 
 def _describe_variant(variant: ValidatedVariant) -> list[str]:
-    if variant.validation is None:
+    if variant.validation is None or variant.model is None:
         return ["FAILED"]
-    parts = []
-    if variant.model is not None:
-        parts = _describe_model(variant.model, variant.ep, variant.ep)
-        if not variant.model.contexts:
-            parts = [f"ONNX graph for {variant.ep}"]
+    parts = _describe_model(variant.model, variant.ep, variant.ep)
+    if not variant.model.contexts:
+        parts = [f"ONNX graph for {variant.ep}"]
     return [*parts, describe_validation(variant.validation)]
 
 

@@ -1,10 +1,13 @@
-"""Validates an artifact of any tool: its files, and its outputs."""
+"""Validates an artifact of any tool, or a model package of ours: the files, and the outputs.
+
+A package may be of somebody else: what its manifest names is opened only if it is in the package.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
-import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,21 +32,30 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.cache.store import Cache
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.requirements import check_environment
+from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.jobs.sources import cut_plan, unknown_outputs
 from hatch_epcontext.jobs.validation import reason_not_to_run
-from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find
+from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Variant
+from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
+from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find, secrets_in
+from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.text import listing, pairs, show, suggestion
 from hatch_epcontext.tools.configure import configure, name_models, nested
-from hatch_epcontext.tools.inspecting import inspect_model, verify_model
+from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_model
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
 from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
 
-REQUIRED = {"validate.mode": "require"}
+_REQUIRED = {"validate.mode": "require"}
 """The mode of a validation that a user asks for: what cannot be run is an error."""
+
+_RUN = ("require", "auto")
+"""The modes of a validation that runs the model."""
 
 _SMALL = 2**20
 """The most bytes of a context model whose blobs are in sidecars."""
+
+_ELSEWHERE = re.compile(r"(?:^|[\"'])(?:[/\\]|[A-Za-z]:[/\\])|(?:^|[/\\])\.\.(?:[/\\]|$)")
+"""What an absolute path and a parent folder have, alone or in JSON."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,39 @@ class ValidatedContext:
     validation: Validation
 
 
+@dataclass(frozen=True)
+class ValidatedVariant:
+    """A variant of a component: the facts of its file, and its validation.
+
+    Both are None if it failed, or was not run although that was required; ``problems`` are why.
+    """
+
+    component: str
+    variant: str
+    ep: str
+    model: InspectReply | None = None
+    validation: Validation | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The component and the variant in a message: ``"digits -> x-elite"``."""
+        return f"{self.component} -> {self.variant}"
+
+
+@dataclass(frozen=True)
+class ValidatedPackage:
+    """The package at ``path``."""
+
+    path: str
+    variants: tuple[ValidatedVariant, ...]
+
+    def check(self) -> None:
+        """Raise BuildError if variants failed, or were not run."""
+        if problems := [problem for variant in self.variants for problem in variant.problems]:
+            raise BuildError(*problems)
+
+
 def validate_context(
     context: Path,
     provider: str | None,
@@ -73,15 +118,11 @@ def validate_context(
 
     ``make_workers`` gets the timeout in seconds.
     """
-    if zipfile.is_zipfile(context):
-        message = "is an archive, such as a wheel, and not an ONNX file."
-        hint = "Install or unpack it, and name the folder of its model package."
-        raise InspectionError(Problem(Kind.INVALID_PATH, str(context), message, hint))
     model = inspect_model(context)
     verify_model(context, model)
     known = _provider_of(context, model, provider)
     (name,) = name_models([context])
-    config = configure({name: source or context}, known.name, nested(REQUIRED, settings))
+    config = configure({name: source or context}, known.name, nested(_REQUIRED, settings))
     planned = plan(config.on_this_machine)
     if len(planned.config.models) > 1:
         key = Key() / next(m.listed.name for m in planned.config.models if m.listed)
@@ -90,34 +131,39 @@ def validate_context(
             Problem.at(key, Kind.NOT_APPLICABLE, message, "Keep the one that it has.")
         )
     (job,) = planned.jobs
-    check_chip(context, model, job.target.provider, job.target.settings)
-    validation = Validation(ValidationStatus.STRUCTURE)
+    _check_chip(context, model, job.target.provider, job.target.settings)
     mode = job.models[0].validate.mode
-    if is_run(mode):
-        try:
-            check_environment(planned.config.targets, planned.requirements)
-            workers = make_workers(planned.config.build.timeout)
-            with temp_dir() as staging:
-                if source is not None:
-                    planned = cut_plan(planned, Cache(None, lambda line: None), workers, staging)
-                validation = _run(context, model, planned.jobs[0], workers, bool(source))
-        except EpcontextError as error:
-            if mode == "require" or (reason := reason_not_run(error)) is None:
-                raise
-            validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
-        if mode == "require" and validation.status is not ValidationStatus.RAN:
-            raise not_run(f"it was run on the CPU only: {validation.reason}", str(context))
+
+    def run() -> Validation:
+        if mode not in _RUN:
+            return Validation(ValidationStatus.STRUCTURE)
+        check_environment(planned.config.targets, planned.requirements)
+        workers = make_workers(planned.config.build.timeout)
+        if source is None:
+            return _run(context, model, job, workers, compare=False)
+        with temp_dir() as staging:
+            cut = cut_plan(planned, Cache(None, lambda line: None), workers, staging)
+            return _run(context, model, cut.jobs[0], workers, compare=True)
+
+    validation = _validate(mode, run, str(context))
     return ValidatedContext(str(context), known.name, known.ep, model, validation)
 
 
-def reason_not_run(error: EpcontextError) -> str | None:
-    """The reason, if ``error`` only means that this machine lacks the EP or its device."""
-    if not isinstance(error, RequirementError | UnavailableError):
-        return None
-    return error.problems[0].message.splitlines()[0].rstrip(".")
+def _validate(mode: ValidationMode, run: Callable[[], Validation], location: str) -> Validation:
+    """What ``run`` returns; or, unless the ``mode`` requires it, why this machine cannot run the artifact."""
+    try:
+        validation = run()
+    except (RequirementError, UnavailableError) as error:
+        if mode == "require":
+            raise
+        reason = error.problems[0].message.splitlines()[0].rstrip(".")
+        return Validation(ValidationStatus.STRUCTURE, reason=reason)
+    if mode == "require" and validation.status is not ValidationStatus.RAN:
+        raise _not_run(f"it was run on the CPU only: {validation.reason}", location)
+    return validation
 
 
-def not_run(reason: str, location: str = "") -> UnavailableError:
+def _not_run(reason: str, location: str = "") -> UnavailableError:
     """The error for an artifact that does not run on its EP here."""
     message, hint = (
         f"{reason}.",
@@ -125,11 +171,6 @@ def not_run(reason: str, location: str = "") -> UnavailableError:
     )
     how = Setting(Key() / "validate", "auto")
     return UnavailableError(Problem(Kind.NOT_RUN, location, message, hint, settings=(how,)))
-
-
-def is_run(mode: ValidationMode) -> bool:
-    """Whether a validation of this mode runs the model."""
-    return mode in ("require", "auto")
 
 
 def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider:
@@ -157,7 +198,7 @@ def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider
     raise InspectionError(Problem(Kind.WRONG_PROVIDER, str(path), message, hint))
 
 
-def check_chip(
+def _check_chip(
     path: Path, model: InspectReply, provider: Provider, settings: CompileSettings
 ) -> None:
     """Raise InspectionError when ``model`` was compiled for another chip than ``settings`` name."""
@@ -202,21 +243,23 @@ def _reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> 
     return None
 
 
-def _run(path: Path, model: InspectReply, job: Job, workers: Workers, compare: bool) -> Validation:
+def _run(
+    path: Path, model: InspectReply, job: Job, workers: Workers, *, compare: bool
+) -> Validation:
     """Run the artifact, and ``compare`` it with the job's model, which is otherwise the artifact itself."""
     (configured,) = job.models
     if problems := list(unknown_outputs(configured, model.outputs)):
         raise ModelError(*problems)
     to_run = configured.to_run_on(job.target)
     # The source gets the shapes of the compiled model.
-    to_run = replace(to_run, shapes={**fixed_shapes(model.inputs), **to_run.shapes})
+    to_run = replace(to_run, shapes={**_fixed_shapes(model.inputs), **to_run.shapes})
     tolerance = configured.tolerance_for(job.target) if compare else None
-    return run_moved(
+    return _run_moved(
         path, model, to_run, job.target, tolerance, workers, str(path), compare=compare
     )
 
 
-def run_moved(
+def _run_moved(
     path: Path,
     model: InspectReply,
     to_run: Model,
@@ -227,18 +270,17 @@ def run_moved(
     *,
     compare: bool,
     folder: Path | None = None,
-    sharing: tuple[Context, ...] = (),
 ) -> Validation:
     """Run the artifact at ``path`` on ``target``, from a moved copy of its files, or of its ``folder``.
 
-    ``to_run``: the source to ``compare`` with, or the artifact itself; ``sharing``: the other members of its
-    weight-sharing group. Raises UnavailableError if it cannot be run here, and BuildError if it fails.
+    ``to_run``: the source to ``compare`` with, or the artifact itself. Raises UnavailableError if it cannot
+    be run here, and BuildError if it fails.
     """
     provider = target.provider
     if reason := reason_not_to_run(provider, target.settings) or _reason_not_to_open(
         path, model, provider
     ):
-        raise not_run(reason, location)
+        raise _not_run(reason, location)
     with temp_dir() as staging:
         moved = staging / "moved"
         name = _copy(path, model, moved, folder)
@@ -250,7 +292,6 @@ def run_moved(
             context,
             str(moved),
             tolerance,
-            (*sharing, context) if sharing else (),
             has_source=compare,
         )
         validation = workers.call(request, staging / "validate", location=location)
@@ -281,10 +322,197 @@ def _copy(path: Path, model: InspectReply, moved: Path, folder: Path | None) -> 
     return path.name
 
 
-def fixed_shapes(inputs: Iterable[TensorFacts]) -> dict[str, tuple[int, ...]]:
+def _fixed_shapes(inputs: Iterable[TensorFacts]) -> dict[str, tuple[int, ...]]:
     """The shapes of the ``inputs`` without open dimensions."""
     return {
         tensor.name: tuple(size for size in tensor.sizes if isinstance(size, int))
         for tensor in inputs
         if tensor.is_fixed
     }
+
+
+def validate_package(
+    path: Path,
+    settings: Mapping[str, Any],
+    make_workers: Callable[[float], Workers],
+    done: Callable[[ValidatedVariant], None],
+) -> ValidatedPackage:
+    """Validate the model package in the folder ``path``.
+
+    Each variant is opened and run in a process of its own, from a copy of its files in another folder, and
+    compared with the package's own source model, or else its first variant for the CPU. ``make_workers`` gets
+    the timeout in seconds; ``done`` gets each variant when it is finished.
+
+    Raises InspectionError with all errors of the manifest, or with all files that are damaged; ConfigError
+    for settings that only a single context model takes; and RequirementError when ONNX Runtime is not
+    installed.
+    """
+    settings = nested(_REQUIRED, settings)
+    if names := settings.keys() - {"validate", "build"}:
+        message = "is for a single context model: the variants of a model package have their own."
+        keys = (Key() / name for name in sorted(names))
+        raise ConfigError(*(Problem.at(key, Kind.NOT_APPLICABLE, message) for key in keys))
+    folder, package = _read(path)
+    if damaged := list(damaged_files(folder, package)):
+        raise InspectionError(*damaged)
+    # Any file will do for the path: the model itself is not read here.
+    config = configure({"model": folder / FILE}, "cpu", settings)
+    (model,) = config.models
+    if model.validate.mode in _RUN:
+        check_environment((), INSPECTION)
+    validated = []
+    with make_workers(config.build.timeout) as workers:
+        for name, component in package.components.items():
+            for target, variant in component.variants.items():
+                result = ValidatedVariant(name, target, variant.ep)
+                location = f"{path}: {result.name}"
+                try:
+                    result = _validate_variant(result, component, folder, model, workers, location)
+                except EpcontextError as error:
+                    # The key of a problem is one that no user wrote.
+                    problems = (
+                        replace(problem, key=None, location=location)
+                        if problem.key or not problem.location
+                        else problem
+                        for problem in error.problems
+                    )
+                    result = replace(result, problems=tuple(problems))
+                validated.append(result)
+                done(result)
+    return ValidatedPackage(str(path), tuple(validated))
+
+
+def _read(path: Path) -> tuple[Path, ModelPackage]:
+    """The folder of the package in ``path``, and its manifest."""
+    packages = inspect(path).packages
+    folder = "." if "." in packages else next(iter(packages))
+    kind, message, hint = Kind.INVALID_PACKAGE, "has no variants.", None
+    if folder != "." and len(packages) > 1:
+        kind, message = Kind.INVALID_PATH, f"has several model packages: {listing(packages)}."
+        hint = "Name the folder of one of them."
+    elif any(component.variants for component in packages[folder].components.values()):
+        return path / folder, packages[folder]
+    raise InspectionError(Problem(kind, str(path), message, hint))
+
+
+def _validate_variant(
+    result: ValidatedVariant,
+    component: Component,
+    folder: Path,
+    model: Model,
+    workers: Workers,
+    location: str,
+) -> ValidatedVariant:
+    """``result`` with what validating the variant says; ``model`` has the settings of the validation.
+
+    Raises EpcontextError for all that is wrong with the variant.
+    """
+    variant, mode = component.variants[result.variant], model.validate.mode
+    file = folder / variant.model_file
+    opened = inspect_model(file, workers)
+    verify_model(file, opened)
+
+    def run() -> Validation:
+        target = _target(variant, result.variant, file, opened)
+        if mode not in _RUN:
+            return Validation(ValidationStatus.STRUCTURE)
+        if variant.about is not None and variant.about.needs_device:
+            reason = f"only the device itself can open it, and no simulator of {variant.ep}"
+            raise _not_run(reason, location)
+        reference = _reference(component, result.variant)
+        names = {tensor.name for tensor in opened.inputs}
+        configured = (tensor for tensor in component.about.inputs if tensor.name in names)
+        to_run = replace(
+            model,
+            name=result.component,
+            path=(folder / reference.model_file if reference else file).absolute(),
+            targets=(),
+            static_shapes=True,
+            shapes={**_fixed_shapes(configured), **_fixed_shapes(opened.inputs)},
+        )
+        return _run_moved(
+            file,
+            opened,
+            to_run,
+            target,
+            model.tolerance_for(target) if reference else None,
+            workers,
+            location,
+            compare=reference is not None,
+            folder=folder / variant.variant_directory,
+        )
+
+    return replace(result, model=opened, validation=_validate(mode, run, location))
+
+
+def _reference(component: Component, name: str) -> Variant | None:
+    """The variant to compare another one with: the source, or one for the CPU. None if it is that itself."""
+    variants = component.variants
+    on_cpu = (known for known, variant in variants.items() if variant.ep == CPU_EP)
+    reference = SOURCE if SOURCE in variants else next(on_cpu, name)
+    return variants[reference] if reference != name else None
+
+
+def _target(variant: Variant, name: str, file: Path, model: InspectReply) -> Target:
+    """What the variant ``variant`` is opened for.
+
+    Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
+    of its EP, or when it needs a secret or names files elsewhere.
+    """
+    about, ort = variant.about, variant.ort
+    # The source is for the CPU.
+    settings = about.settings if about else CompileSettings(provider="cpu", ep=CPU_EP, device="cpu")
+    if settings.provider not in PROVIDERS:
+        raise _not_run(f"{settings.provider} is not a known provider")
+    settings = replace(
+        settings, session_options={**settings.session_options, **ort.session_options}
+    )
+    load_options = {**ort.provider_options, **(about.load_options if about else {})}
+    target = Target(name, settings, about.plugin if about else None, load_options)
+    _check_contexts(variant, target.provider, file, model)
+    options = {**settings.session_options, **settings.provider_options, **load_options}
+    secrets = (*(about.secrets if about else ()), *secrets_in(options))
+    if reason := next(_reasons_not_to_open(target, secrets), None):
+        raise _not_run(reason)
+    _check_chip(file, model, target.provider, settings)
+    shipped = str(file.parent / OPTION_FILES)
+    load_options = {
+        name: value.replace(OPTION_FILE, shipped) for name, value in load_options.items()
+    }
+    return replace(target, load_options=load_options)
+
+
+def _reasons_not_to_open(target: Target, secrets: Iterable[str]) -> Iterator[str]:
+    """What is missing, and what an app may do but a package of somebody else may not: names files elsewhere,
+    or read the environment of who validates it.
+    """
+    settings, plugin, ep = target.settings, target.plugin, target.settings.ep
+    if plugin and plugin.path:
+        yield f"it names a library elsewhere: {plugin.path}"
+    if target.provider.needs_library and not (plugin and plugin.module):
+        yield f"no package contains the library of {ep}"
+    if places := sorted(PATH_OPTIONS & settings.session_options.keys()):
+        yield f"its session option {places[0]} names files elsewhere"
+    for name in secrets:
+        yield f"its option {name} is a secret, or names a file elsewhere, and only an app gives that"
+    provider_options = {**settings.provider_options, **target.load_options}
+    for name, value in (*provider_options.items(), *settings.session_options.items()):
+        if name in OUTPUT_OPTIONS or _ELSEWHERE.search(value):
+            yield f"its option {name} names a file elsewhere: {value!r}"
+
+
+def _check_contexts(variant: Variant, provider: Provider, file: Path, model: InspectReply) -> None:
+    """Raise InspectionError if the model's contexts are not those that the manifest names."""
+    message, ep = "", variant.ep
+    written, named = model.compatibility.get(ep), variant.compatibility_string
+    sources = dict.fromkeys(context.source for context in model.contexts)
+    # The manifest may name another EP than the settings in it.
+    if others := [name for name in sources if ep != provider.ep or not provider.reads(name)]:
+        message = f"has contexts of {listing(map(repr, others))}, and the manifest says {ep}."
+    elif written and named and written != named:
+        message = (
+            f"has the compatibility string {written}, and the manifest says {named}:\n"
+            "it was compiled for something else."
+        )
+    if message:
+        raise InspectionError(Problem(Kind.WRONG_PROVIDER, str(file), message))

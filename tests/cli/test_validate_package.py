@@ -105,13 +105,14 @@ def test_the_manifest_and_the_context_must_agree(
 
 
 @needs_qnn
-def test_outputs_that_differ_from_the_source_fail(cli: Cli, package: Path, tmp_path: Path) -> None:
-    save(zeroed(), tmp_path / "other.onnx")
-    printed = cli("validate", package, "-s", tmp_path / "other.onnx", code=1).stderr
-    assert f"{package}: net -> qnn: EPC401" in printed.splitlines()
-    assert "tool.epcontext" not in printed
+def test_outputs_that_differ_from_the_source_fail(cli: Cli, package: Path) -> None:
+    strict = ("--set", "validate.tolerance={atol=0.0, rtol=0.0}")
+    result = cli("validate", package, *strict, code=1)
+    assert "net -> qnn: FAILED" in result.stdout
+    assert f"{package}: net -> qnn: EPC401" in result.stderr.splitlines()
+    assert "tool.epcontext" not in result.stderr
     loose = ("--set", "validate.tolerance=false")
-    assert "not compared" in cli("validate", package, *loose, "--variant", "qnn").stdout
+    assert "not compared" in cli("validate", package, *loose).stdout
 
 
 @needs_qnn
@@ -122,9 +123,9 @@ def test_contexts_that_share_weights_are_not_opened_on_the_simulator(
     out = tmp_path / "out.ortpackage"
     cli("compile", *models, "-o", out, "-p", "qnn", "--share-weights")
     result = cli("validate", out, code=1)
-    assert result.stdout.count("NOT run (only the device itself can open it") == 2
     assert result.stderr.count("EPC404") == 2
-    cli("validate", out, "--set", "validate=auto")
+    allowed = cli("validate", out, "--set", "validate=auto").stdout
+    assert allowed.count("NOT run (only the device itself can open it") == 2
 
 
 def test_the_source_in_a_package_has_its_constants(cli: Cli, tmp_path: Path) -> None:
@@ -140,9 +141,6 @@ def test_the_source_in_a_package_has_its_constants(cli: Cli, tmp_path: Path) -> 
     first, second = cli("validate", out).stdout.splitlines()
     assert "ran and agrees with the CPU" in first
     assert second.startswith("net -> source: ")
-    with_source = ("validate", out, "-s", source, "--variant", "cpu", "--constant")
-    assert f"{out}: net -> cpu: EPC401" in cli(*with_source, "scale=3.0", code=1).stderr
-    assert "ran and agrees" in cli(*with_source, "scale=2.5").stdout
 
 
 @needs_qnn
@@ -160,7 +158,7 @@ provider = "cpu"
 """
     monkeypatch.chdir(make_project(tmp_path / "app", toml, scaled()))
     cli("export", "-o", tmp_path / "out")
-    printed = cli("validate", tmp_path / "out", "--variant", "qnn").stdout
+    printed = cli("validate", tmp_path / "out").stdout
     assert "ran on the simulator and agrees with the CPU" in printed
 
 
@@ -177,19 +175,17 @@ def test_what_cannot_be_run_here_fails_unless_it_is_allowed(cli: Cli, for_cpu: P
 
     package = alter(for_cpu, edit)
     result = cli("validate", package, code=1)
-    cpu, source, vitis, unknown = result.stdout.splitlines()
-    assert "ran" in cpu
-    assert "ran" in source
-    assert "ran on the CPU only (this ONNX Runtime" in vitis
-    assert "NOT run (unknown is not a known provider)" in unknown
     assert problems(result) == [
         f"{package}: net -> {name}: EPC404" for name in ("vitis", "unknown")
     ]
     allowed = cli("validate", package, "--set", "validate=auto")
-    assert allowed.stdout == result.stdout
+    cpu, source, vitis, unknown = allowed.stdout.splitlines()
+    assert "ran" in cpu
+    assert "ran" in source
+    assert "ran on the CPU only (this ONNX Runtime" in vitis
+    assert "NOT run (unknown is not a known provider)" in unknown
     # A slow machine says what it is doing.
     assert [line for line in allowed.stderr.splitlines() if ": validate " not in line] == []
-    cli("validate", package, "--variant", "cpu")
     assert cli("validate", package, "--set", "validate=structure").stdout.count("NOT run") == 4
 
 
@@ -203,7 +199,7 @@ def test_a_missing_library_of_an_ep_is_no_failure_of_the_variant(
     (blocked / "__init__.py").write_text("raise ModuleNotFoundError('blocked')", encoding="utf-8")
     found = filter(None, (str(blocked.parent), os.environ.get("PYTHONPATH")))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
-    printed = cli("validate", package, "--variant", "qnn", "--set", "validate=auto").stdout
+    printed = cli("validate", package, "--set", "validate=auto").stdout
     assert "(the package of QNNExecutionProvider cannot be imported" in printed
 
 
@@ -253,25 +249,10 @@ def test_what_needs_secrets_or_names_files_elsewhere_is_not_run(
                 table = table[key]
             table[last] = value
 
-    result = cli("validate", alter(for_cpu, edit), code=1)
+    result = cli("validate", alter(for_cpu, edit), "--set", "validate=auto")
     assert result.stdout.count("NOT run (it") == len(names)
     assert (reason or where[-1]) in result.stdout
     assert "value-of-a-token" not in result.output
-
-
-def test_components_and_variants_can_be_chosen(cli: Cli, for_cpu: Path) -> None:
-    def edit(content: dict[str, Any]) -> None:
-        table = variants(content)
-        table.update(b=table["cpu"], c=table["cpu"])
-
-    package = alter(for_cpu, edit)
-    printed = cli(
-        "validate", package, "--variant", "b", "--variant", "c", "--component", "net"
-    ).stdout
-    assert [line.partition(":")[0] for line in printed.splitlines()] == ["net -> b", "net -> c"]
-    result = cli("validate", package, "--variant", "d", "--component", "ned", code=2)
-    assert problems(result) == ["--component: EPC010", "--variant: EPC009"]
-    assert '"net"?' in result.stderr
 
 
 @pytest.mark.parametrize("file", ["net/cpu/net_optimized.onnx", "net/source/net.onnx"])
@@ -303,39 +284,19 @@ def test_a_folder_with_one_package_stands_for_it(cli: Cli, for_cpu: Path, tmp_pa
     assert problems(result) == [f"{tmp_path / 'empty'}: EPC505"]
 
 
-def test_a_source_is_that_of_one_model(cli: Cli, tmp_path: Path) -> None:
-    models = [save(network(1), tmp_path / f"{name}.onnx") for name in "ab"]
-    out = tmp_path / "out.ortpackage"
-    cli("compile", *models, "-p", "cpu", "-o", out)
-    result = cli("validate", out, "-s", models[0], code=2)
-    assert problems(result) == ["--source: EPC006"]
-    assert "a and b" in result.stderr
-    printed = cli("validate", out, "-s", models[0], "--component", "a").stdout
-    assert printed.startswith("a -> cpu: ONNX graph for CPUExecutionProvider, ran and agrees")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-p", "cpu"), "--provider is for a single file"),
+        (("-p", "cpu"), "are for a single file"),
         (("-O", "a=1"), "--set provider-options: EPC007\n    is for a single context model"),
         (("--set", "session-options.a=1"), "--set session-options: EPC007"),
         (("--device", "cpu"), "--set device: EPC007"),
         (("--set", "min-coverage=1"), "--set min-coverage: EPC007"),
-        (("--dim", "batch=-1"), "--set dims.batch: EPC005"),
+        (("--dim", "batch=1"), "--set dims: EPC007"),
     ],
 )
 def test_wrong_usage(cli: Cli, for_cpu: Path, arguments: tuple[str, ...], message: str) -> None:
     assert message in cli("validate", for_cpu, *arguments, code=2).stderr
-
-
-def test_what_only_looks_like_a_package_is_refused(cli: Cli, for_cpu: Path, tmp_path: Path) -> None:
-    path = save(network(1), tmp_path / "net.onnx")
-    for flag in ("--component", "--variant"):
-        printed = cli("validate", path, "-p", "cpu", flag, "a", code=2).stderr
-        assert "are for a model package" in printed
-    wheel = shutil.make_archive(str(tmp_path / "my_app-1.0-py3-none-any"), "zip", for_cpu)
-    assert "is an archive" in cli("validate", wheel, code=1).stderr
 
 
 @pytest.mark.parametrize("damage", ["no variants", "a model outside", "a link beside a model"])

@@ -115,7 +115,7 @@ BEFORE = {
     "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
         "epcontext export -o my_app/epcontext --overwrite",
     ),
-    "epcontext validate model.ortpackage --variant qnn": (
+    "epcontext validate model.ortpackage": (
         "epcontext compile model.onnx -o model.ortpackage -p qnn -O soc_model=60 --dim batch=1",
     ),
 }
