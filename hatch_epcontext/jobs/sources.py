@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,15 @@ from hatch_epcontext.jobs.validation import inputs_digest
 from hatch_epcontext.serialize import to_plain, value_sha256
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import show_size, suggestion
-from hatch_epcontext.worker.results import CutResult, ModelFacts
+from hatch_epcontext.worker.results import ModelFacts
 
 
 @dataclass(frozen=True)
 class _CutModel:
-    """A cut model: its files, the hex sha256 of each file of the external data of the whole model, and what
-    each form fixes.
-    """
+    """A cut model: its files, and the hex sha256 of each file of the external data of the whole model."""
 
     files: Mapping[str, FileRecord]
     data: Mapping[str, str]
-    forms: tuple[CutResult, ...]
 
 
 def cut_plan(whole: Plan, cache: Cache, workers: Workers, staging: Path) -> Plan:
@@ -45,8 +42,7 @@ def cut_plan(whole: Plan, cache: Cache, workers: Workers, staging: Path) -> Plan
 
 
 def cut_models(config: Config, cache: Cache, workers: Workers, staging: Path) -> Config:
-    """``config`` with the paths of cut models, and of those with their constants in them, below ``staging``,
-    and with those keys that still fit them.
+    """``config`` with the paths of cut models, and of those with their constants in them, below ``staging``.
 
     A worker writes a model, unless ``cache`` has the result of an earlier build. Raises ModelError when a
     model cannot be cut or a constant does not fit, and RequirementError when nothing can read the model.
@@ -59,35 +55,23 @@ def cut_models(config: Config, cache: Cache, workers: Workers, staging: Path) ->
     if not groups:
         return config
     done: dict[str, Model] = {}
-    for number, forms in enumerate(groups.values()):
-        folder, first = staging / "cut" / str(number), forms[0]
-        cut = _cut_model(forms, cache, workers, folder)
-        for model, fixed in zip(forms, cut.forms, strict=True):
-            done[model.name] = replace(
-                model,
-                path=folder / "model" / first.path.name,
-                dims=fixed.dims,
-                shapes=fixed.shapes,
-                constants={},
-                origin=model.path,
-            )
+    for number, models in enumerate(groups.values()):
+        path = _cut_model(models[0], cache, workers, staging / "cut" / str(number))
+        for model in models:
+            done[model.name] = replace(model, path=path, constants={}, origin=model.path)
     return replace(config, models=tuple(done.get(model.name, model) for model in config.models))
 
 
-def _cut_model(forms: Sequence[Model], cache: Cache, workers: Workers, scratch: Path) -> _CutModel:
-    """One model, cut in all its ``forms``, in the folder ``model`` of ``scratch``."""
-    source, index, folder = forms[0].path, cache.index, scratch / "model"
-    key = value_sha256(
-        [
-            *(hatch_epcontext.__version__, FORMAT, index.sha256(source), source.name, forms[0].cut),
-            [[model.dims, model.shapes, model.constants] for model in forms],
-        ]
-    )
+def _cut_model(model: Model, cache: Cache, workers: Workers, scratch: Path) -> Path:
+    """The path of ``model`` after it was cut, below ``scratch``."""
+    source, index, folder = model.path, cache.index, scratch / "model"
+    versions = hatch_epcontext.__version__, FORMAT
+    key = value_sha256([*versions, index.sha256(source), source.name, model.cut, model.constants])
     cut = cache.get("cut", key, _CutModel, folder)
     data = {} if cut is None else {source.parent / name: sha for name, sha in cut.data.items()}
     # The external data of the whole model may have changed since it was cut.
     if cut and all(is_regular(file) and index.sha256(file) == sha for file, sha in data.items()):
-        return cut
+        return folder / source.name
     check_environment((), INSPECTION)
     shutil.rmtree(folder, ignore_errors=True)
     with writing("a cut model", scratch):
@@ -95,15 +79,14 @@ def _cut_model(forms: Sequence[Model], cache: Cache, workers: Workers, scratch: 
     # Imported here: a build that has its models in the cache makes no requests.
     from hatch_epcontext.worker.requests import CutRequest
 
-    request = CutRequest(tuple(forms), str(folder))
-    reply = workers.call(request, scratch / "call", location=f"{forms[0].name}: cutting")
+    request = CutRequest(model, str(folder))
+    reply = workers.call(request, scratch / "call", location=f"{model.name}: cutting")
     # The files that were cut must be those that were hashed.
     index.sha256(source, again=True)
     sha256 = {name: index.sha256(source.parent / name) for name in reply.data}
     files = {name: record_file(folder / name) for name in reply.files}
-    cut = _CutModel(files, sha256, reply.forms)
-    cache.put("cut", key, cut, folder)
-    return cut
+    cache.put("cut", key, _CutModel(files, sha256), folder)
+    return folder / source.name
 
 
 def read_sources(

@@ -17,7 +17,6 @@ from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Product, Tolerance
 from hatch_epcontext.worker.results import (
     Context,
-    CutResult,
     ModelFacts,
     Precision,
     Simplifier,
@@ -56,22 +55,18 @@ class CheckReply:
 @dataclass(frozen=True)
 class CutReply:
     """``files``: the written model and its external data, by name in the folder; ``data``: the files of the
-    external data of the whole model, by name in its own; ``forms``: one for each model of the request.
+    external data of the whole model, by name in its own.
     """
 
     files: tuple[str, ...]
     data: tuple[str, ...]
-    forms: tuple[CutResult, ...]
 
 
 @dataclass(frozen=True)
 class CutRequest(WorkerRequest[CutReply], action="cut", fills="folder"):
-    """Write the configured part of a model into ``folder``, which exists and is empty.
+    """Write the part of ``model`` that is kept, with its constants, into ``folder``, which is empty."""
 
-    ``forms``: the model in all its forms, which differ only in what their configuration fixes.
-    """
-
-    forms: tuple[Model, ...]
+    model: Model
     folder: str
 
 

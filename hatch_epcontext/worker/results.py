@@ -61,17 +61,6 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class CutResult:
-    """What the configuration of one form of a model still fixes in the written model.
-
-    ``shapes`` also has the shapes of its first tensors that follow from the sizes of the whole model.
-    """
-
-    dims: Mapping[str, int]
-    shapes: Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
 class NodeFacts:
     """A node that no context covers, and the reason, if it is known.
 

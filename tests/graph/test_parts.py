@@ -53,7 +53,7 @@ def cut(
 ) -> CutReply:
     folder.mkdir()
     spec = Model("a", path, KEY, cut=Cut(inputs, outputs), **fixed)
-    return handle(CutRequest((spec,), str(folder)))
+    return handle(CutRequest(spec, str(folder)))
 
 
 def run(path: Path, feeds: dict[str, Any]) -> dict[str, Any]:
@@ -144,26 +144,6 @@ def test_an_input_with_a_constant_need_not_be_named(tmp_path: Path) -> None:
     made = onnx.load(tmp_path / "cut" / "a.onnx")
     assert [each.name for each in made.graph.input] == ["a"]
     assert "s" in [each.name for each in made.graph.initializer]
-
-
-def test_where_it_begins_it_has_the_shape_that_the_whole_model_gives_it(tmp_path: Path) -> None:
-    source = save(network(None), tmp_path / "a.onnx")
-    (form,) = cut(source, tmp_path / "1", ("c",), shapes={"x": (3, 1, 8, 8)}).forms
-    assert form.shapes == {"c": (3, 4, 8, 8)}
-    # The cut model itself stays open, for targets that leave shapes open.
-    facts = graph.facts(onnx.load(tmp_path / "1" / "a.onnx").graph.input[0])
-    assert (facts.name, facts.dtype, facts.is_fixed) == ("c", "float32", False)
-    (form,) = cut(source, tmp_path / "2", ("c",), shapes={"c": (5, 4, 8, 8)}).forms
-    assert form.shapes == {"c": (5, 4, 8, 8)}
-
-
-def test_dims_stay_only_where_the_cut_model_has_them(tmp_path: Path) -> None:
-    source = save(network(), tmp_path / "a.onnx")
-    (form,) = cut(source, tmp_path / "1", outputs=("c",), dims={"batch": 2, "typo": 1}).forms
-    # The check of the cut model reports what no model has.
-    assert form.dims == {"batch": 2, "typo": 1}
-    (form,) = cut(source, tmp_path / "2", inputs=("c",), dims={"batch": 2}).forms
-    assert form.shapes == {"c": (2, 4, 8, 8)}
 
 
 def test_only_the_data_that_is_needed_goes_along(tmp_path: Path) -> None:
