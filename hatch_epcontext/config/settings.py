@@ -301,15 +301,12 @@ class Model:
         """Whether forms of the model are compared with the source, which is run on the CPU for that."""
         return self.validate.mode is not False and self.validate.tolerance is not False
 
-    def tolerance_for(self, target: Target, *, recorded: bool = False) -> Tolerance | None:
-        """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison.
-
-        ``recorded``: compared with the outputs of the source itself, even if its quantization is undone.
-        """
+    def tolerance_for(self, target: Target) -> Tolerance | None:
+        """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison."""
         if self.validate.tolerance is False:
             return None
         tolerance = target.provider.tolerance
-        if target.settings.changes_precision or (recorded and target.settings.dequantize):
+        if target.settings.changes_precision:
             snr, cosine = min(tolerance.snr, QUANTIZED.snr), min(tolerance.cosine, QUANTIZED.cosine)
             tolerance = dataclasses.replace(tolerance, snr=snr, cosine=cosine)
         table = self.validate.tolerance or ToleranceTable()

@@ -282,16 +282,15 @@ def test_other_numbers_than_those_of_the_source_have_limits_of_their_own(project
         "models/a.onnx",
         { path = "models/a.onnx", name = "b", targets.qnn.dequantize = "all" },
         { path = "models/a.onnx", name = "c", targets.qnn.dequantize = "all", validate.tolerance.snr = 30 },
-        # Compared with its float form, and only what was recorded is of the source.
+        # It is compared with its float form.
         { path = "models/a.onnx", name = "d", targets.qnn.dequantize = true },
     ]
     """
     models = read(project, toml).models
-    for recorded, last in ((False, (20, 0.99)), (True, (15, 0.98))):
-        limits = [model.tolerance_for(model.targets[0], recorded=recorded) for model in models]
-        assert [each and (each.snr, each.cosine) for each in limits] == [
-            (20, 0.99),
-            (15, 0.98),
-            (30, 0.98),
-            last,
-        ]
+    limits = [model.tolerance_for(model.targets[0]) for model in models]
+    assert [each and (each.snr, each.cosine) for each in limits] == [
+        (20, 0.99),
+        (15, 0.98),
+        (30, 0.98),
+        (20, 0.99),
+    ]

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from hatch_epcontext.errors import AccidentError, Kind
 from hatch_epcontext.files import record_file
@@ -32,11 +31,6 @@ TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 SIMULATED = """
 targets.npu = { provider = "qnn", provider-options = { soc_model = 60, htp_arch = 73 } }
 models = ["models/a.onnx"]
-"""
-
-TWO_TARGETS = """
-targets = { one = { provider = "cpu" }, two = { provider = "cpu", optimization = "extended" } }
-models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 """
 
 
@@ -140,27 +134,6 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
     prepared = steps.prepare(job, 0, Recipe("onnxruntime", remedies=ALWAYS))
     assert prepared.preparation.rewrites == (("square",) if requests == 2 else ())
     assert [step for step, _ in answering(steps.staging)] == ["call"] * requests
-
-
-def test_more_is_allowed_for_the_output_that_needs_it(
-    project: Path, tmp_path: Path, workers: Workers
-) -> None:
-    relu = parsed("(float[10] x) => (float[10] y) { y = Relu (x) }")
-    save(relu, project / "models" / "a.onnx")
-    data = project / "data"
-    data.mkdir()
-    x = np.linspace(1, 2, 10, dtype=np.float32)
-    onnx.save_tensor(numpy_helper.from_array(x, "x"), data / "input_0.pb")
-    onnx.save_tensor(numpy_helper.from_array(np.float32(1.1) * x, "y"), data / "output_0.pb")
-    validate = "{ inputs = 'data', tolerance = { cosine = 0.999 } }"
-    table = f"{{ path = 'models/a.onnx', targets = ['one'], validate = {validate} }}"
-    toml = f"models = [{table}]\n{TWO_TARGETS.split('models', maxsplit=1)[0]}"
-    job, *_ = plan(configured(project, toml)).jobs
-    (problem,) = run(Steps(workers, tmp_path / "staging", {}), job).problems
-    (setting,) = problem.settings
-    key = job.models[0].key / "validate" / "tolerance"
-    assert (problem.kind, setting.key) == (Kind.OUTPUT_DIFFERS, key)
-    assert list(setting.value) == ["outputs"]
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import reference_of_artifact, within_noise
 from hatch_epcontext.worker.comparison.runs import (
-    Facts,
     Reference,
     ReferenceRun,
     for_other_numbers,
@@ -37,7 +36,7 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs, read_source
-from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
+from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.results import (
@@ -111,7 +110,7 @@ def _compare(
     expected: Reference,
     validation: Validation,
 ) -> Validation:
-    """``validation`` with how near ``session`` is to the reference, and to recorded outputs."""
+    """``validation`` with how near ``session`` is to the reference."""
     model, settings = request.model, request.target.settings
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
@@ -119,13 +118,6 @@ def _compare(
     emulator = _emulator(request, expected, tolerance)
     if settings.changes_precision:
         expected = for_other_numbers(expected)
-    if recorded := expected_outputs(request.context.outputs, model):
-        own = model.tolerance_for(request.target, recorded=True) or request.tolerance
-        run = ReferenceRun("given", (expected.feeds,), (recorded,), "", usual=True, on_target=True)
-        subject = Subject(model, reference="the recorded output")
-        agreements = compare_runs(session, Reference((run,), Facts()), own, subject).agreements
-        if any(agreement.differs for agreement in agreements):
-            return replace(validation, agreements=agreements)
     float_form = expected.facts.float_form
     subject = Subject(
         model,

@@ -13,7 +13,7 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.dtypes import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
-from hatch_epcontext.worker.dummy.sample_files import read_samples, read_test_data
+from hatch_epcontext.worker.dummy.sample_files import read_samples
 from hatch_epcontext.worker.dummy.synthetic import RANDOM, ZEROS, Pattern, assumed_range, values
 
 _SEED = 20240229
@@ -111,14 +111,6 @@ def sized(inputs: Sequence[TensorFacts], model: Model) -> list[TensorFacts]:
         replace(tensor, shape=shape and tuple(sizes.get(size, size) for size in shape))
         for tensor, shape in zip(inputs, shapes.values(), strict=True)
     ]
-
-
-def expected_outputs(outputs: Sequence[TensorFacts], model: Model) -> dict[str, Array]:
-    """Return the outputs in ONNX's test data: ``output_*.pb`` beside the inputs, if any."""
-    path = Path(model.validate.inputs)
-    if model.validate.inputs in SYNTHETIC or not path.is_dir():
-        return {}
-    return read_test_data(path, "output", outputs, _key(model))
 
 
 def constant(model: Model, facts: TensorFacts) -> Array:

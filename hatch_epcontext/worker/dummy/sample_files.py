@@ -30,9 +30,7 @@ def read_samples(
     """
     for file in _files(path, key):
         name = file.name if file == path else file.relative_to(path).as_posix()
-        arrays = (
-            read_test_data(file, "input", inputs, key) if file.is_dir() else _read_npz(file, key)
-        )
+        arrays = _read_test_data(file, inputs, key) if file.is_dir() else _read_npz(file, key)
         samples = list(_split(arrays, file, inputs, key))
         for number, sample in enumerate(samples):
             index = f"[{number}]" if len(samples) > 1 else ""
@@ -143,16 +141,14 @@ def _plain_array(member: object) -> Array:
     return member
 
 
-def read_test_data(
-    path: Path, prefix: str, tensors: Sequence[TensorFacts], key: Key
-) -> dict[str, Array]:
-    """Return ONNX's test data: ``<prefix>_<n>.pb`` is for the tensor that it names, or else the n-th.
+def _read_test_data(path: Path, inputs: Sequence[TensorFacts], key: Key) -> dict[str, Array]:
+    """Return ONNX's test data: ``input_<n>.pb`` is for the input that it names, or else the n-th.
 
     Raises ModelError, at ``key``, when a file is not a tensor.
     """
     arrays: dict[str, Array] = {}
-    names = [tensor.name for tensor in tensors]
-    for file in sorted(path.glob(f"{prefix}_*.pb")):
+    names = [tensor.name for tensor in inputs]
+    for file in sorted(path.glob("input_*.pb")):
         _refuse_pipe(file, key)
         try:
             tensor = onnx.load_tensor(file)
@@ -160,7 +156,7 @@ def read_test_data(
         except Exception as error:
             message = f"{file.name} is not an ONNX tensor: {error}."
             raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message)) from None
-        number = file.stem.removeprefix(f"{prefix}_")
+        number = file.stem.removeprefix("input_")
         if tensor.data_type == onnx.TensorProto.STRING:
             array = np.array([s.decode() for s in tensor.string_data], object).reshape(array.shape)
         if tensor.name in names:
