@@ -40,6 +40,7 @@ LAYERS = [
     {"jobs"},
     {"package"},
     {"tools"},
+    {"project_build"},
     {"api", "cli", "hatch_build", "plugin"},
     {"hooks"},
 ]
@@ -199,7 +200,12 @@ def test_the_tests_mirror_the_folders() -> None:
     parts = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     mirrored = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()}
     assert parts <= mirrored
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "hatch_build", "hooks"}
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {
+        "__init__",
+        "hatch_build",
+        "hooks",
+        "project_build",
+    }
     # Tests of the shipped module have a folder, with those of its other half.
     tests = (*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("loader/*.py"))
     tested = mirrored | {path.stem.removeprefix("test_") for path in tests}

@@ -163,7 +163,8 @@ class TensorRTRTX(Provider):
         ),
         (
             "Without a driver (`libcuda.so.1`) the EP does not load, even with `nv_target_sm`. NVIDIA's own "
-            "library compiles without a GPU: see [TensorRT RTX without a GPU](targets.md#tensorrt-rtx-without-a-gpu)."
+            "library compiles without a GPU: see [TensorRT RTX without a "
+            "GPU](targets.md#tensorrt-rtx-without-a-gpu)."
         ),
         (
             "Set `nv_runtime_cache_path` in `load-options`: it is a folder on the user's machine, such as "
