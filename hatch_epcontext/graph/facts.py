@@ -5,7 +5,6 @@ Shapes are lists of sizes; an open dimension is its name, or None if it has none
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 Size = int | str | None
@@ -97,8 +96,3 @@ class Declined:
     rewrite: str = ""
     operator: str = ""
     node: str = ""
-
-    @staticmethod
-    def where(reasons: Mapping[str, object]) -> Declined | None:
-        """The first of ``reasons`` that holds."""
-        return next((Declined(reason) for reason, holds in reasons.items() if holds), None)

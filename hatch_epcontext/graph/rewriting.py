@@ -18,24 +18,18 @@ from hatch_epcontext.graph.scope import Scope, Types
 class Rewrite:
     """A rule for nodes of ``operators``, as `graph.operator` writes them; ``name`` is for messages.
 
-    ``family``: operators of which one that is refused is enough to replace all nodes of ``operators``. With
-    ``nested`` nodes of inner graphs are replaced too.
+    With ``nested`` nodes of inner graphs are replaced too.
     """
 
     name: str
     operators: frozenset[str]
     rule: Rule
-    family: frozenset[str] = frozenset()
     nested: bool = True
 
 
-def rewrites(
-    *operators: str, family: Iterable[str] = (), nested: bool = True
-) -> Callable[[Rule], Rewrite]:
+def rewrites(*operators: str, nested: bool = True) -> Callable[[Rule], Rewrite]:
     """Make a rule a `Rewrite` for ``operators``, called as its function is."""
-    return lambda rule: Rewrite(
-        rule.__name__, frozenset(operators), rule, frozenset(family), nested
-    )
+    return lambda rule: Rewrite(rule.__name__, frozenset(operators), rule, nested)
 
 
 class Rewritten(NamedTuple):
@@ -61,8 +55,6 @@ def apply(
     declined: list[Declined] = []
     for rewrite in rewrites:
         operators = rewrite.operators & refused
-        if not rewrite.family.isdisjoint(refused):
-            operators = rewrite.operators
         if not any(graph.operator(node) in operators for node in graph.nodes(model.graph)):
             continue
         builder = Builder(model, limit)

@@ -4,7 +4,7 @@ import onnx
 
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Rewrite, Rewritten, apply, rewrites
+from hatch_epcontext.graph.rewriting import Rewritten, apply, rewrites
 from hatch_epcontext.graph.scope import Scope
 from tests.models import parsed
 
@@ -27,10 +27,8 @@ def test_a_rewrite_has_the_name_of_its_rule_and_declines_with_a_reason() -> None
     assert [node.op_type for node in model.graph.node] == ["Abs", "Abs", "Erf"]
 
 
-def test_only_what_is_refused_is_replaced_unless_an_operator_of_the_family_is() -> None:
+def test_only_what_is_refused_is_replaced() -> None:
     assert apply(parsed(MODEL), [to_erf], frozenset({"Abs"}), {}) == Rewritten((), (POSITIVE,))
-    family = Rewrite("to_erf", to_erf.operators, to_erf.rule, frozenset({"Relu"}))
-    assert apply(parsed(MODEL), [family], frozenset({"Relu"}), {}).names == ("to_erf",)
 
 
 def test_an_operator_that_the_opset_does_not_have_is_a_reason() -> None:

@@ -44,18 +44,20 @@ def test_shapes_that_depend_on_the_data_are_named_as_the_reason(project: Path) -
 
 
 def test_why_no_rewrite_applied_is_named_of_the_nodes_that_are_left(project: Path) -> None:
-    uncovered = (NodeFacts("a", "Clip", "no clip"), NodeFacts("b", "Slice"))
+    uncovered = (NodeFacts("a", "If", "no branches"), NodeFacts("b", "Slice"))
     declined = [
-        Declined("its bounds are attributes", "clip_as_max_min", "Clip", "a"),
+        Declined("its condition is not one value", "if_as_where", "If", "a"),
         Declined("its start has 2 axes", "slice_as_gather", "Slice", "b"),
         # Another node has that name, or is compiled.
-        Declined("it is in training mode", "decompose_batch_normalization", "BatchNorm", "b"),
+        Declined("its lengths differ", "reverse_sequence_as_gather", "ReverseSequence", "b"),
         Declined("its start has 3 axes", "slice_as_gather", "Slice", "c"),
     ]
     text = failure(Coverage(3, 1, 1, uncovered), project, declined=declined)
-    assert "Clip a (no clip; clip_as_max_min does not apply: its bounds are attributes); " in text
+    assert (
+        "If a (no branches; if_as_where does not apply: its condition is not one value); " in text
+    )
     assert "; Slice b (slice_as_gather does not apply: its start has 2 axes)." in text
-    assert "training" not in text
+    assert "lengths" not in text
 
 
 def test_a_reason_is_given_once_for_all_nodes_that_it_is_about(project: Path) -> None:

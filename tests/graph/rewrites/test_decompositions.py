@@ -4,18 +4,20 @@ import numpy as np
 import onnx
 import pytest
 
-from hatch_epcontext.graph.rewrites.fused import (
+from hatch_epcontext.graph.rewrites.decompositions import (
     batch_matmul_nbits,
-    decompose_batch_normalization,
+    cast_as_dequantize,
+    decompose_comparison,
     decompose_fused_conv,
     decompose_normalization,
-    decompose_reduction,
     decompose_softplus,
     inline_function,
+    reverse_sequence_as_gather,
+    slice_as_gather,
 )
 from hatch_epcontext.graph.rewriting import Rewrite
 from tests.conftest import newer_runtime
-from tests.graph.rewrites.equal import check_equal, operators, reasons, rewritten
+from tests.graph.rewrites.equal import operators, reasons, rewritten
 from tests.models import parsed
 
 RNG = np.random.default_rng(3)
@@ -26,16 +28,6 @@ ALONE: list[tuple[Rewrite, int, str]] = [
         {{ y = SimplifiedLayerNormalization <axis = -1> (x, v) }}"""),
     (decompose_normalization, 17, f"""{NORMALIZED}, float[2, 3, 8] sum)
         {{ y, , , sum = com.microsoft.SkipSimplifiedLayerNormalization (x, s, v) }}"""),
-    *((decompose_normalization, opset, f"""(float[2, 3, 4] x, float[{sizes}] scale, float[{sizes}] bias) =>
-        (float[2, 3, 4] y, float[{kept}] mean, float[{kept}] inverse)
-        {{ y, mean, inverse = LayerNormalization <axis = {axis}, epsilon = 0.1> (x, scale, bias) }}""")
-      for opset, axis, sizes, kept in (
-          (17, -1, "4", "2, 3, 1"), (17, 1, "3, 4", "2, 1, 1"), (18, 0, "2, 3, 4", "1, 1, 1"))),
-    *((decompose_reduction, 13,
-       f"({dtype}[3, 4] x) => ({result} y) {{ y = {operator} <keepdims = {keepdims}> (x) }}")
-      for operator, dtype in (("ReduceLogSumExp", "float"), ("ReduceL2", "float"), ("ReduceL1", "int32"),
-                              ("ReduceSumSquare", "int32"))
-      for keepdims, result in ((0, dtype), (1, f"{dtype}[1, 1]"))),
     (decompose_softplus, 17, "(float[99] x) => (float[99] y) { y = Softplus (x) }"),
     *((inline_function, 24, f"""(float[2, 2, {queries}, 4] q, float[2, 2, 9, 4] k, float[2, 2, 9, 4] v)
         => (float[2, 2, {queries}, 4] y) <int64[2] n = {{4, 7}}>
@@ -94,30 +86,6 @@ def test_values_behind_a_fused_operator_have_known_shapes() -> None:
     )
 
 
-def test_a_sum_of_large_powers_does_not_overflow() -> None:
-    text = "(float[3, 4] x) => (float[3, 1] y) { y = ReduceLogSumExp <axes = [1]> (x) }"
-    model = parsed(text, 13)
-    check_equal(model, rewritten(model, decompose_reduction), scale=300)
-
-
-@pytest.mark.parametrize("opset", [7, 13, 17])
-def test_a_computed_batch_normalization_is_its_formula(opset: int) -> None:
-    """As converters write LayerNormalization."""
-    model = parsed(
-        """(float[2, 8, 3] x) => (float[2, 8, 3] y) {
-            mean = ReduceMean <axes = [0, 2], keepdims = 0> (x)
-            wide = ReduceMean <axes = [0, 2]> (x)
-            away = Sub (x, wide)
-            square = Mul (away, away)
-            variance = ReduceMean <axes = [0, 2], keepdims = 0> (square)
-            y = BatchNormalization (x, v, v, mean, variance) }""",
-        opset,
-        v=(8,),
-    )
-    after = rewritten(model, decompose_batch_normalization)
-    assert "BatchNormalization" not in operators(after)
-
-
 def blocks(shape: list[int], bias: str) -> onnx.ModelProto:
     """A product with weights of four bits in blocks."""
     return parsed(
@@ -143,6 +111,65 @@ def test_a_product_with_blocks_is_one_of_a_batch_and_a_sum(
     assert operators(rewritten(blocks(shape, bias), batch_matmul_nbits)) == expected
 
 
+def test_a_comparison_has_a_shape_behind_what_has_none() -> None:
+    """As in models of PyTorch, whose opset defines it by other operators."""
+    for operator, expected in (("GreaterOrEqual", "Greater"), ("LessOrEqual", "Less")):
+        model = parsed(
+            f"""(float[2, 3] x, float[2, 3] z) => (float[2, 3] y)
+            {{ c = {operator} (x, z) y = Where (c, x, z) }}""",
+            13,
+        )
+        after = operators(rewritten(model, decompose_comparison))
+        assert after == [expected, "Equal", "Or", "Where"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+def test_a_cast_of_small_integers_is_their_dequantization(dtype: str) -> None:
+    model = parsed(f"({dtype}[99] x) => (float[99] y) {{ y = Cast <to = 1> (x) }}")
+    del model.opset_import[1:]
+    after = rewritten(model, cast_as_dequantize)
+    assert operators(after) == ["com.microsoft.DequantizeLinear"]
+    # ONNX Runtime opens no model without it.
+    assert [entry.domain for entry in after.opset_import] == ["", "com.microsoft"]
+
+
+REVERSING = """(float[2, 4, 3] x) => (float[2, 4, 3] y) <int64[%d] lengths = {%s}>
+{ y = ReverseSequence <batch_axis = %d, time_axis = %d> (x, lengths) }"""
+
+
+@pytest.mark.parametrize(
+    "lengths", [(2, "4, 4", 0, 1), (2, "3, 3", 0, 1), (4, "2, 2, 2, 2", 1, 0), (2, "1, 1", 0, 1)]
+)
+def test_a_sequence_is_reversed_by_a_gather(lengths: tuple[int, str, int, int]) -> None:
+    after = rewritten(parsed(REVERSING % lengths), reverse_sequence_as_gather)
+    assert operators(after) == ["Gather"]
+
+
+def slicing(offset: int, step: int = 1, shape: str = "2, 3") -> onnx.ModelProto:
+    """Three of ten columns from a place that is computed."""
+    return parsed(
+        f"""(float[2, 10] x, int64[1] i) => (float[{shape}] y) <int64 low = {{0}}, int64 high = {{3}},
+        int64[1] offset = {{{offset}}}, int64[1] length = {{{3 * step}}}, int64[1] axes = {{-1}},
+        int64[1] steps = {{{step}}}> {{
+            a = Abs (x)
+            j = Clip (i, low, high)
+            start = Add (j, offset)
+            end = Add (start, length)
+            y = Slice (a, start, end, axes, steps) }}"""
+    )
+
+
+@pytest.mark.parametrize(("offset", "step"), [(1, 1), (-9, 1), (0, 2)])
+def test_a_slice_at_a_computed_place_is_a_gather(offset: int, step: int) -> None:
+    after = operators(rewritten(slicing(offset, step), slice_as_gather))
+    assert "Slice" not in after
+    assert "Gather" in after
+
+
+TWO_AXES = """(float[2, 9] x, int64[2] i) => (float[1, 3] y) <int64[2] n = {1, 3}{}>
+{ end = Add (i, n) y = Slice (x, i, end{}) }"""
+
+
 @pytest.mark.parametrize(
     ("rewrite", "model", "expected"),
     [
@@ -150,11 +177,17 @@ def test_a_product_with_blocks_is_one_of_a_batch_and_a_sum(
             { y = com.microsoft.FusedConv <activation = "Swish"> (x, w) }""", w=(4, 2, 3, 3)),
          ["its activation 'Swish' is not known"]),
         (batch_matmul_nbits, blocks([2, 3, 32], ""), []),
-        (decompose_reduction, parsed("(int32[3, 4] x) => (int32 y) { y = ReduceL2 <keepdims = 0> (x) }", 13),
-         ["it reduces int32"]),
-        (decompose_reduction, parsed("""(float[3, 4] x, int64[1] i) => (float[?, ?] y)
-            { y = ReduceL2 (x, i) }""", 18), ["its axes are not known"]),
         (decompose_softplus, parsed("(float[8] x) => (float[8] y) { y = Softsign (x) }"), []),
+        (cast_as_dequantize, parsed("(int32[9] x) => (float[9] y) { y = Cast <to = 1> (x) }"), []),
+        (cast_as_dequantize, parsed("(int16[9] x) => (int32[9] y) { y = Cast <to = 6> (x) }"), []),
+        (decompose_comparison, parsed("(float[9] x) => (bool[9] y) { y = Greater (x, x) }"), []),
+        (reverse_sequence_as_gather, parsed(REVERSING % (2, "4, 3", 0, 1)), ["its lengths differ"]),
+        (slice_as_gather, slicing(1, shape="2, n"), ["the length of its result is not fixed"]),
+        *((slice_as_gather, parsed(TWO_AXES.replace("{}", stored, 1).replace("{}", axes)),
+           ["its start has 2 axes"]) for stored, axes in ((", int64[2] axes = {0, 1}", ", axes"), ("", ""))),
+        # It is not at a computed place.
+        (slice_as_gather, parsed("""(float[4] x) => (float[2] y)
+            <int64[1] start = {1}, int64[1] end = {3}> { y = Slice (x, start, end) }"""), []),
     ],
 )  # fmt: skip
 def test_what_a_rewrite_is_not_for_stays_and_the_reason_is_named(

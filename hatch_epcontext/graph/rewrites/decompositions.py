@@ -1,12 +1,13 @@
-"""Fused operators of ONNX Runtime, and functions of ONNX, decomposed into basic operators of ONNX."""
+"""Operators that few EPs have, or have in all forms, as simpler ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx
 import onnx.inliner
-from onnx import helper
+from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
@@ -14,16 +15,17 @@ from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
+_SMALL = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16})
+
 _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
 _NORMALIZATIONS: Mapping[str, Sequence[str]] = {
-    "LayerNormalization": ("value", "scale", "bias"),
     "RMSNormalization": ("value", "scale"),
     # ONNX Runtime registers this operator in ONNX's domain.
     "SimplifiedLayerNormalization": ("value", "scale"),
     "com.microsoft.SkipSimplifiedLayerNormalization": ("value", "skip", "scale", "added"),
 }
-"""The inputs of each of these operators. Those without a bias do not subtract the mean."""
+"""The inputs of each of these operators."""
 
 
 @rewrites("com.microsoft.FusedConv")
@@ -52,51 +54,23 @@ def decompose_fused_conv(node: onnx.NodeProto, scope: Scope, builder: Builder) -
 
 @rewrites(*_NORMALIZATIONS)
 def decompose_normalization(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A value, after the sum with others, less its mean and divided by its deviation."""
+    """A value, after the sum with others, divided by the root of the mean of its squares."""
     names = _NORMALIZATIONS[graph.operator(node)]
     operands = dict(zip(names, graph.operands(node, len(names)), strict=True))
-    value, mean = operands["value"], ""
+    value = operands["value"]
     if (sizes := scope.sizes(value)) is None:
         return Declined(f"the rank of {value!r} is not known")
     for name in filter(None, map(operands.get, ("skip", "added"))):
         value = builder.add("Add", value, name)
-    total, rank = value, len(sizes)
+    rank = len(sizes)
     axes = range(graph.number(node, "axis", -1) % rank, rank)
-    if "bias" in operands:
-        mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
-        value = builder.add("Sub", value, mean)
     square = builder.add("Mul", value, value)
-    variance = builder.reduced("ReduceMean", square, axes, keepdims=1)
+    mean = builder.reduced("ReduceMean", square, axes, keepdims=1)
     epsilon = builder.number(graph.attribute(node, "epsilon", 1e-5))
-    deviation = builder.add("Sqrt", builder.add("Add", variance, epsilon))
-    result = builder.add("Mul", builder.add("Div", value, deviation), operands["scale"])
-    if bias := operands.get("bias"):
-        result = builder.add("Add", result, bias)
-    inverse = builder.add("Reciprocal", deviation) if any(node.output[1:3]) else ""
-    if "skip" in operands:
-        return [result, mean, inverse, total]
-    return [result, mean, inverse] if "bias" in operands else [result, inverse]
-
-
-@rewrites("BatchNormalization")
-def decompose_batch_normalization(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A BatchNormalization, whose mean and variance may be computed, by its formula."""
-    value, scale, bias, mean, variance = node.input
-    if (sizes := scope.sizes(value)) is None:
-        return Declined(f"the rank of {value!r} is not known")
-    if graph.number(node, "training_mode", 0) or any(node.output[1:]):
-        return Declined("it is in training mode")
-    if not graph.number(node, "spatial", 1):
-        return Declined("it is not spatial")
-
-    def per_channel(name: str) -> str:
-        return builder.reshape(name, [-1, *[1] * (len(sizes) - 2)]) if len(sizes) > 2 else name
-
-    epsilon = builder.number(graph.attribute(node, "epsilon", 1e-5))
-    deviation = builder.add("Sqrt", builder.add("Add", variance, epsilon))
-    factor = per_channel(builder.add("Div", scale, deviation))
-    away = builder.add("Sub", value, per_channel(mean))
-    return [builder.add("Add", builder.add("Mul", away, factor), per_channel(bias))]
+    root = builder.add("Sqrt", builder.add("Add", mean, epsilon))
+    result = builder.add("Mul", builder.add("Div", value, root), operands["scale"])
+    inverse = builder.add("Reciprocal", root) if any(node.output[1:3]) else ""
+    return [result, "", inverse, value] if "skip" in operands else [result, inverse]
 
 
 @rewrites("com.microsoft.MatMulNBits")
@@ -117,33 +91,6 @@ def batch_matmul_nbits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     return [result if is_batch else builder.reshape(result, [*shape[:-1], columns])]
 
 
-@rewrites("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare")
-def decompose_reduction(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The function of a sum of a function of the values: Abs, Mul or Exp, ReduceSum, and Sqrt or Log."""
-    operator, value = node.op_type, node.input[0]
-    axes, keepdims = scope.axes(node), graph.number(node, "keepdims", 1)
-    if axes is None:
-        return Declined("its axes are not known")
-    if builder.dtype.kind != "f" and operator not in ("ReduceL1", "ReduceSumSquare"):
-        return Declined(f"it reduces {builder.dtype}")
-    largest = ""
-    if operator == "ReduceL1":
-        value = builder.add("Abs", value)
-    elif operator in ("ReduceL2", "ReduceSumSquare"):
-        value = builder.add("Mul", value, value)
-    elif operator == "ReduceLogSumExp":
-        # Exp of other values than negative ones overflows.
-        below = builder.add("Sub", value, builder.reduced("ReduceMax", value, axes, keepdims=1))
-        largest = builder.reduced("ReduceMax", value, axes, keepdims)
-        value = builder.add("Exp", below)
-    total = builder.reduced("ReduceSum", value, axes, keepdims)
-    if operator == "ReduceL2":
-        total = builder.add("Sqrt", total)
-    elif operator in ("ReduceLogSum", "ReduceLogSumExp"):
-        total = builder.add("Log", total)
-    return [builder.add("Add", total, largest) if largest else total]
-
-
 @rewrites("Softplus")
 def decompose_softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The larger of x and 0, plus the rest, whose Exp cannot overflow."""
@@ -151,6 +98,71 @@ def decompose_softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     power = builder.add("Exp", builder.add("Neg", builder.add("Abs", value)))
     rest = builder.add("Log", builder.add("Add", power, builder.number(1)))
     return [builder.add("Add", builder.add("Relu", value), rest)]
+
+
+@rewrites("GreaterOrEqual", "LessOrEqual")
+def decompose_comparison(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A function of ONNX, of whose older versions ONNX Runtime infers no shape, which some EPs need."""
+    strict = builder.add(node.op_type.removesuffix("OrEqual"), *node.input)
+    return [builder.add("Or", strict, builder.add("Equal", *node.input))]
+
+
+@rewrites("Cast")
+def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A cast of small integers to float32 as their dequantization with the scale 1.
+
+    Some EPs support small integers only as quantized values.
+    """
+    (value,) = node.input
+    is_small = scope.elem_type(value) in _SMALL
+    if not is_small or graph.attribute(node, "to", 0) != TensorProto.FLOAT:
+        return None
+    scale, zero = builder.store(np.float32(1)), builder.store(np.array(0, scope.dtype(value)))
+    # ONNX's own operator does not exist, or not for 16 bits, in all opsets.
+    return [builder.add("DequantizeLinear", value, scale, zero, domain=graph.MICROSOFT)]
+
+
+@rewrites("ReverseSequence")
+def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The ReverseSequence of stored lengths that are the same for all."""
+    value, lengths = node.input[0], scope.constant(node.input[1])
+    shape = scope.shape(value)
+    if lengths is None or not lengths.size:
+        return Declined("its lengths are computed")
+    if (lengths != lengths[0]).any():
+        return Declined("its lengths differ")
+    if shape is None:
+        return Declined(f"the shape of {value!r} is not fixed")
+    axis = graph.number(node, "time_axis", 0) % len(shape)
+    length = int(lengths[0])
+    indices = np.arange(shape[axis], dtype=np.int64)
+    indices[:length] = indices[:length][::-1]
+    return [builder.add("Gather", value, builder.store(indices), axis=axis)]
+
+
+@rewrites("Slice")
+def slice_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Slice with a computed start and a known length, along one axis."""
+    value, start, _, axes_name, steps = graph.operands(node, 5)
+    if not start or scope.constant(start) is not None:
+        return None
+    shape, result, starts = (scope.shape(name) for name in (value, node.output[0], start))
+    dtype = scope.dtype(start)
+    step = scope.constant(steps) if steps else np.array([1])
+    axes = scope.constant(axes_name) if axes_name else np.arange(starts[0] if starts else 1)
+    if axes is None or step is None or dtype is None:
+        return Declined("its axes or its steps are computed")
+    if axes.size != 1:
+        return Declined(f"its start has {axes.size} axes")
+    if shape is None:
+        return Declined(f"the shape of {value!r} is not fixed")
+    if result is None:
+        return Declined("the length of its result is not fixed")
+    axis = int(axes[0]) % len(shape)
+    offsets = np.arange(result[axis], dtype=dtype) * step.astype(dtype)
+    # Starts may be negative: a slice beyond the end would be shorter.
+    indices = builder.add("Add", start, builder.store(offsets))
+    return [builder.add("Gather", value, indices, axis=axis)]
 
 
 @rewrites("Attention", "RotaryEmbedding")
