@@ -6,14 +6,16 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
+from packaging.requirements import InvalidRequirement, Requirement
 
 from hatch_epcontext.cli._common import Command, ExistingPath
 from hatch_epcontext.config.environ import PREFIX
@@ -35,10 +37,11 @@ from hatch_epcontext.package.dependencies import check_app
 from hatch_epcontext.providers import PROVIDERS, Device
 from hatch_epcontext.text import dotted, show, suggestion, to_toml
 from hatch_epcontext.tools.configure import MODEL_TABLES, nested
-from hatch_epcontext.tools.examining import Project
 
 _PROVIDER: tuple[tuple[str, ...], ...] = ((), ("provider",))
 """The target, and its key with a flag of its own."""
+
+HATCHLING = "hatchling"
 
 _META = f"{__name__}.wording"
 _READ = f"{__name__}.read"
@@ -260,6 +263,55 @@ def error_text(error: EpcontextError, ctx: click.Context) -> str:
     return error.text(names, headline if isinstance(error, InspectionError) else None)
 
 
+@dataclasses.dataclass(frozen=True)
+class Project:
+    """The project in the folder ``root``; ``values`` are those of its ``pyproject.toml``."""
+
+    root: Path
+    values: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, root: Path) -> Project:
+        """That in the folder ``root``, whose ``pyproject.toml`` was read before."""
+        return cls(root, parse((root / FILE).read_text(encoding="utf-8")))
+
+    def table(self, *names: str) -> Mapping[str, Any]:
+        """The table with these ``names``; empty if there is none."""
+        table: Any = self.values
+        for name in names:
+            table = table.get(name) if isinstance(table, dict) else None
+        return table if isinstance(table, dict) else {}
+
+    @property
+    def dependencies(self) -> list[str]:
+        """The valid requirements of the app and of its extras."""
+        extras = self.table("project", "optional-dependencies").values()
+        lists = self.table("project").get("dependencies"), *extras
+        return [str(requirement) for listed in lists for requirement in requirements(listed)]
+
+    @property
+    def name(self) -> str:
+        """The project's name, or that of its folder."""
+        name = self.table("project").get("name")
+        return name if isinstance(name, str) else self.root.name
+
+    @property
+    def backend(self) -> str:
+        """The import name of the build backend; without any it is hatchling, for a new project."""
+        name = self.table("build-system").get("build-backend")
+        if isinstance(name, str):
+            return re.split(r"[.:]", name)[0]
+        old = any((self.root / file).is_file() for file in ("setup.py", "setup.cfg"))
+        return "setuptools" if self.table("build-system") or old else HATCHLING
+
+
+def requirements(listed: Any) -> Iterator[Requirement]:
+    """The valid requirements in a list of ``pyproject.toml``."""
+    for text in listed if isinstance(listed, list) else ():
+        with contextlib.suppress(InvalidRequirement, TypeError):
+            yield Requirement(text)
+
+
 def project_options(command: Command) -> Command:
     """``PROJECT``, ``--target`` and ``--model``."""
     models = click.option(
@@ -279,8 +331,7 @@ def project_config(project: Path, targets: tuple[str, ...], models: tuple[str, .
     """
     use_lines(project)
     config = _load(project, targets)
-    values = parse((project / FILE).read_text(encoding="utf-8"))
-    check_app(config.targets, Project(project, values).dependencies)
+    check_app(config.targets, Project.read(project).dependencies)
     if not models:
         return config
     both = ((model.configured_name, model.name) for model in config.models)

@@ -16,13 +16,12 @@ from hatch_epcontext.cli._common import (
     verbose_option,
     warn,
 )
-from hatch_epcontext.cli._settings import project_config, project_options
+from hatch_epcontext.cli._settings import Project, project_config, project_options
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.run import dry_run, open_cache
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import hide_credentials
-from hatch_epcontext.tools.examining import project_name
 
 
 @click.command("build")
@@ -52,7 +51,7 @@ def command(
             _show_plan(planned, staging, as_json=as_json)
             return
         verbosity = Verbosity.beside_json(verbose, as_json=as_json)
-        run_plan(planned, staging, verbosity, project_name(config.root), as_json=as_json)
+        run_plan(planned, staging, verbosity, Project.read(config.root).name, as_json=as_json)
 
 
 def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:

@@ -1,26 +1,23 @@
-"""``epcontext doctor``: what this environment can compile for, and its problems."""
+"""``epcontext doctor``: what this environment, or a library, can compile for."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from packaging.requirements import Requirement
 
 import hatch_epcontext
-from hatch_epcontext.cli._common import ExistingPath, echo, find_store
-from hatch_epcontext.config.build_hooks import NAME, hooks_of_project
-from hatch_epcontext.config.load import load
-from hatch_epcontext.config.paths import NO_HOME
-from hatch_epcontext.config.pyproject import FILE, parse, tool_table
+from hatch_epcontext.cli._common import echo
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.errors import (
-    HOOK,
     ROOT,
+    BuildError,
     ConfigError,
     EpcontextError,
     Kind,
@@ -28,7 +25,6 @@ from hatch_epcontext.errors import (
     UnavailableError,
 )
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import (
     INSPECTION,
@@ -37,36 +33,43 @@ from hatch_epcontext.jobs.requirements import (
     installed,
     owners,
 )
-from hatch_epcontext.package.dependencies import check_app
-from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.text import count, file_name, quoted_key, to_toml
-from hatch_epcontext.tools.examining import (
-    HATCHLING,
-    TIMEOUT,
-    Project,
-    ProviderState,
-    provider_states,
-    versions,
-)
-from hatch_epcontext.worker.requests import DevicesRequest, LibraryDevices
+from hatch_epcontext.text import file_name, quoted_key, to_toml
+from hatch_epcontext.worker.requests import DevicesRequest, LibraryDevices, ProviderDevices
+
+_TIMEOUT = 120.0
+"""Seconds for loading one EP's library."""
+
+_NAMED = "The configuration names its library: epcontext doctor --library PATH shows one."
+
+
+@dataclass(frozen=True)
+class ProviderState:
+    """A provider in this environment.
+
+    ``package``: the installed distribution that contains it, with its version; ``reason``: why there
+    are no ``devices``, or why it cannot compile although there are some; ``library``: the distribution of
+    the vendor's library that compiles without the EP and its device, if it is installed.
+    """
+
+    provider: str
+    package: str | None
+    devices: tuple[str, ...] = ()
+    reason: str | None = None
+    library: str | None = None
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """An environment.
 
-    ``distributions`` (of ONNX Runtime) and ``tools``: the installed ones, with their versions;
-    ``cache``: the cache's folder, or why there is none, and ``artifacts`` their number; ``project``: a
-    sentence about the project.
+    ``distributions`` (of ONNX Runtime) and ``tools``: the installed ones, with their versions.
     """
 
     distributions: Mapping[str, str]
     tools: Mapping[str, str]
     providers: tuple[ProviderState, ...]
-    cache: str
-    artifacts: int
-    project: str
     problems: tuple[Problem, ...]
 
 
@@ -78,7 +81,6 @@ Examples:
 
 
 @click.command("doctor", epilog=_EXAMPLES)
-@click.argument("project", type=ExistingPath(file_okay=False), default=Path())
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
     "--library",
@@ -87,17 +89,17 @@ Examples:
     "get_library_path().",
 )
 @click.pass_context
-def command(ctx: click.Context, project: Path, as_json: bool, library: str | None) -> None:
+def command(ctx: click.Context, as_json: bool, library: str | None) -> None:
     """Show what this environment can compile for.
 
-    Shows ONNX Runtime, the EPs with their devices or the reason for none, the cache, and the hook of
-    PROJECT. The exit code is 1 if there are problems.
+    Shows ONNX Runtime, and the EPs with their devices or the reason for none. The exit code is 1 if there are
+    problems.
 
     With --library it registers the library of any plugin EP in a process of its own, lists the devices of its
     EPs, and prints the targets for pyproject.toml that use them.
     """
     if library is None:
-        diagnosis = _examine(project.absolute())
+        diagnosis = _examine()
         if as_json:
             click.echo(to_json(diagnosis), nl=False)
         else:
@@ -120,14 +122,12 @@ def _show(diagnosis: Diagnosis) -> None:
         f"hatch-epcontext {hatch_epcontext.__version__}, Python {platform.python_version()} "
         f"({sys.executable}), {platform.system()} {platform.machine()}"
     )
-    for heading, found in (
+    for heading, packages in (
         ("ONNX Runtime", diagnosis.distributions),
         ("tools", diagnosis.tools),
     ):
-        listed = ", ".join(f"{name} {version}" for name, version in found.items())
+        listed = ", ".join(f"{name} {version}" for name, version in packages.items())
         echo(f"{heading}: {listed or 'none'}")
-    echo(f"cache: {diagnosis.cache}, {count(diagnosis.artifacts, 'artifact')}")
-    echo(f"project: {diagnosis.project}")
     echo("providers:")
     for state in diagnosis.providers:
         package = f" ({state.package})" if state.package else ""
@@ -148,73 +148,88 @@ def _show(diagnosis: Diagnosis) -> None:
             echo(f"  {'- ' if index == 0 else '  '}{line}")
 
 
-def _examine(project: Path) -> Diagnosis:
-    """Examine this environment, the cache, and the project in the folder ``project``."""
-    distributions, store = versions(DISTRIBUTIONS), find_store()
-    summary, problems = _examine_project(project)
-    # A project's problems include its missing requirements.
-    if not problems:
-        problems = _examine_environment(distributions)
-    states = provider_states()
-    problems += tuple(
+def _examine() -> Diagnosis:
+    distributions, states = _versions(DISTRIBUTIONS), provider_states()
+    problems: list[Problem] = []
+    try:
+        check_environment((), TOOLS)
+    except EpcontextError as error:
+        problems += error.problems
+    if not distributions:
+        hint = f"Install {' or '.join(DISTRIBUTIONS[:2])}, or another distribution."
+        message = "No ONNX Runtime is installed."
+        problems.append(Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))
+    problems += (
         Problem(Kind.UNLOADABLE_LIBRARY, state.provider, state.reason)
         for state in states
         if state.devices and state.reason
     )
-    return Diagnosis(
-        distributions,
-        versions(requirement.split(">=")[0] for requirement in TOOLS),
-        tuple(states),
-        NO_HOME if store is None else str(store.root),
-        0 if store is None else sum(entry.kind == "artifacts" for entry in store.entries()),
-        summary,
-        problems,
-    )
+    tools = _versions(requirement.split(">=")[0] for requirement in TOOLS)
+    return Diagnosis(distributions, tools, tuple(states), tuple(problems))
 
 
-def _examine_environment(distributions: Mapping[str, str]) -> tuple[Problem, ...]:
-    problems: tuple[Problem, ...] = ()
+def provider_states() -> list[ProviderState]:
+    """All providers, as they are in this environment."""
+    packages = {
+        name: package
+        for name, provider in PROVIDERS.items()
+        if not provider.needs_library and (package := _package(provider))
+    }
+    with temp_dir() as folder:
+        devices = _devices(tuple(packages), folder) if _versions(DISTRIBUTIONS) else {}
+    return [
+        _state(provider, packages.get(name), devices.get(name))
+        for name, provider in PROVIDERS.items()
+    ]
+
+
+def _devices(providers: tuple[str, ...], folder: Path) -> Mapping[str, ProviderDevices]:
+    """The devices of ``providers``, of one worker; of one each if a library ends that, to know which one."""
+    request, location = DevicesRequest(providers), ", ".join(providers)
     try:
-        check_environment((), TOOLS)
-    except EpcontextError as error:
-        problems = error.problems
-    if distributions:
-        return problems
-    hint = f"Install {' or '.join(DISTRIBUTIONS[:2])}, or another distribution."
-    message = "No ONNX Runtime is installed."
-    return (*problems, Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))
+        return Workers(_TIMEOUT).call(request, folder / location, location=location).providers
+    except BuildError as error:
+        if len(providers) == 1:
+            return {providers[0]: ProviderDevices((), error.problems[0].message)}
+        return {name: _devices((name,), folder)[name] for name in providers}
 
 
-def _examine_project(folder: Path) -> tuple[str, tuple[Problem, ...]]:
-    """A sentence about the project in ``folder``, and its problems."""
-    file = folder / FILE
-    if not file.is_file():
-        return "The folder has no pyproject.toml.", ()
-    try:
-        table = tool_table(folder)
-    except ConfigError as error:
-        return f"{file} cannot be read.", error.problems
-    project = Project(folder, parse(file.read_text(encoding="utf-8")))
-    is_on = NAME in hooks_of_project(folder).tables
-    if table is None and not is_on:
-        return "This project does not use hatch-epcontext.", ()
-    state = "The hook is switched on"
-    if (backend := project.backend) != HATCHLING:
-        state = (
-            f"{backend} builds this project and runs no hooks: epcontext export writes the models"
-        )
-    elif not is_on:
-        message = "is configured, but the hook is not switched on."
-        hint = f"Add [{HOOK}] to pyproject.toml."
-        problem = Problem(Kind.INVALID_PYPROJECT, f"[{ROOT}]", message, hint)
-        return "The hook is not switched on.", (problem,)
-    try:
-        planned = plan(load(folder, table, {}, os.environ))
-        check_environment(planned.local_targets, planned.requirements)
-        check_app(planned.config.targets, project.dependencies)
-    except EpcontextError as error:
-        return f"{state}.", error.problems
-    return f"{state}, with {count(len(planned.jobs), 'job')}.", ()
+def _versions(names: Iterable[str]) -> dict[str, str]:
+    """The installed ones of the distributions ``names``, with their versions."""
+    return {name: version for name in names if (version := installed(name))}
+
+
+def _state(
+    provider: Provider, package: str | None, devices: ProviderDevices | None
+) -> ProviderState:
+    if provider.needs_library:
+        return ProviderState(provider.name, None, reason=_NAMED)
+    library = _library(provider)
+    if devices is None:
+        needed = " and ".join(provider.requirements or (provider.distributions[0],))
+        reason = f"{needed} is not installed."
+        return ProviderState(provider.name, None, reason=reason, library=library)
+    return ProviderState(provider.name, package, devices.devices, devices.reason, library)
+
+
+def _library(provider: Provider) -> str | None:
+    """The installed distribution of the library that compiles without the EP, with its version."""
+    needed = provider.compiler_library.requirements if provider.compiler_library else ()
+    present = [
+        f"{requirement.name} {version}"
+        for requirement in map(Requirement, needed)
+        if (version := installed(requirement.name)) and requirement.specifier.contains(version)
+    ]
+    return " and ".join(present) if present and len(present) == len(needed) else None
+
+
+def _package(provider: Provider) -> str | None:
+    """The installed distribution that contains the EP, with its version."""
+    names = [provider.plugin.package] if provider.plugin else list(provider.distributions)
+    names += [
+        name for conflicts in provider.conflicts for name in sorted(conflicts) if name not in names
+    ]
+    return next((f"{name} {version}" for name, version in _versions(names).items()), None)
 
 
 def _describe_library(library: str) -> LibraryDevices:
@@ -223,14 +238,14 @@ def _describe_library(library: str) -> LibraryDevices:
     Raises ConfigError when there is no such file, RequirementError when ONNX Runtime is missing, and
     BuildError when the library cannot be loaded, crashes, hangs or offers no device.
     """
-    path = os.path.abspath(os.path.expanduser(library)) if is_path(library) else ""  # noqa: PTH100, PTH111
+    path = os.path.abspath(os.path.expanduser(library)) if is_path(library) else ""
     if path and not Path(path).is_file():
         message, hint = "is not a file.", "A path has a slash, or ends with .so, .dll or .dylib."
         raise ConfigError(Problem(Kind.FILE_NOT_FOUND, f"--library {library}", message, hint))
     check_environment((), INSPECTION)
     request = DevicesRequest(path=path, module="" if path else library)
     with temp_dir() as folder:
-        reply = Workers(TIMEOUT).call(request, folder / "library", location=f"library {library}")
+        reply = Workers(_TIMEOUT).call(request, folder / "library", location=f"library {library}")
     offered = reply.library
     assert offered is not None, "it was asked for"
     if not offered.devices:

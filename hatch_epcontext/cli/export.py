@@ -15,9 +15,8 @@ from hatch_epcontext.cli._common import (
     show_written,
     verbose_option,
 )
-from hatch_epcontext.cli._settings import project_config, project_options
+from hatch_epcontext.cli._settings import Project, project_config, project_options
 from hatch_epcontext.tools.compiling import export
-from hatch_epcontext.tools.examining import project_name
 
 # Click keeps the lines of a paragraph that begins with a backspace.
 _EXAMPLES = """\b
@@ -66,7 +65,7 @@ def command(
     config = project_config(project.absolute(), targets, models)
     config = dataclasses.replace(config, report=report or config.report)
     verbosity = Verbosity.beside_json(verbose, as_json=as_json)
-    title = project_name(config.root)
+    title = Project.read(config.root).name
     run = partial(run_plan, verbosity=verbosity, title=title, as_json=as_json)
     written = export(config, output, run, loader=True, overwrite=overwrite)
     if not verbosity.quiet:

@@ -23,7 +23,16 @@ from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
 from hatch_epcontext.cli._common import Command, ExistingPath, echo, warn
-from hatch_epcontext.cli._settings import SettingsCommand, short_flags, use_flag_names, use_lines
+from hatch_epcontext.cli._settings import (
+    HATCHLING,
+    Project,
+    SettingsCommand,
+    requirements,
+    short_flags,
+    use_flag_names,
+    use_lines,
+)
+from hatch_epcontext.cli.doctor import provider_states
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import file_of
@@ -46,7 +55,6 @@ from hatch_epcontext.package.wheel import FOLDER
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
 from hatch_epcontext.tools.configure import for_model, split
-from hatch_epcontext.tools.examining import HATCHLING, Project, provider_states, requirements
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.tools.pinning import Table
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest

@@ -8,30 +8,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from hatch_epcontext.cli import doctor
 from hatch_epcontext.cli.app import app
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.tools import examining
 from tests.altered_workers import write_broken_qnn
 from tests.cli.conftest import Cli
 from tests.conftest import needs, needs_qnn
 
-HOOK = "[tool.hatch.build.targets.wheel.hooks.epcontext]\n"
-
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = str(tmp_path_factory.mktemp("nothing"))
-    result: dict[str, Any] = json.loads(
-        CliRunner().invoke(app, ["doctor", folder, "--json"]).stdout
-    )
+def found() -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
     return result
-
-
-@pytest.fixture
-def _only_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each EP's library is loaded in a process of its own, which takes a while."""
-    monkeypatch.setattr(examining, "PROVIDERS", {"cpu": PROVIDERS["cpu"]})
 
 
 def state(found: dict[str, Any], provider: str) -> dict[str, Any]:
@@ -53,14 +42,12 @@ def test_every_provider_has_devices_or_a_reason_for_none(found: dict[str, Any]) 
 
 
 @needs_qnn
-def test_a_simulated_npu_is_called_so(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(examining, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
+def test_a_simulated_npu_is_called_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
     machine = ("x86_64" if sys.platform == "linux" else "AMD64", True), ("aarch64", False)
     for name, is_simulated in machine:
         monkeypatch.setattr("platform.machine", lambda name=name: name)
-        assert ("a simulator runs" in cli("doctor", tmp_path).stdout) == is_simulated
+        assert ("a simulator runs" in cli("doctor").stdout) == is_simulated
 
 
 @needs("onnxruntime_ep_nv_tensorrt_rtx")
@@ -73,14 +60,14 @@ def test_a_plugin_ep_without_its_driver_has_a_reason(found: dict[str, Any]) -> N
 
 @needs("tensorrt_rtx_bindings")
 def test_a_library_that_compiles_without_the_ep_is_named(
-    found: dict[str, Any], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: dict[str, Any], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = state(found, "tensorrt-rtx")["library"]
     assert library.startswith("tensorrt-rtx-cu13-bindings 1.")
     assert " and tensorrt-rtx-cu13-libs 1." in library
     assert {each["library"] for each in found["providers"]} == {library, None}
-    monkeypatch.setattr(examining, "PROVIDERS", {"tensorrt-rtx": PROVIDERS["tensorrt-rtx"]})
-    assert library in cli("doctor", tmp_path).stdout
+    monkeypatch.setattr(doctor, "PROVIDERS", {"tensorrt-rtx": PROVIDERS["tensorrt-rtx"]})
+    assert library in cli("doctor").stdout
 
 
 @needs_qnn
@@ -90,8 +77,8 @@ def test_a_library_that_an_ep_loads_later_is_missing(
 ) -> None:
     name = write_broken_qnn(tmp_path / "broken")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
-    monkeypatch.setattr(examining, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
-    printed = cli("doctor", tmp_path, code=1).stdout
+    monkeypatch.setattr(doctor, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
+    printed = cli("doctor", code=1).stdout
     assert "    QNNExecutionProvider on " in printed
     assert (
         f"- qnn: EPC105\n        {name} is missing, and libQnnSystem.so of onnxruntime-qnn"
@@ -99,47 +86,12 @@ def test_a_library_that_an_ep_loads_later_is_missing(
     )
 
 
-@pytest.mark.usefixtures("_only_cpu")
-def test_the_environment_is_printed(cli: Cli, tmp_path: Path) -> None:
-    printed = cli("doctor", tmp_path).stdout
-    assert "The folder has no pyproject.toml." in printed
-    assert f"cache: {tmp_path / 'user-cache'}, 0 artifacts" in printed
-    assert "problems:" not in printed
-    assert not (tmp_path / "user-cache").exists()
-
-
-@pytest.mark.usefixtures("_only_cpu")
-@pytest.mark.parametrize(
-    ("toml", "message", "code"),
-    [
-        ("[project]\n", "This project does not use hatch-epcontext.", 0),
-        (f'{HOOK}[tool.epcontext]\ntargets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]',
-         "with 1 job.", 0),
-        (('[tool.hatch.build.hooks.epcontext]\n[tool.epcontext]\ntargets.cpu.provider = "cpu"\n'
-         'models = ["models/*.onnx"]'), "with 2 jobs.", 0),
-        ('[tool.epcontext]\ntargets.cpu.provider = "cpu"\n', "- [tool.epcontext]: EPC025", 1),
-        (('[build-system]\nbuild-backend = "maturin"\n[tool.epcontext]\ntargets.cpu.provider = "cpu"\n'
-         'models = ["models/a.onnx"]'), "maturin builds this project and runs no hooks", 0),
-        (HOOK, "- [tool.epcontext]: EPC025\n        is missing in pyproject.toml", 1),
-        (f'{HOOK}[tool.epcontext]\nmodls = []\n', 'Did you mean "models"?', 1),
-        ("[tool", "cannot be read", 1),
-    ],
-)  # fmt: skip
-def test_the_project_is_summarized(
-    cli: Cli, project: Path, toml: str, message: str, code: int
-) -> None:
-    (project / "pyproject.toml").write_text(toml, encoding="utf-8")
-    output = cli("doctor", project, code=code).stdout
-    assert message in output
-    assert ("problems:" in output) == bool(code)
-
-
 def test_an_environment_without_onnx_runtime_is_a_problem(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requirements, "installed", lambda name: None)
-    monkeypatch.setattr(examining, "installed", lambda name: None)
-    printed = cli("doctor", tmp_path, code=1).stdout
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    printed = cli("doctor", code=1).stdout
     assert "ONNX Runtime: none" in printed
-    assert "No ONNX Runtime is installed" in printed
+    assert "- this environment: EPC101\n        No ONNX Runtime is installed." in printed
     assert "onnxruntime-qnn>=2.7 is not installed." in printed

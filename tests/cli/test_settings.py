@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from hatch_epcontext.cli._settings import (
+    Project,
     SettingNames,
     SettingsCommand,
     error_text,
@@ -185,3 +186,26 @@ def test_only_a_failed_model_has_the_headline_of_the_command() -> None:
     problem = Problem(Kind.INVALID_VALUE, "x", "y")
     assert printed(BuildError(problem)).startswith("it did not work:")
     assert printed(ConfigError(problem)).startswith("invalid configuration:")
+
+
+@pytest.mark.parametrize(
+    ("system", "backend"),
+    [
+        (None, "hatchling"),
+        ({"requires": []}, "setuptools"),
+        ({"build-backend": "hatchling.build"}, "hatchling"),
+        ({"build-backend": "setuptools.build_meta:__legacy__"}, "setuptools"),
+        ({"build-backend": "poetry.core.masonry.api"}, "poetry"),
+        ({"build-backend": "pdm.backend"}, "pdm"),
+        ({"build-backend": "scikit_build_core.build"}, "scikit_build_core"),
+        ({"build-backend": "mesonpy"}, "mesonpy"),
+    ],
+)
+def test_the_backend_has_its_import_name(tmp_path: Path, system: Any, backend: str) -> None:
+    values = {} if system is None else {"build-system": system}
+    assert Project(tmp_path, values).backend == backend
+
+
+def test_a_project_with_only_a_setup_script_is_one_of_setuptools(tmp_path: Path) -> None:
+    (tmp_path / "setup.py").touch()
+    assert Project(tmp_path, {}).backend == "setuptools"
