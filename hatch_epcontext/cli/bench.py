@@ -29,12 +29,12 @@ from hatch_epcontext.jobs.cache.store import Cache
 from hatch_epcontext.jobs.plan import Job, Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import job_runner
-from hatch_epcontext.jobs.steps import Prepared, Steps
+from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file
 from hatch_epcontext.tools.configure import configure, name_models
-from hatch_epcontext.worker.requests import TimeOpeningRequest
+from hatch_epcontext.worker.requests import Prepared, TimeOpeningRequest
 
 WAYS = {
     "cpu": "source on the CPU",

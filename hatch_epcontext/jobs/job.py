@@ -61,11 +61,15 @@ class JobRunner:
         Raises BuildError with the job's problems.
         """
         try:
-            with job.locating():
-                run = _JobRun(self, job)
-                return run.from_cache() if job.target.from_cache else run.search_on()
+            return self.build(job)
         finally:
             self.steps.finished(job)
+
+    def build(self, job: Job) -> Built:
+        """As `run`, for a job that is a part of another one, which needs what is prepared."""
+        with job.locating():
+            run = _JobRun(self, job)
+            return run.from_cache() if job.target.from_cache else run.search_on()
 
     def dry_run(self, job: Job) -> tuple[str, bool]:
         """The job's fingerprint, and whether the cache has its artifact; nothing is compiled.
@@ -301,7 +305,7 @@ class _JobRun:
             alone = [job for job in self._job.alone if job.models == (model,)]
             for job in alone:
                 if job.folder not in self._alone:
-                    self._alone[job.folder] = self._build.run(job)
+                    self._alone[job.folder] = self._build.build(job)
             built = (self._alone[job.folder] for job in alone)
             return validation_of_alone(form, model, [b.validations[model.name] for b in built])
         with self._unchanged():

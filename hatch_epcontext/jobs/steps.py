@@ -7,12 +7,13 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import (
@@ -26,8 +27,7 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Range
-from hatch_epcontext.graph.number_format import ALWAYS, RewriteName
+from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Refused, Times
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
@@ -36,38 +36,11 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import Context, Precision, Validation
 
+if TYPE_CHECKING:
+    from hatch_epcontext.worker.requests import Prepared, PrepareRequest, RewriteRequest
+
 _SMALL = 10 * 10**6
 """The most bytes of a model with which starting a process takes a good part of the time."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A prepared model: its absolute path, how it was prepared, and the ranges of its dummy inputs.
-
-    ``changed``: whether the last step of its recipe changed it; ``dropped``: changes that were wrong and left
-    out; ``applicable``: the rewrites for a number format that may change it.
-    """
-
-    path: str
-    preparation: Preparation
-    ranges: Mapping[str, Range]
-    changed: bool = True
-    dropped: tuple[str, ...] = ()
-    applicable: tuple[RewriteName, ...] = ()
-
-
-class _Shared:
-    """What is prepared of a model below ``folder`` for the ``jobs`` with these folders, which need it alike.
-
-    ``prepared``: by the steps of a recipe. The first job that needs one makes it, and the others wait.
-    ``reference``: the file with the outputs of the source on the CPU, if there is one.
-    """
-
-    def __init__(self, key: str, folder: Path) -> None:
-        self.key, self.folder = key, folder
-        self.jobs: set[str] = set()
-        self.prepared: dict[tuple[object, ...], Future[Prepared]] = {}
-        self.reference: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +49,10 @@ class Steps:
 
     ``installed``: the versions of all build requirements. ``sizes``: bytes of the source models, with their
     external data, by name. ``devices``: the locks of exclusive devices, by the names of their EPs.
+
+    What is prepared of a model is made by the first job that needs it, and the others wait: ``_prepared``, by
+    what identifies it and the steps of a recipe; ``_references``: the outputs of its source. ``_users``: how
+    many jobs have not ended that need it.
     """
 
     workers: Workers
@@ -84,27 +61,27 @@ class Steps:
     sizes: Mapping[str, int] = field(default_factory=dict)
     devices: dict[str, threading.Lock] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _shared: dict[str, _Shared] = field(default_factory=dict)
-    _keys: dict[tuple[object, ...], str] = field(default_factory=dict)
-    _versions: dict[object, Mapping[str, str]] = field(default_factory=dict)
+    _prepared: dict[str, dict[Hashable, Future[Prepared]]] = field(default_factory=dict)
+    _references: dict[str, str] = field(default_factory=dict)
+    _users: Counter[str] = field(default_factory=Counter)
+    _keys: dict[Hashable, str] = field(default_factory=dict)
+    _versions: dict[Hashable, Mapping[str, str]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def expect(self, jobs: Iterable[Job]) -> None:
         """Keep what is prepared until all ``jobs`` that need it have ended."""
         for job in jobs:
-            for form, model in _needs(job):
-                self._shared_by(form, model)
+            self._users.update(self._needs(job))
 
     def finished(self, job: Job) -> None:
         """Remove the models that were prepared for ``job``, which has ended, and that no other job needs."""
-        for form, model in _needs(job):
-            shared = self._shared_by(form, model)
+        for key in self._needs(job):
             with self._lock:
-                shared.jobs.discard(form.folder)
-                if shared.jobs:
+                self._users[key] -= 1
+                if self._users[key] > 0 or not self._prepared.pop(key, None):
                     continue
-                self._shared.pop(shared.key, None)
-            shutil.rmtree(shared.folder, ignore_errors=True)
+                self._references.pop(key, None)
+            shutil.rmtree(self._folder(key), ignore_errors=True)
 
     def versions(self, job: Job) -> Mapping[str, str]:
         """The versions of everything installed that can change what is compiled for ``job``."""
@@ -134,17 +111,8 @@ class Steps:
             prepared = self._prepare_all(job, recipe, worker)
             if isinstance(prepared, Refused):
                 return prepared
-            dropped = tuple(f"{name} (not taken)" for model in prepared for name in model.dropped)
-            is_other_form = not recipe.dequantize or any(p.preparation.precision for p in prepared)
-            if not is_other_form or not any(model.changed for model in prepared):
-                problems = (Problem(Kind.COMPILE_FAILED, "", message) for message in dropped)
-                declined = (reason for model in prepared for reason in model.preparation.declined)
-                return Refused("change", tuple(problems), declined=tuple(declined))
             prepare_seconds = time.monotonic() - start
-            options = tuple(f"{name} = {value}" for name, value in recipe.options)
-            preparations = tuple(
-                replace(model.preparation, options=options, tried=dropped) for model in prepared
-            )
+            preparations = _preparations(recipe, prepared)
             with writing("an artifact", folder):
                 folder.mkdir(parents=True)
             target = with_options(job.target, dict(recipe.options))
@@ -165,8 +133,10 @@ class Steps:
                 with self._device(job.target), compiler as compiling:
                     reply = compiling.call(request, call, location=job.location, step="")
             except BuildError as error:
-                rewrites = (name for model in preparations for name in model.rewrites)
-                names = tuple(dict.fromkeys((*options, *rewrites)))
+                changes = (
+                    name for done in preparations for name in (*done.options, *done.rewrites)
+                )
+                names = tuple(dict.fromkeys(changes))
                 return replace(_refused("compile", error, recipe), rewrites=names)
         files, times = record_files(folder), Times(prepare_seconds, reply.seconds)
         versions = self.versions(job)
@@ -183,7 +153,7 @@ class Steps:
             index = job.models.index(model)
             again = self.prepare(job, index, record.recipe)
             # With other samples, other rewrites are worthwhile.
-            is_same = again.preparation.rewrites == record.preparations[index].rewrites
+            is_same = again.rewrites == record.preparations[index].rewrites
             prepared = again.path if is_same else None
         scratch = self.scratch("validate")
         moved = scratch.with_name(f"{scratch.name}-moved")
@@ -200,7 +170,7 @@ class Steps:
             str(moved),
             model.tolerance_for(target),
             record.contexts if job.group else (),
-            reference=self._shared_by(job, model).reference if has_reference else None,
+            reference=self._references.get(self._key(job, model)) if has_reference else None,
             prepared=prepared,
         )
         purpose = self._purpose(job, record.recipe, "run")
@@ -217,13 +187,13 @@ class Steps:
 
         Raises BuildError when that fails.
         """
-        shared = self._shared_by(job, job.models[index])
         changes = ((c.kind, c.refused and c.refused[index]) for c in recipe.changes)
         limit = job.target.settings.unroll_limit
         steps = (recipe.simplifier, recipe.fuse, *changes, limit, recipe.remedies)
         with self._lock:
-            is_first = steps not in shared.prepared
-            future = shared.prepared.setdefault(steps, Future())
+            prepared = self._prepared.setdefault(self._key(job, job.models[index]), {})
+            is_first = steps not in prepared
+            future = prepared.setdefault(steps, Future())
         if is_first:
             try:
                 future.set_result(self._make(job, index, recipe, worker or self.workers))
@@ -242,13 +212,19 @@ class Steps:
             prepared = [self.prepare(job, number, plain, worker) for number in numbers]
         except BuildError as error:
             return _refused("prepare", error, recipe)
-        control_flow = dict.fromkeys(n for p in prepared for n in p.preparation.control_flow)
+        control_flow = dict.fromkeys(name for model in prepared for name in model.control_flow)
         if control_flow and not recipe.takes_control_flow:
             return Refused("prepare", control_flow=tuple(control_flow))
         try:
-            return tuple(self.prepare(job, number, recipe, worker) for number in numbers)
+            changed = tuple(self.prepare(job, number, recipe, worker) for number in numbers)
         except BuildError as error:
             return _refused("change", error, recipe)
+        is_other_form = not recipe.dequantize or any(model.precision for model in changed)
+        if is_other_form and any(model.changed for model in changed):
+            return changed
+        problems = (Problem(Kind.COMPILE_FAILED, "", text) for text in _not_taken(changed))
+        declined = (reason for model in changed for reason in model.declined)
+        return Refused("change", tuple(problems), declined=tuple(declined))
 
     def _make(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
         """Make the model, from that of a recipe without the last step of ``recipe``."""
@@ -258,7 +234,7 @@ class Steps:
             if frozenset(recipe.remedies).isdisjoint(before.applicable):
                 return replace(before, changed=before.changed and not last)
             after = self._change(job, index, before, recipe, worker)
-            is_new = after.changed and not last.isdisjoint(after.preparation.rewrites)
+            is_new = after.changed and not last.isdisjoint(after.rewrites)
             # The rewrites for all models may change nothing in this one.
             changed = is_new if last else before.changed
             return replace(after, changed=changed, dropped=(*before.dropped, *after.dropped))
@@ -274,39 +250,28 @@ class Steps:
         if recipe.fuse:
             return prepared
         fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
-        rewrites = ("nothing folded into convolutions",)
-        preparation = replace(prepared.preparation, rewrites=rewrites)
-        changed = preparation.nodes != fused.preparation.nodes
-        return replace(prepared, preparation=preparation, changed=changed)
+        changed = prepared.nodes != fused.nodes
+        return replace(prepared, rewrites=("nothing folded into convolutions",), changed=changed)
 
     def _simplify(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
         """Fix and simplify the model."""
         from hatch_epcontext.worker.requests import PrepareRequest
 
         model = job.models[index]
-        shared = self._shared_by(job, model)
-        folder = shared.folder / str(next(self._numbers))
+        key = self._key(job, model)
         request = PrepareRequest(
             model.on(job.target),
             recipe.simplifier,
-            str(folder),
+            str(self._folder(key) / str(next(self._numbers))),
             model.is_compared,
-            shared.reference,
+            self._references.get(key),
             precision=_precision(job, model),
             fuse=recipe.fuse,
         )
-        # Which makes both folders.
-        call = folder / "call"
-        reply = worker.call(request, call, location=job.location, step="preparation")
-        shared.reference = reply.reference
-        preparation = Preparation(
-            recipe.simplifier,
-            reply.nodes_before,
-            reply.nodes,
-            reply.control_flow,
-            precision=reply.precision,
-        )
-        return Prepared(reply.path, preparation, reply.ranges, applicable=reply.applicable)
+        prepared = self._call(job, request, worker)
+        if prepared.reference is not None:
+            self._references[key] = prepared.reference
+        return prepared
 
     def _change(
         self, job: Job, index: int, before: Prepared, recipe: Recipe, worker: Worker | Workers
@@ -319,54 +284,43 @@ class Steps:
         if refused == ():
             return replace(before, changed=False, dropped=())
         model, limit = job.models[index], job.target.settings.unroll_limit
-        shared = self._shared_by(job, model)
-        folder = shared.folder / str(next(self._numbers))
         request = RewriteRequest(
             model.on(job.target),
-            before.path,
+            before,
             refused,
-            str(folder),
-            simplify=before.preparation.simplifier != "none",
+            str(self._folder(self._key(job, model)) / str(next(self._numbers))),
+            simplify=recipe.simplifier != "none",
             compare=model.is_compared,
-            reference=shared.reference,
-            precision=_precision(job, model) if before.preparation.precision else None,
+            precision=_precision(job, model) if before.precision else None,
             unroll_limit=limit if last and last.kind == "unroll" else None,
             remedies=recipe.remedies,
             target=job.target if recipe.remedies else None,
         )
-        call = folder / "call"
-        reply = worker.call(request, call, location=job.location, step="preparation")
-        preparation = replace(before.preparation, declined=reply.declined)
-        if reply.path is None:
-            return replace(before, preparation=preparation, changed=False, dropped=reply.dropped)
-        preparation = replace(
-            preparation,
-            nodes=reply.nodes,
-            control_flow=reply.control_flow,
-            rewrites=(*preparation.rewrites, *reply.rewrites),
-        )
-        return replace(
-            before,
-            path=reply.path,
-            preparation=preparation,
-            changed=True,
-            dropped=reply.dropped,
-            applicable=reply.applicable,
-        )
+        return self._call(job, request, worker)
 
-    def _shared_by(self, job: Job, model: Model) -> _Shared:
-        """What is prepared of ``model`` for ``job``, and for others that need it alike."""
+    def _call(
+        self, job: Job, request: PrepareRequest | RewriteRequest, worker: Worker | Workers
+    ) -> Prepared:
+        # Which makes both folders.
+        call = Path(request.folder) / "call"
+        return worker.call(request, call, location=job.location, step="preparation")
+
+    def _folder(self, key: str) -> Path:
+        """The folder of everything that is prepared of a model; Windows has a limit for paths."""
+        return self.staging / "prepared" / key[:16]
+
+    def _key(self, job: Job, model: Model) -> str:
+        """What identifies how ``job`` needs ``model`` prepared; others may need it alike."""
         name = (job.folder, model.name, job.target.settings.dequantize)
         if name not in self._keys:
             needed = [model.on(job.target), model.is_compared, _precision(job, model)]
             self._keys[name] = value_sha256(needed)
-        key = self._keys[name]
-        with self._lock:
-            if key not in self._shared:
-                # In a folder of its own: an earlier one may be removed at the moment.
-                self._shared[key] = _Shared(key, self.scratch("prepared"))
-            self._shared[key].jobs.add(job.folder)
-            return self._shared[key]
+        return self._keys[name]
+
+    def _needs(self, job: Job) -> set[str]:
+        """The keys of the models that ``job``, or a job whose result is run instead, may need prepared."""
+        forms = (form for needed in (job, *job.alone) for form in needed.forms)
+        return {self._key(form, model) for form in forms for model in form.models}
 
     def _purpose(self, job: Job, recipe: Recipe, task: str) -> Hashable:
         """What small jobs of one target use the same processes for; None if this one has its own."""
@@ -381,10 +335,26 @@ class Steps:
         return self.devices.setdefault(target.provider.ep, threading.Lock())
 
 
-def _needs(job: Job) -> Iterator[tuple[Job, Model]]:
-    """The models that ``job``, or a job whose result is run instead, may need prepared, in all forms."""
-    for needed in (job, *job.alone):
-        yield from itertools.product(needed.forms, needed.models)
+def _not_taken(prepared: Iterable[Prepared]) -> tuple[str, ...]:
+    return tuple(f"{name} (not taken)" for model in prepared for name in model.dropped)
+
+
+def _preparations(recipe: Recipe, prepared: Sequence[Prepared]) -> tuple[Preparation, ...]:
+    """How ``prepared`` models were prepared, for the record of their artifact."""
+    return tuple(
+        Preparation(
+            recipe.simplifier,
+            model.nodes_before,
+            model.nodes,
+            model.control_flow,
+            precision=model.precision,
+            rewrites=model.rewrites,
+            options=tuple(f"{name} = {value}" for name, value in recipe.options),
+            tried=_not_taken(prepared),
+            declined=model.declined,
+        )
+        for model in prepared
+    )
 
 
 def _precision(job: Job, model: Model) -> Precision | None:

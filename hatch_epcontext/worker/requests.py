@@ -78,31 +78,37 @@ class CheckRequest(WorkerRequest[CheckReply], action="check"):
 
 
 @dataclass(frozen=True)
-class PrepareReply:
-    """The absolute path of the prepared model, its nodes, and those of the source with its shapes.
+class Prepared:
+    """A prepared model: its absolute path, its nodes, and those of the source with its shapes.
 
-    ``control_flow``: operators of the prepared model that choose or repeat inner graphs. ``ranges``: those
-    of the inputs, if dummy inputs are random. ``reference``: the absolute path of the file with the outputs
-    of the source model on the CPU, if they were compared and fit into one. ``precision``: how its numbers
-    were changed, in words. ``applicable``: the rewrites for a number format that may change it.
+    ``control_flow``: operators that choose or repeat inner graphs. ``ranges``: those of the inputs, if dummy
+    inputs are random. ``reference``: the absolute path of the file with the outputs of the source model on
+    the CPU, if they were compared and fit into one. ``precision``: how its numbers were changed, in words.
+    ``applicable``: the rewrites for a number format that may change it. ``rewrites``: the names of those in
+    it. ``declined``: why others left refused nodes as they are; ``dropped``: changes that were wrong and left
+    out, each with the reason. ``changed``: whether the last step of its recipe changed it.
     """
 
     path: str
-    nodes_before: int
-    nodes: int
-    control_flow: tuple[str, ...]
+    nodes_before: int = 0
+    nodes: int = 0
+    control_flow: tuple[str, ...] = ()
     ranges: Mapping[str, Range] = field(default_factory=dict)
     reference: str | None = None
     precision: str | None = None
     applicable: tuple[RewriteName, ...] = ()
+    rewrites: tuple[str, ...] = ()
+    declined: tuple[Declined, ...] = ()
+    dropped: tuple[str, ...] = ()
+    changed: bool = True
 
 
 @dataclass(frozen=True)
-class PrepareRequest(WorkerRequest[PrepareReply], action="prepare", fills="folder"):
+class PrepareRequest(WorkerRequest[Prepared], action="prepare", fills="folder"):
     """Fix and simplify a model into ``folder``, which exists and is empty.
 
     With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
-    ``reference``, if an earlier `PrepareReply` has one. ``precision``: how its numbers are changed.
+    ``reference``, if an earlier `Prepared` has one. ``precision``: how its numbers are changed.
     Without ``fuse`` nothing is folded into the weights of convolutions.
     """
 
@@ -116,42 +122,22 @@ class PrepareRequest(WorkerRequest[PrepareReply], action="prepare", fills="folde
 
 
 @dataclass(frozen=True)
-class RewriteReply:
-    """The absolute path of the rewritten model, and its nodes; the path is None if nothing was rewritten.
-
-    ``rewrites``: the names of the rewrites in it. ``declined``: why others left refused nodes as they are;
-    ``dropped``: those that would have changed its results, each with the reason. ``applicable``: as in
-    `PrepareReply`.
-    """
-
-    path: str | None
-    nodes: int = 0
-    control_flow: tuple[str, ...] = ()
-    rewrites: tuple[str, ...] = ()
-    declined: tuple[Declined, ...] = ()
-    dropped: tuple[str, ...] = ()
-    applicable: tuple[RewriteName, ...] = ()
-
-
-@dataclass(frozen=True)
-class RewriteRequest(WorkerRequest[RewriteReply], action="rewrite", fills="folder"):
-    """Rewrite the file ``prepared``, which was made of ``model``, where an EP refuses it.
+class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
+    """Rewrite the model ``before``, which was made of ``model``, where an EP refuses it.
 
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
-    ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
-    ``reference`` if there is one. ``folder`` exists and is empty. ``precision``: how its numbers were changed
-    before. With an ``unroll_limit`` loops and layers of known length are unrolled instead, up to that many
-    nodes. With ``remedies``, the ids of rewrites for the number format of ``target``, only these are applied;
-    rewrites for its range only if they help.
+    ``simplify``, and with ``compare`` compared with the source on the CPU. ``folder`` exists and is empty.
+    ``precision``: how its numbers were changed before. With an ``unroll_limit`` loops and layers of known
+    length are unrolled instead, up to that many nodes. With ``remedies``, the ids of rewrites for the number
+    format of ``target``, only these are applied; rewrites for its range only if they help.
     """
 
     model: Model
-    prepared: str
+    before: Prepared
     refused: tuple[str, ...] | None
     folder: str
     simplify: bool
     compare: bool
-    reference: str | None = None
     precision: Precision | None = None
     unroll_limit: int | None = None
     remedies: tuple[RewriteName, ...] = ()
@@ -188,7 +174,7 @@ class ValidateRequest(WorkerRequest[Validation], action="validate"):
 
     ``sharing``: all members of the context's weight-sharing group, in order; empty without a group.
     ``has_source``: whether ``model`` is the source; if not, there is nothing to compare with.
-    ``reference``: the source model's outputs on the same inputs, if a `PrepareReply` has them.
+    ``reference``: the source model's outputs on the same inputs, if a `Prepared` has them.
     ``prepared``: the absolute path of the model that was compiled, if it is to be emulated.
     """
 

@@ -117,8 +117,8 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
     unfused = Recipe("onnxruntime", fuse=False)
     before = steps.prepare(folded, 0, Recipe("onnxruntime"))
     after = steps.prepare(folded, 0, unfused)
-    assert after.preparation.nodes == before.preparation.nodes + 1
-    assert after.preparation.rewrites == ("nothing folded into convolutions",)
+    assert after.nodes == before.nodes + 1
+    assert after.rewrites == ("nothing folded into convolutions",)
     assert after.changed
     assert not steps.prepare(other, 0, unfused).changed
     assert steps.compile(other, unfused, tmp_path / "out") == Refused("change")
@@ -132,7 +132,7 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
     save(parsed(text, two=np.float32(2)), project / "models" / "a.onnx")
     steps = Steps(workers, tmp_path, {})
     prepared = steps.prepare(job, 0, Recipe("onnxruntime", remedies=ALWAYS))
-    assert prepared.preparation.rewrites == (("square",) if requests == 2 else ())
+    assert prepared.rewrites == (("square",) if requests == 2 else ())
     assert [step for step, _ in answering(steps.staging)] == ["call"] * requests
 
 

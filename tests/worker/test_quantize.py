@@ -11,7 +11,7 @@ from hatch_epcontext.config.settings import Model, Quantize
 from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.actions.prepare import handle
-from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
+from hatch_epcontext.worker.requests import Prepared, PrepareRequest
 from hatch_epcontext.worker.results import Precision
 from tests.models import network, save
 from tests.worker.actions.test_compile import MODEL
@@ -19,7 +19,7 @@ from tests.worker.actions.test_compile import MODEL
 
 def quantized(
     made: onnx.ModelProto, folder: Path, samples: np.ndarray, snr: float = 15
-) -> PrepareReply:
+) -> Prepared:
     folder.mkdir(exist_ok=True)
     np.savez(folder / "samples.npz", x=samples)
     spec = Model("a", save(made, folder / "a.onnx"), MODEL)

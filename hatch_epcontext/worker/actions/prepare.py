@@ -44,11 +44,11 @@ from hatch_epcontext.worker.configured import (
     typed_graph,
 )
 from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
+from hatch_epcontext.worker.requests import Prepared, PrepareRequest
 from hatch_epcontext.worker.session import cpu_options
 
 
-def handle(request: PrepareRequest) -> PrepareReply:
+def handle(request: PrepareRequest) -> Prepared:
     """Write the request's model, fixed and simplified, into its folder; the source is only read.
 
     Raises ModelError when the model does not fit its configuration or cannot be run on the CPU, and
@@ -91,7 +91,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
         before = fixed if done is None else integers
         _compare(simplified, before, result, expected, request, done)
     prepared = onnx.load(result, load_external_data=False)
-    return PrepareReply(
+    return Prepared(
         str(result),
         nodes_before,
         len(graph.compute_nodes(prepared.graph)),

@@ -56,7 +56,7 @@ from hatch_epcontext.worker.comparison.runs import (
 from hatch_epcontext.worker.compiler import optimize
 from hatch_epcontext.worker.configured import data_of
 from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
+from hatch_epcontext.worker.requests import Prepared, RewriteRequest
 from hatch_epcontext.worker.results import GAIN, NOTHING, SENSITIVE
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
@@ -73,7 +73,7 @@ _MAX_ROUNDS = 8
 """How often an unrolled model is simplified and unrolled again."""
 
 
-def handle(request: RewriteRequest) -> RewriteReply:
+def handle(request: RewriteRequest) -> Prepared:
     """Write the request's model, rewritten or unrolled, into its folder.
 
     A change after which the model cannot be run, or gives other results than the source, is left out.
@@ -83,20 +83,20 @@ def handle(request: RewriteRequest) -> RewriteReply:
         step("unrolling what the EP refuses")
         return _unroll(_RewriteSession.begin(request), request.unroll_limit)
     step("rewriting what the EP refuses, or computes wrong")
-    work = _RewriteSession.begin(request)
+    work, before = _RewriteSession.begin(request), request.before
     candidates, notes = work.candidates()
     model = work.read()
     names, declined = apply(model, candidates, work.refused, work.types)
     if not names:
-        return RewriteReply(None, declined=declined, dropped=notes)
+        return replace(before, changed=False, declined=declined, dropped=notes)
     try:
         return replace(work.write(model, names), declined=declined, dropped=notes)
     except Exception as error:
         if len(names) == 1:
             notes = (*notes, _dropped(names[0], error))
-            return RewriteReply(None, declined=declined, dropped=notes)
+            return replace(before, changed=False, declined=declined, dropped=notes)
     # One after the other: those that change results are left out.
-    best = RewriteReply(None)
+    best = replace(before, changed=False)
     kept: tuple[Rewrite, ...] = ()
     for rewrite in candidates:
         if rewrite.name not in names:
@@ -112,9 +112,9 @@ def handle(request: RewriteRequest) -> RewriteReply:
     return replace(best, declined=declined, dropped=notes)
 
 
-def _unroll(work: _RewriteSession, limit: int) -> RewriteReply:
+def _unroll(work: _RewriteSession, limit: int) -> Prepared:
     request, names = work.request, dict[str, None]()
-    path = Path(request.prepared)
+    before, path = request.before, Path(request.before.path)
     declined: tuple[Declined, ...] = ()
     try:
         # The length of a loop may be constant only after another one, whose result it is, was unrolled.
@@ -128,11 +128,12 @@ def _unroll(work: _RewriteSession, limit: int) -> RewriteReply:
             path, session = work.write_model(model, path.parent, folder)
         if not names:
             note = _on_open_shapes(model.graph) if declined else ()
-            return RewriteReply(None, declined=declined, dropped=note)
+            return replace(before, changed=False, declined=declined, dropped=note)
         work.compare(session, path)
     except Exception as error:
-        return RewriteReply(None, dropped=(_dropped("; ".join(names) or "unrolling", error),))
-    return replace(_reply(path, names), declined=declined)
+        note = (_dropped("; ".join(names) or "unrolling", error),)
+        return replace(before, changed=False, declined=(), dropped=note)
+    return replace(_rewritten(before, path, names), declined=declined, dropped=())
 
 
 def _on_open_shapes(main: onnx.GraphProto) -> tuple[str, ...]:
@@ -144,11 +145,17 @@ def _on_open_shapes(main: onnx.GraphProto) -> tuple[str, ...]:
     )
 
 
-def _reply(path: Path, names: Iterable[str]) -> RewriteReply:
+def _rewritten(before: Prepared, path: Path, names: Iterable[str]) -> Prepared:
+    """The model ``before`` after the rewrites ``names``, whose result is at ``path``."""
     main = onnx.load(path, load_external_data=False).graph
-    nodes = len(graph.compute_nodes(main))
-    return RewriteReply(
-        str(path), nodes, graph.control_flow(main), tuple(names), applicable=applicable(main)
+    return replace(
+        before,
+        path=str(path),
+        nodes=len(graph.compute_nodes(main)),
+        control_flow=graph.control_flow(main),
+        applicable=applicable(main),
+        rewrites=(*before.rewrites, *names),
+        changed=True,
     )
 
 
@@ -173,7 +180,7 @@ class _RewriteSession:
 
     @staticmethod
     def begin(request: RewriteRequest) -> _RewriteSession:
-        model = onnx.load(request.prepared, load_external_data=False)
+        model = onnx.load(request.before.path, load_external_data=False)
         refused = request.refused
         if refused is None:
             refused = tuple(map(graph.operator, graph.nodes(model.graph)))
@@ -183,14 +190,14 @@ class _RewriteSession:
             dequantized = precision is not None and bool(precision.dequantize)
             expected = (
                 reference_of_artifact(request.model, model, dequantized=dequantized)
-                if request.reference is None
-                else read_reference(request.reference)
+                if request.before.reference is None
+                else read_reference(request.before.reference)
             )
-        types = value_types(model, Path(request.prepared))
+        types = value_types(model, Path(request.before.path))
         return _RewriteSession(request, frozenset(refused), expected, types)
 
     def read(self) -> onnx.ModelProto:
-        return onnx.load(self.request.prepared, load_external_data=False)
+        return onnx.load(self.request.before.path, load_external_data=False)
 
     def candidates(self) -> tuple[tuple[Rewrite, ...], tuple[str, ...]]:
         """The rewrites that may change the model, and why some of the request's are not worthwhile."""
@@ -274,19 +281,19 @@ class _RewriteSession:
         model = self.read()
         remedy(model, self.types, names)
         folder = Path(tempfile.mkdtemp(prefix="emulated-", dir=request.folder))
-        path = self._save(model, folder / "emulated.onnx", Path(request.prepared).parent)
+        path = self._save(model, folder / "emulated.onnx", Path(request.before.path).parent)
         emulator = Emulator(request.model, path, format_, expected, limits)
         emulator.emulate(runs)
         return emulator
 
-    def write(self, model: onnx.ModelProto, names: Iterable[str]) -> RewriteReply:
+    def write(self, model: onnx.ModelProto, names: Iterable[str]) -> Prepared:
         """Write ``model`` after the rewrites ``names``; raises an exception if its results changed."""
         folder = Path(tempfile.mkdtemp(prefix="rewritten-", dir=self.request.folder))
-        path, session = self.write_model(model, Path(self.request.prepared).parent, folder)
+        path, session = self.write_model(model, Path(self.request.before.path).parent, folder)
         self.compare(session, path)
         if self.expected is not None and (conditions := removed(self.read(), model)):
             self._compare_branches(model, conditions, self.expected, folder)
-        return _reply(path, names)
+        return _rewritten(self.request.before, path, names)
 
     def write_model(
         self, model: onnx.ModelProto, source: Path, folder: Path
@@ -331,9 +338,9 @@ class _RewriteSession:
 
     def _rounded(self, folder: Path) -> ort.InferenceSession:
         """A session of the prepared model with other rounding errors."""
-        model = load_whole(Path(self.request.prepared))
+        model = load_whole(Path(self.request.before.path))
         round_weights(model, np.random.default_rng(0))
-        written = self._save(model, folder / "rounded.onnx", Path(self.request.prepared).parent)
+        written = self._save(model, folder / "rounded.onnx", Path(self.request.before.path).parent)
         options = cpu_options()
         if self.request.simplify:
             # As `optimize` runs the rewritten model: fused operators round differently.
@@ -349,7 +356,7 @@ class _RewriteSession:
         runs: Sequence[ReferenceRun] | None = None,
     ) -> float:
         """The smallest margin of an output in decibels; raises BuildError if one differs."""
-        model, before = self.request.model, Path(self.request.prepared)
+        model, before = self.request.model, Path(self.request.before.path)
         diverging = partial(first_difference, before, path, expected)
         what = "the rewritten model on the CPU"
         subject = Subject(model, what, "the source model's", diverging=diverging)
@@ -365,7 +372,7 @@ class _RewriteSession:
         folder: Path,
     ) -> None:
         """Compare the model with the prepared one where ``conditions`` are true, and where they are not."""
-        model, source = self.request.model, Path(self.request.prepared).parent
+        model, source = self.request.model, Path(self.request.before.path).parent
 
         def opened(form: onnx.ModelProto, name: str) -> ort.InferenceSession:
             branching = with_inputs(form, conditions, self.types)

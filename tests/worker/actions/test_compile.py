@@ -22,7 +22,7 @@ from hatch_epcontext.worker.compiler import compile_context, explained
 from hatch_epcontext.worker.requests import (
     CompileReply,
     CompileRequest,
-    PrepareReply,
+    Prepared,
     PrepareRequest,
 )
 from hatch_epcontext.worker.results import Simplifier
@@ -67,7 +67,7 @@ def target(
     )
 
 
-def prepared(spec: Model, tmp_path: Path, simplifier: Simplifier = "onnxruntime") -> PrepareReply:
+def prepared(spec: Model, tmp_path: Path, simplifier: Simplifier = "onnxruntime") -> Prepared:
     """Prepare the model of ``spec`` in a folder of its own."""
     folder = tmp_path / "prepared"
     folder.mkdir()

@@ -16,7 +16,7 @@ from hatch_epcontext.graph import external
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.worker.actions.prepare import handle
-from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
+from hatch_epcontext.worker.requests import Prepared, PrepareRequest
 from hatch_epcontext.worker.results import SIMPLIFIERS, Simplifier
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
@@ -30,7 +30,7 @@ from tests.models import (
 
 def run(
     path: Path, tmp_path: Path, simplifier: Simplifier, compare: bool = True, **settings: Any
-) -> PrepareReply:
+) -> Prepared:
     folder = tmp_path / f"prepared-{simplifier}"
     folder.mkdir()
     spec = Model("a", path, Key(("models", 0)), **settings)

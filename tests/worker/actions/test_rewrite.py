@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.actions import prepare, rewrite
 from hatch_epcontext.worker.requests import (
     CompileRequest,
+    Prepared,
     PrepareRequest,
-    RewriteReply,
     RewriteRequest,
 )
 from tests.conftest import needs_qnn
@@ -38,21 +39,19 @@ def rewritten(
     compare: bool = True,
     path: str = "",
     **more: Any,
-) -> RewriteReply:
+) -> Prepared:
     """``source``, or the other form of it at ``path``, prepared and rewritten."""
     spec = Model("a", source, Key(("models", 0)))
     folders = [tmp_path / name for name in ("prepared", "rewritten")]
     for folder in folders:
         folder.mkdir(parents=True)
     reply = prepare.handle(PrepareRequest(spec, "onnxruntime", str(folders[0]), compare))
-    out, compared = str(folders[1]), reply.reference
-    request = RewriteRequest(
-        spec, path or reply.path, refused, out, True, compare, compared, **more
-    )
+    before = dataclasses.replace(reply, path=path or reply.path)
+    request = RewriteRequest(spec, before, refused, str(folders[1]), True, compare, **more)
     return rewrite.handle(request)
 
 
-def for_ranges(model: onnx.ModelProto, tmp_path: Path) -> RewriteReply:
+def for_ranges(model: onnx.ModelProto, tmp_path: Path) -> Prepared:
     """``model`` after the rewrites for the range of float16, where an emulation gains by them."""
     source, npu = save(model, tmp_path / "a.onnx"), target("qnn", X_ELITE)
     return rewritten(source, tmp_path, None, remedies=FOR_RANGES, target=npu)
@@ -92,7 +91,7 @@ def test_rewrites_for_the_range_of_float16_are_kept_where_an_emulation_gains(
 ) -> None:
     reply = for_ranges(norms(scale, offset), tmp_path)
     assert reply.rewrites == kept
-    assert (reply.path is None) == (not kept)
+    assert reply.changed == bool(kept)
     assert len(reply.dropped) + len(kept) == 2
 
 
@@ -153,7 +152,7 @@ def test_what_is_refused_is_rewritten(
     tmp_path: Path, refused: tuple[str, ...] | None, expected: list[str]
 ) -> None:
     reply = rewritten(save(softplus_and_clip(), tmp_path / "a.onnx"), tmp_path, refused)
-    assert reply.path is not None
+    assert reply.changed
     after = operators(onnx.load(reply.path))
     kinds = ("Softplus", "Log", "Clip", "Min")
     assert [operator for operator in after if operator in kinds] == expected
@@ -164,7 +163,7 @@ def test_what_is_refused_is_rewritten(
 def test_external_data_stays_outside(tmp_path: Path) -> None:
     source = save_with_data(softplus_and_clip(), tmp_path / "models" / "a.onnx")
     reply = rewritten(source, tmp_path, ("Clip",))
-    assert reply.path is not None
+    assert reply.changed
     assert [file.suffix for file in Path(reply.path).parent.iterdir() if file.suffix == ".data"]
 
 
@@ -186,13 +185,13 @@ def test_external_data_hides_no_types(tmp_path: Path) -> None:
         save_with_data(model, tmp_path / "outside" / "a.onnx"), tmp_path / "2", None
     )
     assert inside.nodes == outside.nodes
-    assert outside.path is not None
+    assert outside.changed
     assert "SkipSimplifiedLayerNormalization" not in str(operators(onnx.load(outside.path)))
 
 
 def test_nothing_to_rewrite(tmp_path: Path) -> None:
     source = save(softplus_and_clip(), tmp_path / "a.onnx")
-    assert rewritten(source, tmp_path, ("Resize",)) == RewriteReply(None)
+    assert not rewritten(source, tmp_path, ("Resize",)).changed
 
 
 def test_a_rewrite_that_changes_results_is_dropped(
@@ -234,13 +233,13 @@ def test_a_branch_that_no_input_takes_is_compared_too(
 
     monkeypatch.setattr(rewrite, "apply", wrong)
     reply = rewritten(save(model, tmp_path / "a.onnx"), tmp_path, ("If",))
-    assert reply.path is None
+    assert not reply.changed
     assert "the branch's" in reply.dropped[0]
 
 
 def test_without_a_comparison_no_branch_is_removed(tmp_path: Path) -> None:
     source = save(choosing(TWICE, NEGATIVE), tmp_path / "a.onnx")
-    assert rewritten(source, tmp_path, None, compare=False).path is None
+    assert not rewritten(source, tmp_path, None, compare=False).changed
 
 
 @needs_qnn
@@ -264,7 +263,7 @@ def test_qnn_compiles_what_it_refused(tmp_path: Path) -> None:
     )
     source = save(model, tmp_path / "a.onnx")
     reply = rewritten(source, tmp_path, None)
-    assert reply.path is not None
+    assert reply.changed
     folder = tmp_path / "compiled"
     folder.mkdir()
     spec = Model("a", source, Key(("models", 0)))

@@ -13,7 +13,7 @@ from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import Rewrite
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.actions.rewrite import handle
-from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
+from hatch_epcontext.worker.requests import Prepared, RewriteRequest
 from tests.graph.unrolling.models import recurrent
 from tests.models import parsed, save, save_with_data
 
@@ -39,25 +39,24 @@ def unroll(
     limit: int = 100,
     *,
     compare: bool = True,
-) -> RewriteReply:
+) -> Prepared:
     spec = Model(name="model", key=Key(("models", 0)), path=path)
     folder.mkdir()
-    request = RewriteRequest(
-        spec, str(path), refused, str(folder), simplify=True, compare=compare, unroll_limit=limit
-    )
+    before, out = Prepared(str(path)), str(folder)
+    request = RewriteRequest(spec, before, refused, out, True, compare, unroll_limit=limit)
     return handle(request)
 
 
 def test_a_loop_that_follows_from_another_one_is_unrolled_too(tmp_path: Path) -> None:
     reply = unroll(save(parsed(FOLLOWING), tmp_path / "a.onnx"), tmp_path / "out")
-    assert reply.path is not None
+    assert reply.changed
     assert (reply.rewrites, reply.control_flow) == (("unroll_loop",), ())
     assert reply.nodes == len(graph.compute_nodes(onnx.load(reply.path).graph))
 
 
 def test_only_what_is_refused_is_unrolled(tmp_path: Path) -> None:
     path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
-    assert unroll(path, tmp_path / "out", ("Add", "GRU")) == RewriteReply(None)
+    assert not unroll(path, tmp_path / "out", ("Add", "GRU")).changed
 
 
 @pytest.mark.parametrize("size", ["4", "n"])
@@ -74,7 +73,7 @@ def test_a_length_that_is_not_fixed_is_named(tmp_path: Path, size: str) -> None:
     """
     path = save(parsed(text), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", compare=False)
-    assert reply.path is None
+    assert not reply.changed
     assert [declined.reason for declined in reply.declined] == [
         "its number of iterations 'trips' is computed"
     ]
@@ -93,7 +92,7 @@ def test_a_layer_with_other_gates_is_named(tmp_path: Path) -> None:
 def test_the_limit_is_named(tmp_path: Path) -> None:
     path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", limit=5)
-    assert reply.path is None
+    assert not reply.changed
     assert "more than 5 nodes (unroll-limit)" in reply.dropped[0]
 
 
@@ -113,5 +112,5 @@ def test_what_changes_the_results_is_dropped(
     monkeypatch.setattr("hatch_epcontext.worker.actions.rewrite.UNROLLS", (wrong,))
     text = "(float[2] x, float[2] z) => (float[2] y) { y = Sub (x, z) }"
     reply = unroll(save(parsed(text), tmp_path / "a.onnx"), tmp_path / "out")
-    assert reply.path is None
+    assert not reply.changed
     assert "sub_as_add" in reply.dropped[0]
