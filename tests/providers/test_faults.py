@@ -68,7 +68,6 @@ def test_one_name_of_a_rewrite_stands_for_one_operator_or_for_fused_ones() -> No
         ("clip-inputs", "Clip"),
         ("unfuse-activation", "Sigmoid"),
         ("unfuse-activation", "Tanh"),
-        ("hypot", "ReduceL2"),
     }
 
 

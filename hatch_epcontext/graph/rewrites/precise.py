@@ -7,8 +7,7 @@ nodes, whose cost on NPUs is not measured: they are for models that, as a run ha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx
@@ -50,12 +49,6 @@ def _value_and_number(node: onnx.NodeProto, scope: Scope) -> tuple[str, float] |
         if number is not None and scope.stored.get(value) is None:
             return value, number
     return None
-
-
-def _maker(name: str, scope: Scope) -> str:
-    """The operator that computes a value; empty for inputs and stored tensors."""
-    node = scope.maker(name)
-    return "" if node is None else graph.operator(node)
 
 
 def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -128,165 +121,17 @@ def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     return [builder.add(node.op_type, builder.add("Max", value, builder.number(-60000)))]
 
 
-_MIN_NORMAL = 2.0**-14
-"""The smallest normal number of float16."""
-
-_PART = 1 / 8
-"""The factor of the largest value, the common divisor: QNN's simulator returns 0 for divisors above 16384."""
-
-_MAX_DEPTH = 8
-"""The most nodes from a root down to its squares."""
-
-_WITH_NUMBERS = frozenset({"Add", "Clip", "Max"})
 _MEANS = frozenset({"ReduceMean"})
-_SUMS = frozenset({"Add", "ReduceSum"})
-
-
-@dataclass(frozen=True)
-class _Roots:
-    """Square roots of sums of squares, through values of about 1, whose squares are in float16's range.
-
-    ``operators``: those that may sum them.
-    """
-
-    scope: Scope
-    builder: Builder
-    operators: frozenset[str]
-
-    def of(self, name: str, offset: float = 0.0, max_depth: int = _MAX_DEPTH) -> str | None:
-        """Sqrt(name + offset); None if ``name`` is not a sum of squares."""
-        node = self.scope.maker(name)
-        if node is None or not max_depth:
-            return None
-        operator = graph.operator(node)
-        if value := _squared(node, self.scope):
-            return self._scaled([self.magnitude(value)], offset)
-        if operator in _WITH_NUMBERS and (operands := _value_and_number(node, self.scope)):
-            return self._beside(operator, operands, offset, max_depth - 1)
-        if operator in operators.LAYOUT and (
-            inner := self.of(node.input[0], offset, max_depth - 1)
-        ):
-            return self.builder.add_like(node, operator, [inner, *node.input[1:]])[0]
-        return self._summed(node, offset, max_depth - 1) if operator in self.operators else None
-
-    def magnitude(self, value: str) -> str:
-        """The absolute value of ``value``."""
-        positive = _maker(value, self.scope) in ("Abs", "Relu", "Sqrt")
-        return value if positive else self.builder.add("Abs", value)
-
-    def _beside(
-        self, operator: str, operands: tuple[str, float], offset: float, max_depth: int
-    ) -> str | None:
-        value, number = operands
-        if number < 0 or (offset and operator != "Add"):
-            return None
-        if operator == "Add":
-            return self.of(value, offset + number, max_depth)
-        least = self.builder.number(math.sqrt(number))
-        inner = self.of(value, 0, max_depth)
-        return inner and self.builder.add("Max", inner, least)
-
-    def _summed(self, node: onnx.NodeProto, offset: float, max_depth: int) -> str | None:
-        operator = graph.operator(node)
-        if operator == "Add":
-            roots = [root for name in node.input if (root := self.of(name, 0, max_depth))]
-            return self._scaled(roots, offset) if len(roots) == 2 else None
-        if operator == "MatMul":
-            return self._weighted(node, offset, max_depth)
-        inner = self.of(node.input[0], 0, max_depth)
-        return inner and self.over_axes(node, operator, inner, offset)
-
-    def over_axes(
-        self, node: onnx.NodeProto, operator: str, value: str, offset: float = 0.0
-    ) -> str | None:
-        """The root of ``operator``, applied to the squares of ``value`` over the axes of ``node``."""
-        axes, shape = self.scope.axes(node), self.scope.shape(node.output[0])
-        keeps = graph.number(node, "keepdims", 1)
-        if axes is None or (shape is None and not keeps):
-            return None
-
-        def total(square: str) -> str:
-            return self.builder.reduced(operator, square, axes, keepdims=1)
-
-        root = self._scaled([value], offset, axes, total)
-        return root if keeps or shape is None else self.builder.reshape(root, shape)
-
-    def _weighted(self, node: onnx.NodeProto, offset: float, max_depth: int) -> str | None:
-        """For squares times a stored matrix without negative values, such as the filters of a spectrogram."""
-        for axis, (squares, weights) in ((-1, node.input), (-2, reversed(node.input))):
-            matrix = self.scope.constant(weights)
-            if matrix is None or matrix.ndim < 2 or (matrix < 0).any():
-                continue
-            if inner := self.of(squares, 0, max_depth):
-
-                def total(square: str, of: str = squares) -> str:
-                    names = (square if name == of else name for name in node.input)
-                    return self.builder.add("MatMul", *names)
-
-                return self._scaled([inner], offset, [axis], total)
-        return None
-
-    def _scaled(
-        self,
-        values: Sequence[str],
-        offset: float,
-        axes: Sequence[int] = (),
-        total: Callable[[str], str] | None = None,
-    ) -> str:
-        """The root of the sum of the squares of ``values``, plus ``offset``; ``total`` sums over ``axes``."""
-        builder, least = self.builder, math.sqrt(offset)
-        largest = builder.add("Max", *values) if len(values) > 1 else values[0]
-        if total is not None:
-            largest = builder.reduced("ReduceMax", largest, axes, keepdims=1)
-        elif len(values) == 1 and not offset:
-            return largest
-        floor = builder.number(max(_MIN_NORMAL, least * _PART))
-        scale = builder.add("Max", builder.scaled(largest, _PART), floor)
-        squares = [self._squared_part(value, scale) for value in values]
-        if total is not None:
-            squares = [total(squares[0])]
-        if offset:
-            squares.append(self._squared_part(builder.number(least), scale))
-        result, *others = squares
-        for square in others:
-            result = builder.add("Add", result, square)
-        return builder.add("Mul", builder.add("Sqrt", result), scale)
-
-    def _squared_part(self, value: str, scale: str) -> str:
-        part = self.builder.add("Div", value, scale)
-        return self.builder.add("Mul", part, part)
 
 
 def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
-    """The value of which ``node`` is the square; None if that is already scaled."""
+    """The value of which ``node`` is the square."""
     value, other = graph.operands(node, 2)
     if (operator := graph.operator(node)) == "Pow":
         is_square = _number_beside(value, other, scope) == 2
     else:
         is_square = operator == "Mul" and value == other
-    maker = scope.maker(value)
-    is_scaled = (
-        maker is not None and maker.op_type == "Div" and _maker(maker.input[1], scope) == "Max"
-    )
-    return value if is_square and not is_scaled else None
-
-
-def _hypot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A root of a sum of squares: a Sqrt, or a ReduceL2."""
-    if node.op_type == "Sqrt":
-        root = _Roots(scope, builder, _SUMS).of(node.input[0])
-    else:
-        roots = _Roots(scope, builder, _SUMS)
-        root = roots.over_axes(node, "ReduceSum", roots.magnitude(node.input[0]))
-    return [root] if root else None
-
-
-def _scaled_square(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A root of a mean of squares."""
-    count = len(builder.nodes)
-    root = _Roots(scope, builder, _MEANS).of(node.input[0])
-    has_mean = any(new.op_type in _MEANS for new in builder.nodes[count:])
-    return [root] if root and has_mean else None
+    return value if is_square else None
 
 
 def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -308,20 +153,11 @@ def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.reduced("ReduceMean", builder.add("Mul", away, away), axes, keepdims=keeps)]
 
 
-def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The logarithm of a square as twice that of its root, whose exponent is half as large."""
-    root = _Roots(scope, builder, _SUMS | _MEANS | {"MatMul"}).of(node.input[0])
-    return [builder.scaled(builder.add("Log", root), 2)] if root else None
-
-
 _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "square": (_power, ("Pow",)),
     "mean": (_mean, ("Mul", "Div")),
     "clip-inputs": (_clip, ("Clip",)),
-    "hypot": (_hypot, ("Sqrt", "ReduceL2")),
-    "log-power": (_log, ("Log",)),
     "variance": (_variance, ("Sub",)),
-    "scaled-square": (_scaled_square, ("Sqrt",)),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh")),
 }
 

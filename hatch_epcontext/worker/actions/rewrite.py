@@ -28,8 +28,7 @@ from hatch_epcontext.graph.rewrites.branches import (
 )
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, remedy
 from hatch_epcontext.graph.rewriting import Rewrite, apply
-from hatch_epcontext.graph.rounding import hidden_faults
-from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.scope import Types
 from hatch_epcontext.graph.unrolling import UNROLLS
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import (
@@ -219,44 +218,27 @@ class _RewriteSession:
         Whether the others help, only a run shows.
         """
         format_ = self._format()
-        if format_ is None:
-            return names, ()
-        model = self.read()
-        scope = Scope.of(model, self.types)
-        hidden = {
-            fault.rewrite
-            for node in model.graph.node
-            for fault in hidden_faults(format_, node, scope)
-        }
-        ranges = [name for name in names if name in FOR_RANGES and name not in hidden]
-        if not ranges:
+        ranges = [name for name in names if name in FOR_RANGES]
+        if format_ is None or not ranges:
             return names, ()
         kept = tuple(name for name in names if name not in ranges)
-        notes: dict[RewriteName, str] = {}
         try:
             before = self._emulated(kept, format_)
-            margin = before.margin
-            if margin >= SENSITIVE:
-                text = f"{format_.name}, emulated on the CPU, agrees without it"
-                return kept, tuple(f"{name}: {text}" for name in ranges)
-            # The other runs have more to spare than a gain, and so cannot be the worst.
-            near = [level.run for level in before.levels if level.spare < margin + GAIN]
-            # Two may help only together: one for the small values of a spectrum, one for the large ones.
-            singly = [(name,) for name in ranges]
-            for added in singly if len(singly) == 1 else [*singly, tuple(ranges)]:
-                together = tuple(name for name in names if name in (*kept, *added))
-                if together == kept:
-                    continue
-                gained = self._emulated(together, format_, near).margin - margin
+            if before.margin >= SENSITIVE:
+                text = "agrees without it"
+            else:
+                # The other runs have more to spare than a gain, and so cannot be the worst.
+                near = [level.run for level in before.levels if level.spare < before.margin + GAIN]
+                gained = self._emulated(names, format_, near).margin - before.margin
                 if gained >= GAIN:
-                    kept, margin = together, margin + gained
-                elif len(added) == 1:
-                    gain = f"{format_.name}, emulated on the CPU, has {gained:.1f} dB more with it"
-                    notes[added[0]] = f"{added[0]}: {gain}"
+                    return names, ()
+                text = f"has {gained:.1f} dB more with it"
         except Exception:
             # A model that cannot be emulated is tried on the target.
             return names, ()
-        return kept, tuple(note for name, note in notes.items() if name not in kept)
+        return kept, tuple(
+            f"{name}: {format_.name}, emulated on the CPU, {text}" for name in ranges
+        )
 
     def _format(self) -> NumberFormat | None:
         """The target's number format, if results in it can be compared."""

@@ -28,7 +28,7 @@ X = "(float[2, 3, 4] x) => (float[2, 3, 4] y)"
 NORMALIZED = "(float[2, 3, 8] x, float[2, 3, 8] s, float[8] v, float[8] u) => (float[2, 3, 8] y)"
 LAYER = "(float[3, 1, 4] x, float[1, {0}, 4] w, float[1, {0}, 5] r) => (float[3, 1, 1, 5] y)"
 HEADS = "(float[2, 2, 5, 4] q, float[2, 2, 7, 4] k, float[2, 2, 7, 4] v)"
-NUMBERS = "float two = {2}, float half = {0.5}, float small = {1e-3}, float six = {6}"
+NUMBERS = "float two = {2}, float half = {0.5}, float six = {6}"
 
 
 def unary(operator: str, since: int = 7) -> Forms:
@@ -127,20 +127,16 @@ UNROLLABLE: Mapping[str, Forms] = {
     },
 }
 
-SQUARES = "a = Mul (x, x)"
 REMEDIED: Mapping[str, Forms] = {
     "square": {7: f"{X} <{NUMBERS}> {{ y = Pow (x, two) }}"},
     "mean": reducing("a = Neg (x)", "ReduceSum", "y = Div (b, six)"),
     "clip-inputs": {7: f"{X} {{ y = Clip <min = -1.0, max = 0.5> (x) }}", 11: ""},
-    "hypot": reducing(SQUARES, "ReduceSum", "y = Sqrt (b)"),
-    "log-power": reducing(SQUARES, "ReduceSum", "y = Log (b)"),
     "variance": {
         7: """(float[2, 3, 4] x) => (float[1, 1, 4] y) { a = Mul (x, x) m = ReduceMean <axes = [0, 1]> (x)
         b = ReduceMean <axes = [0, 1]> (a) n = Mul (m, m) y = Sub (b, n) }""",
         18: """(float[2, 3, 4] x) => (float[1, 1, 4] y) <int64[2] i = {0, 1}>
         { a = Mul (x, x) m = ReduceMean (x, i) b = ReduceMean (a, i) n = Mul (m, m) y = Sub (b, n) }""",
     },
-    "scaled-square": reducing(SQUARES, "ReduceMean", "c = Add (b, small) y = Sqrt (c)"),
     "unfuse-activation": {7: f"{X} <{NUMBERS}> {{ a = Add (x, two) y = Tanh (a) }}"},
 }
 """By the id of the rewrite."""
