@@ -256,13 +256,16 @@ def _before(node: onnx.NodeProto, scope: Scope) -> Iterator[onnx.NodeProto]:
             yield from _before(maker, scope)
 
 
-def expose(model: onnx.ModelProto, types: Types) -> None:
-    """Make all floats of ``model`` outputs, in place."""
+def exposed(model: onnx.ModelProto, types: Types) -> onnx.ModelProto:
+    """A copy of ``model`` with all its floats as outputs; ``types``: of its values."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
     scope = Scope.of(model, types)
     outputs = {value.name for value in model.graph.output}
     for node in model.graph.node:
         for name in node.output:
             if name and name not in outputs and scope.elem_type(name) == TensorProto.FLOAT:
-                model.graph.output.append(
+                copy.graph.output.append(
                     helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
                 )
+    return copy

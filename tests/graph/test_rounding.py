@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat
-from hatch_epcontext.graph.rounding import emulate, expose, widen
+from hatch_epcontext.graph.rounding import emulate, exposed, widen
 from tests.models import parsed
 
 WIDE = replace(FLOAT16, largest_of_sums=131008.0, sums=frozenset({"Add", "Mul"}))
@@ -131,7 +131,7 @@ def test_all_floats_can_be_outputs() -> None:
             square = Mul (x, x)
             larger = Greater (square, x)
             y = Where (larger, square, x) }""")
-    expose(made, {})
+    made = exposed(made, {})
     assert [each.name for each in made.graph.output] == ["y", "square"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import onnx
@@ -22,7 +21,6 @@ from hatch_epcontext.worker.comparison.compare import (
     compare_runs,
     refuse_differences,
 )
-from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.reference import (
     source_reference,
     within_noise,
@@ -88,8 +86,7 @@ def handle(request: PrepareRequest) -> Prepared:
         done = precision = write_quantized(result, quantized, model, how)
         result, simplified = quantized, None
     if expected is not None and (simplified is not None or done is not None):
-        before = fixed if done is None else integers
-        _compare(simplified, before, result, expected, request, done)
+        _compare(simplified, result, expected, request, done)
     prepared = onnx.load(result, load_external_data=False)
     return Prepared(
         str(result),
@@ -122,7 +119,6 @@ def _dequantize(integers: Path, own: Path, request: PrepareRequest) -> tuple[Pat
 
 def _compare(
     simplified: ort.InferenceSession | None,
-    before: Path,
     result: Path,
     expected: Reference,
     request: PrepareRequest,
@@ -130,8 +126,7 @@ def _compare(
 ) -> None:
     """Compare ``result``, which ``simplified`` has open if it is not None, with the source.
 
-    ``before``: the file that ``result`` was made of; ``done``: how its numbers were changed since then.
-    Raises BuildError if they differ more than that explains.
+    ``done``: how its numbers were changed. Raises BuildError if they differ more than that explains.
     """
     model, tolerance = request.model, within_noise(SIMPLIFIED, expected.facts)
     if done is not None and request.precision is not None:
@@ -143,8 +138,7 @@ def _compare(
         session = open_with_reads(result, rest, cpu_options())
     name = "the source model's" if expected.facts.float_form is None else "its float form's"
     name += f" before it was {done}" if done else ""
-    diverging = partial(first_difference, before, result, expected)
-    subject = Subject(model, "the prepared model on the CPU", name, diverging=diverging)
+    subject = Subject(model, "the prepared model on the CPU", name)
     compared = compare_runs(session, expected, tolerance, subject)
     refuse_differences(compared.agreements)
 

@@ -6,7 +6,6 @@ import math
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,6 @@ from hatch_epcontext.worker.comparison.compare import (
     compare_runs,
     refuse_differences,
 )
-from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import (
     reference_of_artifact,
@@ -304,19 +302,19 @@ class _RewriteSession:
         elif self.request.remedies:
             tolerance = within_noise(_REMEDIED, expected.facts)
             try:
-                self._check(session, path, expected, tolerance, expected.runs)
+                self._check(session, expected, tolerance, expected.runs)
             except BuildError:
                 # The model itself is not so exact in float32 either: differences of nearly equal values and
                 # logarithms of values near zero are mostly rounding.
                 before = self._rounded(path.parent)
                 anything = Tolerance(snr=NOTHING, cosine=-1)
-                own = self._check(before, path, expected, anything, expected.runs)
+                own = self._check(before, expected, anything, expected.runs)
                 if own + NOTHING > _EXACT:
                     raise
                 allowed = max(min(own + NOTHING - GAIN, _ROUNDED), SIMPLIFIED.snr)
-                self._check(session, path, expected, replace(tolerance, snr=allowed), expected.runs)
+                self._check(session, expected, replace(tolerance, snr=allowed), expected.runs)
             return
-        self._check(session, path, expected, tolerance)
+        self._check(session, expected, tolerance)
 
     def _rounded(self, folder: Path) -> ort.InferenceSession:
         """A session of the prepared model with other rounding errors."""
@@ -332,16 +330,13 @@ class _RewriteSession:
     def _check(
         self,
         session: ort.InferenceSession,
-        path: Path,
         expected: Reference,
         tolerance: Tolerance,
         runs: Sequence[ReferenceRun] | None = None,
     ) -> float:
         """The smallest margin of an output in decibels; raises BuildError if one differs."""
-        model, before = self.request.model, Path(self.request.before.path)
-        diverging = partial(first_difference, before, path, expected)
         what = "the rewritten model on the CPU"
-        subject = Subject(model, what, "the source model's", diverging=diverging)
+        subject = Subject(self.request.model, what, "the source model's")
         agreements = compare_runs(session, expected, tolerance, subject, runs=runs).agreements
         refuse_differences(agreements)
         return min((a.margin for a in agreements if a.margin is not None), default=math.inf)

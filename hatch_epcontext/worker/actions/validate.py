@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -24,12 +23,10 @@ from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
-from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import reference_of_artifact, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
-    ReferenceRun,
     for_other_numbers,
     read_reference,
     run_model,
@@ -122,7 +119,6 @@ def _compare(
     subject = Subject(
         model,
         reference="the CPU's" if float_form is None else "its float form's",
-        diverging=_diverging(request, expected),
     )
     runs = emulator.to_run() if emulator else None
     compared = compare_runs(session, expected, tolerance, subject, runs=runs, emulator=emulator)
@@ -158,16 +154,6 @@ def _judged(agreement: Agreement, emulation: Emulation, emulator: Emulator | Non
     if reason is None:
         return agreement
     return replace(agreement, status=AgreementStatus.SENSITIVE, reason=reason)
-
-
-def _diverging(
-    request: ValidateRequest, expected: Reference
-) -> Callable[[ReferenceRun], str] | None:
-    """A function that finds the first node that differs, for optimized graphs, which are ONNX."""
-    if request.prepared is None or request.product != "optimized":
-        return None
-    prepared = Path(request.prepared)
-    return partial(first_difference, prepared, _file(request), expected)
 
 
 def _format(request: ValidateRequest) -> NumberFormat | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import onnxruntime as ort
@@ -39,15 +39,11 @@ _WRONG_SLICE = 3.0
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared, in messages: ``what``, a form of ``model``, with the outputs of a ``reference``.
-
-    ``explain``: says for a run where the model begins to differ.
-    """
+    """What is compared, in messages: ``what``, a form of ``model``, with the outputs of a ``reference``."""
 
     model: Model
     what: str = "the compiled model"
     reference: str = "the CPU's"
-    diverging: Callable[[ReferenceRun], str] | None = None
 
 
 def compare_runs(
@@ -74,7 +70,9 @@ def compare_runs(
         agreeing, differing = _compare_run(session, reference, run, limits, subject)
         if differing:
             compared += agreeing
-            agreements = _with_cause(differing, run, subject, emulator)
+            agreements = differing
+            if emulator is not None:
+                agreements = _with_cause(differing, run, emulator)
             # The app may never have unusual inputs; but if the number format does not explain the EP's error
             # there, the EP may be wrong elsewhere too.
             if run.usual or (emulator is not None and emulator.level(run).margin >= SENSITIVE):
@@ -142,23 +140,16 @@ def _reachable(emulator: Emulator) -> float:
 
 
 def _with_cause(
-    agreements: tuple[Agreement, ...],
-    run: ReferenceRun,
-    subject: Subject,
-    emulator: Emulator | None,
+    agreements: tuple[Agreement, ...], run: ReferenceRun, emulator: Emulator
 ) -> tuple[Agreement, ...]:
     """``agreements`` of ``run``: the first difference has the gap, and names the first diverging node."""
-    gap, first = None, next(agreement for agreement in agreements if agreement.differs)
-    if emulator is not None:
-        margins = (a.margin for a in agreements if a.differs and a.margin is not None)
-        margin = min(margins, default=NOTHING)
-        text = emulator.explanation(run, margin)
-        distance = emulator.level(run).margin - margin
-        # None if the emulation is equal: a reply cannot contain infinity.
-        gap = max(0.0, distance) if distance < math.inf else None
-    else:
-        text = "" if subject.diverging is None else subject.diverging(run)
-    reason = f"{first.reason}\n{text}" if text else first.reason
+    first = next(agreement for agreement in agreements if agreement.differs)
+    margins = (a.margin for a in agreements if a.differs and a.margin is not None)
+    margin = min(margins, default=NOTHING)
+    reason = f"{first.reason}\n{emulator.explanation(run, margin)}"
+    distance = emulator.level(run).margin - margin
+    # None if the emulation is equal: a reply cannot contain infinity.
+    gap = max(0.0, distance) if distance < math.inf else None
     explained = replace(first, reason=reason, gap=gap)
     return tuple(explained if a is first else a for a in agreements)
 

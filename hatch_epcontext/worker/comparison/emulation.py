@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,22 +16,21 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
+from hatch_epcontext.graph.dtypes import Arrays, is_float
 from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
-from hatch_epcontext.graph.rounding import applies, emulate, hidden_faults, rounded, widen
+from hatch_epcontext.graph.rounding import applies, emulate, exposed, hidden_faults, rounded, widen
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.diverging import (
-    Divergence,
+    WRONG,
     Inner,
-    exposed,
+    InnerRuns,
     largest,
     named,
     relative,
 )
-from hatch_epcontext.worker.comparison.measures import Numbers
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
@@ -139,7 +138,7 @@ class Emulator:
         read_data(self._prepared, self._path.parent)
         widen(self._prepared)
         graph.name_nodes(self._prepared.graph)
-        emulated = self._rounded(self._prepared, self._skipped)
+        emulated = self._rounded(self._prepared)
         if (rest := self._reference.facts.selections.rest) is not None:
             expose_reads(emulated, rest)
         session = open_unoptimized(emulated.SerializeToString())
@@ -292,28 +291,26 @@ class Emulator:
         return f"{text}: perhaps {self.optimistic}." if self.optimistic else f"{text}."
 
     def first_diverging(self, run: ReferenceRun) -> str | None:
-        """The node that causes the error of ``run``, and why, in words; None if there is none."""
-        node, inner = self._diverging(run), self._divergence.inner(run)
-        return None if node is None or inner is None else self._words(node, inner)
-
-    def _diverging(self, run: ReferenceRun) -> onnx.NodeProto | None:
-        return self._divergence.find(run, self._is_hidden, self._misses)
+        """The first node whose results are wrong for ``run``, and why, in words; None if there is none."""
+        if (inner := self._inner_runs.inner(run)) is None:
+            return None
+        wrong = min(WRONG, inner.error / 2)
+        for node in self.scope.nodes:
+            is_wrong = inner.behind(node) > wrong
+            if self._misses(node, inner) or (is_wrong and not self._is_hidden(node, inner)):
+                return self._words(node, inner)
+        return None
 
     @cached_property
-    def _divergence(self) -> Divergence:
-        def exact() -> onnx.ModelProto:
-            return exposed(self._prepared, self._types)
+    def _inner_runs(self) -> InnerRuns:
+        exact = exposed(self._prepared, self._types)
+        return InnerRuns(self._reference, self.scope, exact, partial(self._rounded, exact))
 
-        def other() -> onnx.ModelProto:
-            return self._rounded(exact(), self._skipped)
-
-        return Divergence(self._reference, self.scope, exact, other)
-
-    def _rounded(self, model: onnx.ModelProto, skipped: Set[str]) -> onnx.ModelProto:
-        """A copy of ``model`` that rounds to the format, except in the nodes ``skipped``."""
+    def _rounded(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """A copy of ``model`` that rounds to the format where the EP computes it."""
         copy = onnx.ModelProto()
         copy.CopyFrom(model)
-        emulate(copy, self._types, self._format, skipped)
+        emulate(copy, self._types, self._format, self._skipped)
         return copy
 
     def _is_hidden(self, node: onnx.NodeProto, inner: Inner) -> bool:
@@ -327,7 +324,7 @@ class Emulator:
             is_right = self.level(run).snr > 2 * _WORTH_RUNNING
             if not self._lost and (is_right or not self._exceeds(run)):
                 continue
-            if not (inner := self._divergence.inner(run)):
+            if not (inner := self._inner_runs.inner(run)):
                 return
             for node in self.scope.nodes:
                 is_cut = inner.largest(node) > self._format.largest
@@ -336,7 +333,7 @@ class Emulator:
 
     def _exceeds(self, run: ReferenceRun) -> bool:
         """Whether values of ``run`` are beyond the format's largest; True if that is unknown."""
-        steps = self._divergence.exact_steps(run)
+        steps = self._inner_runs.exact_steps(run)
         return steps is None or any(
             array.dtype == np.float32 and largest(array) > self._format.largest
             for values in steps
@@ -345,14 +342,17 @@ class Emulator:
 
     def _flat(self) -> str | None:
         """An output that changes between inputs by less than a step of the format, in words."""
-        runs, facts = self._reference.runs, self._reference.facts
-        for name, first in runs[0].outputs[0].items():
+        facts, usual = self._reference.facts, self._reference.usual
+        for name, first in self._reference.runs[0].outputs[0].items():
             is_any = facts.of(name).nature == "any" and not facts.of(name).is_random
-            usual = (run.outputs[0][name] for run in runs if run.usual)
-            arrays = [array for array in usual if array.shape == first.shape]
+            outputs = (run.outputs[0][name] for run in usual)
+            arrays = [array.ravel() for array in outputs if array.shape == first.shape]
             if not is_any or not is_float(first.dtype) or not arrays:
                 continue
-            middle, changes = _spread(arrays)
+            values = np.array(arrays, np.float64)
+            # Places with Inf have no spread.
+            with np.errstate(invalid="ignore"):
+                middle, changes = values.mean(axis=0), values.std(axis=0)
             bits = _BITS[self._format.name]
             smallest = np.where(middle == 0, 0.0, 2.0 ** (np.frexp(middle)[1] - 1 - bits))
             flat = np.flatnonzero((changes > 0) & (changes < smallest))
@@ -397,7 +397,7 @@ class Emulator:
         if format_.name == "float16" and 0 < size < 2.0**-14:
             digits = f"{format_.name} has few digits below {2.0**-14:.1g}"
             return f"{name} has values of {size:.1g}; {digits}"
-        return inner.words(node)
+        return f"{name} has an error of {min(100 * inner.behind(node), 100):.2g} %"
 
     def _level(self, session: ort.InferenceSession, run: ReferenceRun) -> Level:
         what, limits = "the emulated model", self._limits
@@ -435,19 +435,6 @@ class Emulator:
         for feeds in itertools.islice(itertools.cycle(steps), facts.long_steps):
             more = {n: feeds[n] + feeds[n].dtype.type(1) for n in facts.unbounded if n in feeds}
             yield {**feeds, **more}
-
-
-def _spread(values: Sequence[Array]) -> tuple[Numbers, Numbers]:
-    """The mean and the standard deviation in each place of ``values``, one at a time: they may be large."""
-    total, squares = np.zeros(values[0].size), np.zeros(values[0].size)
-    for array in values:
-        total += np.asarray(array, np.float64).ravel()
-    middle = total / len(values)
-    # Places with Inf have no spread.
-    with np.errstate(invalid="ignore"):
-        for array in values:
-            squares += (np.asarray(array, np.float64).ravel() - middle) ** 2
-    return middle, np.sqrt(squares / len(values))
 
 
 def _possible(steps: Iterator[Arrays]) -> Iterator[Arrays]:

@@ -92,7 +92,7 @@ class Reference:
     def elsewhere(self, output: str) -> Elsewhere:
         """The values of ``output`` for the first usual samples."""
         if output not in self._elsewhere:
-            self._elsewhere[output] = Elsewhere(values_of(output, self._usual))
+            self._elsewhere[output] = Elsewhere(values_of(output, self.usual))
         return self._elsewhere[output]
 
     def compare_run(
@@ -121,7 +121,7 @@ class Reference:
             )
             for name in random
         ]
-        others = [arrays for run in self._usual for arrays in run.outputs]
+        others = [arrays for run in self.usual for arrays in run.outputs]
         selected = select(facts.selections, outputs, source, inner, limits.unit, others)
         for name, output in outputs.items():
             if (values := selected.wanted.get(name)) is None:
@@ -137,7 +137,7 @@ class Reference:
         return comparisons
 
     @cached_property
-    def _usual(self) -> Sequence[ReferenceRun]:
+    def usual(self) -> Sequence[ReferenceRun]:
         """The first usual samples."""
         return [*itertools.islice((run for run in self.runs if run.usual), _OTHERS)]
 
