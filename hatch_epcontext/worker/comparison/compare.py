@@ -13,7 +13,6 @@ from hatch_epcontext.errors import RefusedError, Setting
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.emulation import Emulator, Level
-from hatch_epcontext.worker.comparison.measures import Comparison
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from hatch_epcontext.worker.results import (
     GAIN,
@@ -105,10 +104,10 @@ def _compare_run(
     """The agreements of ``session`` in the steps of ``run`` before the first difference, and in that one."""
     agreeing: list[Agreement] = []
     steps = reference.compare_run(session, run, limits, subject.what)
-    for number, comparisons in enumerate(steps):
+    for number, measured in enumerate(steps):
         place = _place(run, number)
         agreements = tuple(
-            explain(comparison, subject, reference.facts, place) for comparison in comparisons
+            explain(agreement, limits, subject, reference.facts, place) for agreement in measured
         )
         if any(agreement.differs for agreement in agreements):
             return agreeing, agreements
@@ -167,24 +166,26 @@ def _place(run: ReferenceRun, number: int) -> str:
     return "" if run.name in ("random", "given") else f" for the sample {run.name!r}"
 
 
-def explain(comparison: Comparison, subject: Subject, facts: Facts, place: str = "") -> Agreement:
-    """Return the agreement of ``comparison``; a difference says how, at which ``place``, and what to do."""
-    agreement = comparison.agreement
-    if not comparison.excesses:
+def explain(
+    agreement: Agreement, limits: Tolerance, subject: Subject, facts: Facts, place: str = ""
+) -> Agreement:
+    """``agreement``; one that is beyond the ``limits`` says how, at which ``place``, and what to do."""
+    if agreement.status is not AgreementStatus.DIFFERS:
         return agreement
     # An index has no difference: only its score differs.
     largest = f"; the largest difference is {agreement.max_abs:.3g}" if agreement.max_abs else ""
-    message = (
+    reason = (
         f"the output {agreement.output!r} differs from {subject.reference}{place}: "
-        f"{' and '.join(comparison.excesses)}{largest}."
+        f"{agreement.reason}{largest}."
     )
-    hint, setting = _advice(comparison, subject, facts)
-    settings = () if setting is None else (setting,)
-    status = AgreementStatus.DIFFERS
-    return replace(agreement, status=status, reason=message, hint=hint, settings=settings)
+    own = facts.of(agreement.output).within(limits.of(agreement.output))
+    hint, setting = _advice(agreement, own, subject, facts)
+    return replace(agreement, reason=reason, hint=hint, settings=(setting,) if setting else ())
 
 
-def _advice(comparison: Comparison, subject: Subject, facts: Facts) -> tuple[str, Setting | None]:
+def _advice(
+    agreement: Agreement, limits: Tolerance, subject: Subject, facts: Facts
+) -> tuple[str, Setting | None]:
     """What to do about an output that is beyond a limit, and what to set."""
     what, validate = subject.what, subject.model.validate
     key = subject.model.key / "validate"
@@ -193,28 +194,32 @@ def _advice(comparison: Comparison, subject: Subject, facts: Facts) -> tuple[str
         names = ", ".join(map(repr, facts.guessed))
         hint = f"Nothing in the graph bounds {names}, which got values up to 255. Give real inputs:"
         return hint, Setting(key / "inputs", "samples.npz")
-    if _is_wrong(comparison):
+    needed = {}
+    if agreement.above < 0:
+        needed["snr"] = _floor(limits.snr + agreement.above)
+    if agreement.cosine is not None and agreement.cosine < limits.cosine:
+        needed["cosine"] = _floor(agreement.cosine)
+    is_absolute = limits.atol is not None or limits.rtol is not None
+    if is_absolute and agreement.max_abs > (limits.atol or 0):
+        needed["atol"] = float(f"{1.006 * agreement.max_abs:.3g}")
+    # No limit should allow an output that is about as wrong as right.
+    is_wrong_slice = agreement.worst_snr is not None and agreement.worst_snr < _WRONG_SLICE
+    is_wrong = (
+        needed["snr"] < _WRONG or is_wrong_slice
+        if "snr" in needed
+        else needed.get("cosine", 1) <= 0
+    )
+    if is_wrong:
         wrong = f"{what[0].upper()}{what[1:]} is wrong there"
         if are_given:
             advice = ": do not ship it for this target" if what == "the compiled model" else ""
             return f"{wrong}{advice}.", None
         hint = f"{wrong}. If the app never has such inputs, give its real ones:"
         return hint, Setting(key / "inputs", "samples.npz")
-    allowed = {name: _rounded(name, limit) for name, limit in comparison.needed.items()}
-    limits = {"outputs": {comparison.agreement.output: allowed}}
     hint = "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more):"
-    return hint, Setting(key / "tolerance", limits)
+    return hint, Setting(key / "tolerance", {"outputs": {agreement.output: needed}})
 
 
-def _is_wrong(comparison: Comparison) -> bool:
-    """Whether an output differs so much that no limit should allow it."""
-    needed, worst = comparison.needed, comparison.agreement.worst_snr
-    if "snr" in needed:
-        slice_is_wrong = worst is not None and worst < _WRONG_SLICE
-        return needed["snr"] < _WRONG or slice_is_wrong
-    return needed.get("cosine", 1.0) <= 0
-
-
-def _rounded(name: str, limit: float) -> float:
+def _floor(limit: float) -> float:
     """``limit``, rounded to a few digits and never stricter."""
-    return math.floor(limit * 1000) / 1000 if name != "atol" else float(f"{1.006 * limit:.3g}")
+    return math.floor(limit * 1000) / 1000

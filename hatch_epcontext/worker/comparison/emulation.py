@@ -402,8 +402,7 @@ class Emulator:
     def _level(self, session: ort.InferenceSession, run: ReferenceRun) -> Level:
         what, limits = "the emulated model", self._limits
         steps = self._reference.compare_run(session, run, limits, what)
-        agreements = (comparison.agreement for comparison in itertools.chain(*steps))
-        return Level.of(run, agreements, self._reference.facts, limits)
+        return Level.of(run, itertools.chain(*steps), self._reference.facts, limits)
 
     def _long_level(self, session: ort.InferenceSession) -> Level | None:
         """The level of a long run, at its first checked step beyond the limits, or at its worst one.
@@ -422,8 +421,7 @@ class Emulator:
             if number & (number - 1) == 0 or number == facts.long_steps:
                 name = f"step {number:,}"
                 run = ReferenceRun(name, (), (outputs,), "long", usual=True, on_target=False)
-                comparisons = self._reference.compare(run, 0, own, self._limits)
-                agreements = (comparison.agreement for comparison in comparisons)
+                agreements = self._reference.compare(run, 0, own, self._limits)
                 levels.append(Level.of(run, agreements, facts, self._limits, number))
                 if levels[-1].margin < 0:
                     return levels[-1]

@@ -14,8 +14,8 @@ too. An output that joins scores with other values is compared as two: its score
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
@@ -199,27 +199,16 @@ class Aligned:
     rows: Numbers | None = None
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How near an output is to its reference; ``excesses`` is empty if all limits hold.
-
-    ``needed``: for each exceeded limit, one that this output meets.
-    """
-
-    agreement: Agreement
-    excesses: tuple[str, ...] = ()
-    needed: Mapping[str, float] = field(default_factory=dict)
-
-
 def compare_values(
     name: str,
     aligned: Aligned,
     limits: Tolerance,
     facts: OutputFacts = OutputFacts(),
     elsewhere: Elsewhere | None = None,
-) -> Comparison:
+) -> Agreement:
     """Compare an output with its reference; places where either is NaN are left out.
 
+    The ``reason`` of a difference says which limits it is beyond.
     ``elsewhere``: the same output of the reference for other inputs. A state has a lower limit, and its
     single features mean nothing. Strings, booleans and other indices are equal or not.
     """
@@ -228,7 +217,7 @@ def compare_values(
     if own_shape != shape:
         reason = f"the output {name!r} has the shape {own_shape}, but {shape} on the CPU."
         status = AgreementStatus.OTHER_SHAPE
-        return Comparison(Agreement(name, 0.0, None, status=status, reason=reason))
+        return Agreement(name, 0.0, None, status=status, reason=reason)
     dtype, row = aligned.reference.dtype, _worst_row(aligned)
     if dtype == STRING or dtype.kind == "b" or facts.nature == "indices":
         return _compare_exact(name, aligned, limits, row)
@@ -237,22 +226,23 @@ def compare_values(
     if scores is None or not scores.fit(ref):
         measure = _Measure(out, ref, facts, limits.unit, elsewhere)
         return _judge(_measure(name, measure), measure, limits, row)
-    parts: list[Comparison] = []
+    parts: list[Agreement] = []
     for are_scores, part in ((True, " of its scores"), (False, " of its other values")):
         own, own_ref = (scores.take(array, are_scores=are_scores) for array in (out, ref))
         own_facts = replace(facts, nature="unit" if are_scores else facts.nature)
         own_elsewhere = elsewhere.part(scores, are_scores=are_scores)
         measure = _Measure(own, own_ref, own_facts, limits.unit, own_elsewhere, scores.axis)
         measured = _measure(name, measure)
-        comparison = _judge(measured, measure, limits, None if parts else row, part)
-        if (worst := comparison.agreement.worst) is not None:
+        agreement = _judge(measured, measure, limits, None if parts else row, part)
+        if (worst := agreement.worst) is not None:
             worst = scores.whole(worst, are_scores=are_scores)
-        agreement = replace(comparison.agreement, worst=worst)
-        parts.append(replace(comparison, agreement=agreement))
-    return _joined(parts)
+        parts.append(replace(agreement, worst=worst))
+    (agreement,) = worst_agreements(parts)
+    reasons = [part.reason for part in parts if part.reason]
+    return replace(agreement, reason=" and ".join(reasons) or None)
 
 
-def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: _Row | None) -> Comparison:
+def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: _Row | None) -> Agreement:
     """Compare values that are equal or not."""
     # One in ten may differ: near ties, an index changes with the rounding.
     limits = replace(limits, snr=limits.snr / (2 if aligned.rows is None else 1), cosine=0.0)
@@ -263,16 +253,6 @@ def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: _Row | N
     # Each place is right or wrong: slices show nothing more; for selected rows only their own ratios do.
     snr = agreement.snr if aligned.rows is None else None
     return _judge(replace(agreement, worst=None, worst_snr=None, snr=snr), measure, limits, row)
-
-
-def _joined(parts: Sequence[Comparison]) -> Comparison:
-    """The comparison of an output whose ``parts`` are compared alone."""
-    (agreement,) = worst_agreements(part.agreement for part in parts)
-    needed: dict[str, float] = {}
-    for limit, number in (item for part in parts for item in part.needed.items()):
-        choose = max if limit == "atol" else min
-        needed[limit] = choose(needed.get(limit, number), number)
-    return Comparison(agreement, tuple(text for part in parts for text in part.excesses), needed)
 
 
 def _worst_row(aligned: Aligned) -> _Row | None:
@@ -288,10 +268,9 @@ def _worst_row(aligned: Aligned) -> _Row | None:
 
 def _judge(
     agreement: Agreement, measure: _Measure, limits: Tolerance, row: _Row | None, part: str = ""
-) -> Comparison:
+) -> Agreement:
     """Judge an ``agreement`` as measured, that of ``part`` of an output, if not of all of it."""
     excesses = []
-    needed: dict[str, float] = {}
     # Ratios, what they are at least, and in words.
     ratios: list[tuple[float, float, str]] = []
     if (snr := agreement.snr) is not None:
@@ -305,10 +284,8 @@ def _judge(
     for ratio, least, text in ratios:
         if ratio < least:
             excesses.append(f"{text} (at least {least:g})")
-            needed["snr"] = min(needed.get("snr", math.inf), ratio + (limits.snr - least))
     if agreement.cosine is not None and agreement.cosine < limits.cosine:
         excesses.append(f"a cosine of {agreement.cosine:.5f}{part} (at least {limits.cosine:g})")
-        needed["cosine"] = agreement.cosine
     if limits.atol is not None or limits.rtol is not None:
         rtol, atol = limits.rtol or 0.0, limits.atol or 0.0
         beyond = np.abs(measure.error) - (atol + rtol * np.abs(measure.ref))
@@ -316,10 +293,12 @@ def _judge(
             excesses.append(
                 f"a largest difference of {agreement.max_abs:.3g} (allowed: atol {atol:g}, rtol {rtol:g})"
             )
-            needed["atol"] = atol + float(beyond.max())
     # JSON has no infinity.
     margin = max(min(r - least for r, least, _ in ratios), NOTHING) if ratios else None
-    return Comparison(replace(agreement, margin=margin), tuple(excesses), needed)
+    if not excesses:
+        return replace(agreement, margin=margin)
+    status, reason = AgreementStatus.DIFFERS, " and ".join(excesses)
+    return replace(agreement, margin=margin, status=status, reason=reason)
 
 
 def _measure(name: str, measure: _Measure) -> Agreement:

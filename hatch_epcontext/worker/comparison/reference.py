@@ -32,7 +32,7 @@ from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.scope import multiply_adds
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.compare import refuse_differences
-from hatch_epcontext.worker.comparison.measures import Comparison, OutputFacts
+from hatch_epcontext.worker.comparison.measures import OutputFacts
 from hatch_epcontext.worker.comparison.natures import (
     depend_on_chance,
     depend_on_inputs,
@@ -354,10 +354,7 @@ def source_reference(
     expected = reference(model, float_form, floats, folded)
     try:
         session = open_session(path, cpu_options())
-        integers = [
-            comparison.agreement
-            for comparison in _compared(model, session, for_other_numbers(expected))
-        ]
+        integers = [*_compared(session, for_other_numbers(expected))]
     except (BuildError, ModelError):
         raise
     except Exception as error:
@@ -385,10 +382,10 @@ def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
     with temp_dir() as folder:
         save_whole(onnx_model, folder / "rounded.onnx")
         session = open_session(folder / "rounded.onnx", cpu_options())
-        for comparison in _compared(model, session, Reference(tuple(runs), expected.facts)):
-            name = comparison.agreement.output
-            noise = 10 ** (-comparison.needed.get("snr", math.inf) / 20)
-            outputs[name] = replace(outputs[name], noise=max(outputs[name].noise, noise))
+        for agreement in _compared(session, Reference(tuple(runs), expected.facts)):
+            own = outputs[agreement.output]
+            noise = 10 ** (-(own.within(_NO_LIMITS).snr + agreement.above) / 20)
+            outputs[agreement.output] = replace(own, noise=max(own.noise, noise))
         # Windows does not remove open files.
         del session
     return Reference(expected.runs, replace(expected.facts, outputs=outputs))
@@ -431,9 +428,7 @@ def within_noise(limits: Tolerance, facts: Facts, default: Tolerance | None = No
     return replace(limits, outputs=outputs)
 
 
-def _compared(
-    model: Model, session: ort.InferenceSession, expected: Reference
-) -> Iterator[Comparison]:
+def _compared(session: ort.InferenceSession, expected: Reference) -> Iterator[Agreement]:
     """How near ``session`` is to each conclusive output of ``expected``, in each step that a target runs.
 
     Raises BuildError when one has another shape.
@@ -441,9 +436,9 @@ def _compared(
     facts = expected.facts
     for run in (run for run in expected.runs if run.on_target):
         steps = expected.compare_run(session, run, _NO_LIMITS, _SOURCE)
-        for comparison in itertools.chain.from_iterable(steps):
-            if comparison.agreement.status is AgreementStatus.OTHER_SHAPE:
-                refuse_differences([comparison.agreement])
-            own = facts.of(comparison.agreement.output)
+        for agreement in itertools.chain.from_iterable(steps):
+            if agreement.status is AgreementStatus.OTHER_SHAPE:
+                refuse_differences([agreement])
+            own = facts.of(agreement.output)
             if not own.is_random and not own.inconclusive:
-                yield comparison
+                yield agreement

@@ -16,7 +16,6 @@ from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import (
     Aligned,
-    Comparison,
     Elsewhere,
     OutputFacts,
     compare_values,
@@ -97,14 +96,14 @@ class Reference:
 
     def compare_run(
         self, session: ort.InferenceSession, run: ReferenceRun, limits: Tolerance, what: str
-    ) -> Iterator[list[Comparison]]:
+    ) -> Iterator[list[Agreement]]:
         """Run ``session``, of the form ``what`` of a model, on the steps of ``run``, and compare each."""
         for number, outputs in enumerate(run_steps(session, run.feeds, self.facts.states, what)):
             yield self.compare(run, number, outputs, limits)
 
     def compare(
         self, run: ReferenceRun, step: int, outputs: Arrays, limits: Tolerance
-    ) -> list[Comparison]:
+    ) -> list[Agreement]:
         """Compare the ``outputs`` of a form of the model with those of a step of ``run``.
 
         Without values that would be compared, only those with NaN or Inf, if there are any.
@@ -114,11 +113,9 @@ class Reference:
         random = [name for name, output in facts.outputs.items() if output.is_random]
         outputs = {name: array for name, array in outputs.items() if name not in random}
         if gaps := not_finite(outputs, {**inner, **source}):
-            return [Comparison(agreement) for agreement in gaps]
-        comparisons = [
-            Comparison(
-                Agreement(name, 0.0, None, status=AgreementStatus.RANDOM, reason="it is random")
-            )
+            return gaps
+        agreements = [
+            Agreement(name, 0.0, None, status=AgreementStatus.RANDOM, reason="it is random")
             for name in random
         ]
         others = [arrays for run in self.usual for arrays in run.outputs]
@@ -128,13 +125,12 @@ class Reference:
                 continue
             aligned = Aligned(output, values, selected.rows.get(name))
             own, elsewhere = facts.of(name), self.elsewhere(name)
-            comparison = compare_values(name, aligned, limits.of(name), own, elsewhere)
-            agreement, status = comparison.agreement, AgreementStatus.INCONCLUSIVE
-            if own.inconclusive and not (comparison.excesses or agreement.differs):
+            agreement = compare_values(name, aligned, limits.of(name), own, elsewhere)
+            if own.inconclusive and not agreement.differs:
+                status = AgreementStatus.INCONCLUSIVE
                 agreement = replace(agreement, status=status, reason=own.inconclusive)
-                comparison = replace(comparison, agreement=agreement)
-            comparisons.append(comparison)
-        return comparisons
+            agreements.append(agreement)
+        return agreements
 
     @cached_property
     def usual(self) -> Sequence[ReferenceRun]:

@@ -24,8 +24,8 @@ def compared(
 ) -> list[Agreement]:
     run = ReferenceRun("given", ({},), (wanted,), "", usual=True, on_target=True)
     reference = Reference((run,), Facts())
-    comparisons = reference.compare(run, 0, outputs, tolerance)
-    return [explain(comparison, subject, reference.facts) for comparison in comparisons]
+    measured = reference.compare(run, 0, outputs, tolerance)
+    return [explain(agreement, tolerance, subject, reference.facts) for agreement in measured]
 
 
 def differing(

@@ -114,9 +114,9 @@ class Compared:
         ((self.wanted, self.candidates),) = self.expected.runs[0].steps
 
     def compare(self, outputs: Arrays, limits: Tolerance = HALF) -> Sequence[Agreement]:
-        comparisons = self.expected.compare(self.expected.runs[0], 0, outputs, limits)
+        measured = self.expected.compare(self.expected.runs[0], 0, outputs, limits)
         facts, subject = self.expected.facts, Subject(self.model)
-        return [explain(comparison, subject, facts) for comparison in comparisons]
+        return [explain(agreement, limits, subject, facts) for agreement in measured]
 
 
 class Head(Compared):
@@ -424,7 +424,7 @@ def agrees(scores: Numbers, numbers: Array, wanted: Array, axis: int = 1, **more
     chosen = select(found, {"y": numbers}, {"y": wanted}, {"scores": scores}, 0.1)
     rows = chosen.rows.get("y")
     aligned = Aligned(numbers, chosen.wanted["y"], rows)
-    return not compare_values("y", aligned, HALF, OutputFacts("indices")).excesses
+    return not compare_values("y", aligned, HALF, OutputFacts("indices")).differs
 
 
 @pytest.mark.parametrize("first", [0, 1])
