@@ -73,40 +73,14 @@ for the target.
 
 Write `true`, `false`, numbers, lists and tables as in TOML: a build turns them into strings for the EP.
 `provider-options` has all options, and `load-options` those for loading only. Options for compiling only are
-not shipped.
+not shipped. [ONNX Runtime's documentation](https://onnxruntime.ai/docs/execution-providers/) of the EP says
+what each option means.
 
-Below, an option's values are in parentheses, with the EP's default in bold. A *switch* is true or false, by
-default false.
-
-### Options that name files
-
-A path counts from the project's folder, or is absolute. No manifest contains one.
-
-- A *JSON file* is read by the build, and becomes a part of the option: a table in TOML is the same.
-- Of any other *file* the contents count: if it changes, the model is compiled again. If the option counts for
-  loading too, a file of the project is shipped, and the loader names its new place. A file elsewhere is not:
-  without `load(name, provider_options={...})`, with a path of your app's own, the loader skips the target.
-- An *output* is written while the build compiles, and not if the artifact comes from the cache.
-- In `load-options` an output is on the user's machine: `{user-cache}` is a folder there.
-
-## Secrets
-
-Write a key or a password as `"{env:NAME}"`, with the name of an environment variable. Secret options require
-this form, and every other option with a string accepts it:
-
-```toml
-[tool.epcontext.targets.ryzen]
-provider = "vitisai"
-provider-options = { encryption_key = "{env:MODEL_KEY}" }
-```
-
-```python
-session = load("digits", provider_options={"encryption_key": key})
-```
-
-The manifest has only the option's name, so your app must pass the value: otherwise the loader skips the
-target. A target with a secret is compiled in each build: it is [never cached](security.md#secrets), and a
-[cluster](ci.md#a-cluster) refuses it. `epcontext validate` of a model package does not run it.
+The path of a *file* counts from the project's folder, or is absolute. Its contents count: if they change,
+the model is compiled again. If the option counts for loading too, a file of the project is shipped, and the
+loader names its new place. A file elsewhere is not: without `load(name, provider_options={...})`, with a path
+of your app's own, the loader skips the target. No manifest contains a path of the build machine. In
+`load-options` `{user-cache}` is a folder on the user's machine.
 
 ## Overview
 """
@@ -158,18 +132,14 @@ def _section(provider: Provider) -> Iterator[str]:
     yield from (f"- {note}" for note in provider.notes)
     yield ""
     for scope, heading in _SCOPES.items():
-        options = {
-            name: option
-            for name, option in provider.options.items()
-            if option.scope == scope and option.kind != "pointer"
-        }
-        if options:
+        alike: dict[str, list[str]] = {}
+        for name, option in provider.options.items():
+            if option.scope == scope:
+                alike.setdefault(_values(option), []).append(name)
+        if alike:
             yield f"{heading}:\n"
-            for name, each in options.items():
-                yield f"- `{name}` ({_values(each)}): {each.doc}"
+            yield from (f"- {_code(names)}: {values}" for values, names in alike.items())
             yield ""
-    if pointers := [name for name, each in provider.options.items() if each.kind == "pointer"]:
-        yield f"Addresses in your app's memory: {_code(pointers)}.\n"
     if provider.sources:
         yield f"Options from: {', '.join(provider.sources)}.\n"
 
@@ -215,18 +185,16 @@ def _shapes(provider: Provider) -> str:
 
 
 def _values(option: Option) -> str:
-    """What an option takes, with its default in bold."""
-    if option.kind == "bool":
-        return "switch" if option.default in ("", option.booleans[0]) else "switch, **true**"
-    kinds = {"int": "number", "json": "table, or JSON file", "text": "string"}
-    taken = "secret" if option.secret else option.form or kinds.get(option.kind, option.kind)
-    if option.kind == "int":
-        taken += f" from {option.minimum}" if option.minimum else ""
-        taken += f" up to {option.maximum}" if option.maximum is not None else ""
-    default = option.default.removesuffix(" (filled in)")
-    values = list(option.choices) or [taken, *([default] if default else [])]
-    bold = (f"**{value}**" if value == default else value for value in values)
-    return ", ".join([*bold, *(["or a list"] if option.several else [])])
+    """What an option takes."""
+    kinds = {
+        "bool": "true or false",
+        "int": f"number from {option.minimum}" if option.minimum else "number",
+        "json": "table",
+        "text": "string",
+        "pointer": "address, which only the app can give",
+    }
+    taken = ", ".join(option.choices) or kinds.get(option.kind, option.kind)
+    return f"{taken}, or a list" if option.several else taken
 
 
 def _wrong_results() -> str:

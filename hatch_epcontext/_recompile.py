@@ -34,7 +34,7 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
     opener.variant = variant = copy.copy(opener.variant)
     # It is that of the context that was shipped.
     variant.compatibility = ""
-    opener.check(variant.about.get("secrets") or ())
+    opener.check(variant.about.get("from_app") or ())
     prepared = copy.copy(variant)
     prepared.folder, prepared.file = posixpath.dirname(variant.prepared), variant.prepared
     if request.verify:
@@ -102,10 +102,8 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
     ort, settings, own = opener.ort, prepared.settings, opener.request.provider_options
     model = prepared.package.on_disk(prepared, verify=True)
     compiled_with: dict[str, str] = settings.get("provider_options") or {}
-    # Of a secret the manifest only has the name, and that of a variable of the build.
-    secrets = [name for name, value in compiled_with.items() if value.startswith("{env:")]
-    secrets += _named_elsewhere(loader, opener.variant, compiled_with)
-    opener.check(secrets)
+    from_app = _named_elsewhere(loader, opener.variant, compiled_with)
+    opener.check(from_app)
     options = ort.SessionOptions()
     for key, value in (settings.get("session_options") or {}).items():
         options.add_session_config_entry(key, value)
@@ -121,14 +119,9 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
         result.mkdir()
         provider_options: dict[str, str] = {}
         for name, value in compiled_with.items():
-            if name in secrets:
+            if name in from_app:
                 provider_options[name] = str(own[name])
-            elif value.startswith(f"{loader.OPTION_FILE}{{"):
-                contents = parent / temporary / f"{len(provider_options)}.json"
-                contents.write_text(value.removeprefix(loader.OPTION_FILE), encoding="utf-8")
-                provider_options[name] = str(opener.readable(contents, "ascii", advice))
-            # What the build wrote beside the artifact is not for the app.
-            elif value != f"{loader.OPTION_FILE}/{name}":
+            else:
                 provider_options[name] = value.replace(
                     loader.OPTION_FILE, str(opener.variant.option_files)
                 )

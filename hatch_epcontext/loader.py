@@ -40,9 +40,7 @@ Shapes = Mapping[str, Sequence[int]]
 SOURCE = "source"  # The name of the last target, which is the source model on the CPU.
 USER_CACHE = "{user-cache}"  # In an option: the app's own folder inside the user's cache folder.
 METADATA = "hatch-epcontext"  # The key of our part of ``additional_metadata`` in the manifest.
-OPTION_FILE = (
-    "{file}"  # In an option: the folder of files that options name; or, a file with this JSON.
-)
+OPTION_FILE = "{file}"  # In an option: the folder of files that options name.
 OPTION_FILES = "files"  # The name of that folder, in that of the target.
 PREPARED = "prepared"  # The folder of the prepared model in that of its target, and its key.
 CPU_EP = "CPUExecutionProvider"
@@ -121,7 +119,7 @@ def load(
     ``package``: the folder of another package that hatch-epcontext wrote. Trust it as you trust code.
     ``session_options``: the app's own, for this call alone, to which those of the target are added; or a
     function that creates them, for each target that is tried.
-    ``provider_options``: more options for all targets except the source model, such as a secret.
+    ``provider_options``: more options for all targets except the source model.
     ``windows_ml``: first register the EPs that the package windowsml has ready on this machine, if any.
 
     Raises LoadError, whose ``attempts`` have the reasons, when no target could be opened, and when the
@@ -515,14 +513,14 @@ class Opener:
         # The kind of device to open on.
         self.kind = request.device or variant.device
 
-    def check(self, secrets: Sequence[str]) -> None:
-        """Check the requested device, and that the app gives these options: secrets, or files elsewhere."""
+    def check(self, from_app: Sequence[str]) -> None:
+        """Check the requested device, and that the app gives the options ``from_app``."""
         if "any" not in (self.kind, self.variant.device) and self.kind != self.variant.device:
             other = f"device={self.kind!r} was requested"
             raise SkipTargetError(f"it is for the {self.variant.device}, and {other}")
-        if missing := set(secrets) - self.request.provider_options.keys():
+        if missing := set(from_app) - self.request.provider_options.keys():
             example = ", ".join(f"{name!r}: ..." for name in sorted(missing))
-            needs = "it was compiled with a secret or a file that only the app can give"
+            needs = "it was compiled with a file that only the app can give"
             raise SkipTargetError(f"{needs}: load(..., provider_options={{{example}}})")
 
     def open_shipped(self) -> tuple[Any, str]:
@@ -556,7 +554,7 @@ class Opener:
             file = self.readable(
                 file, "mbcs", f"{crash} of Windows; set embed = true for the target"
             )
-        self.check(variant.about.get("secrets") or ())
+        self.check(variant.about.get("from_app") or ())
         options = (options() if callable(options) else options) or ort.SessionOptions()
         provider_options = self._provider_options()
         # onnxruntime also counts a registered library among its own.

@@ -16,7 +16,7 @@ METADATA = "hatch-epcontext"
 """The key of this package's part of ``additional_metadata`` in the manifest."""
 
 OPTION_FILE = "{file}"
-"""In an option: the folder of files that options name; or, before JSON, a file with that."""
+"""In an option: the folder of files that options name."""
 
 OPTION_FILES = "files"
 """The name of the folder of files that options name, in that of the target."""

@@ -114,7 +114,7 @@ def _load(
     yield from (one for one in invalid if not _is_about(one, mistyped))
     cluster = tuple(Key() / "build" / name for name in ("scheduler", "shared-cache"))
     if not any(problem.key in cluster for problem in (*mistyped, *invalid)):
-        yield from _check_farm(models, build, environment)
+        yield from _check_farm(build, environment)
     return partial(_config, finder.root, parsed, build, models, environment)
 
 
@@ -200,13 +200,9 @@ def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]
         yield Problem.at(Key() / "build" / "shared-cache-keys", Kind.MISSING_KEY, message, hint)
 
 
-def _check_farm(
-    models: list[Model], build: BuildTable, environment: Environment
-) -> Diagnosed[None]:
-    """Requirements of a cluster: all files go through the shared cache, and no secrets are sent."""
-    if build.scheduler is None:
-        return
-    if build.shared_cache is None or environment.no_cache:
+def _check_farm(build: BuildTable, environment: Environment) -> Diagnosed[None]:
+    """The requirement of a cluster: all files go through the shared cache."""
+    if build.scheduler is not None and (build.shared_cache is None or environment.no_cache):
         yield Problem.at(
             Key() / "build" / "shared-cache",
             Kind.MISSING_KEY,
@@ -215,12 +211,6 @@ def _check_farm(
             f"An empty {PREFIX}SCHEDULER builds here."
             + (f" {PREFIX}NO_CACHE switches it off." if environment.no_cache else ""),
         )
-    secret = {to.key: to for model in models for to in model.targets if to.has_secrets}
-    for key, target in secret.items():
-        message = "has an option with the value of an environment variable, which is not sent to a cluster."
-        settings = f"{PREFIX}SCHEDULER= {PREFIX}TARGETS={target.name}"
-        hint = f"Build it on a machine that has the value: {settings}"
-        yield Problem.at(key, Kind.CONFLICTING_KEYS, message, hint)
 
 
 def _config(

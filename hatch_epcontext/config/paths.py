@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,6 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from hatch_epcontext.config.build_hooks import BuildHooks, hooks_of_project
 from hatch_epcontext.config.settings import OptionFile
@@ -25,16 +23,11 @@ from hatch_epcontext.files import (
     unreadable,
 )
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.providers import Option, variable_of
-from hatch_epcontext.shipped import OPTION_FILE
+from hatch_epcontext.providers import Option
 from hatch_epcontext.text import near_name, show
 
 NO_HOME = "this user has no home folder, and so no cache folder"
 """Why there is no default folder, as in a container that runs as any user."""
-
-
-_ABSOLUTE = re.compile(r':\s*"((?:[/\\]|[A-Za-z]:[/\\]|{user-cache})[^"]*)"')
-"""A value in JSON that is an absolute path, or one that the loader replaces only where it stands alone."""
 
 
 def default_root() -> Path | None:
@@ -120,28 +113,10 @@ class Finder:
         A path is absolute, or relative to the project. Of an unknown option only a file that is there counts.
         """
         if option is None:
-            option = Option("", kind=self._kind(value))
-        if variable_of(value) is not None or option.kind not in ("json", "file", "output"):
-            return value, ()
-        if option.kind == "json":
-            files: tuple[OptionFile, ...] = ()
-            if not value.startswith((OPTION_FILE, "{")):
-                value, files = yield from self._json(key, option, value)
-            if path := _ABSOLUTE.search(value):
-                message = f"has the path {show(path[1])}, and the app has places of its own."
-                hint = "Leave it out. The app can set it: load(..., provider_options={...})."
-                yield Problem.at(key, Kind.INVALID_OPTION, message, hint)
-            return value, files
-        if option.kind == "output":
-            output = OptionFile(key, str(self._absolute(value)), str(key.parts[-1]))
-            return output.placeholder, (output,)
-        return (yield from self._files(key, option, value))
-
-    def _kind(self, value: str) -> Literal["file", "output", "text"]:
-        """What an unknown option with this value names."""
-        if is_regular(self.root / value):
-            return "file"
-        return "output" if os.path.isabs(value) and os.path.isdir(value) else "text"  # noqa: PTH112, PTH117
+            option = Option("file" if is_regular(self.root / value) else "text")
+        return (
+            (yield from self._files(key, option, value)) if option.kind == "file" else (value, ())
+        )
 
     def _files(
         self, key: Key, option: Option, value: str
@@ -156,32 +131,11 @@ class Finder:
         return rendered + value[end:], tuple(files)
 
     def _option_file(self, key: Key, path: str) -> OptionFile:
-        place = self._absolute(path)
+        place = Path(os.path.normpath(self.root / path))
         sha256 = file_sha256(place) if is_regular(place) else ""
+        is_own = place.is_relative_to(os.path.normpath(self.root))
         # Names of folders in a wheel must not be too long for Windows.
-        name = f"{sha256[:32]}/{place.name}"
-        return OptionFile(key, str(place), name, sha256, is_own=self._is_own(place))
-
-    def _json(
-        self, key: Key, option: Option, path: str
-    ) -> Diagnosed[tuple[str, tuple[OptionFile, ...]]]:
-        """What the JSON file at ``path`` contains, as the value of ``option``."""
-        place = self._absolute(path)
-        yield from self._exists(key, path, self.root / path)
-        rendered = option.render({})
-        if is_regular(place):
-            try:
-                rendered = option.render(json.loads(place.read_bytes()))
-            except (OSError, ValueError) as error:
-                message = f"{show(path)} contains no JSON object: {error}."
-                yield Problem.at(key, Kind.INVALID_OPTION, message)
-        return rendered, (OptionFile(key, str(place), is_own=self._is_own(place)),)
-
-    def _absolute(self, path: str) -> Path:
-        return Path(os.path.normpath(self.root / path))
-
-    def _is_own(self, path: Path) -> bool:
-        return path.is_relative_to(os.path.normpath(self.root))
+        return OptionFile(key, str(place), f"{sha256[:32]}/{place.name}", sha256, is_own)
 
     def library(self, key: Key, written: str | None, path: Path) -> Diagnosed[None]:
         """Check that the library at ``path``, which may be anywhere, exists."""

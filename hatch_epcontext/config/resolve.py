@@ -226,12 +226,10 @@ class Resolver:
         files: list[OptionFile] = []
         for field, rendered in (("provider_options", options), ("load_options", loading)):
             for name, value in rendered.items():
+                key = place.of(toml_key(field), name)
                 option = provider.options.get(name)
-                # In load-options it is a place on the machine of the app.
-                if field == "provider_options" or option is None or option.kind != "output":
-                    key = place.of(toml_key(field), name)
-                    rendered[name], own = yield from self._finder.option(key, option, value)
-                    files += own
+                rendered[name], own = yield from self._finder.option(key, option, value)
+                files += own
         load_options = {**provider.loading(options), **loading}
         if not unchecked:
             contradictions = provider.contradictions(device, {**options, **load_options})

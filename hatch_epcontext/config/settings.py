@@ -32,7 +32,6 @@ from hatch_epcontext.providers import (
     Provider,
     Tolerance,
     configured,
-    secrets_in,
 )
 from hatch_epcontext.shipped import OPTION_FILE
 
@@ -66,36 +65,27 @@ class Quantize:
 
 @dataclass(frozen=True)
 class OptionFile:
-    """A file that the option at ``key`` names, by its absolute ``path``.
+    """A file that the option at ``key`` names, by its absolute ``path``, and that the EP reads.
 
-    ``name`` stands for it in options, behind `OPTION_FILE`: for what the EP reads, the start of its
-    ``sha256`` and its own name, so that the contents are a part of the fingerprint; for what it writes, the
-    option. It is empty if the option has the contents. ``is_own``: whether it is of the project, so that apps
+    ``name`` stands for it in options, behind `OPTION_FILE`: the start of its ``sha256`` and its own name, so
+    that the contents are a part of the fingerprint. ``is_own``: whether it is of the project, so that apps
     get it.
     """
 
     key: Key
     path: str
-    name: str = ""
-    sha256: str = ""
-    is_own: bool = False
+    name: str
+    sha256: str
+    is_own: bool
 
     @property
     def placeholder(self) -> str:
         """What stands for the path in an option."""
         return f"{OPTION_FILE}/{self.name}"
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the EP reads it."""
-        return bool(self.sha256)
-
     def is_in(self, options: Mapping[str, str]) -> bool:
         """Whether one of ``options`` names it by its placeholder."""
-        return any(
-            self.placeholder in value if self.is_read else self.placeholder == value
-            for value in options.values()
-        )
+        return any(self.placeholder in value for value in options.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +185,6 @@ class Target:
             unchecked=self.unchecked,
             by_library=settings.compile_with == "library",
         )
-
-    @property
-    def has_secrets(self) -> bool:
-        """Whether an option is a secret, whose value is in an environment variable."""
-        return bool(secrets_in(self.settings.provider_options) or secrets_in(self.load_options))
 
     @property
     def needs_ep(self) -> bool:

@@ -207,7 +207,7 @@ class TargetTable:
     )
     provider_options: Options = _key(
         "Options of the execution provider, listed in `docs/providers.md`: checked by name and "
-        'value. A secret is the name of an environment variable: `"{env:NAME}"`.',
+        "value.",
         dict,
     )
     session_options: Options = _key(

@@ -156,7 +156,7 @@ class Cluster:
         sources = tuple(self._runner.sources[model.name] for model in job.models)
         inputs = (*(model.validate.inputs for model in job.models), job.target.calibration)
         named = [path for path in inputs if path not in ("", *SYNTHETIC)]
-        named += (file.path for file in job.target.files if file.is_read)
+        named += (file.path for file in job.target.files)
         files = [file for source in sources for file in source.files]
         files += (file for path in named for file in input_files(path))
         workers, sent = self._workers, {str(file): self._send(file) for file in files}

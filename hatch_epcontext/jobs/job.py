@@ -107,8 +107,7 @@ class _JobRun:
 
     def __init__(self, build: JobRunner, job: Job) -> None:
         self._build, self._job, self._index = build, job, build.cache.index
-        # A key would have to depend on the secret, and its hash could be guessed.
-        self.cache = Cache(None, build.log) if job.target.has_secrets else build.cache
+        self.cache = build.cache
         inputs = job.target.calibration
         sha256 = {name: source.sha256 for name, source in build.sources.items()}
         self.settings = job.key(sha256, inputs_digest(inputs, self._index) if inputs else "")
@@ -150,10 +149,7 @@ class _JobRun:
         key = self.latest()
         record = None if key is None else self._take(key, self._place)
         if key is None or record is None:
-            missing = "the cache has no artifact of this model with these settings."
-            if self._job.target.has_secrets:
-                missing = "the cache stores nothing that was compiled with a secret."
-            raise self._not_cached(missing)
+            raise self._not_cached("the cache has no artifact of this model with these settings.")
         attempt = Attempt(record.recipe, key, record, day=_today())
         self._search = self.stored(record.search, latest=True)
         if not self._search.is_enough(attempt):
@@ -377,8 +373,6 @@ class _JobRun:
             "Build it on a machine that can compile it: "
             f"{PREFIX}TARGETS={self._job.target.name}, with the same cache."
         )
-        if self._job.target.has_secrets:
-            hint = "Compile the target in the build of the wheel."
         message += self.cache.trouble
         return BuildError(Problem(Kind.NOT_CACHED, "", message, hint, step=step))
 

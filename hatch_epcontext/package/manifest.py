@@ -25,7 +25,7 @@ from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source
-from hatch_epcontext.providers import Plugin, Product, secrets_in
+from hatch_epcontext.providers import Plugin, Product
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
 from hatch_epcontext.worker.results import Coverage, Validation
@@ -84,7 +84,7 @@ class VariantMetadata:
     only the EP's own device can open it, because a simulator refuses it or crashes. ``needs_code_page``: on
     Windows the EP crashes where the code page lacks a letter of the path. ``compares``: the loader
     asks the EP whether it can run the context. ``prepared``: the path of the prepared model in the variant's
-    folder, if it is shipped. ``secrets``: the provider options that the app has to give, because their values
+    folder, if it is shipped. ``from_app``: the provider options that the app has to give, because their files
     are not shipped.
     """
 
@@ -104,7 +104,7 @@ class VariantMetadata:
     needs_code_page: bool = False
     compares: bool = False
     prepared: str | None = None
-    secrets: tuple[str, ...] = ()
+    from_app: tuple[str, ...] = ()
     sharing: Sharing | None = None
 
 
@@ -302,7 +302,7 @@ def _variant(built: Built, model: str) -> Variant:
         # The same for equal files: a wheel does not depend on the clock.
         validation=dataclasses.replace(built.validations[model], load=None, day=""),
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
-        secrets=from_app,
+        from_app=from_app,
         needs_device=job.needs_device,
         needs_code_page=target.provider.needs_code_page and not settings.embed,
         compares=target.provider.compares,
@@ -327,8 +327,7 @@ def _variant(built: Built, model: str) -> Variant:
 
 def _split_options(target: Target) -> tuple[dict[str, str], tuple[str, ...], dict[str, str]]:
     """The load options that only the loader understands, names of those that the app gives, and the rest."""
-    only_ours, rest = dict[str, str](), dict[str, str]()
-    from_app = list(secrets_in(target.load_options))
+    only_ours, rest, from_app = dict[str, str](), dict[str, str](), list[str]()
     for name, value in target.load_options.items():
         named = [file for file in target.files if file.is_in({name: value})]
         if not all(file.is_own for file in named):
@@ -336,7 +335,7 @@ def _split_options(target: Target) -> tuple[dict[str, str], tuple[str, ...], dic
             from_app.append(name)
         elif named or USER_CACHE in value:
             only_ours[name] = value
-        elif name not in from_app:
+        else:
             rest[name] = value
     return only_ours, tuple(from_app), rest
 

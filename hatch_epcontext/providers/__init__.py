@@ -26,9 +26,6 @@ from hatch_epcontext.providers.option import (
     OptionValue,
     Scalar,
     render,
-    secrets_in,
-    variable_of,
-    variables_in,
 )
 
 # The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
@@ -56,9 +53,6 @@ __all__ = [
     "is_benign",
     "missing",
     "render",
-    "secrets_in",
-    "variable_of",
-    "variables_in",
 ]
 
 

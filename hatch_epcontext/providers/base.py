@@ -23,6 +23,10 @@ HEADER = 64
 """The bytes of a blob that `Provider.wrong_blobs` gets: those of an engine's header."""
 
 
+KEEPS_NO_FILES = "it writes files beside the artifact, and a build keeps none of them"
+"""Why an option for debugging is reserved."""
+
+
 @dataclass(frozen=True)
 class Plugin:
     """An EP in a library of its own, which a package with ``get_library_path()`` contains.
@@ -203,14 +207,8 @@ class Provider:
 
     options: Mapping[str, Option] = MappingProxyType({})
 
-    deprecated: Mapping[str, str] = MappingProxyType({})
-    """Options of older releases, which the EP ignores, each with its replacement."""
-
     reserved: Mapping[str, str] = MappingProxyType({})
-    """Options that the build or the loader sets, each with the reason or with what to use instead."""
-
-    exclusive: tuple[frozenset[str], ...] = ()
-    """Sets of options that exclude each other."""
+    """Options that a configuration cannot set, each with the reason or with what to use instead."""
 
     profiles: ProfileOptions | None = None
     """The options for optimization profiles, if the EP has profiles."""

@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Provider, Tolerance
-from hatch_epcontext.providers.option import Option, choice, number, switch
+from hatch_epcontext.providers.option import Option, choice, named
 from hatch_epcontext.shipped import Device
 
-_BOOLEANS = ("false", "true")
-
 _OPTIONS: Mapping[str, Option] = {
-    "device_id": number("Number of the adapter", scope="load"),
-    "performance_preference": choice(
-        "Which adapter is preferred",
-        "default",
-        "high_performance",
-        "minimum_power",
-        default="default",
-        scope="load",
-    ),
-    "device_filter": choice("Kind of adapter", "gpu", "npu", "any", default="gpu", scope="load"),
-    "disable_metacommands": switch("Disable the driver's metacommands", "false", "load", _BOOLEANS),
+    **named("device_id", "int", "load"),
+    "performance_preference": choice("default high_performance minimum_power", "load"),
+    "device_filter": choice("gpu npu any", "load"),
 }
 
 

@@ -5,33 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Provider, Tolerance
-from hatch_epcontext.providers.option import Option, choice, number, pointer, switch
+from hatch_epcontext.providers.option import Option, choice, named
 
 _OPTIONS: Mapping[str, Option] = {
-    "device_id": number("Number of the GPU", scope="load"),
-    "migraphx_fp16_enable": switch("Compute in float16", scope="load"),
-    "migraphx_bf16_enable": switch("Compute in bfloat16", scope="load"),
-    "migraphx_fp8_enable": switch("Compute in float8", scope="load"),
-    "migraphx_int8_enable": switch("Compute in int8", scope="load"),
-    "migraphx_int8_calibration_table_name": Option(
-        "Calibration table for int8", kind="file", scope="load"
+    **named("device_id migraphx_mem_limit", "int", "load"),
+    **named(
+        """
+        migraphx_fp16_enable migraphx_bf16_enable migraphx_fp8_enable migraphx_int8_enable
+        migraphx_int8_use_native_calibration_table migraphx_exhaustive_tune
+        """,
+        "bool",
+        "load",
     ),
-    "migraphx_int8_use_native_calibration_table": switch(
-        "The calibration table is in MIGraphX's own format", scope="load"
+    **named("migraphx_int8_calibration_table_name", "file", "load"),
+    **named("migraphx_model_cache_dir", "text", "load"),
+    "migraphx_arena_extend_strategy": choice("kNextPowerOfTwo kSameAsRequested", "load"),
+    **named(
+        "migraphx_external_alloc migraphx_external_free migraphx_external_empty_cache",
+        "pointer",
+        "load",
     ),
-    "migraphx_model_cache_dir": Option("Folder for MIGraphX's compiled programs", scope="load"),
-    "migraphx_exhaustive_tune": switch("Tune exhaustively, which takes longer", scope="load"),
-    "migraphx_mem_limit": number("Maximum size of the memory arena in bytes", "all", scope="load"),
-    "migraphx_arena_extend_strategy": choice(
-        "How the memory arena grows",
-        "kNextPowerOfTwo",
-        "kSameAsRequested",
-        default="kNextPowerOfTwo",
-        scope="load",
-    ),
-    "migraphx_external_alloc": pointer("The app's allocator: function to allocate"),
-    "migraphx_external_free": pointer("The app's allocator: function to free"),
-    "migraphx_external_empty_cache": pointer("The app's allocator: function to empty the cache"),
 }
 
 
@@ -52,7 +45,10 @@ class MIGraphX(Provider):
     systems = ("linux",)
     platform = "manylinux_2_28_x86_64"
     options = _OPTIONS
-    sources = ("onnxruntime-migraphx 1.27.1",)
+    sources = (
+        "onnxruntime.ai",
+        "onnxruntime-migraphx 1.27.1",
+    )
     notes = (
         (
             "The EP returns no EP contexts. It has its own cache for what it compiles on the user's "

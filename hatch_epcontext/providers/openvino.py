@@ -14,21 +14,16 @@ from typing import Any
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.graph.number_format import FLOAT16, NumberFormat
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
-from hatch_epcontext.providers.option import Option, switch
+from hatch_epcontext.providers.option import Option, named
 from hatch_epcontext.shipped import Device
 
 _CONFIG = "load_config = {{ {} }}"
 
 _OPTIONS: Mapping[str, Option] = {
-    "load_config": Option(
-        "OpenVINO's own properties, by device, such as "
-        '`{ CPU = { INFERENCE_PRECISION_HINT = "f32" } }`',
-        kind="json",
-        scope="both",
-    ),
-    "reshape_input": Option("Fixed shapes, such as `x[1,3,224,224]`; prefer `static-shapes`"),
-    "enable_causallm": switch("The model is a language model with a key-value cache", scope="both"),
-    "hint_enable_gqa": switch("Fuse grouped-query attention"),
+    **named("load_config", "json", "both"),
+    **named("reshape_input", "text"),
+    **named("enable_causallm", "bool", "both"),
+    **named("hint_enable_gqa", "bool"),
 }
 
 
@@ -46,7 +41,7 @@ _NOT_CONVERTED = re.compile(
 )
 
 
-_DEPRECATED: Mapping[str, str] = {
+_REPLACED: Mapping[str, str] = {
     "device_type": 'device = "npu", "gpu" or "cpu"',
     "device_id": "device-filter",
     "device_luid": "device-filter",
@@ -60,6 +55,9 @@ _DEPRECATED: Mapping[str, str] = {
     "disable_dynamic_shapes": "static-shapes = true, with dims or shapes in the model's table",
     "layout": "a model that is exported with this layout",
 }
+"""Options of older releases, which the EP ignores."""
+
+_RESERVED = {name: f"the EP ignores it: use {instead}" for name, instead in _REPLACED.items()}
 
 
 class OpenVINO(Provider):
@@ -89,8 +87,11 @@ class OpenVINO(Provider):
     embeds_one = True
     compares = True
     options = _OPTIONS
-    deprecated = _DEPRECATED
-    sources = ("onnxruntime-ep-openvino 1.8.1",)
+    reserved = _RESERVED
+    sources = (
+        "onnxruntime.ai",
+        "onnxruntime-ep-openvino 1.8.1",
+    )
     notes = (
         "`share-weights` has no effect: the CPU device wrote a sidecar for each model of a group.",
         (

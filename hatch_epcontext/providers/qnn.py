@@ -13,117 +13,66 @@ from collections.abc import Iterator, Mapping
 
 from hatch_epcontext.graph.limits import FIXED_SHAPES
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat, RewriteName
-from hatch_epcontext.providers.base import MoreCoverage, Plugin, Provider, Tolerance
-from hatch_epcontext.providers.option import Option, Scope, choice, number, switch
+from hatch_epcontext.providers.base import KEEPS_NO_FILES, MoreCoverage, Plugin, Provider, Tolerance
+from hatch_epcontext.providers.option import Option, choice, named
 from hatch_epcontext.shipped import Device
 from hatch_epcontext.text import count, listing
-
-_PERFORMANCE_MODES = (
-    "burst",
-    "balanced",
-    "default",
-    "high_performance",
-    "high_power_saver",
-    "low_balanced",
-    "low_power_saver",
-    "power_saver",
-    "extreme_power_saver",
-    "sustained_high_performance",
-)
 
 _ARCH_OF_SOC = {"43": "73", "57": "75", "60": "73", "69": "79"}
 """The HTP architectures of SoC models that compiled in tests. If both options are set, the EP uses
 ``soc_model``, and only logs that ``htp_arch`` differs."""
 
-_BOTH: Scope = "both"
-
-_LIBRARY = r".*[/\\].*"
-"""What names a library by its path: the EP finds one without a folder beside itself."""
-
 _OPTIONS: Mapping[str, Option] = {
     # The EP writes contexts with no other backend: not with cpu, ir and saver.
-    "backend_type": choice(
-        "Qualcomm's backend; it follows from `device`", "htp", "gpu", scope=_BOTH
+    "backend_type": choice("htp gpu", "both"),
+    "soc_model": Option("int", several=True),
+    "htp_arch": choice("0 68 69 73 75 79 81", several=True),
+    "vtcm_mb": Option("int", several=True),
+    "htp_graph_finalization_optimization_mode": choice("0 1 2 3"),
+    **named(
+        """
+        enable_htp_fp16_precision enable_htp_fp16_clamp_overflow htp_bf16_enable
+        enable_htp_spill_fill_buffer enable_htp_prepare_only enable_htp_graph_splitting
+        enable_htp_monolithic_lstm enable_block_quant_weight_optimization
+        offload_graph_io_quantization skip_backend_op_validation
+        """,
+        "bool",
     ),
-    "backend_path": Option(
-        "The backend's library, instead of `backend_type`: its name in the EP's package, or a path",
-        kind="file",
-        scope=_BOTH,
-        paths=_LIBRARY,
-    ),
-    "soc_model": number("SoC to compile for, such as 60 (Snapdragon X Elite)", several=True),
-    "htp_arch": choice(
-        "HTP architecture", "0", "68", "69", "73", "75", "79", "81", default="0", several=True
-    ),
-    "device_id": number("Number of the device", scope=_BOTH),
-    "vtcm_mb": number("Size of the fast memory (VTCM) in MB", "0: not set", several=True),
-    "htp_graph_finalization_optimization_mode": choice(
-        "How long to optimize", "0", "1", "2", "3", default="0"
-    ),
-    "enable_htp_fp16_precision": switch("Compute float32 models in float16", "1"),
-    "enable_htp_fp16_clamp_overflow": switch("Clamp values that float16 cannot represent"),
-    "htp_bf16_enable": switch("Compute in bfloat16"),
-    "enable_htp_spill_fill_buffer": switch(
-        "One buffer for data that does not fit into the fast memory"
-    ),
-    "enable_htp_prepare_only": switch("Prepare only, do not run"),
-    "enable_htp_graph_splitting": switch("Split large graphs"),
-    "htp_graph_splitting_num_prepare_threads": number("Threads that split graphs", "1", 1),
-    "enable_htp_monolithic_lstm": switch("Run an LSTM as one operator"),
-    "enable_block_quant_weight_optimization": switch("Optimize block-quantized weights"),
-    "offload_graph_io_quantization": switch("Quantize inputs and outputs on the CPU", "1"),
-    "num_graph_prepare_threads": number("Threads that prepare graphs", "2", 2),
-    "op_packages": Option(
-        "Packages of custom operators, as `<operator>:<library>:<symbol>[:<target>],...`",
-        kind="file",
-        scope=_BOTH,
-        paths=r"(?:^|,)[^:,]+:((?:[A-Za-z]:(?=[/\\]))?[^:,]+)",
-    ),
-    "op_affinity": Option(
-        'Which operators run where, such as `{ op_type = { Softmax = "cpu" } }`',
-        kind="json",
-        in_file=True,
-    ),
-    "skip_backend_op_validation": switch("Do not validate operators with the backend"),
-    "skip_qnn_version_check": switch("Accept any version of the runtime", scope=_BOTH),
+    **named("htp_graph_splitting_num_prepare_threads", "int", minimum=1),
+    **named("num_graph_prepare_threads", "int", minimum=2),
+    **named("op_affinity", "file"),
+    "op_packages": Option("file", "both", paths=r"(?:^|,)[^:,]+:((?:[A-Za-z]:(?=[/\\]))?[^:,]+)"),
     "htp_performance_mode": choice(
-        "Trade-off between speed and power", *_PERFORMANCE_MODES, default="default", scope=_BOTH
+        "burst balanced default high_performance high_power_saver low_balanced low_power_saver "
+        "power_saver extreme_power_saver sustained_high_performance",
+        "both",
     ),
-    "qnn_context_priority": choice(
-        "Priority of the context",
-        "low",
-        "normal",
-        "normal_high",
-        "high",
-        default="normal",
-        scope=_BOTH,
+    "qnn_context_priority": choice("low normal normal_high high", "both"),
+    "htp_share_resource_optimization": choice("1", "both"),
+    "genie_log_level": choice("error warn info verbose", "both"),
+    "profiling_level": choice("off basic detailed optrace", "load"),
+    **named("profiling_file_path", "text", "load"),
+    **named("device_id rpc_control_latency htp_reused_io_limit_mb", "int", "both"),
+    **named(
+        """
+        skip_qnn_version_check extended_udma enable_htp_shared_memory_allocator
+        enable_vtcm_backup_buffer_sharing disable_file_mapped_weights
+        """,
+        "bool",
+        "both",
     ),
-    "rpc_control_latency": number("RPC latency in microseconds", scope=_BOTH),
-    "extended_udma": switch("Use extended DMA", scope=_BOTH),
-    "enable_htp_shared_memory_allocator": switch(
-        "Allocate memory that is shared with the NPU", scope=_BOTH
+}
+
+_RESERVED: Mapping[str, str] = {
+    "backend_path": "the backend follows from device, and its library is that of the EP's package",
+    **dict.fromkeys(
+        """
+        dump_json_qnn_graph json_qnn_graph_dir dump_qnn_ir_dlc dump_qnn_ir_dlc_dir
+        dump_qnn_ep_input_graph dump_qnn_ep_input_graph_dir enable_framework_op_trace
+        framework_op_trace_dir
+        """.split(),  # noqa: SIM905
+        KEEPS_NO_FILES,
     ),
-    "enable_vtcm_backup_buffer_sharing": switch("Contexts share backup buffers", scope=_BOTH),
-    "htp_share_resource_optimization": choice("Contexts share resources", "1", scope=_BOTH),
-    "htp_reused_io_limit_mb": number("Limit for reused inputs and outputs in MB", scope=_BOTH),
-    "disable_file_mapped_weights": switch("Read weights instead of mapping the file", scope=_BOTH),
-    "genie_log_level": choice(
-        "Level of Genie's log", "error", "warn", "info", "verbose", scope=_BOTH
-    ),
-    "profiling_level": choice(
-        "Profiling", "off", "basic", "detailed", "optrace", default="off", scope=_BOTH
-    ),
-    "profiling_file_path": Option("File for the profile", kind="output", scope=_BOTH),
-    "qnn_saver_path": Option("Library of the saver backend", kind="file", paths=_LIBRARY),
-    "qnn_ir_backend_path": Option("Library of the IR backend", kind="file", paths=_LIBRARY),
-    "dump_json_qnn_graph": switch("Write the QNN graph as JSON"),
-    "json_qnn_graph_dir": Option("Folder for the JSON", kind="output"),
-    "dump_qnn_ir_dlc": switch("Write the graph as DLC"),
-    "dump_qnn_ir_dlc_dir": Option("Folder for the DLC", kind="output"),
-    "dump_qnn_ep_input_graph": switch("Write the graph that the EP receives"),
-    "dump_qnn_ep_input_graph_dir": Option("Folder for that graph", kind="output"),
-    "enable_framework_op_trace": switch("Trace operators back to the model"),
-    "framework_op_trace_dir": Option("Folder for the trace", kind="output"),
 }
 
 
@@ -135,12 +84,6 @@ _BACKENDS: Mapping[Device, str] = {"npu": "htp", "any": "htp", "gpu": "gpu"}
 
 _HTP = "6"
 """The number of the HTP backend in a compatibility string."""
-
-
-def _backend(options: Mapping[str, str]) -> str | None:
-    """The backend that ``options`` name, also by its library; None if that is unknown."""
-    library = re.search(r"Qnn(\w+)\.(?:so|dll)$", options.get("backend_path", ""))
-    return library[1].lower() if library else options.get("backend_type")
 
 
 def _implied_arch(options: Mapping[str, str]) -> dict[str, str]:
@@ -208,7 +151,7 @@ _NAME = re.compile(_NODE)
 _WORDS = (
     (
         r"^(\w+) filtered off QNN by the op_affinity",
-        r"the EP keeps it off the NPU, unless op_affinity = { op_type = { \1 = 'htp' } }",
+        r"""the EP keeps it off the NPU, unless op_affinity names a file with {"op_type": {"\1": "htp"}}""",
     ),
     (r"^Operators of type", "the EP does not have this operator"),
     (r"^(QNN EP: )?Failed to (add|create) ", ""),
@@ -375,7 +318,7 @@ class Qnn(Provider):
     needs_code_page = True
     simulator = ("libQnnSystem.so", "libQnnHtp.so")
     options = _OPTIONS
-    exclusive = (frozenset({"backend_type", "backend_path"}),)
+    reserved = _RESERVED
     static_shapes = True
     example = (
         "provider-options = { soc_model = 60, htp_arch = 73 }  # the chip: a Snapdragon X Elite"
@@ -404,6 +347,7 @@ class Qnn(Provider):
         "Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (HTP 73)."
     )
     sources = (
+        "onnxruntime.ai",
         "the documentation of onnxruntime-qnn 2.x",
         "ONNX Runtime's `ep_weight_sharing_ctx_gen`",
     )
@@ -433,7 +377,7 @@ class Qnn(Provider):
     )
 
     def number_format(self, device: Device, options: Mapping[str, str]) -> NumberFormat | None:
-        if device not in ("npu", "any") or _backend(options) not in (None, "htp"):
+        if device not in ("npu", "any") or options.get("backend_type") not in (None, "htp"):
             return None
         if options.get("htp_bf16_enable") == "1":
             return BFLOAT16
@@ -441,14 +385,11 @@ class Qnn(Provider):
 
     def implied(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
         # Without a backend the EP cannot be created, and its error message does not name the cause.
-        backend = (
-            {} if "backend_path" in options else {"backend_type": _BACKENDS.get(device, "htp")}
-        )
-        return {**backend, **_implied_arch(options)}
+        return {"backend_type": _BACKENDS.get(device, "htp"), **_implied_arch(options)}
 
     def missing_chip(self, options: Mapping[str, str]) -> str | None:
         is_named = any(_is_set(options.get(name, "0")) for name in ("soc_model", "htp_arch"))
-        if is_named or _backend(options) != "htp":
+        if is_named or options.get("backend_type") != "htp":
             return None
         return (
             "no soc_model is set, so the context is for no particular chip; set it in the provider options, "
@@ -456,11 +397,10 @@ class Qnn(Provider):
         )
 
     def contradictions(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
-        backend = _backend(options)
+        backend = options.get("backend_type")
         if device != "any" and backend not in (None, _BACKENDS.get(device, backend)):
-            option = "backend_path" if "backend_path" in options else "backend_type"
             return {
-                option: f"names the backend {backend}, and the device is {device}: "
+                "backend_type": f"names the backend {backend}, and the device is {device}: "
                 "set the device alone, and the backend follows"
             }
         chips = self.chips(options)
@@ -474,7 +414,7 @@ class Qnn(Provider):
     def disagreement(
         self, compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
     ) -> str | None:
-        backend, number = _backend(options), f"{compatibility}::".split(":")[1]
+        backend, number = options.get("backend_type"), f"{compatibility}::".split(":")[1]
         if backend and _chip(compatibility) and (backend == "htp") != (number == _HTP):
             compiled = "htp" if number == _HTP else f"number {number}"
             return f"the backend {backend} was requested, but the EP compiled with the backend {compiled}"

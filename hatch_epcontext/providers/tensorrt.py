@@ -6,68 +6,52 @@ from collections.abc import Mapping
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, NumberFormat
-from hatch_epcontext.providers.base import ProfileOptions, Provider, Tolerance
-from hatch_epcontext.providers.option import Option, number, pointer, switch
+from hatch_epcontext.providers.base import KEEPS_NO_FILES, ProfileOptions, Provider, Tolerance
+from hatch_epcontext.providers.option import Option, choice, named
 from hatch_epcontext.shipped import Device
 
 _PROFILES = ProfileOptions(
     "trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes"
 )
-_SHAPES = "of the profiles, as `input:1x3,...`; prefer `profiles`"
-
 _OPTIONS: Mapping[str, Option] = {
-    "device_id": number("Number of the GPU", scope="both"),
-    "has_user_compute_stream": switch("Use the stream in `user_compute_stream`", scope="load"),
-    "user_compute_stream": pointer("The app's own `cudaStream_t`"),
-    "trt_max_workspace_size": number("Maximum workspace in bytes", "0: all of the GPU's memory"),
-    "trt_max_partition_iterations": number("Maximum rounds of partitioning", "1000", 1),
-    "trt_min_subgraph_size": number("Minimum nodes of a partition", "1", 1),
-    "trt_fp16_enable": switch("Compute in float16"),
-    "trt_bf16_enable": switch("Compute in bfloat16"),
-    "trt_int8_enable": switch("Compute in int8"),
-    "trt_int8_calibration_table_name": Option("Calibration table for int8", kind="file"),
-    "trt_int8_use_native_calibration_table": switch(
-        "The calibration table is in TensorRT's own format"
+    **named(
+        """
+        trt_fp16_enable trt_bf16_enable trt_int8_enable trt_int8_use_native_calibration_table
+        trt_dla_enable trt_timing_cache_enable trt_force_timing_cache trt_detailed_build_log
+        trt_build_heuristics_enable trt_sparsity_enable trt_layer_norm_fp32_fallback
+        trt_engine_hw_compatible trt_force_sequential_engine_build
+        """,
+        "bool",
     ),
-    "trt_dla_enable": switch("Use the Deep Learning Accelerator"),
-    "trt_dla_core": number("Number of the Deep Learning Accelerator", scope="both"),
-    "trt_timing_cache_enable": switch("Cache the timings of kernels"),
-    "trt_timing_cache_path": Option("Folder for the timing cache", kind="output"),
-    "trt_force_timing_cache": switch("Use the timing cache of another GPU too"),
-    "trt_detailed_build_log": switch("Log the building of engines"),
-    "trt_build_heuristics_enable": switch("Use heuristics, to build faster"),
-    "trt_sparsity_enable": switch("Allow sparse weights"),
-    "trt_builder_optimization_level": number("How long to search for fast kernels", "3", 0, 5),
-    "trt_auxiliary_streams": number("Streams in addition to the main one", "-1: heuristic", -1),
-    "trt_tactic_sources": Option("Sources of tactics, such as `-CUDNN,+CUBLAS`"),
-    "trt_preview_features": Option(
-        "Preview features of TensorRT, such as `ALIASED_PLUGIN_IO_10_03`"
+    **named("trt_max_workspace_size", "int"),
+    **named("trt_max_partition_iterations trt_min_subgraph_size", "int", minimum=1),
+    **named("trt_auxiliary_streams", "int", minimum=-1),
+    "trt_builder_optimization_level": choice("0 1 2 3 4 5"),
+    **named("trt_int8_calibration_table_name", "file"),
+    **named(
+        """
+        trt_tactic_sources trt_preview_features trt_op_types_to_exclude trt_profile_min_shapes
+        trt_profile_opt_shapes trt_profile_max_shapes
+        """,
+        "text",
     ),
-    "trt_extra_plugin_lib_paths": Option(
-        "Paths of plugin libraries, with `;` between them",
-        kind="file",
-        scope="both",
-        paths=r"[^;]+",
+    **named("device_id trt_dla_core", "int", "both"),
+    **named(
+        "trt_context_memory_sharing_enable trt_cuda_graph_enable trt_engine_decryption_enable",
+        "bool",
+        "both",
     ),
-    "trt_layer_norm_fp32_fallback": switch("Compute LayerNormalization in float32"),
-    "trt_op_types_to_exclude": Option("Operators that TensorRT does not run"),
-    "trt_engine_hw_compatible": switch("Build engines for all GPUs since Ampere"),
-    "trt_force_sequential_engine_build": switch("Build engines one after the other"),
-    "trt_context_memory_sharing_enable": switch("Engines share memory", scope="both"),
-    "trt_cuda_graph_enable": switch("Capture and replay CUDA graphs", scope="both"),
-    "trt_dump_subgraphs": switch("Write the partitions to disk"),
-    "trt_engine_decryption_enable": switch("Engines are encrypted", scope="both"),
-    "trt_engine_decryption_lib_path": Option(
-        "Library that decrypts engines", kind="file", scope="both"
+    "trt_extra_plugin_lib_paths": Option("file", "both", paths=r"[^;]+"),
+    **named("trt_engine_decryption_lib_path", "file", "both"),
+    **named("has_user_compute_stream trt_load_user_initializer", "bool", "load"),
+    **named(
+        """
+        user_compute_stream trt_onnx_bytestream trt_onnx_bytestream_size
+        trt_external_data_bytestream trt_external_data_bytestream_size
+        """,
+        "pointer",
+        "load",
     ),
-    "trt_load_user_initializer": switch("Use the app's initializers", scope="load"),
-    "trt_profile_min_shapes": Option(f"Smallest shapes {_SHAPES}"),
-    "trt_profile_opt_shapes": Option(f"Best shapes {_SHAPES}"),
-    "trt_profile_max_shapes": Option(f"Largest shapes {_SHAPES}"),
-    "trt_onnx_bytestream": pointer("The source model in memory, for engines without weights"),
-    "trt_onnx_bytestream_size": pointer("Size of the source model in memory"),
-    "trt_external_data_bytestream": pointer("Its external data in memory"),
-    "trt_external_data_bytestream_size": pointer("Size of the external data in memory"),
 }
 
 _FIXED = "the paths of the files in the wheel are fixed"
@@ -83,6 +67,8 @@ _RESERVED: Mapping[str, str] = {
     "trt_engine_cache_prefix": _FIXED,
     "trt_onnx_model_folder_path": _FIXED,
     "trt_weight_stripped_engine_enable": _WEIGHTLESS,
+    "trt_timing_cache_path": KEEPS_NO_FILES,
+    "trt_dump_subgraphs": KEEPS_NO_FILES,
 }
 
 
@@ -106,7 +92,10 @@ class TensorRT(Provider):
     options = _OPTIONS
     reserved = _RESERVED
     profiles = _PROFILES
-    sources = ("onnxruntime.ai", "onnxruntime-gpu 1.31.1")
+    sources = (
+        "onnxruntime.ai",
+        "onnxruntime-gpu 1.31.1",
+    )
     notes = (
         (
             "An engine is for the GPU on which it was built, unless `trt_engine_hw_compatible = true`. "

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.base import (
     HEADER,
+    KEEPS_NO_FILES,
     CompilerLibrary,
     Plugin,
     ProfileOptions,
     Provider,
     Tolerance,
 )
-from hatch_epcontext.providers.option import Option, choice, number, pointer, switch
+from hatch_epcontext.providers.option import Option, choice, named
 
 _PROFILES = ProfileOptions(
     "nv_profile_min_shapes",
@@ -24,9 +25,6 @@ _PROFILES = ProfileOptions(
     "nv_profile_max_shapes",
     "nv_multi_profile_enable",
 )
-_SHAPES = "of the profiles, as `input:1x3,...`; prefer `profiles`"
-_UINT64 = 2**64 - 1
-
 _CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 """The compute capabilities that an engine can be for, in the order of their bits in its header."""
 
@@ -47,58 +45,47 @@ def sdk_version(version: str) -> str:
 
 
 _OPTIONS: Mapping[str, Option] = {
-    "device_id": number("Number of the GPU", scope="both"),
-    "has_user_compute_stream": switch("Use the stream in `user_compute_stream`", scope="load"),
-    "user_compute_stream": pointer("The app's own `cudaStream_t`"),
-    "user_aux_stream_array": pointer("The app's own auxiliary streams"),
-    "nv_length_aux_stream_array": number("Number of auxiliary streams", scope="load"),
-    "nv_max_workspace_size": number(
-        "Maximum workspace in bytes while an engine is built", "0: automatic", 0, _UINT64
+    **named("nv_max_workspace_size nv_max_shared_mem_size", "int"),
+    **named("nv_detailed_build_log", "bool"),
+    **named(
+        """
+        nv_profile_min_shapes nv_profile_opt_shapes nv_profile_max_shapes nv_op_types_to_exclude
+        """,
+        "text",
     ),
-    "nv_max_shared_mem_size": number(
-        "Maximum shared memory of kernels in bytes", "0: all of the device", 0, _UINT64
+    "nv_target_sm": choice("sm86 sm89 sm120 sm121"),
+    **named("device_id nv_multi_rotary_cache_concat_offset", "int", "both"),
+    **named(
+        "nv_multi_profile_enable enable_cuda_graph nv_use_external_data_initializer", "bool", "both"
     ),
-    "nv_dump_subgraphs": switch("Write the partitions to disk"),
-    "nv_detailed_build_log": switch("Log the building of engines"),
-    "nv_profile_min_shapes": Option(f"Smallest shapes {_SHAPES}"),
-    "nv_profile_opt_shapes": Option(f"Best shapes {_SHAPES}"),
-    "nv_profile_max_shapes": Option(f"Largest shapes {_SHAPES}"),
-    "nv_multi_profile_enable": switch("Allow several profiles in one engine", scope="both"),
-    "enable_cuda_graph": switch("Capture and replay CUDA graphs", scope="both"),
-    "nv_use_external_data_initializer": switch("Keep the weights outside the engine", scope="both"),
-    "nv_runtime_cache_path": Option(
-        "Folder for kernels that are compiled at load time", scope="load"
+    **named("nv_weight_streaming_budget", "text", "both"),
+    **named(
+        """
+        has_user_compute_stream nv_enable_profiling nv_use_sync_gpu_allocator
+        nv_persistent_context_memory
+        """,
+        "bool",
+        "load",
     ),
-    "nv_weight_streaming_budget": Option(
-        "GPU memory for weights; the rest is streamed",
-        default="0",
-        pattern=r"-1|\d+[BKMG]?|(100|\d{1,2})%",
-        form='-1, a number of bytes, a size such as "512M", or a share such as "40%"',
-        scope="both",
+    **named("nv_length_aux_stream_array", "int", "load"),
+    **named("nv_runtime_cache_path nv_profiling_output_file", "text", "load"),
+    **named(
+        "user_compute_stream user_aux_stream_array VkExternalComputeQueueDataParamsNV_data",
+        "pointer",
+        "load",
     ),
-    "nv_op_types_to_exclude": Option("Operators that the EP does not run, such as `Conv,Relu`"),
-    "nv_enable_profiling": switch("Measure the time of each layer", scope="load"),
-    "nv_profiling_output_file": Option("File for those times", scope="load"),
-    "nv_use_sync_gpu_allocator": switch("Allocate with cudaMalloc", scope="load"),
-    "nv_persistent_context_memory": switch(
-        "Keep the memory of a context between runs", scope="load"
-    ),
-    "nv_multi_rotary_cache_concat_offset": number("Token at which LongRoPE changes", scope="both"),
-    "nv_target_sm": choice("GPU architecture to build for", "sm86", "sm89", "sm120", "sm121"),
-    "VkExternalComputeQueueDataParamsNV_data": pointer("The app's Vulkan queue data"),
 }
 
-
-_DEPRECATED: Mapping[str, str] = {
-    "profile_min_shapes": "nv_profile_min_shapes, or a table in profiles",
-    "profile_opt_shapes": "nv_profile_opt_shapes, or a table in profiles",
-    "profile_max_shapes": "nv_profile_max_shapes, or a table in profiles",
-}
-
+_OLD = "the EP ignores this old name: use {}, or a table in profiles"
 
 _RESERVED: Mapping[str, str] = {
     "nv_weight_stripped_engine_enable_experimental": "an engine without weights can only be opened "
     "together with the source model",
+    "nv_dump_subgraphs": KEEPS_NO_FILES,
+    **{
+        f"profile_{bound}_shapes": _OLD.format(f"nv_profile_{bound}_shapes")
+        for bound in ("min", "opt", "max")
+    },
 }
 
 
@@ -150,12 +137,14 @@ class TensorRTRTX(Provider):
         ep_versions={"1.7.": "0.5"},
     )
     options = _OPTIONS
-    deprecated = _DEPRECATED
     reserved = _RESERVED
     profiles = _PROFILES
     compares = True
     runtime_cache = "nv_runtime_cache_path"
-    sources = ("onnxruntime.ai", "onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0")
+    sources = (
+        "onnxruntime.ai",
+        "onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0",
+    )
     notes = (
         (
             'For CUDA 12: `requirements = ["onnxruntime-ep-nv-tensorrt-rtx-cu12>=0.5"]`. The two packages '

@@ -6,33 +6,21 @@ from collections.abc import Mapping
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.base import Provider, Tolerance
-from hatch_epcontext.providers.option import Option, choice, switch
+from hatch_epcontext.providers.option import Option, choice, named
 
 _OPTIONS: Mapping[str, Option] = {
-    "config_file": Option("The compiler's configuration", kind="json", in_file=True),
-    "target": choice("Backend for int8 models", "X1", "X2", default="X2", scope="both"),
-    "xclbin": Option("The NPU's overlay", kind="file", scope="both"),
-    "opt_level": choice(
-        "Optimization level of int8 models", "0", "1", "2", "3", "65536", default="0"
-    ),
-    "encryption_key": Option("Key that encrypts the compiled model", secret=True, scope="both"),
-    "enable_cache_file_io_in_mem": switch("Keep the EP's own cache in memory", "1"),
-    "log_level": choice(
-        "Level of the EP's log",
-        "error",
-        "warning",
-        "info",
-        "fatal",
-        "debug",
-        default="error",
-        scope="both",
-    ),
+    **named("config_file", "file"),
+    **named("xclbin", "file", "both"),
+    **named("enable_cache_file_io_in_mem", "bool"),
+    "opt_level": choice("0 1 2 3 65536"),
+    "target": choice("X1 X2", "both"),
+    "log_level": choice("error warning info fatal debug", "both"),
 }
-
 
 _RESERVED: Mapping[str, str] = {
     "cache_dir": "the build has its own cache",
     "cache_key": "the build has its own cache",
+    "encryption_key": "a key does not belong in a configuration, and the wheel would contain it",
 }
 
 
@@ -53,7 +41,10 @@ class VitisAI(Provider):
     reserved = _RESERVED
     static_shapes = True
     # `runs_on` is the default: only the NPU runs contexts, and without it the EP offers no device.
-    sources = ("AMD's Ryzen AI documentation",)
+    sources = (
+        "onnxruntime.ai",
+        "AMD's Ryzen AI documentation",
+    )
     notes = (
         (
             "onnxruntime-vitisai is part of AMD's Ryzen AI software, and not on PyPI: build without "

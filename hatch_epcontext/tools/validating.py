@@ -37,7 +37,7 @@ from hatch_epcontext.jobs.sources import cut_plan, unknown_outputs
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Variant
 from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
-from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find, secrets_in
+from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find
 from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.text import listing, pairs, show, suggestion
 from hatch_epcontext.tools.configure import configure, name_models, nested
@@ -457,7 +457,7 @@ def _target(variant: Variant, name: str, file: Path, model: InspectReply) -> Tar
     """What the variant ``variant`` is opened for.
 
     Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
-    of its EP, or when it needs a secret or names files elsewhere.
+    of its EP, or when it names files elsewhere.
     """
     about, ort = variant.about, variant.ort
     # The source is for the CPU.
@@ -470,9 +470,7 @@ def _target(variant: Variant, name: str, file: Path, model: InspectReply) -> Tar
     load_options = {**ort.provider_options, **(about.load_options if about else {})}
     target = Target(name, settings, about.plugin if about else None, load_options)
     _check_contexts(variant, target.provider, file, model)
-    options = {**settings.session_options, **settings.provider_options, **load_options}
-    secrets = (*(about.secrets if about else ()), *secrets_in(options))
-    if reason := next(_reasons_not_to_open(target, secrets), None):
+    if reason := next(_reasons_not_to_open(target, about.from_app if about else ()), None):
         raise _not_run(reason)
     _check_chip(file, model, target.provider, settings)
     shipped = str(file.parent / OPTION_FILES)
@@ -482,7 +480,7 @@ def _target(variant: Variant, name: str, file: Path, model: InspectReply) -> Tar
     return replace(target, load_options=load_options)
 
 
-def _reasons_not_to_open(target: Target, secrets: Iterable[str]) -> Iterator[str]:
+def _reasons_not_to_open(target: Target, from_app: Iterable[str]) -> Iterator[str]:
     """What is missing, and what an app may do but a package of somebody else may not: names files elsewhere,
     or read the environment of who validates it.
     """
@@ -493,8 +491,8 @@ def _reasons_not_to_open(target: Target, secrets: Iterable[str]) -> Iterator[str
         yield f"no package contains the library of {ep}"
     if places := sorted(PATH_OPTIONS & settings.session_options.keys()):
         yield f"its session option {places[0]} names files elsewhere"
-    for name in secrets:
-        yield f"its option {name} is a secret, or names a file elsewhere, and only an app gives that"
+    for name in from_app:
+        yield f"its option {name} names a file elsewhere, and only an app gives that"
     provider_options = {**settings.provider_options, **target.load_options}
     for name, value in (*provider_options.items(), *settings.session_options.items()):
         if name in OUTPUT_OPTIONS or _ELSEWHERE.search(value):

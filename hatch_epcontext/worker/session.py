@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,8 +14,8 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import CompileSettings, OptionFile, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, UnavailableError
 from hatch_epcontext.files import file_sha256
-from hatch_epcontext.providers import Product, Provider, variable_of
-from hatch_epcontext.shipped import OPTION_FILE, USER_CACHE
+from hatch_epcontext.providers import Product, Provider
+from hatch_epcontext.shipped import USER_CACHE
 from hatch_epcontext.text import show
 from hatch_epcontext.worker.libraries import register, unloadable
 
@@ -39,12 +38,11 @@ def options(
     """Return session options with the target's EP added, and with ``provider_options``.
 
     ``session_options`` are added to the target's. Raises UnavailableError when the EP has no library,
-    no driver or no device on this machine, and ModelError when the variable of a secret is not set.
+    no driver or no device on this machine, and ModelError when a file of an option was changed.
     """
     provider, settings = target.provider, target.settings
     provider_options = {
-        name: _put_files(name, _look_up(name, value), target.files)
-        for name, value in provider_options.items()
+        name: _put_files(name, value, target.files) for name, value in provider_options.items()
     }
     result = _session_options()
     for key, value in {**settings.session_options, **(session_options or {})}.items():
@@ -58,38 +56,16 @@ def options(
     return result
 
 
-def _look_up(option: str, value: str) -> str:
-    """``value``, or the value of the environment variable that it names as a secret."""
-    variable = variable_of(value)
-    if variable is None:
-        return value
-    if not (secret := os.environ.get(variable)):
-        message = (
-            f"the option {option} is a secret in the environment variable {variable}, which is not set "
-            "where the model is compiled and run."
-        )
-        hint = "Set it there. Credentials of the shared cache cannot be used for that."
-        raise ModelError(Problem(Kind.INVALID_OPTION, "", message, hint))
-    return secret
-
-
 def _put_files(option: str, value: str, files: Iterable[OptionFile]) -> str:
     """``value`` with paths of this machine; raises ModelError when a file is not the one that was read."""
-    if value.startswith(f"{OPTION_FILE}{{"):
-        # A package of somebody else may have any name for its option.
-        path = Path.cwd() / f"option-{hashlib.sha256(value.encode()).hexdigest()[:16]}.json"
-        path.write_text(value.removeprefix(OPTION_FILE), encoding="utf-8")
-        return near(path)
     for file in files:
         if not file.is_in({option: value}):
             continue
         path = Path(file.path)
-        if file.is_read and not (path.is_file() and file_sha256(path) == file.sha256):
+        if not (path.is_file() and file_sha256(path) == file.sha256):
             message = f"{file.path}, which the option {option} names, is missing, or was changed."
             hint = "Every machine that compiles needs the same file at this path."
             raise ModelError(Problem(Kind.FILE_NOT_FOUND, "", message, hint))
-        if not file.is_read:
-            (path.parent if path.suffix else path).mkdir(parents=True, exist_ok=True)
         value = value.replace(file.placeholder, near(path))
     return value
 

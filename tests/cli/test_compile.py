@@ -283,7 +283,7 @@ def test_a_changed_file_of_an_option_is_compiled_again(
     ]
     affinity.write_text('{"op_type": {"Relu": "cpu"}}')
     refused = cli(*arguments, code=1).stderr
-    assert "unless op_affinity = { op_type = { Relu = 'htp' } }" in refused
+    assert 'unless op_affinity names a file with {"op_type": {"Relu": "htp"}}' in refused
     affinity.write_text('{"op_type": {"Relu": "htp"}}')
     assert "4/4 nodes in 1 context" in cli(*arguments).stderr
 
@@ -315,5 +315,5 @@ def test_a_file_that_counts_at_load_time_is_shipped_and_no_path_is_written(
     cli(*arguments, "-O", f"more={other}")
     manifest = (out / "manifest.json").read_text(encoding="utf-8")
     assert str(other.parent) not in manifest
-    assert '"secrets": [\n' in manifest
+    assert '"from_app": [\n' in manifest
     assert not list(out.rglob(other.name))

@@ -681,29 +681,3 @@ def test_a_group_of_an_ep_that_opens_shared_contexts_is_opened_together(run: Run
     (built,) = run(toml.replace('"lm"', '"lm"\nvalidate = "structure"')).built
     assert {v.status for v in built.validations.values()} == {ValidationStatus.STRUCTURE}
     assert len(built.artifact.record.files) == 3
-
-
-SECRET = QNN.replace(
-    "provider-options = {",
-    'allow-unknown-options = true\nprovider-options = { key = "{env:MODEL_KEY}",',
-)
-
-
-@needs_qnn
-def test_a_secret_reaches_the_worker_and_nothing_else(
-    run: Run, log: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The EP takes any option, and ONNX Runtime's whole log has all of them.
-    monkeypatch.setenv("MODEL_KEY", "hunter2-hunter2")
-    lines: list[str] = []
-    results = [run(SECRET, workers=Workers(120, lines.append, verbose=True)) for _ in range(2)]
-    assert [result.built[0].cached for result in results] == [False, False]
-    assert not list((tmp_path / "cache").glob("v*/??/*"))
-    assert "hunter2" not in repr((results, log, lines))
-    written = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert not [file for file in written if b"hunter2" in file.read_bytes()]
-    with pytest.raises(BuildError, match="EPC311"):
-        run(SECRET, {"HATCH_EPCONTEXT_FROM_CACHE": "all"})
-    monkeypatch.delenv("MODEL_KEY")
-    with pytest.raises(BuildError, match="the environment variable MODEL_KEY, which is not set"):
-        run(SECRET)

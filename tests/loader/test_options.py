@@ -80,13 +80,13 @@ def test_one_object_of_session_options_is_enough_for_the_fallback(qnn: Shipper) 
     assert session.get_providers() == [CPU_EP]
 
 
-def test_the_app_gives_the_secrets_of_a_target(ship: Shipper) -> None:
-    app = ship(cpu=changed(CPU, secrets=["encryption_key", "password"]))
-    (step, source) = app.explain("a", provider_options={"password": "a"})
+def test_the_app_gives_the_files_that_it_alone_has(ship: Shipper) -> None:
+    app = ship(cpu=changed(CPU, from_app=["table", "plugins"]))
+    (step, source) = app.explain("a", provider_options={"plugins": "a"})
     assert (step.outcome, source.outcome) == ("skipped", "opened")
     assert step.reason == (
-        "it was compiled with a secret or a file that only the app can give: "
-        "load(..., provider_options={'encryption_key': ...})"
+        "it was compiled with a file that only the app can give: "
+        "load(..., provider_options={'table': ...})"
     )
-    given = {"password": "a", "encryption_key": "b"}
+    given = {"plugins": "a", "table": "b"}
     assert app.target_of(app.load("a", provider_options=given)) == "cpu"

@@ -85,9 +85,7 @@ def test_options_that_name_files_have_those_of_the_package(qnn: Shipper) -> None
     shipped, missing = f"{'a' * 32}/x.so", f"{'b' * 32}/y.so"
     options = {
         **own,
-        "op_affinity": '{file}{"op_type":{"Relu":"htp"}}',
         "shipped": f"{{file}}/{shipped}",
-        "json_qnn_graph_dir": "{file}/json_qnn_graph_dir",
     }
     app = qnn(npu=changed(QNN, settings={"provider_options": options}))
     damage(qnn.folder / "a/npu/a_ctx_qnn.bin")

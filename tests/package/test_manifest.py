@@ -109,7 +109,7 @@ models = ["models/a.onnx"]
 provider = "plugin"
 ep-name = "OtherEP"
 library = "other_ep"
-provider-options = { encryption_key = "{env:MODEL_KEY}", target = "X1" }
+provider-options = { target = "X1" }
 session-options = { "session.disable_prepacking" = true }
 [targets.gpu]
 provider = "tensorrt-rtx"
@@ -124,9 +124,7 @@ recompile = true
 """
     package = made(project, toml, tmp_path / "artifacts")
     variant, about = only_variant(package, "npu")
-    # Of a secret only the name.
-    assert (about.secrets, variant.ort.provider_options) == (("encryption_key",), {"target": "X1"})
-    assert about.settings.provider_options["encryption_key"] == "{env:MODEL_KEY}"
+    assert (about.from_app, variant.ort.provider_options) == ((), {"target": "X1"})
     # A context is opened without compiling, and a graph as it is.
     options = {"session.disable_prepacking": "1", "session.disable_model_compile": "1"}
     assert variant.ort.session_options == options

@@ -49,8 +49,8 @@ def test_qnn_logs_why_it_refuses_nodes() -> None:
         "dq": "",
         "/Cast": "",
         "mod": "QNN Mod Op doesn't support fmod",
-        "gqa": "the EP keeps it off the NPU, unless op_affinity = "
-        "{ op_type = { GroupQueryAttention = 'htp' } }",
+        "gqa": "the EP keeps it off the NPU, unless op_affinity names a file with "
+        '{"op_type": {"GroupQueryAttention": "htp"}}',
     }
     assert reasons("") == {}
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import is_portable
-from hatch_epcontext.providers import OptionValue, Provider, render, variable_of
+from hatch_epcontext.providers import OptionValue, Provider, render
 from hatch_epcontext.shipped import USER_CACHE
-from hatch_epcontext.text import listing, near_name, show, suggestion
+from hatch_epcontext.text import near_name, show, suggestion
 
 _SESSION_OPTIONS = frozenset(
     """
@@ -65,19 +66,18 @@ _RESERVED_SESSION_OPTIONS = {
 """Session options that the build or the loader sets, each with the reason or the key to use."""
 
 
+_ABSOLUTE = re.compile(r':\s*"((?:[/\\]|[A-Za-z]:[/\\]|{user-cache})[^"]*)"')
+"""A value in JSON that is an absolute path, or one that the loader replaces only where it stands alone."""
+
+
 def check_options(
     key: Key,
     options: Mapping[str, OptionValue],
     load_options: Mapping[str, OptionValue],
     target: NamedTarget,
 ) -> Iterator[Problem]:
-    """The two tables of provider options in the table at ``key``, of ``target`` or of a model.
-
-    For an unchecked target only their secrets are checked.
-    """
+    """The two tables of provider options in the table at ``key``, of ``target`` or of a model."""
     provider = target.provider
-    yield from _check_secrets(key / "provider-options", options, provider)
-    yield from _check_secrets(key / "load-options", load_options, provider)
     for name, value in load_options.items():
         if isinstance(value, str) and USER_CACHE in value:
             first, _, below = value.partition("/")
@@ -100,32 +100,6 @@ def check_options(
                 "Move it to provider-options.",
                 Setting(key / "provider-options" / name, value),
             )
-    for group in provider.exclusive:
-        if len(both := sorted(group & options.keys())) > 1:
-            message = f"{listing(both)} exclude each other."
-            hint = "Keep one of them."
-            yield Problem.at(key / "provider-options", Kind.CONFLICTING_OPTIONS, message, hint)
-
-
-def _check_secrets(
-    key: Key, options: Mapping[str, OptionValue], provider: Provider
-) -> Iterator[Problem]:
-    """Secrets in the table of provider options at ``key``: no message contains their values."""
-    for name, value in options.items():
-        if variable_of(value) is not None:
-            continue
-        if isinstance(value, str) and "{env:" in value:
-            message = 'must be "{env:NAME}" alone, without other text.'
-            hint = "Put the whole value into the environment variable."
-            yield Problem.at(key / name, Kind.INVALID_OPTION, message, hint)
-        if (option := provider.options.get(name)) and option.secret:
-            yield Problem.at(
-                key / name,
-                Kind.INVALID_OPTION,
-                f"must be {option.allowed}: a secret must not be written here.",
-                "Put it into an environment variable, and name the variable.",
-                Setting(key / name, f"{{env:{name.upper()}}}"),
-            )
 
 
 def _check_values(
@@ -134,27 +108,25 @@ def _check_values(
     for name, value in options.items():
         place = key / name
         if name in provider.reserved:
-            message = f"is reserved: {provider.reserved[name]}."
+            message = f"cannot be set: {provider.reserved[name]}."
             yield Problem.at(place, Kind.RESERVED_OPTION, message)
-        elif name in provider.deprecated:
-            message = f"is deprecated, and {provider.ep} ignores it."
-            hint = f"Use {provider.deprecated[name]}."
-            yield Problem.at(place, Kind.INVALID_OPTION, message, hint)
-        elif name not in provider.options:
-            yield _unknown(place, name, provider, unchecked)
-        elif provider.options[name].secret:
-            # `_check_secrets` reports it.
             continue
-        elif provider.options[name].kind == "pointer":
-            message = f"must be {provider.options[name].allowed}."
-            hint = f"The app can set it: load(..., provider_options={{{name!r}: ...}})."
-            yield Problem.at(place, Kind.INVALID_OPTION, message, hint)
-        else:
-            try:
-                provider.options[name].render(value)
-            except ValueError as allowed:
-                message = f"must be {allowed}, not {show(value)}."
-                yield Problem.at(place, Kind.INVALID_OPTION, message, _NEWER, unchecked)
+        option = provider.options.get(name)
+        if option is None:
+            yield _unknown(place, name, provider, unchecked)
+            continue
+        app_sets_it = f"The app can set it: load(..., provider_options={{{name!r}: ...}})."
+        try:
+            rendered = option.render(value)
+        except ValueError as allowed:
+            message = f"must be {allowed}, not {show(value)}."
+            is_pointer = option.kind == "pointer"
+            hint, *setting = (app_sets_it,) if is_pointer else (_NEWER, unchecked)
+            yield Problem.at(place, Kind.INVALID_OPTION, message, hint, *setting)
+            continue
+        if option.kind == "json" and (path := _ABSOLUTE.search(rendered)):
+            message = f"has the path {show(path[1])}, and the app has places of its own."
+            yield Problem.at(place, Kind.INVALID_OPTION, message, f"Leave it out. {app_sets_it}")
 
 
 _NEWER = "If the EP is newer than this package:"
@@ -174,13 +146,8 @@ def check_session_options(
 ) -> Iterator[Problem]:
     """The table of session options at ``key``, for ``target``; unknown ones pass if that is unchecked."""
     for name, value in options.items():
-        if isinstance(value, str) and "{env:" in value:
-            message = (
-                "must not be an environment variable: only provider-options and load-options may."
-            )
-            yield Problem.at(key / name, Kind.INVALID_OPTION, message)
-        elif name in _RESERVED_SESSION_OPTIONS:
-            message = f"is reserved: {_RESERVED_SESSION_OPTIONS[name]}."
+        if name in _RESERVED_SESSION_OPTIONS:
+            message = f"cannot be set: {_RESERVED_SESSION_OPTIONS[name]}."
             yield Problem.at(key / name, Kind.RESERVED_OPTION, message)
         elif isinstance(value, Mapping | Sequence) and not isinstance(value, str):
             message = (

@@ -59,7 +59,7 @@ _STOPPED = 0xC000013A
 
 
 def explained(error: BuildError, log: WorkerLog, memory_limit: int | None) -> BuildError:
-    """``error``, with which a worker ended, by its causes; without the values of secrets."""
+    """``error``, with which a worker ended, by its causes."""
     causes = [_by_cause(error, problem, log, memory_limit) for problem in error.problems]
     accident = next((cause for cause in causes if isinstance(cause, AccidentError)), error)
     return type(accident)(*(problem for cause in causes for problem in cause.problems))
@@ -76,14 +76,7 @@ def _by_cause(
     is_finding = not has_log or type(error) is RefusedError
     errors = log.tail(only_errors=True) if has_log else ""
     shown = errors if is_finding else log.tail()
-    problem = replace(
-        problem,
-        location=log.hide(problem.location),
-        message=log.hide(problem.message),
-        hint=log.hide(problem.hint or "") or None,
-        log=shown or None,
-        causes=tuple(map(log.hide, problem.causes)),
-    )
+    problem = replace(problem, log=shown or None)
     output = f"{problem.message}\n{shown}"
     # Without a limit a log may contain warnings about memory: only the log of a crash counts.
     counts_log = memory_limit or isinstance(error, CrashError)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import threading
 import time
@@ -32,7 +31,7 @@ from hatch_epcontext.jobs.processes.failures import (
 from hatch_epcontext.jobs.processes.forks import Fork, ForkServer, is_supported
 from hatch_epcontext.jobs.processes.running import Interpreter, NotStartedError, WorkerProcess
 from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT, WorkerLog
-from hatch_epcontext.providers import Provider, variables_in
+from hatch_epcontext.providers import Provider
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import removed_problem, writing
 from hatch_epcontext.worker.protocol import REPLY, Order
@@ -280,11 +279,9 @@ class Worker:
         label = f"{location}: {step}" if step else location
         order = Order(request.action, request, folder, memory_limit=limit)
         line = to_json(order, indent=None)
-        secrets = tuple(value for name in variables_in(line) if (value := os.environ.get(name)))
-        if workers.verbose and not secrets:
-            # ONNX Runtime's verbose log has the values of all options.
+        if workers.verbose:
             line = to_json(replace(order, verbose=True), indent=None)
-        log = WorkerLog(folder, secrets, label, workers.log)
+        log = WorkerLog(folder, label, workers.log)
         try:
             with writing("a folder for a worker", folder):
                 folder.mkdir(parents=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hatch_epcontext.providers import is_benign
-from hatch_epcontext.text import hide_values, narrow, printable, show_size
+from hatch_epcontext.text import narrow, printable, show_size
 from hatch_epcontext.worker.protocol import LOG, STEP
 
 LOG_LIMIT = 100 * 10**6
@@ -31,7 +31,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class WorkerLog:
-    """The log of a worker in ``folder``; nothing that it returns has ``secrets``.
+    """The log of a worker in ``folder``.
 
     ``listener``, if given, gets the lines that `forward` finds, each with the ``label``. It is a file and not
     a pipe, because a vendor's compiler may leave processes running that would keep a pipe open.
@@ -40,12 +40,11 @@ class WorkerLog:
     def __init__(
         self,
         folder: Path,
-        secrets: Collection[str] = (),
         label: str = "",
         listener: Callable[[str], None] | None = None,
     ) -> None:
         self.folder, self.path = folder, folder / LOG
-        self._secrets, self._label, self._listener = secrets, label, listener
+        self._label, self._listener = label, listener
         self._offset, self._rest = 0, b""
 
     @property
@@ -66,10 +65,6 @@ class WorkerLog:
                 return f" while {text} (for {seconds:.0f} s)"
         return ""
 
-    def hide(self, text: str) -> str:
-        """``text`` without secrets."""
-        return hide_values(text, self._secrets)
-
     def forward(self) -> None:
         """Pass the new lines to the listener."""
         end = self.size if self._listener else 0
@@ -82,13 +77,10 @@ class WorkerLog:
             self._pass(lines)
 
     def finish(self) -> None:
-        """Pass the last lines to the listener, and replace secrets in the file, which stays for a while."""
+        """Pass the last lines to the listener."""
         if self._listener:
             self.forward()
             self._pass([self._rest] if self._rest else [])
-        if self._secrets and 0 < self.size <= LOG_LIMIT:
-            text = narrow(self.path.read_bytes()).decode("utf-8", "replace")
-            self.path.write_bytes(self.hide(text).encode())
 
     def _pass(self, lines: Iterable[bytes]) -> None:
         assert self._listener is not None, "it gets them"
@@ -102,9 +94,7 @@ class WorkerLog:
         """
         start = max(self.size - _TAIL_BYTES, 0)
         lines = narrow(self._read(start, _TAIL_BYTES)).rstrip().splitlines()
-        # The first line may begin within a secret.
-        whole = lines[1:] if start and self._secrets else lines
-        return "\n".join(list(_relevant(map(self._shown, whole), only_errors=only_errors))[-TAIL:])
+        return "\n".join(list(_relevant(map(self._shown, lines), only_errors=only_errors))[-TAIL:])
 
     def _read(self, offset: int, size: int) -> bytes:
         try:
@@ -115,8 +105,7 @@ class WorkerLog:
             return b""
 
     def _shown(self, line: bytes) -> str:
-        # Hidden before the line is cut: half a secret must not show either.
-        text = self.hide(line.decode("utf-8", "replace"))
+        text = line.decode("utf-8", "replace")
         if len(text) <= _MAX_LINE:
             return _plain(text)
         return f"{_plain(text[:_MAX_LINE])} ... ({show_size(len(line))})"

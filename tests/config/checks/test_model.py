@@ -71,15 +71,15 @@ def test_an_invalid_model_is_reported_with_its_key(
 
 def test_what_contradicts_a_target_is_reported_where_it_is_written(project: Path) -> None:
     model = 'models = [{ path = "models/a.onnx", targets.npu.provider-options = %s }]\n'
-    target = one("qnn", 'provider-options = { backend_type = "htp" }').replace(
+    target = one("qnn", "provider-options = { soc_model = 60 }").replace(
         "[targets.qnn]", "[targets.npu]"
     )
-    toml = model % '{ backend_path = "libQnnHtp.so" }' + target
-    location = "models[0].targets.npu.provider-options"
-    assert_one_problem(project, toml, location, "exclude each other")
+    toml = model % "{ htp_arch = 75 }" + target
+    location = "models[0].targets.npu.provider-options.htp_arch"
+    assert_one_problem(project, toml, location, "soc_model 60 has the HTP architecture 73")
     # The target itself has one problem, however many models use it.
-    toml = model % "{ vtcm_mb = 8 }" + target.replace("htp", "nothing")
-    assert_one_problem(project, toml, "targets.npu.provider-options.backend_type", "must be")
+    toml = model % "{ vtcm_mb = 8 }" + target.replace("60", "-1")
+    assert_one_problem(project, toml, "targets.npu.provider-options.soc_model", "must be")
 
 
 def groups(first: str, second: str, provider: str = "qnn") -> str:
