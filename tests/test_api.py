@@ -43,7 +43,7 @@ def source(tmp_path: Path) -> Path:
 def test_importing_the_api_loads_no_heavy_package() -> None:
     code = "import hatch_epcontext.api, json, sys; print(json.dumps(list(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    heavy = {"onnx", "onnxruntime", "numpy", "click", "rich", "tomlkit"}
+    heavy = {"onnx", "onnxruntime", "numpy", "click", "tomlkit"}
     assert not heavy & set(json.loads(done.stdout))
 
 

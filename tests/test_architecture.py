@@ -251,7 +251,7 @@ def test_hatchs_entry_point_loads_nothing_of_the_package_and_its_dependencies() 
         (
             "import hatch_epcontext.plugin, hatch_epcontext.jobs.run, hatch_epcontext.package.folder",
             HEAVY
-            | {"click", "rich", "tomlkit"}
+            | {"click", "tomlkit"}
             | {"hatch_epcontext.jobs.cache.shared", "hatch_epcontext.jobs.downloads"},
         ),
         ("import hatch_epcontext.jobs.cache.shared", {"fsspec", "s3fs", "aiohttp"}),

@@ -31,7 +31,7 @@ def _run() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        if error.name not in ("click", "rich", "tomlkit"):
+        if error.name not in ("click", "tomlkit"):
             raise
         print(f'epcontext: {error}. Run: pip install "hatch-epcontext[cli]"', file=sys.stderr)  # noqa: T201
         sys.exit(2)

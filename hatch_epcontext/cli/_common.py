@@ -1,23 +1,18 @@
-"""Shared by commands: lines and tables without control characters, progress and reports."""
+"""Shared by commands: lines and tables without control characters, verbosity and reports."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from hatch_epcontext.config.environ import PREFIX, REPORT_SUFFIXES, read_environment
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.errors import ConfigError, Kind, Problem, collect
-from hatch_epcontext.files import for_windows
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import Plan
@@ -33,10 +28,6 @@ from hatch_epcontext.text import count, printable, show_size
 Command = Callable[..., Any]
 
 
-_WIDTH = 240
-"""The number of columns if the output is not a terminal: enough to break no name."""
-
-
 def echo(text: str, *, err: bool = False, lines: bool = False) -> None:
     """Print ``text``, which is one line unless ``lines`` is set."""
     click.echo(printable(text, lines=lines), err=err)
@@ -44,30 +35,18 @@ def echo(text: str, *, err: bool = False, lines: bool = False) -> None:
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table; sizes and files are aligned to the right."""
-    table = Table()
-    for column in columns:
-        is_number = column in ("size", "files")
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(printable, row))
-    # Without Rich's markup, because some names look like it.
-    console = Console(markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
-    console.print(table)
+    lines = [tuple(columns), *(tuple(map(printable, row)) for row in rows)]
+    aligned = []
+    for cells in zip(*lines, strict=True):
+        width = max(map(len, cells))
+        is_number = cells[0] in ("size", "files")
+        aligned.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in cells])
+    for line in zip(*aligned, strict=True):
+        click.echo("  ".join(line).rstrip())
 
 
-class ExistingPath(click.Path):
-    """A file or folder that exists."""
-
-    def __init__(self, *, file_okay: bool = True, dir_okay: bool = True) -> None:
-        super().__init__(exists=True, file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path; fails if there is none."""
-        if rejection := for_windows(os.fspath(value)):
-            self.fail(f"{value} {rejection.message} {rejection.hint}", param, ctx)
-        return super().convert(value, param, ctx)
+existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+existing_folder = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 def warn(text: str) -> None:
@@ -96,59 +75,35 @@ class Verbosity:
         """The verbosity of a command that prints JSON with ``as_json``: quiet unless it is verbose."""
         return cls(verbose, as_json and not verbose)
 
-    @contextlib.contextmanager
-    def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
-        """A context with a progress bar on a terminal; elsewhere with only a line for each step.
-
-        Its value is a function to call with a line after each of the ``total`` steps.
-        """
-        console = Console(stderr=True)
-        if self.quiet or not console.is_terminal:
-            yield self._print
-            return
-        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as bars:
-            task = bars.add_task(title, total=total)
-
-            def advance(line: str) -> None:
-                bars.advance(task)
-                self._print(line)
-
-            yield advance
-
     def workers(self, timeout: float, memory_limit: int | None = None) -> Workers:
         """Workers with these limits, in seconds and bytes.
 
         Steps that run for long are printed, and the workers' log if the command is verbose.
         """
-        log = self._print if self.verbose else None
+        log = self.log if self.verbose else None
         return Workers(
-            timeout, log, self.verbose > 1, memory_limit, progress=self._print, pulse=self._pulse
+            timeout, log, self.verbose > 1, memory_limit, progress=self.log, pulse=self._pulse
         )
 
-    def _print(self, line: str) -> None:
+    def log(self, line: str) -> None:
+        """Print a line about a step, unless it is quiet."""
         self._pulse.mark_reported()
         if not self.quiet:
-            # On a terminal rich replaces the stream, and keeps its progress bar below.
-            echo(line, err=True)
+            log(line)
 
 
 def open_store() -> Store:
-    """The store of `find_store`; raises ConfigError if there is none."""
-    store = find_store()
-    if store is None:
-        variable = f"{PREFIX}CACHE_DIR"
-        raise ConfigError(Problem(Kind.MISSING_KEY, variable, f"{NO_HOME}.", "Name a folder."))
-    return store
+    """The store in the user's cache folder, or that of the environment.
 
-
-def find_store() -> Store | None:
-    """The store in the user's cache folder, or that of the environment; None without a home folder."""
-    named = os.environ.get(f"{PREFIX}CACHE_DIR")
+    Raises ConfigError without a home folder.
+    """
+    variable = f"{PREFIX}CACHE_DIR"
+    named = os.environ.get(variable)
     try:
         root = (Path(named) if named else default_root() or Path("~")).expanduser()
     except RuntimeError:
-        return None
+        problem = Problem(Kind.MISSING_KEY, variable, f"{NO_HOME}.", "Name a folder.")
+        raise ConfigError(problem) from None
     return Store(root.absolute())
 
 
@@ -205,8 +160,7 @@ def run_plan(
     cache = open_cache(config, warn)
     workers = verbosity.workers(config.build.timeout, config.build.memory_limit)
     try:
-        with verbosity.progress("building", len(planned.jobs)) as log:
-            result = build(planned, staging, cache, log, workers, warn)
+        result = build(planned, staging, cache, verbosity.log, workers, warn)
     except IncompleteError as error:
         _report(error.result, planned, title, as_json=as_json)
         raise

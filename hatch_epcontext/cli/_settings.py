@@ -17,7 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 from packaging.requirements import InvalidRequirement, Requirement
 
-from hatch_epcontext.cli._common import Command, ExistingPath
+from hatch_epcontext.cli._common import Command, existing_file, existing_folder
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, PyprojectNames, parse, tool_table
@@ -186,7 +186,7 @@ def models_argument(*, required: bool = True) -> Callable[[Command], Command]:
         nargs=-1,
         required=required,
         metavar="MODEL..." if required else "[MODEL...]",
-        type=ExistingPath(dir_okay=False),
+        type=existing_file,
     )
 
 
@@ -320,7 +320,7 @@ def project_options(command: Command) -> Command:
     targets = click.option(
         "--target", "targets", multiple=True, help="Only this target; repeatable."
     )
-    project = click.argument("project", type=ExistingPath(file_okay=False), default=Path())
+    project = click.argument("project", type=existing_folder, default=Path())
     return project(targets(models(command)))
 
 

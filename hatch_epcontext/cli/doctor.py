@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -238,7 +237,7 @@ def _describe_library(library: str) -> LibraryDevices:
     Raises ConfigError when there is no such file, RequirementError when ONNX Runtime is missing, and
     BuildError when the library cannot be loaded, crashes, hangs or offers no device.
     """
-    path = os.path.abspath(os.path.expanduser(library)) if is_path(library) else ""
+    path = str(Path(library).expanduser().absolute()) if is_path(library) else ""
     if path and not Path(path).is_file():
         message, hint = "is not a file.", "A path has a slash, or ends with .so, .dll or .dylib."
         raise ConfigError(Problem(Kind.FILE_NOT_FOUND, f"--library {library}", message, hint))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import ExistingPath, echo, is_offline, log, open_store
+from hatch_epcontext.cli._common import echo, existing_folder, is_offline, log, open_store
 from hatch_epcontext.cli._settings import use_lines
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
@@ -22,7 +22,7 @@ from hatch_epcontext.tools.pinning import pin, pinned_line
 
 
 @click.command("fetch")
-@click.argument("project", type=ExistingPath(file_okay=False), default=Path())
+@click.argument("project", type=existing_folder, default=Path())
 @click.option("--pin", "pins", is_flag=True, help="First write the hashes that are missing.")
 def command(project: Path, pins: bool) -> None:
     """Download the models from elsewhere into the user's cache.

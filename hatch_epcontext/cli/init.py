@@ -22,7 +22,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
-from hatch_epcontext.cli._common import Command, ExistingPath, echo, warn
+from hatch_epcontext.cli._common import Command, echo, existing_file, warn
 from hatch_epcontext.cli._settings import (
     HATCHLING,
     Project,
@@ -149,7 +149,7 @@ def tables_options(command: Command) -> Command:
 
 
 @click.command("init", cls=SettingsCommand)
-@click.argument("models", nargs=-1, type=ExistingPath(dir_okay=False))
+@click.argument("models", nargs=-1, type=existing_file)
 @tables_options
 @short_flags
 def command(

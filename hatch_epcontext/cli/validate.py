@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import ExistingPath, Verbosity, echo, verbose_option, warn
+from hatch_epcontext.cli._common import Verbosity, echo, existing_file, verbose_option, warn
 from hatch_epcontext.cli._settings import (
     SettingsCommand,
     provider_option,
@@ -38,11 +38,11 @@ Examples:
 
 
 @click.command("validate", cls=SettingsCommand, epilog=_EXAMPLES)
-@click.argument("path", type=ExistingPath())
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "-s",
     "--source",
-    type=ExistingPath(dir_okay=False),
+    type=existing_file,
     help="The source model, to compare with.",
 )
 @provider_option(required=False)
@@ -71,8 +71,7 @@ def command(
     use_flag_names({path.stem: source or path}, _HEADLINE)
     verbosity = Verbosity.beside_json(verbose, as_json=as_json)
     if not path.is_dir():
-        with verbosity.progress("validating", 1):
-            validated = validate_context(path, provider, source, settings, verbosity.workers)
+        validated = validate_context(path, provider, source, settings, verbosity.workers)
         if as_json:
             click.echo(to_json(validated), nl=False)
         else:

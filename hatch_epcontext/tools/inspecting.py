@@ -18,7 +18,7 @@ from hatch_epcontext.errors import (
     Kind,
     Problem,
 )
-from hatch_epcontext.files import for_windows, is_regular, read_regular, temp_dir
+from hatch_epcontext.files import is_regular, read_regular, temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_environment
 from hatch_epcontext.package.manifest import FILE, ModelPackage
@@ -90,9 +90,6 @@ def _inspect_wheel(path: Path) -> Inspection:
 
 def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
     """Read the facts of the ONNX file at ``path``, with ``workers`` if given; raises as `inspect` does."""
-    if rejection := for_windows(str(path)):
-        problem = Problem(Kind.INVALID_PATH, str(path), rejection.message, rejection.hint)
-        raise InspectionError(problem)
     if not path.is_file():
         message = "is no file." if path.exists() else "does not exist."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message))

@@ -28,7 +28,7 @@ def test_a_table_a_chart_and_all_measurements(
     file, chart = tmp_path / "b.json", tmp_path / "b.png"
     before = set(source.parent.iterdir())
     result = cli("bench", source, "-p", "cpu", "-n", "2", "--json", file, "--plot", chart, *origin)
-    rows = [line for line in result.stdout.splitlines() if " net " in line]
+    rows = [line for line in result.stdout.splitlines() if line.startswith("net ")]
     assert [row.count(" s (") for row in rows] == [2, 2, 2]
     measured = json.loads(file.read_text(encoding="utf-8"))
     assert measured["from_memory"] == bool(origin)
@@ -107,7 +107,7 @@ def test_without_models_those_of_the_project_are_measured(
 ) -> None:
     monkeypatch.chdir(app_project)
     printed = cli("bench", "--target", "one", "-n", "1").stdout
-    rows = [line.split()[1] for line in printed.splitlines() if " compiled " in line]
+    rows = [line.split()[0] for line in printed.splitlines() if " compiled " in line]
     assert rows == ["a", "b"]
     assert "--target one or two" in cli("bench", code=2).stderr
     model = app_project / "models" / "a.onnx"
@@ -137,7 +137,7 @@ def test_an_artifact_that_cannot_be_opened_is_an_error_beside_the_other_times(
     chart = ("--plot", tmp_path / "c.svg")
     result = cli("bench", source, "-p", "qnn", "-n", "1", *settings, *chart, code=1)
     assert "<svg" in chart[1].read_text(encoding="utf-8")
-    rows = [line for line in result.stdout.splitlines() if " net " in line]
+    rows = [line for line in result.stdout.splitlines() if line.startswith("net ")]
     assert [row.count("failed") for row in rows] == [0, 0, 2]
     assert "net: compiled: " in result.stderr
 

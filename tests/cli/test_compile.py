@@ -129,15 +129,6 @@ def test_all_problems_name_their_flags(cli: Cli, source: Path, out: Path) -> Non
     assert not out.exists()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there a backslash separates folders")
-def test_a_path_for_windows_is_named(cli: Cli, out: Path) -> None:
-    for arguments in (("compile", r"models\a.onnx", "-p", "cpu", "-o", out), ("init", r"a\a.onnx")):
-        printed = cli(*arguments, code=2).stderr
-        assert "has a backslash, which separates folders on Windows only" in printed
-    printed = cli("inspect", r"models\a.onnx", code=1).stderr
-    assert 'Write "models/a.onnx"' in printed
-
-
 @needs_qnn
 def test_an_open_dimension_is_an_error_with_the_flag_that_fixes_it(
     cli: Cli, source: Path, out: Path
