@@ -148,8 +148,8 @@ class QuantizeTable:
     """``quantize`` of a target or a model."""
 
     inputs: str = _key(
-        "Typical inputs: a folder with an `.npz` or a folder of `input_*.pb` for each sample, or one `.npz` "
-        "with all samples along the first axis.",
+        "Typical inputs: a folder with an `.npz` for each sample, or one `.npz` with all samples along the "
+        "first axis.",
         "",
         required=True,
     )
@@ -313,8 +313,8 @@ class ValidateTable:
         "auto",
     )
     inputs: str = _key(
-        "Dummy inputs: `random` (seeded), `ones`, `zeros`, an `.npz`, a folder with `input_*.pb`, or a "
-        "folder with one of these for each sample: see `docs/validation.md`.",
+        "Dummy inputs: `random` (seeded), `ones`, `zeros`, an `.npz`, or a folder with one for each sample: "
+        "see `docs/validation.md`.",
         "random",
     )
     tolerance: ToleranceTable | Literal[False] | None = _key(

@@ -19,10 +19,6 @@ from hatch_epcontext.package.external_data import external_data
 from hatch_epcontext.package.wheel import packed_files
 from hatch_epcontext.text import listing, to_toml
 
-_INPUTS = (".npz", ".pb")
-"""The files in a folder of inputs that are read."""
-
-
 RECORDED_IGNORE = "# What an app saw, from epcontext record: it may contain personal data.\n*\n"
 """The ``.gitignore`` in a folder of recorded samples."""
 
@@ -170,7 +166,7 @@ def _inputs_of(model: Model) -> Iterator[Needed]:
     for key, path in places:
         for file in input_files(path) or [Path(path)]:
             # Other files in a folder are not read.
-            if file.suffix in _INPUTS or not Path(path).is_dir():
+            if file.suffix == ".npz" or not Path(path).is_dir():
                 yield Needed(key, file, private=True)
 
 

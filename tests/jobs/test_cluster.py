@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import numpy_helper
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
@@ -243,8 +241,7 @@ def test_all_files_go_once_through_the_shared_cache_to_where_resources_are(run: 
     save_with_data(network(), run.root / "models" / "a.onnx")
     np.savez(run.root / "x.npz", x=np.full((2, 1, 8, 8), 0.5, np.float32))
     (run.root / "data").mkdir()
-    tensor = numpy_helper.from_array(np.ones((1, 1, 8, 8), np.float32), "x")
-    onnx.save_tensor(tensor, run.root / "data" / "input_0.pb")
+    np.savez(run.root / "data" / "0.npz", x=np.ones((1, 1, 8, 8), np.float32))
     keys = 'path = "models/a.onnx", targets.x.quantize.inputs = "data", validate.inputs = "x.npz"'
     toml = CPU.replace('"models/a.onnx"', f'"models/a.onnx", {{ name = "b", {keys} }}')
     toml += 'requirements = ["only-there>=1"]\n'
@@ -254,7 +251,7 @@ def test_all_files_go_once_through_the_shared_cache_to_where_resources_are(run: 
     assert "only-there" in first.artifact.record.versions
     # Nobody signs without the key.
     sent = {path: path.stat().st_mtime_ns for path in run.shared.rglob("*") if path.is_file()}
-    names = ("models/a.onnx", "models/network.data", "x.npz", "data/input_0.pb")
+    names = ("models/a.onnx", "models/network.data", "x.npz", "data/0.npz")
     sums = {file_sha256(run.root / name) for name in names}
     sums |= {file.sha256 for b in (first, second) for file in b.artifact.record.files.values()}
     assert {path.name for path in sent} == {file_sha256(path) for path in sent} == sums

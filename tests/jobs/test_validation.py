@@ -241,7 +241,7 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
     np.savez(file, x=np.ones(1))
     folder = tmp_path / "data"
     folder.mkdir()
-    (folder / "input_0.pb").write_bytes(b"1")
+    (folder / "0.npz").write_bytes(b"1")
     jobs = [
         job,
         with_validate(job, inputs="ones"),
@@ -255,7 +255,7 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
     assert len(set(keys)) == len(keys)
     np.savez(file, x=np.zeros(1))
     assert key_of(jobs[2]) != keys[2]
-    (folder / "input_0.pb").write_bytes(b"2")
+    (folder / "0.npz").write_bytes(b"2")
     assert key_of(jobs[3]) != keys[3]
     # The mode does not change the result of a validation.
     assert key_of(with_validate(job, mode="require")) == keys[0]

@@ -121,26 +121,26 @@ def test_ignored_inputs_are_not_published_unasked(
 ) -> None:
     folder = root / "inputs" / "first"
     folder.mkdir(parents=True)
-    for name in ("input_0.pb", "notes.txt"):
+    for name in ("0.npz", "notes.txt"):
         (folder / name).touch()
     toml = """
 targets.cpu.provider = "cpu"
 models = [{ path = "models/a.onnx", validate = { inputs = "inputs" } }]
 """
     configure(root, toml=toml)
-    assert "inputs/first/input_0.pb" in make(root)
+    assert "inputs/first/0.npz" in make(root)
     ignore(root, "/inputs")
     (root / "dist" / "my_app-1.0.tar.gz").unlink()
     text = failure(root, capsys)
     assert "models[0].validate.inputs (models/a.onnx): EPC509" in text
     assert '.gitignore or .hgignore has "/inputs"' in text
-    assert 'artifacts = ["/inputs/first/input_0.pb"] in [tool.hatch.build.targets.sdist]' in text
+    assert 'artifacts = ["/inputs/first/0.npz"] in [tool.hatch.build.targets.sdist]' in text
     configure(
         root,
-        '[tool.hatch.build.targets.sdist]\nartifacts = ["/inputs/first/input_0.pb"]\n',
+        '[tool.hatch.build.targets.sdist]\nartifacts = ["/inputs/first/0.npz"]\n',
         toml,
     )
-    assert "inputs/first/input_0.pb" in make(root)
+    assert "inputs/first/0.npz" in make(root)
 
 
 def test_all_files_of_all_targets_count(

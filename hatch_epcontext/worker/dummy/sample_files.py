@@ -9,7 +9,6 @@ from pathlib import Path
 from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
-import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.files import unreadable
@@ -22,27 +21,25 @@ def read_samples(
 ) -> Iterator[tuple[str, dict[str, Array]]]:
     """Yield the samples at ``path``, one at a time: an array for each of ``inputs``, of its dtype and shape.
 
-    ``path`` is an ``.npz``, a folder with ``input_*.pb``, or a folder of such files and folders, which are
-    read in natural order. Each sample is named after its file in the folder, without ``.npz``. An archive
+    ``path`` is an ``.npz``, or a folder of such files, which are read in natural order. Each sample is named after its file in the folder, without ``.npz``. An archive
     whose arrays are longer along the first axis than the model's input, or have one axis more, has several
     samples. Raises ModelError, at ``key``, when there is no sample, when an array is missing, has another
     dtype or shape, or when arrays of one archive have different numbers of samples.
     """
     for file in _files(path, key):
         name = file.name if file == path else file.relative_to(path).as_posix()
-        arrays = _read_test_data(file, inputs, key) if file.is_dir() else _read_npz(file, key)
-        samples = list(_split(arrays, file, inputs, key))
+        samples = list(_split(_read_npz(file, key), file, inputs, key))
         for number, sample in enumerate(samples):
             index = f"[{number}]" if len(samples) > 1 else ""
             yield f"{name.removesuffix('.npz')}{index}", sample
 
 
 def _files(path: Path, key: Key) -> list[Path]:
-    if not path.is_dir() or _is_test_data(path):
+    if not path.is_dir():
         return [path]
-    files = [file for file in path.rglob("*") if file.suffix == ".npz" or _is_test_data(file)]
+    files = list(path.rglob("*.npz"))
     if not files:
-        message = f"{path.name} has no sample: no .npz, and no folder with input_*.pb."
+        message = f"{path.name} has no sample: no .npz."
         hint = "Save one .npz for each sample, with an array for each input: numpy.savez."
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
     return sorted(files, key=_natural)
@@ -52,10 +49,6 @@ def _natural(path: Path) -> tuple[list[str | int], Path]:
     """A sorting key with ``a-10`` after ``a-9``."""
     parts = enumerate(re.split(r"([0-9]+)", path.as_posix()))
     return [int(part) if index % 2 else part for index, part in parts], path
-
-
-def _is_test_data(path: Path) -> bool:
-    return path.is_dir() and any(path.glob("input_*.pb"))
 
 
 def _split(
@@ -139,31 +132,6 @@ def _plain_array(member: object) -> Array:
     if not isinstance(member, np.ndarray):
         raise TypeError("it has other files too")
     return member
-
-
-def _read_test_data(path: Path, inputs: Sequence[TensorFacts], key: Key) -> dict[str, Array]:
-    """Return ONNX's test data: ``input_<n>.pb`` is for the input that it names, or else the n-th.
-
-    Raises ModelError, at ``key``, when a file is not a tensor.
-    """
-    arrays: dict[str, Array] = {}
-    names = [tensor.name for tensor in inputs]
-    for file in sorted(path.glob("input_*.pb")):
-        _refuse_pipe(file, key)
-        try:
-            tensor = onnx.load_tensor(file)
-            array = onnx.numpy_helper.to_array(tensor)
-        except Exception as error:
-            message = f"{file.name} is not an ONNX tensor: {error}."
-            raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message)) from None
-        number = file.stem.removeprefix("input_")
-        if tensor.data_type == onnx.TensorProto.STRING:
-            array = np.array([s.decode() for s in tensor.string_data], object).reshape(array.shape)
-        if tensor.name in names:
-            arrays[tensor.name] = array
-        elif number.isdigit() and int(number) < len(names):
-            arrays[names[int(number)]] = array
-    return arrays
 
 
 def _refuse_pipe(path: Path, key: Key) -> None:
