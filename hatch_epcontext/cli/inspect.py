@@ -8,19 +8,16 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import echo, show_table, warn
+from hatch_epcontext.cli._common import echo, show_table
 from hatch_epcontext.graph.facts import Size
 from hatch_epcontext.jobs.report import describe_coverage
 from hatch_epcontext.package.manifest import ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.text import count, listing, pairs, show_size
+from hatch_epcontext.text import count, pairs, show_size
 from hatch_epcontext.tools import inspecting as tool
 from hatch_epcontext.worker.requests import InspectReply
 from hatch_epcontext.worker.results import Validation
-
-_MAX_NAMED = 3
-"""The most files that a line names."""
 
 
 @click.command("inspect")
@@ -38,27 +35,19 @@ def command(path: Path, as_json: bool, verify: bool) -> None:
     An ONNX model needs onnx, but not ONNX Runtime.
 
     --verify fails if a file is missing or differs from the manifest (in a wheel: by the hashes in RECORD), or
-    if a wheel has no models. It also names the plain models that a wheel has beside its packages.
+    if a wheel has no models.
     """
-    found = tool.inspect(path)
-    verified = tool.verify(path, found) if verify else None
+    inspection = tool.inspect(path)
     if as_json:
         # Not sorted: variants are in the order of preference.
-        facts = to_plain(found)
-        if verified is not None:
-            facts["verification"] = to_plain(verified)
-        click.echo(json.dumps(facts, indent=2).replace("\x7f", "\\u007f"))
-    elif found.model is not None:
-        _show_model(found.model)
+        click.echo(json.dumps(to_plain(inspection), indent=2).replace("\x7f", "\\u007f"))
+    elif inspection.model is not None:
+        _show_model(inspection.model)
     else:
-        for folder, package in found.packages.items():
+        for folder, package in inspection.packages.items():
             _show_package(str(path) if folder == "." else folder, package)
-    if verified is not None:
-        verified.check()
-        echo(f"verified: {count(verified.files, 'file')}", err=as_json)
-        if verified.plain:
-            plain = listing(verified.plain, _MAX_NAMED)
-            warn(f"{path.name} also has {plain}: leave out what the app opens with load().")
+    if verify:
+        echo(f"verified: {count(tool.verify(path, inspection), 'file')}", err=as_json)
 
 
 def _show_model(model: InspectReply) -> None:

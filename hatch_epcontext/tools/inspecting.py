@@ -65,9 +65,6 @@ def inspect(path: Path) -> Inspection:
     # Not a pipe, which would block.
     if is_regular(path) and path.suffix == _WHEEL:
         return _inspect_wheel(path)
-    if is_regular(path) and path.name.endswith(".tar.gz"):
-        hint = "Unpack it, and name the folder of a model package or an ONNX file in it."
-        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), "is an sdist.", hint))
     return Inspection(str(path), {}, inspect_model(path))
 
 
@@ -103,50 +100,30 @@ def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
             raise InspectionError(*error.problems) from error
 
 
-@dataclass(frozen=True)
-class Verification:
-    """A comparison of files with their records.
+def verify(path: Path, inspection: Inspection) -> int:
+    """Compare the files that the manifests or the model name with their records; a wheel's by its RECORD.
 
-    ``files``: the number of files that the manifests or the model name; ``plain``: the ONNX files of a wheel
-    that are in none of its packages.
+    Returns their number; raises InspectionError with all that is missing or changed.
     """
-
-    files: int
-    plain: tuple[str, ...] = ()
-    problems: tuple[Problem, ...] = ()
-
-    def check(self) -> None:
-        """Raise InspectionError with all that is missing or changed."""
-        if self.problems:
-            raise InspectionError(*self.problems)
-
-
-def verify(path: Path, inspection: Inspection) -> Verification:
-    """Compare the files that the manifests or the model name with their records; a wheel's by its RECORD."""
     if inspection.model is not None:
-        sidecars = [context for context in inspection.model.contexts if context.sidecar]
-        number = len(sidecars) + len(inspection.model.external_data)
-        return Verification(number, problems=tuple(_check_files(path, inspection.model)))
-    packages = inspection.packages
-    problems, plain = list[Problem](), list[str]()
-    for folder, package in packages.items():
+        return verify_model(path, inspection.model)
+    problems = list[Problem]()
+    for folder, package in inspection.packages.items():
         if path.is_dir():
             problems += damaged_files(path / folder, package)
         else:
             problems += differences(path, PurePosixPath(folder), package.files)
-    if not path.is_dir():
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".onnx")]
-        plain = [n for n in names if packages.keys().isdisjoint(map(str, PurePosixPath(n).parents))]
-    files = sum(len(package.files) + len(package.unrecorded) for package in packages.values())
-    return Verification(files, tuple(plain), tuple(problems))
+    if problems:
+        raise InspectionError(*problems)
+    packages = inspection.packages.values()
+    return sum(len(package.files) + len(package.unrecorded) for package in packages)
 
 
 def verify_model(path: Path, model: InspectReply) -> int:
-    """Check that all files that the ONNX file names are in its folder; returns their number."""
-    verification = verify(path, Inspection(str(path), {}, model))
-    verification.check()
-    return verification.files
+    """As `verify`, for the ONNX file at ``path``: all files that it names must be in its folder."""
+    if problems := list(_check_files(path, model)):
+        raise InspectionError(*problems)
+    return len(model.external_data) + sum(bool(context.sidecar) for context in model.contexts)
 
 
 def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
