@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import Kind, Problem, UnavailableError
 from hatch_epcontext.providers import MissingLibrary, Plugin, missing
-from hatch_epcontext.system import LIBRARIES
 from hatch_epcontext.text import listing
-
-_MAX_LIBRARIES = 3
-"""The most libraries of a package that a message names."""
 
 
 def register(plugin: Plugin, ep: str, *, virtual: bool = False) -> None:
@@ -77,8 +70,7 @@ def _registration_problem(
             Kind.UNLOADABLE_LIBRARY,
             "",
             f"{plugin.module} is not the package of a plugin EP: {error}.",
-            "Such a package has get_library_path(). Without one, name the path of the library instead"
-            f"{_libraries_in(plugin.module)}.",
+            "Such a package has get_library_path(). Without one, name the path of the library instead.",
         )
     if "CreateEpFactories" in str(error):
         message = f"{plugin.path or plugin.package} is a library, but not that of an EP: {error}."
@@ -87,36 +79,26 @@ def _registration_problem(
     return unloadable(ep, str(error), library)
 
 
-def _libraries_in(module: str) -> str:
-    """The shared libraries in the package ``module``, as the end of a sentence; empty for none or many."""
-    libraries = [
-        str(path)
-        for folder in getattr(sys.modules.get(module), "__path__", ())
-        for path in sorted(Path(folder).rglob("*"))
-        # Names with tags are Python's extension modules.
-        if path.suffix in LIBRARIES and "." not in path.stem
-    ]
-    return f": {listing(libraries)}" if 0 < len(libraries) <= _MAX_LIBRARIES else ""
-
-
 def unloadable(ep: str | None, message: str, library: Path) -> Problem:
-    """The problem of an EP's library that cannot be loaded, with the libraries that are missing.
+    """The problem of an EP's ``library`` that cannot be loaded, with the first library that it lacks.
 
-    ``message`` is the error of the system's loader.
+    ``message`` is the error of the system's loader, or of ONNX Runtime, which may not name it.
     """
     what = f"the library of {ep}" if ep else "the library"
-    named = missing(message)
-    not_found = _missing_dependencies(library) or ([named] if named else [])
-    if not not_found:
-        hint = "Check that the file is a library for this system and this version of ONNX Runtime."
-        return Problem(Kind.UNLOADABLE_LIBRARY, "", f"{what} cannot be loaded: {message}", hint)
-    verb = "are" if len(not_found) > 1 else "is"
-    return Problem(
-        Kind.UNLOADABLE_LIBRARY,
-        "",
-        f"{what} cannot be loaded, because {listing(map(str, not_found))} {verb} missing.",
-        "\n".join(dict.fromkeys(lacking.advice for lacking in not_found)),
-    )
+    if lacking := missing(message) or _lacking(library):
+        message = f"{what} cannot be loaded, because {lacking} is missing."
+        return Problem(Kind.UNLOADABLE_LIBRARY, "", message, lacking.advice)
+    hint = "Check that the file is a library for this system and this version of ONNX Runtime."
+    return Problem(Kind.UNLOADABLE_LIBRARY, "", f"{what} cannot be loaded: {message}", hint)
+
+
+def _lacking(library: Path) -> MissingLibrary | None:
+    """The first library that ``library`` needs, and the system does not find."""
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        return missing(str(error))
+    return None
 
 
 def missing_in_package(plugin: Plugin) -> list[str]:
@@ -127,38 +109,10 @@ def missing_in_package(plugin: Plugin) -> list[str]:
     needed: dict[MissingLibrary, list[str]] = {}
     library = Path(_library_in(plugin.module))
     for path in sorted(library.parent.glob(f"*{library.suffix}")):
-        try:
-            ctypes.CDLL(str(path))
-        except OSError as error:
-            # The NPU's own libraries are for another processor.
-            if lacking := missing(str(error)):
-                needed.setdefault(lacking, []).append(path.name)
+        # Not the error of the NPU's own libraries, which are for another processor.
+        if lacking := _lacking(path):
+            needed.setdefault(lacking, []).append(path.name)
     return [
         f"{lacking} is missing, and {listing(names)} of {plugin.package} cannot be loaded. {lacking.advice}"
         for lacking, names in needed.items()
     ]
-
-
-def _missing_dependencies(library: Path) -> list[MissingLibrary]:
-    """Return all libraries that ``library`` needs and the system cannot find.
-
-    The error of the system's loader names only the first.
-    """
-    try:
-        listed = subprocess.run(
-            ["ldd", library],  # noqa: S607  # where it is differs between systems
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    not_found: list[MissingLibrary] = []
-    for name in re.findall(r"^\s*(\S+) => not found", listed, re.MULTILINE):
-        # A library that is already loaded, for example from a pip package, is available.
-        try:
-            ctypes.CDLL(name)
-        except OSError as error:
-            not_found += filter(None, [missing(str(error))])
-    return list(dict.fromkeys(not_found))

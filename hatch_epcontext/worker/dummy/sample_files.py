@@ -21,10 +21,11 @@ def read_samples(
 ) -> Iterator[tuple[str, dict[str, Array]]]:
     """Yield the samples at ``path``, one at a time: an array for each of ``inputs``, of its dtype and shape.
 
-    ``path`` is an ``.npz``, or a folder of such files, which are read in natural order. Each sample is named after its file in the folder, without ``.npz``. An archive
-    whose arrays are longer along the first axis than the model's input, or have one axis more, has several
-    samples. Raises ModelError, at ``key``, when there is no sample, when an array is missing, has another
-    dtype or shape, or when arrays of one archive have different numbers of samples.
+    ``path`` is an ``.npz``, or a folder of such files, which are read in natural order. Each sample is named
+    after its file in the folder, without ``.npz``. An archive whose arrays are longer along the first axis
+    than the model's input, or have one axis more, has several samples. Raises ModelError, at ``key``, when
+    there is no sample, when an array is missing, has another dtype or shape, or when arrays of one archive
+    have different numbers of samples.
     """
     for file in _files(path, key):
         name = file.name if file == path else file.relative_to(path).as_posix()
