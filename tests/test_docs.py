@@ -17,9 +17,8 @@ from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import Kind
-from hatch_epcontext.graph.rewrites import REWRITES
+from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
 from hatch_epcontext.graph.rewrites.precise import PRECISE
-from hatch_epcontext.graph.unrolling import UNROLLS
 from hatch_epcontext.providers import PROVIDERS
 from tests.config.test_json_schema import validate
 from tests.conftest import REPOSITORY

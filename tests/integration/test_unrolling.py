@@ -9,7 +9,7 @@ from onnx import numpy_helper
 
 from hatch_epcontext.api import BuildError, ValidationStatus
 from tests.conftest import needs_qnn
-from tests.graph.unrolling.models import recurrent
+from tests.graph.rewrites.unrolled import recurrent
 from tests.integration.conftest import compile_for_qnn
 from tests.models import parsed
 

@@ -1,4 +1,4 @@
-"""Small exact rewrites of models, for EPs that refuse an operator or a form of it.
+"""Exact rewrites of models, for EPs that refuse an operator or a form of it.
 
 Each replaces nodes by others that compute the same, and is applied only where an EP has refused them.
 """
@@ -17,8 +17,9 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     reverse_sequence_as_gather,
     slice_as_gather,
 )
+from hatch_epcontext.graph.rewrites.loops import unroll_loop
+from hatch_epcontext.graph.rewrites.recurrent import drop_default_activations, unroll_recurrent
 from hatch_epcontext.graph.rewriting import Rewrite
-from hatch_epcontext.graph.unrolling.activations import drop_default_activations
 
 REWRITES: tuple[Rewrite, ...] = (
     if_as_where,
@@ -33,4 +34,11 @@ REWRITES: tuple[Rewrite, ...] = (
     decompose_comparison,
     cast_as_dequantize,
 )
-"""All rewrites, in the order in which they are applied: later ones may replace what earlier ones add."""
+"""All but `UNROLLS`, in the order in which they are applied: later ones may replace what earlier ones add."""
+
+UNROLLS: tuple[Rewrite, ...] = (unroll_recurrent, unroll_loop)
+"""Those of nodes that repeat a known number of times, in the order in which they are applied.
+
+The number must be constant, and the needed shapes known. ONNX Runtime's basic optimization folds constants in
+the result; then more may be unrolled.
+"""

@@ -18,7 +18,7 @@ from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.external import load_whole, put_data
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
-from hatch_epcontext.graph.rewrites import REWRITES
+from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
 from hatch_epcontext.graph.rewrites.branches import (
     assignments,
     if_as_where,
@@ -28,7 +28,6 @@ from hatch_epcontext.graph.rewrites.branches import (
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, remedy
 from hatch_epcontext.graph.rewriting import Rewrite, apply
 from hatch_epcontext.graph.scope import Types
-from hatch_epcontext.graph.unrolling import UNROLLS
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import (
     SIMPLIFIED,

@@ -11,10 +11,9 @@ import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites import REWRITES
+from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
 from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
 from hatch_epcontext.graph.rewriting import apply
-from hatch_epcontext.graph.unrolling import UNROLLS
 from hatch_epcontext.worker.value_types import value_types
 from tests.graph.rewrites.equal import check_equal
 
@@ -119,7 +118,7 @@ UNROLLABLE: Mapping[str, Forms] = {
             (
                 "LSTM",
                 4,
-                ', activations = ["HardSigmoid", "Relu", "Tanh"], activation_alpha = [0.3]',
+                ', activations = ["HardSigmoid", "Relu", "Tanh"]',
             ),
             ("GRU", 3, ""),
             ("RNN", 1, ""),

@@ -14,7 +14,7 @@ from hatch_epcontext.graph.rewriting import Rewrite
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.actions.rewrite import handle
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
-from tests.graph.unrolling.models import recurrent
+from tests.graph.rewrites.unrolled import recurrent
 from tests.models import parsed, save, save_with_data
 
 FOLLOWING = """

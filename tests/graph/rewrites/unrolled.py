@@ -15,8 +15,8 @@ from onnx import TensorProto, helper
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.dtypes import Array
+from hatch_epcontext.graph.rewrites import UNROLLS
 from hatch_epcontext.graph.rewriting import Rewritten, apply
-from hatch_epcontext.graph.unrolling import UNROLLS
 from tests.models import parsed
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -35,13 +35,12 @@ def recurrent(
     elem_type: int = TensorProto.FLOAT,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """One LSTM, GRU or RNN on ``x`` (steps x batch x features, or batch first with ``layout=1``).
+    """One LSTM, GRU or RNN on ``x`` (steps x batch x features).
 
     ``inputs``: which of "B", "h", "c" and "P" it has; the states are inputs of the model.
     """
     rng = np.random.default_rng(0)
     directions = 2 if direction == "bidirectional" else 1
-    swapped = attributes.get("layout", 0) == 1
     gates = GATES[op] * HIDDEN
     shapes = {
         "W": (directions, gates, FEATURES),
@@ -57,12 +56,10 @@ def recurrent(
     }
     if lengths:
         stored["lengths"] = np.asarray(lengths, np.int32)
-    states = [BATCH, directions, HIDDEN] if swapped else [directions, BATCH, HIDDEN]
-    fed = {"x": [BATCH, steps, FEATURES] if swapped else [steps, BATCH, FEATURES]}
+    states = [directions, BATCH, HIDDEN]
+    fed = {"x": [steps, BATCH, FEATURES]}
     fed |= {name: states for name in ("h", "c") if name in inputs}
     every = {"Y": [steps, directions, BATCH, HIDDEN], "Y_h": states, "Y_c": states}
-    if swapped:
-        every["Y"] = [BATCH, steps, directions, HIDDEN]
     if op != "LSTM":
         del every["Y_c"]
     made = {name: shape for name, shape in every.items() if name in outputs}

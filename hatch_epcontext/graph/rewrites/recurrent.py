@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN as the matrix products and functions of each step."""
+"""LSTM, GRU and RNN as the matrix products and functions of each step, and without default attributes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import onnx
 from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.graph.unrolling.activations import Activation, activations
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+
+_DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
+"""The activations of one direction of each layer."""
+
+_OPERATORS = {name.casefold(): name for name in ("Sigmoid", "Tanh", "Relu", "HardSigmoid")}
 
 _FLAT = 20.0
 """Where sigmoid and tanh are flat in float32. QNN's HTP fuses a sum with the function after it: with errors
@@ -36,7 +40,6 @@ class _Layer:
     batch: int
     hidden: int
     directions: int
-    batch_first: bool
 
     def of_direction(self, index: int, direction: int) -> str:
         """The part of a weight for ``direction``."""
@@ -50,19 +53,19 @@ class _Layer:
         """The initial state for ``direction`` (batch x hidden), zeros without one."""
         if not (initial := graph.operand(self.node, index)):
             return self.builder.store(np.zeros((self.batch, self.hidden), self.builder.dtype))
-        return self.builder.item(initial, 1 if self.batch_first else 0, direction)
+        return self.builder.item(initial, 0, direction)
 
     def clipped(self, value: str, limit: float) -> str:
         """``value`` within -``limit`` and ``limit``."""
         return self.builder.clip(value, -limit, limit)
 
-    def active(self, function: Activation, value: str, *, is_sum: bool = True) -> str:
+    def active(self, function: str, value: str, *, is_sum: bool = True) -> str:
         """``function`` of ``value``, which is first clipped as the node requires."""
         if limit := graph.attribute(self.node, "clip", 0.0):
             value = self.clipped(value, limit)
-        elif is_sum and function.is_flat:
+        elif is_sum and function in ("Sigmoid", "Tanh"):
             value = self.clipped(value, _FLAT)
-        return function.apply(value, self.builder)
+        return self.builder.add(function, value)
 
     def add(self, op: str, *inputs: str) -> str:
         """A node."""
@@ -77,13 +80,53 @@ class _Layer:
         return self.builder.split(value, 0, [self.batch] * self.steps)
 
 
+def _named_activations(node: onnx.NodeProto) -> list[str]:
+    """The activations that ``node`` names, by their operators where these are known."""
+    names = (name.decode("utf-8", "replace") for name in graph.attribute(node, "activations", []))
+    return [_OPERATORS.get(name.casefold(), name) for name in names]
+
+
+def _activations(node: onnx.NodeProto, directions: int) -> list[list[str]] | Declined:
+    """The operators of the activations of each direction of ``node``."""
+    defaults = _DEFAULTS[node.op_type]
+    names = _named_activations(node) or [*defaults] * directions
+    if node.op_type == "RNN":
+        # The default names functions for two directions; one direction uses only the first.
+        names = names[:directions]
+    if len(names) != directions * len(defaults):
+        return Declined(f"it has {len(names)} activations, not {directions * len(defaults)}")
+    if unknown := sorted({*names}.difference(_OPERATORS.values())):
+        return Declined(f"its activation {unknown[0]!r} is not known")
+    if any(graph.attribute(node, f"activation_{name}", []) for name in ("alpha", "beta")):
+        return Declined("its activations have parameters")
+    return [names[at : at + len(defaults)] for at in range(0, len(names), len(defaults))]
+
+
+@rewrites(*_DEFAULTS)
+def drop_default_activations(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A layer without ``activations``, if these are the defaults: EPs refuse the attribute."""
+    names = _named_activations(node)
+    directions = 2 if graph.text(node, "direction") == "bidirectional" else 1
+    if not names:
+        return None
+    if names != [*_DEFAULTS[node.op_type]] * directions:
+        return Declined("its activations are not the default ones")
+    result = copy_of(node)
+    # The default activations have no parameters.
+    for attribute in [*result.attribute]:
+        if attribute.name in ("activations", "activation_alpha", "activation_beta"):
+            result.attribute.remove(attribute)
+    builder.append(result)
+    return list(node.output)
+
+
 @rewrites(*_GATES)
 def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The products and functions of each step. Raises TooManyNodesError."""
     layer = _layer(node, scope, builder)
     if isinstance(layer, Declined):
         return layer
-    functions = activations(node, layer.directions)
+    functions = _activations(node, layer.directions)
     if isinstance(functions, Declined):
         return functions
     rows, within = _rows(layer), _within(layer, scope)
@@ -113,16 +156,17 @@ def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | Dec
         return Declined("it has peepholes")
     if graph.number(node, "input_forget", 0):
         return Declined("its input and forget gates are coupled")
+    if graph.number(node, "layout", 0):
+        # Nor does ONNX Runtime's CPU run it.
+        return Declined("its batch comes before its steps")
     x, r = (scope.sizes(name) or () for name in (node.input[0], node.input[2]))
     if len(x) != 3 or len(r) != 3 or scope.dtype(node.input[0]) is None:
         return Declined("the type of its input or of its weights is not known")
-    batch_first = graph.number(node, "layout", 0) == 1
-    steps, batch = (x[1], x[0]) if batch_first else x[:2]
-    hidden = r[2]
+    (steps, batch), hidden = x[:2], r[2]
     both = graph.attribute(node, "direction", b"forward") == b"bidirectional"
     if not (steps and batch and hidden):
         return Declined("its number of steps or its batch is not fixed")
-    return _Layer(node, builder, steps, batch, hidden, 1 + both, batch_first)
+    return _Layer(node, builder, steps, batch, hidden, 1 + both)
 
 
 def _within(layer: _Layer, scope: Scope) -> list[str]:
@@ -150,11 +194,8 @@ def _select(layer: _Layer, within: str, new: str, old: str) -> str:
 
 def _rows(layer: _Layer) -> str:
     """The input as a matrix, (steps * batch) x features, all values of a step together."""
-    value = layer.node.input[0]
-    if layer.batch_first:
-        value = layer.builder.transpose(value, [1, 0, 2])
     # -1 stands for the features, the one size that may be unknown.
-    return layer.builder.reshape(value, [layer.steps * layer.batch, -1])
+    return layer.builder.reshape(layer.node.input[0], [layer.steps * layer.batch, -1])
 
 
 def _input_part(layer: _Layer, rows: str, direction: int, fixed: str) -> list[str]:
@@ -178,9 +219,7 @@ def _bias(layer: _Layer, direction: int) -> str:
     return layer.add("Add", first, second) if first else ""
 
 
-def _lstm(
-    layer: _Layer, direction: int, functions: Sequence[Activation]
-) -> tuple[Step, list[str], str]:
+def _lstm(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step, list[str], str]:
     f, g, h = functions
     weight = layer.weight(2, direction)
 
@@ -192,16 +231,14 @@ def _lstm(
         new = layer.add("Mul", i, layer.active(g, c, is_sum=False))
         cell = layer.add("Add", layer.add("Mul", forget, cell), new)
         # The node's clip does not apply to the output.
-        bounded = layer.clipped(cell, _FLAT) if h.is_flat else cell
-        return [layer.add("Mul", o, h.apply(bounded, layer.builder)), cell]
+        bounded = layer.clipped(cell, _FLAT) if h in ("Sigmoid", "Tanh") else cell
+        return [layer.add("Mul", o, layer.add(h, bounded)), cell]
 
     states = [layer.state(5, direction), layer.state(6, direction)]
     return step, states, _bias(layer, direction)
 
 
-def _gru(
-    layer: _Layer, direction: int, functions: Sequence[Activation]
-) -> tuple[Step, list[str], str]:
+def _gru(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step, list[str], str]:
     f, g = functions
     sizes = [2 * layer.hidden, layer.hidden]
     weight = layer.of_direction(2, direction)
@@ -236,9 +273,7 @@ def _gru(
     return step, [layer.state(5, direction)], fixed
 
 
-def _rnn(
-    layer: _Layer, direction: int, functions: Sequence[Activation]
-) -> tuple[Step, list[str], str]:
+def _rnn(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step, list[str], str]:
     weight = layer.weight(2, direction)
 
     def step(inputs: str, states: Sequence[str]) -> list[str]:
@@ -260,16 +295,10 @@ def _outputs(
     values = [""] * 3
     if names[0]:
         values[0] = builder.concat([_joined(layer, hidden) for hidden in sequences], 1)
-        if layer.batch_first:
-            values[0] = builder.transpose(values[0], [2, 0, 1, 3])
-    axis = 1 if layer.batch_first else 0
-    shape = [layer.batch, layer.hidden]
-    shape.insert(axis, 1)
+    shape = [1, layer.batch, layer.hidden]
     for index, states in enumerate(zip(*last, strict=True), start=1):
         if names[index]:
-            values[index] = builder.concat(
-                [builder.reshape(state, shape) for state in states], axis
-            )
+            values[index] = builder.concat([builder.reshape(state, shape) for state in states], 0)
     return values
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hatch_epcontext.graph import graph
-from tests.graph.unrolling.models import (
+from tests.graph.rewrites.unrolled import (
     assert_equal,
     assert_too_large,
     assert_unchanged,

@@ -7,9 +7,12 @@ import onnx
 import pytest
 from onnx import TensorProto
 
+from hatch_epcontext.graph.rewrites.recurrent import drop_default_activations, unroll_recurrent
 from tests.conftest import newer_runtime
-from tests.graph.unrolling.models import (
+from tests.graph.rewrites.equal import reasons, rewritten
+from tests.graph.rewrites.unrolled import (
     BATCH,
+    GATES,
     STEPS,
     assert_close,
     assert_equal,
@@ -19,6 +22,7 @@ from tests.graph.unrolling.models import (
     run,
     unrolled,
 )
+from tests.models import parsed
 
 FUNCTIONS = {"LSTM": 3, "GRU": 2, "RNN": 1}
 
@@ -99,46 +103,29 @@ def test_a_layer_of_one_direction_may_name_functions_for_two() -> None:
     assert_equal(model, "unroll_recurrent")
 
 
-def test_parameters_belong_to_the_functions_that_take_them_in_order() -> None:
-    model = recurrent(
-        "LSTM",
-        "bidirectional",
-        activations=["HardSigmoid", "Tanh", "Relu", "Sigmoid", "Relu", "HardSigmoid"],
-        activation_alpha=[0.3, 0.6],
-        activation_beta=[0.4, 0.1],
-    )
-    assert_equal(model, "unroll_recurrent", atol=1e-5)
-
-
-@pytest.mark.parametrize("op", FUNCTIONS)
-def test_batches_first_are_steps_first_with_other_axes(op: str) -> None:
-    # ONNX Runtime's CPU has only steps first, which is what the result is compared with.
-    inputs = ("B", "h", "c") if op == "LSTM" else ("B", "h")
-    steps_first = recurrent(op, "bidirectional", inputs=inputs)
-    result, _ = unrolled(recurrent(op, "bidirectional", inputs=inputs, layout=1))
-    given = feeds(steps_first)
-    swapped = {name: values.swapaxes(0, 1) for name, values in given.items()}
-    ((expected, *states),) = run(steps_first, given)
-    ((found, *last),) = run(result, swapped)
-    assert_close(found, expected.transpose(2, 0, 1, 3))
-    for one, other in zip(last, states, strict=True):
-        assert_close(one, other.swapaxes(0, 1))
-
-
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
         (
             recurrent("GRU", activations=["Sigmoid", "Softsign"]),
-            "its activation 'softsign' is not known",
+            "its activation 'Softsign' is not known",
         ),
         (recurrent("GRU", activations=["Sigmoid"]), "it has 1 activations, not 2"),
         (recurrent("LSTM", inputs=("B", "P")), "it has peepholes"),
+        (
+            recurrent("GRU", activations=["HardSigmoid", "Tanh"], activation_alpha=[0.3]),
+            "its activations have parameters",
+        ),
         (recurrent("LSTM", input_forget=1), "its input and forget gates are coupled"),
     ],
 )
 def test_a_layer_that_is_not_understood_stays(model: onnx.ModelProto, reason: str) -> None:
     assert_unchanged(model, reason)
+
+
+def test_a_layer_with_the_batch_first_stays() -> None:
+    model = recurrent("RNN", layout=1)
+    assert reasons(model, unroll_recurrent) == ["its batch comes before its steps"]
 
 
 def test_a_layer_of_unknown_length_stays() -> None:
@@ -158,3 +145,34 @@ def test_no_function_follows_a_sum_at_once() -> None:
             if node.op_type in ("Sigmoid", "Tanh")
         }
         assert before <= {"Clip", "Split"}
+
+
+DEFAULTS = {"LSTM": '"Sigmoid", "Tanh", "Tanh"', "GRU": '"Sigmoid", "Tanh"', "RNN": '"Tanh"'}
+
+
+def layer(operator: str, directions: int, activations: str) -> onnx.ModelProto:
+    direction = "bidirectional" if directions == 2 else "reverse"
+    return parsed(
+        f"""(float[5, 1, 4] x) => (float[5, {directions}, 1, 3] y) {{ y = {operator} <hidden_size = 3,
+        activations = [{activations}], direction = "{direction}"> (x, w, r) }}""",
+        w=(directions, GATES[operator] * 3, 4),
+        r=(directions, GATES[operator] * 3, 3),
+    )
+
+
+@pytest.mark.parametrize("operator", GATES)
+@pytest.mark.parametrize("directions", [1, 2])
+def test_default_activations_are_left_out(operator: str, directions: int) -> None:
+    activations = ", ".join([DEFAULTS[operator]] * directions)
+    model = layer(operator, directions, activations)
+    (node,) = rewritten(model, drop_default_activations).graph.node
+    assert {attribute.name for attribute in node.attribute} == {"hidden_size", "direction"}
+
+
+@pytest.mark.parametrize(
+    ("operator", "activations"),
+    [("LSTM", '"Sigmoid", "Relu", "Tanh"'), ("GRU", '"Tanh", "Sigmoid"'), ("RNN", '"Relu"')],
+)
+def test_other_activations_stay(operator: str, activations: str) -> None:
+    expected = ["its activations are not the default ones"]
+    assert reasons(layer(operator, 1, activations), drop_default_activations) == expected

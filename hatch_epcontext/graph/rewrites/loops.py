@@ -1,0 +1,146 @@
+"""Loops with a known number of iterations, as copies of their bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, Outputs, TooManyNodesError
+from hatch_epcontext.graph.dtypes import Array
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import rewrites
+from hatch_epcontext.graph.scope import Scope
+
+
+@rewrites("Loop")
+def unroll_loop(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Copies of the body; loops in it may already be unrolled. Raises TooManyNodesError."""
+    body = graph.attribute(node, "body", None)
+    if not isinstance(body, onnx.GraphProto) or body.sparse_initializer or not body.output:
+        return Declined("its body is missing, or has sparse tensors, or no output")
+    trips = _trip_count(node, body, scope, builder)
+    if isinstance(trips, Declined):
+        return trips
+    states = list(node.input[2:])
+    if not trips:
+        has_scans = len(body.output) - 1 > len(states)
+        return Declined("it has no iteration, and its results are empty") if has_scans else states
+    if builder.limit is not None and trips > builder.limit:
+        raise TooManyNodesError(builder.limit)
+    names = [value.name for value in body.input]
+    outer: dict[str, str] = {}
+    builder.store_all(body, outer)
+    varying: list[onnx.NodeProto] = []
+    changing = set(names)
+    for inner in body.node:
+        if graph.is_random(inner) or not changing.isdisjoint(graph.read_by(inner)):
+            changing.update(inner.output)
+            varying.append(inner)
+        else:
+            # It is the same in all iterations.
+            builder.copy([inner], outer)
+    true = builder.store(_filled(body, 1, True))
+    count, scans = len(states), list[list[str]]()
+    for trip in range(trips):
+        inputs = [builder.store(_filled(body, 0, trip)), true, *states]
+        renamed = outer | dict(zip(names, inputs, strict=True))
+        builder.copy(varying, renamed, f"/{trip}")
+        # The first output is the condition to continue.
+        outputs = [renamed.get(value.name, value.name) for value in body.output[1:]]
+        states = outputs[:count]
+        scans.append(outputs[count:])
+    return [*states, *(builder.stack(values, 0) for values in zip(*scans, strict=True))]
+
+
+def _trip_count(
+    loop: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Builder
+) -> int | Declined:
+    """The number of iterations of ``loop``, which is in ``scope``; at most the limit + 1."""
+    assert builder.limit is not None, "a loop can be endless"
+    trips, condition = graph.operands(loop, 2)
+    number, first = (scope.constant(name) if name else None for name in (trips, condition))
+    if trips and number is None:
+        return Declined(f"its number of iterations {trips!r} is computed")
+    most = builder.limit + 1 if number is None else min(int(number.item()), builder.limit + 1)
+    # The maximum number of iterations counts before the condition.
+    if most <= 0:
+        return 0
+    if condition and first is None:
+        return Declined(f"its condition {condition!r} is computed")
+    if first is not None and not first.item():
+        return 0
+    return _run(loop, body, scope, builder, most)
+
+
+def _run(
+    loop: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Builder, most: int
+) -> int | Declined:
+    """The number of iterations, at most ``most``: onnx runs the part of the body that decides."""
+    # Imported here: few models need it, and it imports all operators.
+    from onnx.reference import ReferenceEvaluator
+
+    part, states, reads = _decision(body)
+    starts = dict(zip((value.name for value in body.input[2:]), loop.input[2:], strict=False))
+    feeds = {name: scope.constant(starts.get(name, name)) for name in reads}
+    known = {name: value for name, value in feeds.items() if value is not None}
+    if any(map(graph.is_random, part.node)) or len(known) < len(feeds):
+        return Declined("its number of iterations depends on data or chance")
+    model = onnx.ModelProto(ir_version=builder.model.ir_version, graph=part)
+    model.opset_import.extend(builder.model.opset_import)
+    counter, condition = (value.name for value in body.input[:2])
+    known[condition] = _filled(body, 1, True)
+    needs_counter = any(counter in graph.read_by(node) for node in part.node)
+    try:
+        evaluator = ReferenceEvaluator(model)
+        # A condition that depends on nothing else is the same in all iterations.
+        for trip in range(most if states or needs_counter else 1):
+            known[counter] = _filled(body, 0, trip)
+            goes_on, *values = map(np.asarray, evaluator.run(None, known))
+            if not goes_on.item():
+                return trip + 1
+            known |= dict(zip(states, values, strict=True))
+    except Exception as error:
+        # onnx runs less than ONNX Runtime.
+        return Declined(f"onnx does not compute its condition: {' '.join(str(error).split())}")
+    return most
+
+
+def _decision(body: onnx.GraphProto) -> tuple[onnx.GraphProto, Sequence[str], set[str]]:
+    """The part of a loop's ``body`` that computes its condition, and then the next values of some states.
+
+    Also the names of these states, and those of all values that the part reads before the first iteration.
+    """
+    condition, *results = (value.name for value in body.output)
+    following = dict(zip((value.name for value in body.input[2:]), results, strict=False))
+    # The next iteration gets the state from the last one.
+    returns = [helper.make_node("Identity", [result], [name]) for name, result in following.items()]
+    looped = Scope(helper.make_graph([*body.node, *returns], "looped", [], []))
+    needed = set(looped.ancestors([condition]))
+    nodes = [node for node in body.node if not needed.isdisjoint(node.output)]
+    stored = [tensor for tensor in body.initializer if tensor.name in needed]
+    own = {name for node in nodes for name in node.output}
+    own |= {tensor.name for tensor in stored} | {value.name for value in body.input[:2]}
+    states = [name for name in following if name in needed]
+    # Inputs that are outputs, and outputs of one name, need names of their own.
+    results = [condition, *map(following.__getitem__, states)]
+    ends = [f"epcontext.end{index}" for index, _ in enumerate(results)]
+    pairs = zip(results, ends, strict=True)
+    feeds = {*needed - own, *(value.name for value in body.input[:2])}
+    part = helper.make_graph(
+        [*nodes, *(helper.make_node("Identity", [result], [end]) for result, end in pairs)],
+        "part",
+        [onnx.ValueInfoProto(name=name) for name in sorted(feeds)],
+        [onnx.ValueInfoProto(name=name) for name in ends],
+        stored,
+    )
+    return part, states, needed - own
+
+
+def _filled(body: onnx.GraphProto, index: int, value: int) -> Array:
+    """``value`` in the shape of the body's input ``index``: a number or a list of one."""
+    dtype = (np.int64, np.bool_)[index]
+    return np.full([1] * len(body.input[index].type.tensor_type.shape.dim), value, dtype)
