@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeVar
 
@@ -33,12 +34,6 @@ TEMP_VARIABLE = "TEMP" if sys.platform == "win32" else "TMPDIR"
 
 STAGING_PREFIX, _PREFIX_BESIDE = "hatch-epcontext-", ".epcontext-"
 """The prefixes of temporary folders: in the system's folder for them, and beside a user's files."""
-
-_PREFIX_REPLACING = f"{_PREFIX_BESIDE}replacing-"
-"""The prefix of the temporary folders of `replace_files`."""
-
-_STAGED, _COMPLETE, _EARLIER = "new", "complete", "earlier"
-"""What is in such a folder: the new files; the same, once the earlier ones are out of the way; these."""
 
 _MARKER = ".lock"
 """The file in a temporary folder that names its owner, and is locked while the folder is in use."""
@@ -147,7 +142,7 @@ def sync(file: Path) -> None:
 
 
 @contextlib.contextmanager
-def temp_dir(parent: Path | None = None, prefix: str = _PREFIX_BESIDE) -> Iterator[Path]:
+def temp_dir(parent: Path | None = None) -> Iterator[Path]:
     """A temporary folder in ``parent``, or in the system's folder; it is removed at the end.
 
     First removes such folders of killed processes. Raises OSError if it cannot be made.
@@ -158,7 +153,7 @@ def temp_dir(parent: Path | None = None, prefix: str = _PREFIX_BESIDE) -> Iterat
             f"the folder for temporary files, {place}, has a path that is not UTF-8, and ONNX Runtime "
             f"cannot open such paths. Set {TEMP_VARIABLE} to another folder."
         )
-    prefix = STAGING_PREFIX if parent is None else prefix
+    prefix = STAGING_PREFIX if parent is None else _PREFIX_BESIDE
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         marker = os.open(folder / _MARKER, os.O_RDWR | os.O_CREAT | _BINARY, 0o600)
@@ -224,13 +219,6 @@ def _remove(folder: Path, marker: int) -> None:
     that a killed removal left.
     """
     try:
-        is_free = _settle(folder)
-    except OSError:
-        is_free = False
-    if not is_free:
-        os.close(marker)
-        return
-    try:
         for entry in folder.iterdir():
             if entry.name != _MARKER:
                 _remove_tree(entry)
@@ -253,36 +241,28 @@ def replace_files(
 ) -> None:
     """Copy ``files`` to their paths in ``folder``, and remove the ``obsolete`` ones: all of it, or nothing.
 
-    A file that names others comes after them: it disappears first and appears last. ``check`` gets the folder
-    with the copies, and may raise. Raises OSError, also if a file is in use: then all is as it was before.
-    What a killed process has begun is finished or undone by the next `sweep` of ``folder``.
+    A file that names others comes after them: it disappears first and appears last, so that a killed process
+    leaves none beside files of another version. ``check`` gets the folder with the copies, and may raise.
+    Raises OSError, also if a file is in use: then all is as it was before.
     """
     folder = folder.resolve()
     is_new = not folder.exists()
     names = [*(name for name in obsolete if name not in files), *files]
+    for path in map(folder.joinpath, names):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with temp_dir(folder, _PREFIX_REPLACING) as beside:
-            staged, complete = beside / _STAGED, beside / _COMPLETE
+        with temp_dir(folder) as beside:
+            new, earlier = beside / "new", beside / "earlier"
             for name, source in files.items():
-                (staged / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, staged / name)
-            staged.mkdir(exist_ok=True)
-            check(staged)
-            for name in reversed(names):
-                if os.path.lexists(folder / name):
-                    _move(name, folder, beside / _EARLIER)
-            patiently(lambda: staged.rename(complete))
-            placed = []
-            try:
-                for name in files:
-                    _move(name, complete, folder)
-                    placed.append(name)
-            except BaseException:
-                for name in reversed(placed):
-                    _move(name, folder, complete)
-                patiently(lambda: complete.rename(staged))
-                raise
+                (new / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, new / name)
+            new.mkdir(exist_ok=True)
+            check(new)
+            moves = [(folder / name, earlier / name) for name in reversed(names)]
+            moves = [(old, place) for old, place in moves if os.path.lexists(old)]
+            _move_all([*moves, *((new / name, folder / name) for name in files)])
     finally:
         inside = {parent for name in names for parent in (folder / name).parents}
         for parent in sorted(inside, reverse=True):
@@ -291,39 +271,20 @@ def replace_files(
                     parent.rmdir()
 
 
-def _settle(beside: Path) -> bool:
-    """Finish or undo what `replace_files` began with its folder ``beside``; False if files are left there.
-
-    Raises OSError if a file cannot be moved.
-    """
-    if not beside.name.startswith(_PREFIX_REPLACING):
-        return True
-    folder, complete, earlier = beside.parent.resolve(), beside / _COMPLETE, beside / _EARLIER
-    source = complete if complete.is_dir() else earlier
-    for inside, _, names in os.walk(source):
-        for name in names:
-            _move((Path(inside) / name).relative_to(source).as_posix(), source, folder)
-    # As long as the new files are complete, the earlier ones are not put back.
-    _remove_tree(earlier)
-    return not earlier.exists()
-
-
-def _move(name: str, source: Path, target: Path) -> None:
-    """Move a file to another folder, to the same path; raises OSError for a folder, or a link to one."""
-    old, new = source / name, target / name
-    new.parent.mkdir(parents=True, exist_ok=True)
-    if old.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(old))
-    for path, root in ((old, source), (new, target)):
-        # What is left behind may be of somebody else: a link must lead no file elsewhere.
-        if root.is_symlink() or not path.parent.resolve().is_relative_to(root.resolve()):
-            raise OSError(errno.ELOOP, "a link leads to another folder", str(path))
-    try:
-        patiently(lambda: old.replace(new))
-    except OSError as error:
-        # The user's own file, and not that in the temporary folder.
-        error.filename, error.filename2 = str(old if _PREFIX_REPLACING in str(new) else new), None
-        raise
+def _move_all(moves: list[tuple[Path, Path]]) -> None:
+    """Rename the first file of each pair to the second, or none; raises OSError."""
+    for index, (source, target) in enumerate(moves):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            patiently(partial(source.replace, target))
+        except BaseException as error:
+            for before, after in reversed(moves[:index]):
+                patiently(partial(after.replace, before))
+            if isinstance(error, OSError):
+                # The user's own file, and not that in the temporary folder.
+                own = target if _PREFIX_BESIDE in str(source) else source
+                error.filename, error.filename2 = str(own), None
+            raise
 
 
 def _remove_tree(path: Path) -> None:
