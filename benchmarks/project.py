@@ -90,9 +90,10 @@ def _write(root: Path, tables: str) -> None:
     (root / "pyproject.toml").write_text(f"{_PROJECT}\n{tables}\n", encoding="utf-8")
 
 
-def build(root: Path, cache: Path | None = None) -> Done:
-    """Build the project's wheel with Hatch's own command, and ``cache`` as the hook's cache."""
-    env = {} if cache is None else {"HATCH_EPCONTEXT_CACHE_DIR": str(cache)}
+def build(root: Path, cache: Path | None = None, report: Path | None = None) -> Done:
+    """Build the project's wheel with Hatch's own command, the hook's ``cache``, and its ``report`` there."""
+    paths = {"CACHE_DIR": cache, "REPORT": report}
+    env = {f"HATCH_EPCONTEXT_{name}": str(path) for name, path in paths.items() if path}
     return run([sys.executable, "-m", "hatchling", "build", "-t", "wheel"], root, env)
 
 
@@ -107,12 +108,6 @@ def unpack(root: Path, folder: Path) -> Path:
     with zipfile.ZipFile(wheel(root)) as archive:
         archive.extractall(folder)
     return folder / PACKAGE / "epcontext"
-
-
-def report(cache: Path) -> Any:
-    """The report that the hook stored in its cache."""
-    (path,) = (cache / "reports").glob("*.json")
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def toml(value: Any) -> str:

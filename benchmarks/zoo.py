@@ -13,6 +13,7 @@ costs, both ways' times, and those of a script that runs each model once.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -46,8 +47,8 @@ class Zoo:
         root = self._new("ours")
         targets = {self._provider: project.TARGETS[self._provider]}
         project.write(root / "project", self._sources, targets)
-        done = project.build(root / "project", root / "cache")
-        self.report = project.report(root / "cache")
+        done = project.build(root / "project", root / "cache", root / "report.json")
+        self.report = json.loads((root / "report.json").read_text(encoding="utf-8"))
         return done.cost
 
     def by_hand(self) -> Cost:

@@ -18,12 +18,10 @@ from hatch_epcontext.files import remove, temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import cache_requirements
-from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file
 from hatch_epcontext.text import printable
 
 if TYPE_CHECKING:
-    from hatch_epcontext.jobs.cache.store import Cache
     from hatch_epcontext.jobs.processes.process import Workers
     from hatch_epcontext.package.bundle import Bundle
 
@@ -114,9 +112,9 @@ class ProjectBuild:
                 plan(config), staging, cache, print_finished, workers, self.terminal.warn
             )
         except IncompleteError as error:
-            self._report(error.result, config, project, cache)
+            self._report(error.result, config, project)
             raise
-        self._report(result, config, project, cache)
+        self._report(result, config, project)
         return result
 
     def read(self, config: Config, staging: Path) -> Result:
@@ -176,15 +174,11 @@ class ProjectBuild:
         log = info if verbosity > 0 else None
         return Workers(settings.timeout, log, verbosity > 1, settings.memory_limit, info)
 
-    def _report(self, result: Result, config: Config, project: Project, cache: Cache) -> None:
-        from hatch_epcontext.jobs.report import make_report
-
-        report = make_report(result)
-        if path := cache.store_report(f"{project.name}-{project.version}", to_json(report)):
-            self.terminal.info(f"report: {path}")
+    def _report(self, result: Result, config: Config, project: Project) -> None:
         if config.report is not None:
-            # Imported here: few builds write one.
+            from hatch_epcontext.jobs.report import make_report
             from hatch_epcontext.jobs.report_file import write_report
 
-            write_report(report, f"{project.name} {project.version}", config.report)
+            title = f"{project.name} {project.version}"
+            write_report(make_report(result), title, config.report)
             self.terminal.info(f"report: {config.report}")

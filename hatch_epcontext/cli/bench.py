@@ -25,7 +25,7 @@ from hatch_epcontext.cli._settings import (
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.artifact import GENERATOR, Artifact, Recipe
-from hatch_epcontext.jobs.cache.store import Cache
+from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import job_runner

@@ -12,18 +12,20 @@ import click
 from hatch_epcontext.cli._common import echo, open_store, show_table
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ROOT
-from hatch_epcontext.jobs.cache.store import Entry, Kind
+from hatch_epcontext.jobs.cache.store import Entry, EntryKind
 from hatch_epcontext.text import count, show_size, to_toml
 
 _UNITS = {"d": "days", "h": "hours", "w": "weeks"}
 
-_NOUNS: dict[Kind, str] = {
+_NOUNS: dict[EntryKind, str] = {
     "artifacts": "artifact",
     "models": "downloaded model",
     "cut": "cut model",
     "searches": "record",
     "facts": "record",
     "refs": "record",
+    "index": "record",
+    "sent": "record",
 }
 """What a kind of entries is called; those without files are only counted."""
 

@@ -30,10 +30,9 @@ from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Proble
 from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Record, Source
-from hatch_epcontext.jobs.cache import DamagedError, read_record
-from hatch_epcontext.jobs.cache.index import changed_error
+from hatch_epcontext.jobs.cache.build import Cache, changed_error
 from hatch_epcontext.jobs.cache.shared import Transport, TransportError
-from hatch_epcontext.jobs.cache.store import Cache
+from hatch_epcontext.jobs.cache.store import DamagedError, read_record
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted

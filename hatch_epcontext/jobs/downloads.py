@@ -7,7 +7,6 @@ plain files with one name each: ONNX and ONNX Runtime refuse links for external 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -21,11 +20,8 @@ from hatch_epcontext.files import (
     FileRecord,
     file_sha256,
     is_lfs_pointer,
-    is_regular,
-    remove,
 )
-from hatch_epcontext.jobs.cache import DamagedError
-from hatch_epcontext.jobs.cache.store import Files, Store, untrusted
+from hatch_epcontext.jobs.cache.store import DamagedError, Files, Store, untrusted
 from hatch_epcontext.jobs.processes.process import Heartbeat
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import show_size
@@ -77,36 +73,35 @@ class Downloads:
         """Put the files of ``download`` into the cache, unless they are there."""
         if self._has(download):
             return
-        with self.parts(download.key) as parts:
+        with self.store.lock(download.key, self._wait), self.staging() as folder:
             # Another process may have downloaded it in the meantime.
             if self._has(download):
                 return
             for name, digest in download.files.items():
-                self.get(beside(download.url, name), parts / name, digest)
-            self.keep(download, parts)
+                self.get(beside(download.url, name), folder / name, digest)
+            self.keep(download, folder)
 
     def _has(self, download: Download) -> bool:
         with contextlib.suppress(DamagedError, OSError):
             return self.store.get("models", download.key, Files) is not None
         return False
 
-    def keep(self, download: Download, parts: Path) -> None:
-        """Store the files of ``download``, which are complete, from the folder ``parts``."""
+    def _wait(self) -> None:
+        if self._beat.due():
+            self._log("waiting for another process, which downloads")
+
+    def keep(self, download: Download, folder: Path) -> None:
+        """Store the files of ``download``, which are complete, from ``folder``."""
         files = {
-            name: FileRecord((parts / name).stat().st_size, sha256)
+            name: FileRecord((folder / name).stat().st_size, sha256)
             for name, sha256 in download.files.items()
         }
-        self.store.put("models", download.key, Files(files), parts)
+        self.store.put("models", download.key, Files(files), folder)
 
     @contextlib.contextmanager
-    def parts(self, key: str) -> Iterator[Path]:
-        """The locked folder for the files of the download ``key`` while they arrive."""
-
-        def wait() -> None:
-            if self._beat.due():
-                self._log("waiting for another process, which downloads")
-
-        with writing("a downloaded model", self.store.root), self.store.parts(key, wait) as folder:
+    def staging(self) -> Iterator[Path]:
+        """A temporary folder for files while they arrive."""
+        with writing("a downloaded model", self.store.root), self.store.staging() as folder:
             yield folder
 
     def check_online(self, url: str) -> None:
@@ -115,27 +110,16 @@ class Downloads:
             message = f"{url} is not in the cache, and {PREFIX}OFFLINE forbids downloads."
             raise DownloadError(message, "Run this where there is a network: epcontext fetch")
 
-    def get(self, url: str, part: Path, digest: str | None) -> str:
-        """Put the file at ``url`` into ``part``, and return its hex sha256: ``digest``, if that is known."""
-        part.parent.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(part) and (part.is_symlink() or not is_regular(part)):
-            raise DownloadError(f"{part} is no regular file.", "Remove it.")
-        # The last build may have been ended before it had all parts.
-        if digest and part.exists() and file_sha256(part) == digest:
-            return digest
+    def get(self, url: str, file: Path, digest: str | None) -> str:
+        """Put what is at ``url`` into ``file``, and return its hex sha256: ``digest``, if that is known."""
+        file.parent.mkdir(parents=True, exist_ok=True)
         self.check_online(url)
-        continues = digest is not None and part.exists()
-        self._fetch(url, part, pinned=digest is not None)
-        actual = file_sha256(part)
+        self._fetch(url, file, pinned=digest is not None)
+        actual = file_sha256(file)
         if digest is None or actual == digest:
             return actual
-        what = described(part)
-        remove(part)
-        if continues:
-            # What had arrived before may be of something else.
-            return self.get(url, part, digest)
         raise DownloadError(
-            f"{url} has the sha256 {actual}, and not {digest}.{what}",
+            f"{url} has the sha256 {actual}, and not {digest}.{described(file)}",
             "Find out why. If the new file is wanted: remove sha256 and data, and run epcontext fetch --pin.",
             Kind.OTHER_CONTENT,
         )

@@ -24,8 +24,7 @@ from hatch_epcontext.files import is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Recipe, Record, Source
-from hatch_epcontext.jobs.cache.index import changed_error
-from hatch_epcontext.jobs.cache.store import Cache
+from hatch_epcontext.jobs.cache.build import Cache, changed_error
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted

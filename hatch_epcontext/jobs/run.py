@@ -16,7 +16,7 @@ from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, Problem, merged
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
-from hatch_epcontext.jobs.cache.store import Cache
+from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.processes.process import Workers

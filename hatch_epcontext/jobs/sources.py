@@ -15,8 +15,7 @@ from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_fi
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.cache.store import Cache
+from hatch_epcontext.jobs.cache.build import Cache, Index
 from hatch_epcontext.jobs.plan import FORMAT, Plan, model_settings, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment

@@ -12,7 +12,7 @@ from hatch_epcontext.config.settings import SYNTHETIC, CompileSettings, Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.cache.build import Index
 from hatch_epcontext.jobs.plan import FORMAT, Job
 from hatch_epcontext.providers import QUANTIZED, Provider
 from hatch_epcontext.serialize import value_sha256

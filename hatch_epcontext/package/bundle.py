@@ -13,7 +13,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Result, Source
-from hatch_epcontext.jobs.cache.index import changed_error
+from hatch_epcontext.jobs.cache.build import changed_error
 from hatch_epcontext.jobs.plan import ships_source
 from hatch_epcontext.package import manifest
 from hatch_epcontext.shipped import OPTION_FILES

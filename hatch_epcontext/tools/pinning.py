@@ -6,7 +6,6 @@ What is downloaded for that stays in the user's cache, where builds find it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -113,8 +112,8 @@ def pin_location(url: str, downloads: Downloads, table: Table | None = None) -> 
     digests.update((table or {}).get("data", {}))
     if table and "sha256" in table:
         digests[file_of(url)] = table["sha256"]
-    with downloads.parts(hashlib.sha256(url.encode()).hexdigest()) as parts:
-        download = _download(url, digests, downloads, parts)
+    with downloads.staging() as folder:
+        download = _download(url, digests, downloads, folder)
     values = {"sha256": download.sha256, "data": dict(download.data), "license": license_}
     return {"url": url, **{key: value for key, value in values.items() if value}}
 
@@ -149,28 +148,27 @@ def _ask_hub(hub: HubFile) -> tuple[HubFile, dict[str, str | None], str | None]:
 
 
 def _download(
-    url: str, digests: dict[str, str | None], downloads: Downloads, parts: Path
+    url: str, digests: dict[str, str | None], downloads: Downloads, folder: Path
 ) -> Download:
-    """Download the model at ``url`` with its external data into the folder ``parts``, and store it.
+    """Download the model at ``url`` with its external data into ``folder``, and store it.
 
     ``digests``: the known hashes by name.
     """
 
     def get(name: str) -> str:
-        return downloads.get(beside(url, name), parts / name, digests.get(name))
+        return downloads.get(beside(url, name), folder / name, digests.get(name))
 
     model = file_of(url)
     sha256 = get(model)
     try:
-        names = external_data(parts / model)
+        names = external_data(folder / model)
     except ValueError as error:
-        message = f"{url} is no ONNX model: {error}.{described(parts / model)}"
-        (parts / model).unlink()
+        message = f"{url} is no ONNX model: {error}.{described(folder / model)}"
         raise DownloadError(message, _OTHER, Kind.INVALID_MODEL) from error
     for name in names:
         if not is_portable(name) or name == model:
             message = f"the external data {name!r} of {url} is outside the model's folder."
             raise DownloadError(message, _OTHER, Kind.EXTERNAL_DATA)
     download = Download(url, sha256, {name: get(name) for name in names})
-    downloads.keep(download, parts)
+    downloads.keep(download, folder)
     return download

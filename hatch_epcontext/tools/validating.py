@@ -29,7 +29,7 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.cache.store import Cache
+from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment

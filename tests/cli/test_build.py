@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.jobs.cache import LAYOUT
+from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.jobs.report import Report
 from hatch_epcontext.jobs.report_file import write_report
 from hatch_epcontext.serialize import to_json

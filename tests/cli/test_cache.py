@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import _OURS
-from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.signing import public_key
 from hatch_epcontext.jobs.cache.store import Store
 from tests.cli.conftest import Cli
@@ -97,21 +97,18 @@ def test_artifacts_that_were_not_used_for_long_are_removed(
     assert cli("cache", "prune", "--older-than", "4w").stdout.startswith("removed 0 artifacts, ")
 
 
-def leave(cache: Path) -> list[Path]:
-    """What killed builds can leave in ``cache``."""
+def leave(cache: Path) -> Path:
+    """What killed builds can leave in ``cache``, and the lock of one of them."""
     folder = cache / LAYOUT / "staging" / ".epcontext-abcd1234"
     (folder / "entry" / "files").mkdir(parents=True)
     (folder / "entry" / "files" / "a_ctx.onnx").write_bytes(b"model")
     (folder / ".lock").write_bytes(_OURS.format(folder.name).encode())
-    files = [
-        cache / LAYOUT / "locks" / f".{'ab' * 32}.17-4711.tmp",
-        cache / LAYOUT / "index" / f".{'ab' * 32}.17-4711.tmp",
-        cache / "reports" / ".digits-app.json.17-4711.tmp",
-    ]
-    for file in files:
-        file.parent.mkdir(exist_ok=True)
-        file.touch()
-    return files
+    temporary = cache / LAYOUT / "index" / ("ab" * 32) / ".record.json.17-4711.tmp"
+    temporary.parent.mkdir(parents=True)
+    temporary.touch()
+    lock = cache / LAYOUT / "locks" / ("ab" * 32)
+    lock.touch()
+    return lock
 
 
 def test_clearing_removes_only_files_of_the_cache_and_what_killed_builds_left(
@@ -120,10 +117,8 @@ def test_clearing_removes_only_files_of_the_cache_and_what_killed_builds_left(
     leave(filled)
     mine = [
         filled / "notes.txt",
-        filled / "reports" / "mine.json",
         filled / ".mine.17-4711.tmp",
         filled / "staging" / "x1" / "mine",
-        filled / "reports" / ".mine.tmp",
         filled / LAYOUT / "my" / "x1" / "mine",
         filled / LAYOUT / "facts" / "mine" / ".mine.17-4711.tmp",
     ]
@@ -144,16 +139,14 @@ def test_what_a_running_build_uses_stays(cli: Cli, filled: Path) -> None:
 
 
 def test_pruning_removes_what_killed_builds_left_long_ago(cli: Cli, filled: Path) -> None:
-    left = leave(filled)
-    for path in left:
-        age(path, 29)
+    lock = leave(filled)
+    age(lock, 29)
     cli("cache", "prune", "--older-than", "30d")
     assert not list((filled / LAYOUT / "staging").iterdir())
-    assert all(path.exists() for path in left)
-    for path in left:
-        age(path, 31)
+    assert lock.exists()
+    age(lock, 31)
     cli("cache", "prune", "--older-than", "30d")
-    assert not any(path.exists() for path in left)
+    assert not lock.exists()
     assert len(entries(filled)) == 2
 
 

@@ -177,8 +177,7 @@ def wheel_twice(trial: Trial) -> dict[str, str]:
     trial.built(project).unlink()
     again = trial.run(trial.front_end.flagged(command, "-v"), project)
     trial.built(project)
-    cache = Path(trial.env["HATCH_EPCONTEXT_CACHE_DIR"])
-    report = json.loads((cache / "reports" / "my-app-1.0.json").read_text(encoding="utf-8"))
+    report = json.loads(Path(trial.env["HATCH_EPCONTEXT_REPORT"]).read_text(encoding="utf-8"))
     cached = [job["cached"] for job in report["jobs"]]
     return {
         "wheel": WORKS,
@@ -339,6 +338,7 @@ def test_the_page_says_what_each_front_end_does(
     scripts = made.executable("python").parent
     env |= {
         "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache"),
+        "HATCH_EPCONTEXT_REPORT": str(tmp_path / "report.json"),
         "PATH": os.pathsep.join([str(scripts), env["PATH"]]),
     }
     sources = front_end.sources.replace("INDEX", index).replace("LINKS", wheelhouse.as_uri())

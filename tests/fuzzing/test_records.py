@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hatch_epcontext.jobs.artifact import Artifact, Record
-from hatch_epcontext.jobs.cache import DamagedError
+from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.cache.signing import sign, verify
-from hatch_epcontext.jobs.cache.store import Cache, Store
+from hatch_epcontext.jobs.cache.store import DamagedError, Store
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.results import Agreement, Validation, ValidationStatus
 from tests.fuzzing.mutations import VALUES, mutated

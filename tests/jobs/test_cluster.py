@@ -26,9 +26,9 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import FileRecord, file_sha256
 from hatch_epcontext.jobs import cluster as cluster_module
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.cache import DamagedError, read_record
 from hatch_epcontext.jobs.cache.shared import Transport
 from hatch_epcontext.jobs.cache.signing import new_keys
+from hatch_epcontext.jobs.cache.store import DamagedError, read_record
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 from hatch_epcontext.jobs.requirements import FARM

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.location import LAYOUT, Download
+from hatch_epcontext.config.location import Download
 from hatch_epcontext.errors import BuildError, DownloadError, Kind
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.jobs import web
@@ -49,13 +48,6 @@ def run(download: Download, root: Path, *, offline: bool = False) -> tuple[Path,
     log = list[str]()
     Downloads(Store(root), log.append, offline=offline).run(download)
     return download.path(root).parent, log
-
-
-def part_of(download: Download, root: Path) -> Path:
-    """Where its model arrives, in a folder that is made."""
-    part = root / LAYOUT / "parts" / download.key / "m.onnx"
-    part.parent.mkdir(parents=True, exist_ok=True)
-    return part
 
 
 def failure(download: Download, root: Path, *, offline: bool = False) -> DownloadError:
@@ -102,20 +94,6 @@ def test_a_connection_that_ends_early_loses_nothing_that_had_arrived(
     assert file_sha256(folder / "m.onnx") == sha256(MODEL)
     sent = [headers for _, path, headers in hub.requests if "/large/onnx/m.onnx?" in path]
     assert [headers.get("Range") for headers in sent] == [None, f"bytes={len(MODEL) // 2}-"]
-
-
-def test_what_a_failed_build_got_is_continued_by_the_next_one(
-    hub: Hub, download: Download, tmp_path: Path
-) -> None:
-    hub.faults = {"m.onnx": "cut"}
-    # Each attempt gets half of the rest.
-    error = failure(download, tmp_path)
-    assert error.kind is Kind.NOT_DOWNLOADED
-    hub.faults = {}
-    hub.requests.clear()
-    run(download, tmp_path)
-    ((_, _, headers),) = hub.requests
-    assert int(headers["Range"][6:-1]) > len(MODEL) // 2
 
 
 def test_attempts_that_bring_nothing_new_end(hub: Hub, download: Download, tmp_path: Path) -> None:
@@ -178,28 +156,6 @@ def test_a_byte_from_time_to_time_is_reported_and_then_an_error(
         Downloads(Store(tmp_path), log.append, offline=False).run(download)
     assert "bytes of 300.0 kB" in log[0]
     assert len(hub.requests) == 1
-
-
-@pytest.mark.parametrize(
-    ("part", "fault"),
-    [
-        (MODEL, ""),
-        (MODEL + b"more", ""),
-        (b"something else", ""),
-        (MODEL[:1000], "no-range"),
-        (MODEL[:1000], "no-length"),
-        (MODEL[:1000], "other-range"),
-    ],
-    ids=["whole", "longer", "of another file", "no range", "no length", "another range"],
-)
-def test_a_part_of_an_earlier_build_is_continued_or_replaced(
-    hub: Hub, download: Download, tmp_path: Path, part: bytes, fault: str
-) -> None:
-    part_of(download, tmp_path).write_bytes(part)
-    hub.faults = {"m.onnx": fault}
-    folder, _ = run(download, tmp_path)
-    assert (folder / "m.onnx").read_bytes() == MODEL
-    assert (hub.requests == []) == (part == MODEL)
 
 
 @pytest.mark.parametrize(
@@ -338,23 +294,6 @@ def test_nothing_is_downloaded_offline(hub: Hub, tmp_path: Path) -> None:
     assert not hub.requests
     folder, _ = run(with_data(hub), tmp_path)
     assert run(with_data(hub), tmp_path, offline=True) == (folder, [])
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such pipes")
-@pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_only_a_regular_file_is_continued(
-    hub: Hub, download: Download, tmp_path: Path, kind: str
-) -> None:
-    with Store(tmp_path).parts(download.key, lambda: None) as parts:
-        pass
-    parts.mkdir()
-    (tmp_path / "mine").write_bytes(MODEL[:1000])
-    if kind == "pipe":
-        os.mkfifo(parts / "m.onnx")
-    else:
-        (parts / "m.onnx").symlink_to(tmp_path / "mine")
-    assert str(parts / "m.onnx") in str(failure(download, tmp_path))
-    assert (tmp_path / "mine").read_bytes() == MODEL[:1000]
 
 
 def test_builds_at_the_same_time_download_once(hub: Hub, tmp_path: Path) -> None:

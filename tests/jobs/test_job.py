@@ -12,7 +12,8 @@ import pytest
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
-from hatch_epcontext.jobs.cache.store import Cache, Store
+from hatch_epcontext.jobs.cache.build import Cache
+from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import job_runner

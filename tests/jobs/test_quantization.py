@@ -17,7 +17,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.cache.store import Cache
+from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.run import dry_run

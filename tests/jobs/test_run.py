@@ -20,7 +20,8 @@ from hatch_epcontext.jobs import job as job_module
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs import steps as steps_module
 from hatch_epcontext.jobs import validation as validation_module
-from hatch_epcontext.jobs.cache.store import Cache, Store
+from hatch_epcontext.jobs.cache.build import Cache
+from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 from hatch_epcontext.jobs.run import IncompleteError, build

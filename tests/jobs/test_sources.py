@@ -13,7 +13,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.cache.store import Cache
+from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.sources import read_sources
 from tests.models import network, save, save_with_data

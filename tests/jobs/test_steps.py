@@ -15,7 +15,7 @@ from hatch_epcontext.errors import AccidentError, Kind
 from hatch_epcontext.files import record_file
 from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Refused, Source
-from hatch_epcontext.jobs.cache.store import Cache
+from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers

@@ -11,7 +11,7 @@ from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
 from hatch_epcontext.errors import Kind
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Artifact, Record
-from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.cache.build import Index
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.validation import (
     describe_validation,

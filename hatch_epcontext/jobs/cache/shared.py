@@ -23,11 +23,12 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.settings import CREDENTIALS, BuildSettings
 from hatch_epcontext.config.shared_cache import REQUIREMENTS
 from hatch_epcontext.files import FileRecord, is_regular, patiently, record_file, remove, temp_dir
-from hatch_epcontext.jobs.cache import LAYOUT, DamagedError, Growing, files_of, read_record
 from hatch_epcontext.jobs.cache.signing import public_key, sign, verify
+from hatch_epcontext.jobs.cache.store import DamagedError, Growing, Store, files_of, read_record
 from hatch_epcontext.jobs.requirements import pip_install
 from hatch_epcontext.serialize import to_json, value_sha256
 from hatch_epcontext.text import hide_credentials, hide_values, show_size
@@ -258,7 +259,7 @@ class SharedCache:
     """The entries at ``settings.shared_cache``, for all threads of one build.
 
     A fault of it never fails a build: ``warn`` gets a line for each, once. ``timeout``: as in `Transport`.
-    ``sent``: a folder of this machine that remembers for a day what is there, so that it costs no request.
+    ``sent``: the store of this machine, which knows for a day what is there, so that it costs no request.
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class SharedCache:
     ) -> None:
         assert settings.shared_cache is not None, "there is one"
         self.transport = Transport(settings.shared_cache, timeout)
-        self.sent: Path | None = None
+        self.sent: Store | None = None
         self._can_write = settings.shared_cache_write
         self._warn, self._trust, self._key = warn, settings.trust, settings.shared_cache_key
         self._reported: dict[str, str] = {}
@@ -301,9 +302,10 @@ class SharedCache:
         files, text = files_of(record), to_json(record, indent=None)
         if not self._can_write or (files and folder is None):
             return
-        mark = self.sent and self.sent / value_sha256([self.transport.url, kind, key, text])
-        with contextlib.suppress(OSError):
-            if mark and time.time() - mark.stat().st_mtime < _PRESENT_SECONDS:
+        mark = value_sha256([self.transport.url, kind, key, text])
+        with contextlib.suppress(OSError, DamagedError):
+            sent_at = self.sent.get("sent", mark, float) if self.sent else None
+            if sent_at is not None and time.time() - sent_at < _PRESENT_SECONDS:
                 return
         with self._reported_faults(writes=True):
             if self._trust and (self._key is None or public_key(self._key) not in self._trust):
@@ -321,9 +323,8 @@ class SharedCache:
                     (scratch / "statement").write_bytes(statement)
                     self.transport.send(scratch / "statement", f"{LAYOUT}/{kind}/{key}")
                 self._known[kind, key] = record
-            if mark:
-                mark.parent.mkdir(parents=True, exist_ok=True)
-                mark.touch()
+            if self.sent:
+                self.sent.put("sent", mark, time.time())
 
     def _record(self, kind: str, key: str, type_: type[T]) -> T:
         with temp_dir() as scratch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.shared_cache import (
     PRIVATE,
     PUBLIC,
@@ -17,7 +18,7 @@ from hatch_epcontext.config.shared_cache import (
     private_bytes,
     public_bytes,
 )
-from hatch_epcontext.jobs.cache import LAYOUT, DamagedError
+from hatch_epcontext.jobs.cache.store import DamagedError
 from hatch_epcontext.jobs.requirements import pip_install
 
 _PURPOSE = f"hatch-epcontext {LAYOUT} statement\n".encode()

@@ -12,13 +12,14 @@ import platformdirs
 import pytest
 
 from hatch_epcontext.config.load import load
+from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import FileRecord, is_sha256, record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Record
-from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache import store as store_module
-from hatch_epcontext.jobs.cache.store import Cache, Files, Store
+from hatch_epcontext.jobs.cache.build import Cache
+from hatch_epcontext.jobs.cache.store import Files, Store
 from hatch_epcontext.jobs.run import open_cache
 from tests.conftest import make_record
 
@@ -167,7 +168,7 @@ def test_a_folder_to_which_others_can_write_is_not_used(
     second = Cache(root, warnings.append)
     assert not has(second)
     put(second, artifact, "cd" * 32)
-    assert second.index.folder is None
+    assert second.index.store is None
     (warning,) = warnings
     assert f"other users can write to {root / place}" in warning
     assert "HATCH_EPCONTEXT_CACHE_DIR" in warning
@@ -272,7 +273,7 @@ def test_without_a_cache_nothing_is_found_again(artifact: Artifact, warnings: li
     with cache.lock(KEY, lambda: None):
         put(cache, artifact)
     assert not has(cache)
-    assert cache.index.folder is None
+    assert cache.index.store is None
     assert not warnings
 
 
@@ -307,7 +308,7 @@ def test_without_a_home_folder_the_build_goes_on_without_the_users_cache(project
     )
     cache = open_cache(config, lines.append)
     assert default_root() is None
-    assert cache.store_report("a", "text") is None
+    cache.put("refs", KEY, KEY)
     (line,) = lines
     assert line.startswith("this user has no home folder, and so no cache folder; this build ")
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
+from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.settings import BuildSettings
 from hatch_epcontext.files import record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Record
-from hatch_epcontext.jobs.cache import LAYOUT, DamagedError
 from hatch_epcontext.jobs.cache.shared import SharedCache, Transport
 from hatch_epcontext.jobs.cache.signing import new_keys, sign, verify
+from hatch_epcontext.jobs.cache.store import DamagedError, Store
 from hatch_epcontext.serialize import to_json
 from tests.conftest import make_record
 from tests.remotes import (
@@ -156,7 +157,7 @@ def test_what_is_there_costs_no_request_for_a_day(
     def requests() -> str:
         server.requests.clear()
         cache = team.open(server.url)
-        cache.sent = tmp_path / "sent"
+        cache.sent = Store(tmp_path / "sent")
         team.send(cache)
         cache.put("refs", KEY, OTHER)
         return ", ".join(f"{method} {path.split('/')[3]}" for method, path in server.requests)
@@ -165,8 +166,8 @@ def test_what_is_there_costs_no_request_for_a_day(
     sent = [request for request in requests().split(", ") if "PUT" in request]
     assert sent == ["PUT blobs", "PUT blobs", "PUT artifacts", "PUT refs"]
     assert requests() == ""
-    for mark in (tmp_path / "sent").iterdir():
-        os.utime(mark, (1, time.time() - 25 * 3600))
+    for record in (tmp_path / "sent").rglob("record.json"):
+        record.write_text(str(time.time() - 25 * 3600), encoding="utf-8")
     assert requests() == "GET artifacts, HEAD blobs, HEAD blobs, GET refs"
     assert requests() == ""
     # What was sent to one URL is not at another one.

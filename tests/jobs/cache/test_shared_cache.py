@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import socket
 import time
@@ -16,14 +15,16 @@ import pytest
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
+from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import record_files
 from hatch_epcontext.jobs.artifact import Built, Result
-from hatch_epcontext.jobs.cache import LAYOUT, shared
+from hatch_epcontext.jobs.cache import shared
+from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.cache.signing import new_keys
-from hatch_epcontext.jobs.cache.store import Cache, Store
+from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build, dry_run, open_cache
@@ -170,8 +171,8 @@ def test_a_build_that_may_write_sends_what_was_compiled_before_and_later_removed
     for blob in server.folder.glob(f"cache/{LAYOUT}/blobs/*"):
         blob.unlink()
     marks = first.folder / "cache" / LAYOUT / "sent"
-    for mark in marks.iterdir():
-        os.utime(mark, (1, time.time() - 25 * 3600))
+    for record in marks.rglob("record.json"):
+        record.write_text(str(time.time() - 25 * 3600), encoding="utf-8")
     first.build(ONE, compiles=False, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
     machine("other").build(ONE, compiles=False, SHARED_CACHE=server.url, FROM_CACHE="all")
     assert not first.warnings + last.warnings

@@ -9,8 +9,9 @@ import pytest
 
 from hatch_epcontext.errors import Kind, ModelError
 from hatch_epcontext.files import file_sha256
-from hatch_epcontext.jobs.cache import index as index_module
-from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.cache import build as build_module
+from hatch_epcontext.jobs.cache.build import Index
+from hatch_epcontext.jobs.cache.store import Store
 
 LONG_AGO = 10**9
 
@@ -24,7 +25,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(path.name)
         return file_sha256(path)
 
-    monkeypatch.setattr(index_module, "file_sha256", reading)
+    monkeypatch.setattr(build_module, "file_sha256", reading)
     return names
 
 
@@ -44,8 +45,8 @@ def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="there each build reads each file")
 @pytest.mark.usefixtures("_settled")
 def test_a_settled_file_is_read_once(tmp_path: Path, file: Path, read: list[str]) -> None:
-    first = Index(tmp_path / "index").sha256(file)
-    assert first == Index(tmp_path / "index").sha256(file) == file_sha256(file)
+    first = Index(Store(tmp_path)).sha256(file)
+    assert first == Index(Store(tmp_path)).sha256(file) == file_sha256(file)
     assert read == ["a.onnx"]
 
 
@@ -54,11 +55,11 @@ def test_a_file_that_has_just_been_written_is_read_by_each_build(
 ) -> None:
     # An old time of change does not hide that it is new.
     os.utime(file, (LONG_AGO, LONG_AGO))
-    index = Index(tmp_path / "index")
+    index = Index(Store(tmp_path))
     index.sha256(file)
     index.sha256(file)
     assert read == ["a.onnx"]
-    Index(tmp_path / "index").sha256(file)
+    Index(Store(tmp_path)).sha256(file)
     assert read == ["a.onnx"] * 2
 
 
@@ -68,12 +69,12 @@ def test_a_file_that_has_just_been_written_is_read_by_each_build(
 def test_a_changed_file_is_read_again_by_the_next_build(
     tmp_path: Path, file: Path, read: list[str], size: int
 ) -> None:
-    index = Index(tmp_path / "index")
+    index = Index(Store(tmp_path))
     first = index.sha256(file)
     before = file.stat()
     file.write_bytes(b"x" * size)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert Index(tmp_path / "index").sha256(file) == file_sha256(file) != first
+    assert Index(Store(tmp_path)).sha256(file) == file_sha256(file) != first
     assert len(read) == 2
     for again in (False, True):
         with pytest.raises(ModelError) as raised:
@@ -107,17 +108,17 @@ def test_another_link_or_mode_is_no_change(tmp_path: Path, file: Path, read: lis
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")
 @pytest.mark.usefixtures("_settled")
 def test_a_pipe_in_an_index_holds_nobody_up(tmp_path: Path, file: Path, read: list[str]) -> None:
-    Index(tmp_path / "index").sha256(file)
-    (document,) = (tmp_path / "index").iterdir()
+    Index(Store(tmp_path)).sha256(file)
+    (document,) = tmp_path.rglob("record.json")
     document.unlink()
     os.mkfifo(document)
-    assert Index(tmp_path / "index").sha256(file) == file_sha256(file)
+    assert Index(Store(tmp_path)).sha256(file) == file_sha256(file)
     assert read[:2] == ["a.onnx"] * 2
 
 
 def test_an_index_that_cannot_be_written_is_no_error(tmp_path: Path, read: list[str]) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "a.onnx").write_bytes(b"model")
-    for index in (Index(), Index(tmp_path / "file" / "index")):
+    for index in (Index(), Index(Store(tmp_path / "file"))):
         assert index.sha256(tmp_path / "a.onnx") == file_sha256(tmp_path / "a.onnx")
     assert read == ["a.onnx"] * 2
