@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import dimension_kind
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
+from hatch_epcontext.worker.advice import Advice
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
 
 
@@ -197,68 +198,30 @@ def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
     return dims
 
 
-def open_dimension_message(tensors: Sequence[TensorFacts], ep: str) -> str:
+def open_dimension_message(tensors: Iterable[TensorFacts], ep: str) -> str:
     """The message about inputs with open dimensions, for an EP that needs fixed shapes."""
-    if len(tensors) == 1:
-        (tensor,) = tensors
-        which = f"input {tensor.name!r} has an open dimension ({tensor.shape_text})"
-        if tensor.shape is None:
-            which = f"input {tensor.name!r} has an unknown rank"
-    else:
-        named = listing(f"{tensor.name!r} ({tensor.shape_text})" for tensor in tensors)
-        which = f"inputs {named} have open dimensions"
-    return f"the {which}, and {ep} compiles only fixed shapes."
+    named = listing(f"{tensor.name!r} ({tensor.shape_text})" for tensor in tensors)
+    return f"{ep} compiles only fixed shapes, and dimensions of inputs are open: {named}."
 
 
-_EXAMPLE = 16
-"""The size in an example of a shape, for a size that only the user knows."""
-
-
-def place_of_sizes(tensor: TensorFacts, model: Model) -> Key:
-    """The table with the sizes of ``tensor``: ``shapes``, or ``dims`` if all its dimensions have names."""
-    return model.place("shapes" if tensor.needs_whole_shape else "dims")
-
-
-def _is_batch(tensor: TensorFacts, axis: int) -> bool:
-    return dimension_kind(tensor, axis, is_state=False) == "batch"
-
-
-def _open_axes(tensor: TensorFacts) -> list[int]:
-    return [axis for axis, size in enumerate(tensor.sizes) if not isinstance(size, int)]
-
-
-def how_to_fix(tensor: TensorFacts) -> str:
-    """What to do about the open dimensions of ``tensor``: a sentence."""
-    if tensor.shape is None:
-        return "Give it the shape that the app feeds."
-    if all(_is_batch(tensor, axis) for axis in _open_axes(tensor)):
-        return "Fix it, for example with size 1."
-    example = f" {_EXAMPLE} stands for it here:" if None in tensor.shape else ""
-    return (
-        "Fix it with the size that the app feeds, such as how wide its images or how long its texts are."
-        f"{example}"
-    )
-
-
-def sizes_to_fix(tensor: TensorFacts, model: Model) -> list[Setting]:
-    """The settings that fix ``tensor``: 1 for a batch, `_EXAMPLE` in a shape, and else no value."""
-    axes = _open_axes(tensor)
-    known = all(_is_batch(tensor, axis) for axis in axes)
-    if tensor.shape is None:
-        return [Setting(place_of_sizes(tensor, model) / tensor.name)]
-    if None in tensor.shape:
-        shape = [
-            size if isinstance(size, int) else 1 if _is_batch(tensor, axis) else _EXAMPLE
-            for axis, size in enumerate(tensor.shape)
-        ]
-        return [Setting(place_of_sizes(tensor, model), {tensor.name: shape})]
-    names = {str(tensor.shape[axis]): axis for axis in axes}
-    if known:
-        return [Setting(place_of_sizes(tensor, model), dict.fromkeys(names, 1))]
-    return [
-        Setting(place_of_sizes(tensor, model) / name, 1 if _is_batch(tensor, axis) else None)
-        for name, axis in names.items()
-    ]
+def fix_open(tensors: Iterable[TensorFacts], model: Model) -> Advice:
+    """What fixes the open dimensions of ``tensors``: 1 for a batch, and else what only users know."""
+    dims: dict[str, int | None] = {}
+    shapes = []
+    for tensor in tensors:
+        if tensor.needs_whole_shape:
+            shapes.append(Setting(model.place("shapes") / tensor.name))
+            continue
+        for axis, size in enumerate(tensor.sizes):
+            if isinstance(size, str):
+                is_batch = dimension_kind(tensor, axis, is_state=False) == "batch"
+                dims.setdefault(size, 1 if is_batch else None)
+    place = model.place("dims")
+    sizes = [Setting(place / name, size) for name, size in dims.items()]
+    if dims and None not in dims.values():
+        sizes = [Setting(place, dims)]
+    hint = "Fix them with the sizes that the app feeds, such as how wide its images or how long its texts are."
+    return hint, (*sizes, *shapes)
 
 
 @contextlib.contextmanager

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import onnx
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Key, Kind, Problem, Setting
+from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.configured import how_to_fix, place_of_sizes, sizes_to_fix
+from hatch_epcontext.worker.configured import fix_open
 from hatch_epcontext.worker.dummy.inputs import sized
 from hatch_epcontext.worker.reasons import on_conditions
 
@@ -42,8 +42,8 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
     start = "the source model itself cannot be run on the CPU"
     uncompared = Setting(model.key / "validate" / "tolerance", False)
 
-    def problem(message: str, hint: str, *settings: Setting, at: Key = model.key) -> Problem:
-        return Problem.at(at, Kind.SOURCE_FAILED, f"{start}{message}", hint, *settings)
+    def problem(message: str, hint: str, *settings: Setting) -> Problem:
+        return Problem.at(model.key, Kind.SOURCE_FAILED, f"{start}{message}", hint, *settings)
 
     if _NOT_LOADED in text:
         message = f", because ONNX Runtime cannot load it: {text.split(_NOT_LOADED, 1)[1]}"
@@ -72,12 +72,15 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
     if unsized := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:
         names = listing(repr(tensor.name) for tensor in unsized)
         message += f"\nOpen dimensions of {names} have no size in the configuration, and get 1."
-        hint = "\n".join(dict.fromkeys(map(how_to_fix, unsized)))
-        sizes = (setting for tensor in unsized for setting in sizes_to_fix(tensor, model))
-        return problem(message, hint, *sizes, at=place_of_sizes(unsized[0], model))
+        hint, sizes = fix_open(unsized, model)
+        return problem(message, hint, *sizes)
     hint, settings = (not model.constants and on_conditions(fixed.graph, model.key)) or ("", ())
-    hint = f"{hint}\n{_hint(named, model)}".strip()
-    return problem(message, hint, *settings, *_settings(named, model), uncompared)
+    hint = (
+        f"{hint}\nGive inputs, constants or sizes that the model accepts, or {_UNCOMPARED}.".strip()
+    )
+    samples = Setting(model.key / "validate" / "inputs", "samples.npz")
+    others = (Setting(model.place(name)) for name in ("constants", "dims"))
+    return problem(message, hint, *settings, samples, *others, uncompared)
 
 
 def _node(scope: Scope, text: str) -> onnx.NodeProto | None:
@@ -99,23 +102,3 @@ def _inputs_of(
     deciding = operators.FAILS_ON.get(graph.operator(node), ())
     names = [name for index in deciding if (name := graph.operand(node, index))] or node.input
     return [by_name[name] for name in scope.ancestors(names) if name in by_name][:_MAX_NAMED]
-
-
-def _is_number(facts: TensorFacts) -> bool:
-    return "int" in facts.dtype and facts.is_fixed and all(size == 1 for size in facts.sizes)
-
-
-def _hint(named: Sequence[TensorFacts], model: Model) -> str:
-    choices = ["inputs that the model accepts"]
-    if numbers := [repr(tensor.name) for tensor in named if _is_number(tensor)]:
-        choices.append(f"a value that never changes for {listing(numbers)}")
-    if model.dims or model.shapes:
-        choices.append("other sizes")
-    return f"Give {', or '.join(choices)}, or {_UNCOMPARED}."
-
-
-def _settings(named: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
-    yield Setting(model.key / "validate" / "inputs", "samples.npz")
-    if any(map(_is_number, named)):
-        yield Setting(model.key / "constants")
-    yield from (Setting(model.place(name)) for name in ("dims", "shapes") if getattr(model, name))

@@ -137,7 +137,7 @@ def test_an_open_dimension_is_an_error_with_the_flag_that_fixes_it(
     assert problems(result) == [f"{source}: --set dims: EPC204"]
     assert "\n    Add --set dims.batch=1\n" in result.stderr
     printed = cli("compile", save(network(None), source), "-o", out, "-p", "qnn", code=1).stderr
-    assert "\n    Add --set 'shapes.x=[1, 1, 8, 8]'\n" in printed
+    assert "\n    Add --set shapes.x=...\n" in printed
     other = save(network("n"), source.parent / "other.onnx")
     printed = cli("compile", save(network(), source), other, "-o", out, "-p", "qnn", code=1).stderr
     assert "\n    Add --set 'dims.\"net:batch\"=1'\n" in printed

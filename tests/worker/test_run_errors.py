@@ -35,7 +35,6 @@ def test_the_node_its_input_and_what_to_set_are_named() -> None:
     assert found.kind is Kind.SOURCE_FAILED
     assert "its node 'choose' (Gather) fails: indices element out of data bounds" in found.message
     assert found.message.endswith("It depends on the input 'sid'.")
-    assert "a value that never changes for 'sid', or other sizes" in (found.hint or "")
     assert [str(each) for each in found.settings] == [
         'tool.epcontext.models[0].validate.inputs = "samples.npz"',
         "tool.epcontext.models[0].constants",
@@ -80,7 +79,6 @@ def test_a_node_in_another_memory_layout_is_named() -> None:
     error = RuntimeError("running Conv node. Name:'c_nchwc' Status Message: Invalid shape")
     found = source_failed(spec, made, error)
     assert "its node 'conv' (Conv) fails: Invalid shape." in found.message
-    assert "tool.epcontext.models[0].shapes" in map(str, found.settings)
 
 
 @newer_runtime
@@ -89,8 +87,4 @@ def test_open_dimensions_without_a_size_are_the_likely_cause() -> None:
         { [pad] y = Pad <mode = "reflect"> (x, pads) }""")
     found = problem(made, x=np.ones((1, 1), np.float32))
     assert "Open dimensions of 'x' have no size in the configuration" in found.message
-    assert found.key == Key(("models", 0, "shapes"))
-    (setting,) = found.settings
-    assert str(setting) == "tool.epcontext.models[0].shapes = { x = [1, 16] }"
-    assert found.hint is not None
-    assert "16 stands for it here:" in found.hint
+    assert [str(setting) for setting in found.settings] == ["tool.epcontext.models[0].shapes.x"]

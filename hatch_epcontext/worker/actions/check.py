@@ -11,7 +11,7 @@ from dataclasses import replace
 import onnx
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting, merged
+from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import graph, refusals
 from hatch_epcontext.graph.dequantize import is_dynamic
 from hatch_epcontext.graph.facts import TensorFacts
@@ -21,12 +21,10 @@ from hatch_epcontext.worker import advice
 from hatch_epcontext.worker.configured import (
     data_of,
     fix_constants,
+    fix_open,
     fix_shapes,
-    how_to_fix,
     open_dimension_message,
-    place_of_sizes,
     read_source,
-    sizes_to_fix,
     unknown_name,
 )
 from hatch_epcontext.worker.dummy.inputs import check_inputs, sized
@@ -228,28 +226,22 @@ def _check_outputs(onnx_model: onnx.ModelProto, model: Model) -> Iterator[Proble
 def check_fixed(
     inputs: tuple[TensorFacts, ...], model: Model, ep: str | None, *, left_open: bool = False
 ) -> Iterator[Problem]:
-    """Problems for open inputs, if ``ep`` compiles only fixed shapes; ``ep`` is None if none does.
+    """The problem of open inputs, if ``ep`` compiles only fixed shapes; ``ep`` is None if none does.
 
     ``left_open``: whether its target leaves them open although the model may have sizes for them.
     """
-    # Inputs with the same dimensions are one problem.
-    alike: dict[str, tuple[list[TensorFacts], Key, str, list[Setting]]] = {}
-    for tensor, fixed in zip(inputs, sized(inputs, model), strict=True):
-        if ep is None or tensor.is_fixed:
-            continue
-        place = model.key if left_open else place_of_sizes(tensor, model)
-        hint = "" if fixed.is_fixed else how_to_fix(fixed)
-        settings = [] if fixed.is_fixed else sizes_to_fix(fixed, model)
-        if left_open:
-            hint = f"Remove static-shapes = false{', too' if hint else ''}. {hint}".strip()
-        same = str((place, hint, settings))
-        alike.setdefault(same, ([], place, hint, settings))[0].append(tensor)
-    for tensors, place, hint, settings in alike.values():
-        message = open_dimension_message(tensors, ep or "")
-        if left_open:
-            it = "It is" if len(tensors) == 1 else "They are"
-            message += f" {it} left open because static-shapes is false."
-        yield Problem.at(place, Kind.OPEN_DIMENSION, message, hint, *settings)
+    tensors = [tensor for tensor in inputs if not tensor.is_fixed]
+    if ep is None or not tensors:
+        return
+    message, place, hint = open_dimension_message(tensors, ep), model.key, ""
+    settings: tuple[Setting, ...] = ()
+    if unsized := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:
+        hint, settings = fix_open(unsized, model)
+        place = settings[0].key
+    if left_open:
+        message += " They are left open because static-shapes is false."
+        place, hint = model.key, f"Remove static-shapes = false. {hint}".strip()
+    yield Problem.at(place, Kind.OPEN_DIMENSION, message, hint, *settings)
 
 
 def _check_profiles(target: Target, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:
