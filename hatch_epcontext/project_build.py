@@ -149,7 +149,7 @@ class ProjectBuild:
             warning = check_size(wheel)
             if self.hooks.after:
                 # A hook that ran after this one may have changed a model.
-                check_unchanged(result.sources, self.hooks.right_order())
+                check_unchanged(result.sources, self.hooks.advice() or "")
         except (ModelError, WheelError) as error:
             remove(wheel)
             if isinstance(error, WheelError):

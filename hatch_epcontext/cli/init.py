@@ -33,7 +33,7 @@ from hatch_epcontext.cli._settings import (
     use_lines,
 )
 from hatch_epcontext.cli.doctor import provider_states
-from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
+from hatch_epcontext.config.build_hooks import NAME, hooks_of_project
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import file_of
 from hatch_epcontext.config.pyproject import FILE, parse
@@ -376,15 +376,16 @@ def _build_system(document: tomlkit.TOMLDocument) -> Iterator[str]:
 def _hook_tables(project: Project) -> Iterator[str]:
     """The tables that switch the hook on, for wheels and sdists, after the project's other hooks."""
     everywhere = project.table("tool", "hatch", "build", "hooks")
-    of_wheels = project.table(*hooks_table("wheel").split("."))
+    of_wheels = project.table("tool", "hatch", "build", "targets", "wheel", "hooks")
     if NAME in everywhere or NAME in of_wheels:
         return
     if not of_wheels:
         yield f"[{HOOK}]  # switches the hook on\n"
         return
     # Hooks for all targets run before those for wheels.
-    yield f"[{hooks_table('wheel')}.{NAME}]  # switches the hook on, after the other ones\n"
-    yield f"[{hooks_table('sdist')}.{NAME}]  # checks that sdists contain the models\n"
+    of_target = "tool.hatch.build.targets.{}.hooks"
+    yield f"[{of_target.format('wheel')}.{NAME}]  # switches the hook on, after the other ones\n"
+    yield f"[{of_target.format('sdist')}.{NAME}]  # checks that sdists contain the models\n"
 
 
 def _head(providers: Sequence[Provider], target: Mapping[str, Any]) -> Iterator[str]:

@@ -28,6 +28,7 @@ from hatch_epcontext.config.tables import (
     WheelTable,
 )
 from hatch_epcontext.errors import (
+    HOOK,
     ROOT,
     ConfigError,
     Diagnosed,
@@ -40,15 +41,12 @@ from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import from_toml
 from hatch_epcontext.text import parse_size, quoted_key, show, toml_key
 
-_KEYS = {
-    name: {toml_key(field.name) for field in dataclasses.fields(table)}
-    for name, table in (
-        ("targets", TargetTable),
-        ("models", ModelTable),
-        ("build", BuildTable),
-        ("wheel", WheelTable),
-        ("the root", RootTable),
-    )
+_TABLES = {
+    f"[{ROOT}.targets.<name>]": TargetTable,
+    f"[[{ROOT}.models]]": ModelTable,
+    f"[{ROOT}.build]": BuildTable,
+    f"[{ROOT}.wheel]": WheelTable,
+    f"[{ROOT}]": RootTable,
 }
 
 _HOOK_KEYS = frozenset(
@@ -97,7 +95,7 @@ def _load(
         message = f"contradicts {PREFIX}NO_CACHE."
         yield Problem(Kind.INVALID_VARIABLE, f"{PREFIX}FROM_CACHE", message, "Unset one of them.")
     if hook_table:
-        yield from _check_hook(hook_table, finder.hooks.table)
+        yield from _check_hook(hook_table)
     if table is None:
         hint = 'The shortest configuration: models = ["models/name.onnx"] and targets.npu.provider = "qnn".'
         yield Problem(Kind.INVALID_PYPROJECT, f"[{ROOT}]", "is missing in pyproject.toml.", hint)
@@ -122,19 +120,11 @@ def _with_owner(problem: Problem) -> Problem:
     """``problem``, whose hint names the table that has its unknown key, if another one has."""
     if problem.key is None or problem.kind is not Kind.UNKNOWN_KEY:
         return problem
-    *table, name = problem.key.parts
-    place = ".".join("*" if index % 2 else str(part) for index, part in enumerate(table))
-    owner = next((owner for owner, keys in _KEYS.items() if name in keys), None)
-    if owner is None or place not in ("", "targets.*", "models.*", "models.*.targets.*"):
-        return problem
-    model = str(Key(tuple(table[:2]))) if place.startswith("models.*") else None
-    addresses = {
-        "targets": f"{model or ROOT}.targets.<name>.{name}",
-        "models": f"{model}.{name}" if model else f"[[{ROOT}.models]]",
-        "the root": f"{ROOT}.{name}",
-    }
-    address = addresses.get(owner, f"{ROOT}.{owner}.{name}")
-    return replace(problem, hint=f"It is a key of {owner}: {address}.")
+    name = problem.key.parts[-1]
+    for owner, table in _TABLES.items():
+        if name in {toml_key(field.name) for field in dataclasses.fields(table)}:
+            return replace(problem, hint=f"It is a key of {owner}.")
+    return problem
 
 
 def _with_model(problem: Problem, table: Any) -> Problem:
@@ -166,12 +156,12 @@ def _is_about(problem: Problem, others: list[Problem]) -> bool:
     )
 
 
-def _check_hook(table: Mapping[str, Any], name: str) -> Diagnosed[None]:
-    """The hook's own table, which belongs to Hatch and is called ``name``."""
+def _check_hook(table: Mapping[str, Any]) -> Diagnosed[None]:
+    """The hook's own table, which belongs to Hatch."""
     for key in sorted(table.keys() - _HOOK_KEYS):
         message = "is not one of Hatch's keys for a hook."
         hint = f"The configuration belongs in [{ROOT}]."
-        yield Problem(Kind.UNKNOWN_KEY, f"{name}.{quoted_key(key)}", message, hint)
+        yield Problem(Kind.UNKNOWN_KEY, f"{HOOK}.{quoted_key(key)}", message, hint)
 
 
 def _check_root(table: RootTable) -> Diagnosed[None]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from hatch_epcontext.config.build_hooks import BuildHooks, hooks_of_project
 from hatch_epcontext.config.settings import OptionFile
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import (
-    Rejection,
     file_sha256,
     for_windows,
     is_inside,
@@ -70,17 +67,21 @@ class Finder:
             return [path] if path else []
         if not (yield from self._is_allowed(key, pattern)):
             return []
-        # A pattern can match a path in several ways.
-        matched = dict(_matches(self.root, Path(pattern).parts))
+        # `Path.glob` leaves out a link to nowhere where the last part is no pattern.
+        folder, slash, name = pattern.rpartition("/")
+        name = "**/*" if name == "**" else name if is_glob(name) else f"[{name[:1]}]{name[1:]}"
+        matched = {
+            path: unreadable(path) for path in sorted({*self.root.glob(f"{folder}{slash}{name}")})
+        }
         for path, rejection in matched.items():
             # Another hook may make the file.
             if rejection is not None and not (self.pending and self.hooks):
-                inside = show(Path(os.path.relpath(path, self.root)).as_posix())
+                inside = show(path.relative_to(self.root).as_posix())
                 message = f"{show(pattern)} matches {inside}, which {rejection.message}"
                 yield Problem.at(key, Kind.UNREADABLE_FILE, message, rejection.hint)
         if not matched and not self.pending:
             yield self._not_found(key, f"no file matches {show(pattern)}.")
-        return sorted(path for path, rejection in matched.items() if rejection is None)
+        return [path for path, rejection in matched.items() if rejection is None]
 
     def file(
         self, key: Key, path: str, what: str, *, or_folder: bool = False
@@ -194,35 +195,3 @@ def _near(path: Path) -> str | None:
         return near_name(path.name, sorted(entry.name for entry in path.parent.iterdir()))
     except OSError:
         return None
-
-
-def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[tuple[Path, Rejection | None]]:
-    """Paths below ``folder`` that match the parts of ``pattern``, each with the reason if it cannot be read.
-
-    Unlike `Path.glob` this includes unreadable ones. As there, ``**`` follows no links.
-    """
-    first, *rest = pattern
-    if first == "**":
-        yield from _matches(folder, rest or ["*"])
-    elif not is_glob(first):
-        yield from _matched(folder / first, rest)
-        return
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        yield folder, Rejection(f"cannot be listed: {error.strerror}.", "Let this user list it.")
-        return
-    for entry in entries:
-        if first != "**":
-            if fnmatch(entry.name, first):
-                yield from _matched(Path(entry.path), rest)
-        elif entry.is_dir(follow_symlinks=False):
-            yield from _matches(Path(entry.path), pattern)
-
-
-def _matched(path: Path, rest: Sequence[str]) -> Iterator[tuple[Path, Rejection | None]]:
-    """``path``, or the paths below it that match ``rest``."""
-    if rest and os.path.isdir(path):  # noqa: PTH112, others raise without permission
-        yield from _matches(path, rest)
-    elif not is_missing(path) and (not rest or not os.path.exists(path)):  # noqa: PTH110
-        yield path, unreadable(path)

@@ -7,14 +7,11 @@ so the line of a key is the last line of the shortest such document with the key
 from __future__ import annotations
 
 import functools
-import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.errors import ROOT, ConfigError, Key, KeyNames, Kind, Problem, Setting
+from hatch_epcontext.errors import ROOT, ConfigError, Key, KeyNames, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 
 if sys.version_info >= (3, 11):
@@ -136,20 +133,6 @@ class PyprojectNames(KeyNames):
         """The name of ``key`` after the file and the line."""
         line = self._lines.of(key)
         return super().key(key) if line is None else f"{FILE}:{line}: {super().key(key)}"
-
-    def setting(self, setting: Setting) -> str:
-        """The instruction to write ``setting``, or to change the environment variable that wins over it."""
-        first, *rest = setting.key.parts or ("",)
-        # The mode stands for the whole table.
-        name = "VALIDATE" if rest[1:] in (["validate"], ["validate", "mode"]) else ""
-        if first in ("build", "wheel"):
-            name = ".".join(map(str, rest)).upper().replace("-", "_")
-        variable = f"{PREFIX}{name}"
-        if not os.environ.get(variable):
-            return super().setting(setting)
-        if setting.value is None:
-            return f"Change {variable}"
-        return f"Set {variable}={shlex.quote(str(setting.value))}"
 
     def is_table(self, model: Key) -> bool:
         """Whether the file has a table for ``model``."""

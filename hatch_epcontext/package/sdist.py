@@ -10,7 +10,7 @@ from typing import Any
 
 import pathspec
 
-from hatch_epcontext.config.build_hooks import ALL_HOOKS, NAME, BuildHooks, hooks_table
+from hatch_epcontext.config.build_hooks import NAME, BuildHooks
 from hatch_epcontext.config.settings import SYNTHETIC, Config, Model, Target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, SdistError, collect
 from hatch_epcontext.files import is_lfs_pointer, is_portable, is_regular, known_text
@@ -103,17 +103,14 @@ class Sdist:
         if hidden_by is None:
             advice = self.hooks.advice() or self.wheel_hooks.advice()
             return Problem.at(needed.key, Kind.FILE_NOT_FOUND, f"there is no file {path}.", advice)
-        ours = self.hooks.table
-        instead = f"remove [{ours}]"
-        if ours.startswith(f"{ALL_HOOKS}."):
-            instead = f"write [{hooks_table('wheel')}.{NAME}] instead of [{ours}]"
         return Problem.at(
             needed.key,
             Kind.NOT_IN_SDIST,
             f"{path} is not in the sdist, which builds no wheel without it: {hidden_by}.",
             f"If everybody may have it, set artifacts = [{to_toml('/' + path)}] in "
             "[tool.hatch.build.targets.sdist].\n"
-            f"If the sdist need not build the wheel, switch the hook off for sdists: {instead}.",
+            "If the sdist need not build the wheel, switch the hook on for wheels only: "
+            f"[tool.hatch.build.targets.wheel.hooks.{NAME}].",
         )
 
 

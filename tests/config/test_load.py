@@ -232,12 +232,11 @@ def test_weight_sharing_groups_cannot_be_recompiled(project: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "of_model", "elsewhere", "owner"),
     [
-        ("models[0].embed", "embed = true", "", "targets: {}models[0].targets.<name>.embed"),
-        ("models[0].targets.cpu.dims", "targets.cpu.dims.n = 1", "", "models: {}models[0].dims"),
-        ("targets.cpu.dims", "", "targets.cpu.dims.n = 1", "models: [[{}models]]"),
-        ("embed", "", "embed = true", "targets: {}targets.<name>.embed"),
-        ("jobs", "", "jobs = 1", "build: {}build.jobs"),
-        ("targets.cpu.output", "", 'targets.cpu.output = "a"', "the root: {}output"),
+        ("models[0].embed", "embed = true", "", "[tool.epcontext.targets.<name>]"),
+        ("models[0].targets.cpu.dims", "targets.cpu.dims.n = 1", "", "[[tool.epcontext.models]]"),
+        ("targets.cpu.dims", "", "targets.cpu.dims.n = 1", "[[tool.epcontext.models]]"),
+        ("jobs", "", "jobs = 1", "[tool.epcontext.build]"),
+        ("targets.cpu.output", "", 'targets.cpu.output = "a"', "[tool.epcontext]"),
     ],
 )
 def test_a_key_of_another_table_says_where_it_belongs(
@@ -247,7 +246,7 @@ def test_a_key_of_another_table_says_where_it_belongs(
     found = problems(project, f"{CPU}{elsewhere}\nmodels = [{{ {model} }}]")
     ((location, problem),) = found.items()
     assert (location, problem.kind) == (place, Kind.UNKNOWN_KEY)
-    assert problem.hint == f"It is a key of {owner.format('tool.epcontext.')}."
+    assert problem.hint == f"It is a key of {owner}."
 
 
 @pytest.mark.parametrize(

@@ -148,36 +148,15 @@ def test_a_path_that_is_no_text_is_an_error(project: Path) -> None:
     assert "not UTF-8" in problem.message
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
-def test_a_folder_that_is_not_there_is_no_reason_to_match_nothing(project: Path) -> None:
-    (project / "more").symlink_to("nowhere")
-    _, (problem,) = collect(Finder(project).models(KEY, "m*/*.onnx"))
-    assert problem.kind is Kind.UNREADABLE_FILE
-    assert '"more", which is a link to nowhere' in problem.message
-
-
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything"
 )
 def test_what_the_user_may_not_read_is_an_error(project: Path) -> None:
     (project / "models" / "a.onnx").chmod(0)
-    (project / "closed").mkdir(mode=0)
-    for mode in (0o600, 0o400):
-        folder = project / "half" / f"{mode}"
-        folder.mkdir(parents=True)
-        (folder / "h.onnx").touch()
-        folder.chmod(mode)
-    for pattern, count in (
-        ("models/a.onnx", 1),
-        ("models/*.onnx", 1),
-        ("half/384/h.onnx", 1),
-        ("half/*/h.onnx", 2),
-        ("half/*/*.onnx", 2),
-        ("**/*.onnx", 4),
-    ):
+    for pattern in ("models/a.onnx", "models/*.onnx"):
         _, found = collect(Finder(project).models(KEY, pattern))
-        assert [each.kind for each in found] == [Kind.UNREADABLE_FILE] * count
-        assert all("Permission denied" in each.message for each in found)
+        assert [each.kind for each in found] == [Kind.UNREADABLE_FILE]
+        assert "Permission denied" in found[0].message
 
 
 def test_inputs_from_a_file_are_an_absolute_path(project: Path) -> None:

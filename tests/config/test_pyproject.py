@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -114,27 +113,3 @@ def test_a_table_for_a_model_is_an_example_only_where_it_has_none(
     text = PyprojectNames(tmp_path).setting(setting)
     assert "dims = { n = 1 }" in text
     assert ("path = " in text) == has_example
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "variable", "text"),
-    [
-        (("models", 0, "validate", "mode"), "auto", "VALIDATE", "Set {}=auto"),
-        (("models", 0, "validate"), "auto", "VALIDATE", "Set {}=auto"),
-        (("build", "memory-limit"), "8 MB", "MEMORY_LIMIT", "Set {}='8 MB'"),
-        (("build", "memory-limit"), None, "MEMORY_LIMIT", "Change {}"),
-    ],
-)
-def test_a_variable_that_wins_over_a_setting_is_named_in_its_place(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    place: tuple[str | int, ...],
-    value: Any,
-    variable: str,
-    text: str,
-) -> None:
-    name = f"HATCH_EPCONTEXT_{variable}"
-    setting = Setting(Key(place), value)
-    assert name not in PyprojectNames(tmp_path).setting(setting)
-    monkeypatch.setenv(name, "require")
-    assert PyprojectNames(tmp_path).setting(setting) == text.format(name)

@@ -113,7 +113,7 @@ def test_what_is_excluded_is_not_added(root: Path, capsys: pytest.CaptureFixture
     text = failure(root, capsys)
     assert "(models/a.onnx): EPC509\n    models/a.onnx is not in the sdist" in text
     assert 'without it: exclude has "/models".' in text
-    assert "write [tool.hatch.build.targets.wheel.hooks.epcontext] instead of" in text
+    assert "for wheels only: [tool.hatch.build.targets.wheel.hooks.epcontext]" in text
 
 
 def test_ignored_inputs_are_not_published_unasked(
@@ -229,4 +229,4 @@ def test_a_hook_that_makes_it_later_is_named(
     ignore(root, "*.onnx")
     with_custom(root, "sdist", "hooks.epcontext", "hooks.custom")
     text = failure(root, capsys)
-    assert "move [tool.hatch.build.hooks.epcontext] below [tool.hatch.build.hooks.custom]." in text
+    assert "If a later build hook makes it (custom), write the table of that hook above" in text
