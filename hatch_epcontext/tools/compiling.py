@@ -66,33 +66,19 @@ def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -
     folder, name = (output.parent, output.name) if file else (output, None)
     check_folder(folder)
     sweep(folder)
-    if not overwrite:
-        _refuse_existing(_expected(config, output, file=file))
+    if file and not overwrite:
+        _refuse_existing([output])
     with temp_dir() as staging:
         result = run(plan(config), staging)
         files = _destinations(result.built, name)
         written = tuple(folder / name for name in files)
         replaced = {path.resolve() for path in written}
-        sources = [model.path for model in config.models]
-        for source in result.sources:
-            sources += source.users_files
-        _refuse_sources(sources, replaced.__contains__)
+        _refuse_sources(result, replaced.__contains__)
         if not overwrite:
             _refuse_existing(written)
         with writing("a result", folder, str(output), OutputError):
             replace_files(folder, files)
     return CompileResult(written, make_report(result))
-
-
-def _expected(config: Config, output: Path, *, file: bool) -> list[Path]:
-    """The results whose names are known before compiling."""
-    if file:
-        return [output]
-    return [
-        output / target.provider.result_file(model.name)
-        for model in config.models
-        for target in model.targets
-    ]
 
 
 def _destinations(built: Iterable[Built], name: str | None) -> dict[str, Path]:
@@ -123,12 +109,12 @@ def _refuse_existing(paths: Iterable[Path]) -> None:
         raise OutputError(*problems)
 
 
-def _refuse_sources(files: Iterable[Path], is_replaced: Callable[[Path], bool]) -> None:
-    """Raise OutputError for ``files`` of source models whose real path ``is_replaced`` by the output."""
+def _refuse_sources(result: Result, is_replaced: Callable[[Path], bool]) -> None:
+    """Raise OutputError for the files of source models whose real path ``is_replaced`` by the output."""
     message = "is a file of the source model, which the output would replace."
     problems = [
         Problem(Kind.FILE_EXISTS, str(file), message, "Choose another place.")
-        for file in dict.fromkeys(files)
+        for file in dict.fromkeys(file for source in result.sources for file in source.users_files)
         if is_replaced(file.resolve())
     ]
     if problems:
@@ -145,8 +131,8 @@ def export(
     package of this tool as a whole; a folder with any other file is never changed.
 
     Raises what ``run`` raises; ConfigError when one environment cannot build the targets; and OutputError
-    when the folder is a file, exists already, has other files or source models, is or contains the current
-    folder or the project, cannot be written, or would have no model.
+    when the folder is a file, exists already, has other files or source models, cannot be written, or would
+    have no model.
     """
     # A link is kept, and its target replaced.
     place = folder.resolve()
@@ -155,8 +141,7 @@ def export(
         result = run(plan(config), staging)
         shipped = modules(import_name_in_tree(place), config.models) if loader else {}
         package = bundle(result, staging, shipped)
-        files = (file for source in result.sources for file in source.users_files)
-        _refuse_sources(files, lambda file: file.is_relative_to(place))
+        _refuse_sources(result, lambda file: file.is_relative_to(place))
         # Compiling is slow: another program may have written there.
         _refuse_others(folder, overwrite=overwrite)
         with writing("the model package", place.parent, str(place), OutputError):
@@ -175,14 +160,6 @@ def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) 
     check_apart(config.report, place)
     check_folder(place)
     check_folder(place.parent)
-    _refuse_sources(
-        (model.path for model in config.models), lambda file: file.is_relative_to(place)
-    )
-    for name, inside in (("the current folder", Path.cwd()), ("the project", config.root)):
-        if inside.resolve().is_relative_to(place):
-            message = f"is {name}, or contains it, and would be replaced."
-            hint = "Choose a folder of its own for the model package."
-            raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), message, hint))
     _refuse_others(folder, overwrite=overwrite)
 
 

@@ -123,23 +123,29 @@ def test_only_a_single_model_can_be_compiled_into_a_file(tmp_path: Path) -> None
     ("write", "place"),
     [
         (compile_models, "models/../models/a.onnx"),
-        *((partial(export, loader=False), place) for place in ("models", ".")),
+        (partial(export, loader=False), "models"),
+        (partial(export, loader=False), "."),
     ],
 )
 def test_a_source_is_never_replaced(
     config: Config, run: Run, project: Path, write: Write, place: str
 ) -> None:
     before = tree(project)
-    with pytest.raises(OutputError, match="is a file of the source model"):
+    refused = r"is a file of the source model|has files that this tool did not write"
+    with pytest.raises(OutputError, match=refused):
         write(config, project / place, run, overwrite=True)
     assert tree(project) == before
 
 
-def test_a_package_does_not_replace_its_own_source(shipping: Config, run: Run, out: Path) -> None:
+def test_a_package_does_not_replace_its_own_source(
+    shipping: Config, run: Run, out: Path, artifact: Artifact
+) -> None:
     export(shipping, out, run, loader=False, overwrite=False)
     exported = configured(out, TOML.replace("models/a", "a/source/a"))
     with pytest.raises(OutputError, match="is a file of the source model"):
-        export(exported, out, never, loader=False, overwrite=True)
+        export(
+            exported, out, lambda *_: resulting(exported, artifact), loader=False, overwrite=True
+        )
 
 
 @pytest.mark.parametrize("report", ["out.onnx", "out.onnx/r.html"])
@@ -260,22 +266,6 @@ def test_what_was_there_comes_back_when_a_file_cannot_be_replaced(
     with pytest.raises(OutputError, match="in use"):
         export(shipping, out, run, loader=False, overwrite=True)
     assert tree(out.parent) == before
-
-
-@pytest.mark.parametrize("inside", [".", "sub/sub"])
-def test_the_current_folder_and_the_project_are_not_replaced(
-    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch, inside: str
-) -> None:
-    (out / inside).mkdir(parents=True)
-    # A model may be a link to a place elsewhere.
-    elsewhere = dataclasses.replace(config, root=out / inside)
-    with pytest.raises(OutputError, match="is the project, or contains it"):
-        export(elsewhere, out, never, loader=True, overwrite=True)
-    monkeypatch.chdir(out / inside)
-    place = Path(os.path.relpath(out))
-    with pytest.raises(OutputError, match="is the current folder, or contains it"):
-        export(config, place, never, loader=True, overwrite=True)
-    assert Path.cwd() == out / inside
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")
