@@ -23,7 +23,6 @@ from hatch_epcontext.worker.comparison.compare import (
 )
 from hatch_epcontext.worker.comparison.reference import (
     source_reference,
-    within_noise,
     write_float_form,
 )
 from hatch_epcontext.worker.comparison.runs import (
@@ -128,7 +127,7 @@ def _compare(
 
     ``done``: how its numbers were changed. Raises BuildError if they differ more than that explains.
     """
-    model, tolerance = request.model, within_noise(SIMPLIFIED, expected.facts)
+    model, tolerance = request.model, SIMPLIFIED
     if done is not None and request.precision is not None:
         tolerance = request.precision.tolerance or tolerance
         expected = for_other_numbers(expected)

@@ -24,7 +24,7 @@ from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
 from hatch_epcontext.worker.comparison.emulation import Emulator
-from hatch_epcontext.worker.comparison.reference import reference_of_artifact, within_noise
+from hatch_epcontext.worker.comparison.reference import reference_of_artifact
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     for_other_numbers,
@@ -111,7 +111,7 @@ def _compare(
     model, settings = request.model, request.target.settings
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
-    tolerance = within_noise(request.tolerance, expected.facts, request.target.provider.tolerance)
+    tolerance = request.tolerance
     emulator = _emulator(request, expected, tolerance)
     if settings.changes_precision:
         expected = for_other_numbers(expected)

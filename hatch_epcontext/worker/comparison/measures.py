@@ -124,8 +124,7 @@ class OutputFacts:
 
     ``scores``: where it has scores, if these are joined with other values. ``is_state``: whether only the
     model itself reads it. ``is_random``: whether it depends on chance. ``inconclusive``: why a comparison
-    with the source proves nothing, if so. ``noise``: the error that other rounding makes in a quantized
-    source, relative to the output.
+    with the source proves nothing, if so.
     """
 
     nature: Nature = "any"
@@ -134,7 +133,6 @@ class OutputFacts:
     is_state: bool = False
     is_random: bool = False
     inconclusive: str = ""
-    noise: float = 0.0
 
     def within(self, limits: Tolerance) -> Tolerance:
         """The ``limits`` for this output: lower ones if it is a state."""

@@ -1,8 +1,7 @@
 """The source model on the CPU EP, the reference of all comparisons: its inputs and outputs.
 
 The integers of a dynamically quantized model are noisy themselves. If its quantization is undone, the float
-form is the reference, and says how far the integers are from it. If not, the smallest rounding error can
-change the integers: no limit is stricter than what such errors explain.
+form is the reference, and says how far the integers are from it.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import separate_outputs
-from hatch_epcontext.graph.dequantize import dequantize, is_noisy
-from hatch_epcontext.graph.dtypes import Array, Arrays
+from hatch_epcontext.graph.dequantize import dequantize
+from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.scope import multiply_adds
-from hatch_epcontext.providers import QUANTIZED, Tolerance
+from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import refuse_differences
 from hatch_epcontext.worker.comparison.measures import OutputFacts
 from hatch_epcontext.worker.comparison.natures import (
@@ -68,14 +66,6 @@ _NO_SCORE = 0.05
 
 _FEW = 4
 """The most samples for a model that computes as the CPU does."""
-
-_ROUNDING = 2.0**-20
-"""The relative errors whose effect on the integers is measured, as float32 sums have them."""
-
-_MARGIN = 6.0
-"""Decibels by which other rounding errors may have a larger effect than the measured ones."""
-
-_FEW_VALUES = 16
 
 _NO_LIMITS = Tolerance(snr=1000, cosine=1)
 
@@ -321,14 +311,14 @@ def reference_of_artifact(model: Model, fixed: onnx.ModelProto, *, dequantized: 
     ``dequantized``: whether its dynamic quantization was undone. Raises BuildError and ModelError as
     `source_reference` does.
     """
-    if not is_noisy(onnx.load(model.path, load_external_data=False)):
+    if not dequantized:
         return reference(model, fixed)
     whole = load_whole(model.path)
     fix_inputs(whole, model)
     with temp_dir() as folder:
         integers, floats = folder / "integers.onnx", folder / "floats.onnx"
         save_whole(whole, integers)
-        has_floats = dequantized and write_float_form(integers, floats)
+        has_floats = write_float_form(integers, floats)
         return source_reference(model, whole, integers, floats if has_floats else None)
 
 
@@ -339,19 +329,16 @@ def source_reference(
     floats: Path | None,
     folded: onnx.GraphProto | None = None,
 ) -> Reference:
-    """The reference of ``model``, with its noise if it is quantized.
+    """The reference of ``model``: its float form, if there is one, and how near its integers are to that.
 
     ``fixed`` and ``folded``: as for `reference`; ``path``: the file of ``fixed``; ``floats``: that of its
-    float form, if there is one.
+    float form.
     Raises BuildError when an output of that has another shape than the source's, and ModelError when the
     model cannot be run.
     """
-    if not is_noisy(fixed):
-        return reference(model, fixed, folded=folded)
     if floats is None:
-        return with_noise(model, path, reference(model, fixed, folded=folded))
-    float_form = onnx.load(floats, load_external_data=False)
-    expected = reference(model, float_form, floats, folded)
+        return reference(model, fixed, folded=folded)
+    expected = reference(model, onnx.load(floats, load_external_data=False), floats, folded)
     try:
         session = open_session(path, cpu_options())
         integers = [*_compared(session, for_other_numbers(expected))]
@@ -364,68 +351,7 @@ def source_reference(
     nearest = min(
         integers, key=lambda item: math.inf if item.snr is None else item.snr, default=equal
     )
-    expected = replace(expected, facts=replace(expected.facts, float_form=nearest))
-    return with_noise(model, floats, expected) if is_noisy(float_form) else expected
-
-
-def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
-    """``expected``, the reference of the quantized model at ``path``, with its noise."""
-    step("measuring the noise of the source model")
-    rng = np.random.default_rng(0)
-    onnx_model = load_whole(path)
-    round_weights(onnx_model, rng)
-    runs = []
-    for run in expected.runs:
-        feeds = ({n: _rounded(array, rng) for n, array in fed.items()} for fed in run.feeds)
-        runs.append(replace(run, feeds=tuple(feeds)))
-    outputs = dict(expected.facts.outputs)
-    with temp_dir() as folder:
-        save_whole(onnx_model, folder / "rounded.onnx")
-        session = open_session(folder / "rounded.onnx", cpu_options())
-        for agreement in _compared(session, Reference(tuple(runs), expected.facts)):
-            own = outputs[agreement.output]
-            noise = 10 ** (-(own.within(_NO_LIMITS).snr + agreement.above) / 20)
-            outputs[agreement.output] = replace(own, noise=max(own.noise, noise))
-        # Windows does not remove open files.
-        del session
-    return Reference(expected.runs, replace(expected.facts, outputs=outputs))
-
-
-def round_weights(onnx_model: onnx.ModelProto, rng: np.random.Generator) -> None:
-    """Add rounding errors to the weights of a model, as from sums in another order, in place."""
-    for tensor in onnx_model.graph.initializer:
-        # A few numbers may be sizes, such as those of a Resize, which must not change.
-        if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW_VALUES:
-            rounded = _rounded(numpy_helper.to_array(tensor), rng)
-            tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
-
-
-def _rounded(array: Array, rng: np.random.Generator) -> Array:
-    """``array`` with rounding errors, if it is float32."""
-    if array.dtype != np.float32:
-        return array
-    errors = _ROUNDING * rng.choice((-1.0, 1.0), array.shape)
-    rounded: Array = (np.asarray(array, np.float64) * (1 + errors)).astype(np.float32)
-    return rounded
-
-
-def within_noise(limits: Tolerance, facts: Facts, default: Tolerance | None = None) -> Tolerance:
-    """``limits``, relaxed to what the noise of the source explains.
-
-    Limits that are not ``default``, or are an output's own, are the user's choice, and stay.
-    """
-    outputs, usual = dict(limits.outputs), default or limits
-    for name, noise in ((name, output.noise) for name, output in facts.outputs.items()):
-        if not noise:
-            continue
-        snr = round(max(-20 * math.log10(noise) - _MARGIN, QUANTIZED.snr), 1)
-        own = {}
-        if limits.snr == usual.snr:
-            own["snr"] = min(limits.snr, snr)
-        if limits.cosine == usual.cosine:
-            own["cosine"] = min(limits.cosine, 1 - 10 ** (-snr / 10))
-        outputs[name] = {**own, **limits.outputs.get(name, {})}
-    return replace(limits, outputs=outputs)
+    return replace(expected, facts=replace(expected.facts, float_form=nearest))
 
 
 def _compared(session: ort.InferenceSession, expected: Reference) -> Iterator[Agreement]:
