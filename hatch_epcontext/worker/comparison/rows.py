@@ -41,14 +41,11 @@ Places = NDArray[np.intp]
 class Choice:
     """Indices of the largest ``candidates``, a value inside the model, along ``axis``; with ``least`` of the
     smallest. They may be counted from another number than 0.
-
-    ``indices``: of rows, the value inside the model that says which ones of all these are.
     """
 
     candidates: str
     axis: int = 0
     least: bool = False
-    indices: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,7 @@ class Columns:
     """Columns of ``output``, whose rows are along ``axis``: from ``start`` to ``stop`` along its last axis.
 
     ``is_score``: the scores by which the rows are selected. ``is_whole``: whole numbers, equal or not.
-    ``choice``: how their classes are chosen, if they are classes. ``values``: the value inside the model of
-    which they are rows, if they are gathered.
+    ``values``: the value inside the model of which they are rows, if they are gathered.
     """
 
     output: str
@@ -66,7 +62,6 @@ class Columns:
     stop: int | None = None
     is_score: bool = False
     is_whole: bool = False
-    choice: Choice | None = None
     values: str = ""
 
     def of(self, arrays: Arrays) -> Numbers:
@@ -115,11 +110,6 @@ class Rows:
             for span, part in zip(columns, parts, strict=True)
         ]
         self._weights = np.concatenate(weights)
-        # A class is judged by the scores of its row: it does not say which row that is.
-        telling = [
-            part * (span.choice is None) for span, part in zip(columns, weights, strict=True)
-        ]
-        self._telling = np.concatenate(telling)
 
     def of(self, arrays: Arrays) -> Numbers:
         """The rows in ``arrays``."""
@@ -142,7 +132,7 @@ class Rows:
 
         The place is -1, and the noise large, where none is left.
         """
-        telling = (np.nan_to_num(rows, posinf=0, neginf=0) * self._telling for rows in (own, ref))
+        telling = (np.nan_to_num(rows, posinf=0, neginf=0) * self._weights for rows in (own, ref))
         places = np.stack([_nearest(*rows) for rows in zip(*telling, strict=True)])
         values = np.take_along_axis(ref, places[..., None], axis=1)
         return places, values, np.where(places < 0, WRONG, self.noise(own, values))

@@ -2,7 +2,7 @@
 by an ArgMax.
 
 Rows are compared as a set; and one whose score is about that of the last row may be another. A class with the
-largest score, also that of a row, is compared by its score in the source model.
+largest score is compared by its score in the source model.
 
 Rounding changes which boxes of a NonMaxSuppression overlap too much, and with one of them all that follow.
 So its inputs are compared with the CPU's; and from these inputs it must select what the CPU selects from the
@@ -33,7 +33,6 @@ from hatch_epcontext.worker.comparison.rows import (
     TINY,
     Choice,
     Columns,
-    Places,
     Rows,
     Selected,
     compare_possible,
@@ -112,13 +111,10 @@ def _opened(model: str) -> ort.InferenceSession:
 
 @dataclass(frozen=True)
 class Selection:
-    """The ``columns`` of rows that a TopK selects; with ``is_sorted`` in the order of their scores, with
-    ``least`` those with the smallest scores.
-    """
+    """The ``columns`` of rows that a TopK selects; with ``is_sorted`` in the order of their scores."""
 
     columns: tuple[Columns, ...]
     is_sorted: bool = True
-    least: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,10 +131,8 @@ class Selections:
     @property
     def values(self) -> frozenset[str]:
         """The values inside the model with which outputs are compared."""
-        columns = [columns for selection in self.rows for columns in selection.columns]
-        choices = [*self.choices.values(), *(c.choice for c in columns if c.choice)]
-        names = {name for choice in choices for name in (choice.candidates, choice.indices)}
-        names |= {c.values for c in columns}
+        names = {columns.values for selection in self.rows for columns in selection.columns}
+        names |= {choice.candidates for choice in self.choices.values()}
         return frozenset(names - {""}).union(self.rest.values if self.rest else ())
 
     @property
@@ -185,7 +179,7 @@ class _SelectionFinder:
     def rows(self) -> Iterator[Selection]:
         waiting = [pair for output in self._outputs for pair in self._columns(output)]
         # The last TopK before rows has selected them.
-        for node in reversed([node for node in self._scope.nodes if node.op_type == "TopK"]):
+        for node in reversed([node for node in self._scope.nodes if _is_topk(node)]):
             above = {name: self._scope.ancestors([name]) for _, name in waiting}
             behind = [pair for pair in waiting if {*node.output}.intersection(above[pair[1]])]
             waiting = [pair for pair in waiting if pair not in behind]
@@ -195,8 +189,7 @@ class _SelectionFinder:
                 if (axis := self._axis(columns.output, node)) is not None
             )
             if any(span.is_score for span in columns):
-                is_sorted, largest = (graph.number(node, key, 1) for key in ("sorted", "largest"))
-                yield Selection(columns, bool(is_sorted), not largest)
+                yield Selection(columns, bool(graph.number(node, "sorted", 1)))
 
     def _axis(self, output: str, node: onnx.NodeProto) -> int | None:
         """The axis of ``output`` with the rows that the TopK ``node`` selects; None if it has none."""
@@ -218,9 +211,8 @@ class _SelectionFinder:
             # Columns behind those of unknown width are counted from the end.
             behind = sum(other or 0 for other in widths[index + 1 :])
             stop = -behind if width is None else start + width
-            choice, is_whole = self._classes(name)
-            columns = Columns(output, 0, start, stop or None, is_whole=is_whole, choice=choice)
-            yield replace(columns, values=self._gathered(name)), name
+            is_whole, values = self._is_whole(name), self._gathered(name)
+            yield Columns(output, 0, start, stop or None, is_whole=is_whole, values=values), name
             start = stop
 
     def _joined(self, name: str) -> list[str]:
@@ -236,15 +228,12 @@ class _SelectionFinder:
             return [name]
         return [part for operand in node.input for part in self._joined(operand)]
 
-    def _classes(self, name: str) -> tuple[Choice | None, bool]:
-        """How the value ``name`` was chosen for each row, if it was, and whether it has whole numbers."""
+    def _is_whole(self, name: str) -> bool:
+        """Whether the value ``name`` has whole numbers, such as classes."""
         origin = self._scope.origin(name, _SAME_NUMBERS)
         node, dtype = self._scope.maker(origin), self._scope.dtype(origin)
         is_whole = dtype is not None and dtype.kind in "iub"
-        choice = self._choice(origin)
-        if node is not None and node.op_type in operators.GATHERS:
-            choice = self._choice(self._scope.origin(node.input[0], _SAME_NUMBERS), node.input[1])
-        return choice, is_whole or (node is not None and node.op_type in _WHOLE)
+        return is_whole or (node is not None and node.op_type in _WHOLE)
 
     def _gathered(self, name: str) -> str:
         """The value from which the rows of the value ``name`` are gathered; empty if they are not."""
@@ -264,14 +253,18 @@ class _SelectionFinder:
             return len(set(origins)) == 1
         return origin == node.output[0]
 
-    def _choice(self, name: str, indices: str = "") -> Choice | None:
+    def _choice(self, name: str) -> Choice | None:
         node = self._scope.maker(name)
         if node is None or node.op_type not in ("ArgMax", "ArgMin"):
             return None
         if self._scope.maker(node.input[0]) is None:
             return None
         is_least = node.op_type == "ArgMin"
-        return Choice(node.input[0], graph.number(node, "axis", 0), is_least, indices)
+        return Choice(node.input[0], graph.number(node, "axis", 0), is_least)
+
+
+def _is_topk(node: onnx.NodeProto) -> bool:
+    return node.op_type == "TopK" and bool(graph.number(node, "largest", 1))
 
 
 def select(
@@ -309,13 +302,11 @@ def select(
             and 0 < max(sizes)[1] <= _MAX_ROWS
         ):
             rows = Rows(columns, wanted, unit, elsewhere)
-            rows.put(
-                result, outputs, *_compare_rows(selection, rows, outputs, wanted, candidates, unit)
-            )
+            rows.put(result, outputs, *_compare_rows(selection, rows, outputs, wanted, candidates))
     for name, choice in selections.choices.items():
         if name in outputs and name not in result.rows:
             own, ref = outputs[name], wanted[name]
-            noise = _noise_of_choices(choice, (own, ref), candidates, unit)
+            noise = _noise_of_choices(choice, own, ref, candidates, unit)
             if noise is not None:
                 # As with slices, one in so many may have any error.
                 noise[np.argsort(-noise)[: len(noise) // MANY]] = 0.0
@@ -330,23 +321,15 @@ def _compare_rows(
     outputs: Arrays,
     wanted: Arrays,
     candidates: Arrays,
-    unit: float,
 ) -> tuple[Numbers, Numbers]:
     """The values to compare the rows of ``outputs`` with, and their noise."""
     score = next(number for number, span in enumerate(rows.columns) if span.is_score)
     own, ref = rows.of(outputs), rows.of(wanted)
-    places, values, noise = rows.match(own, ref)
-    for number, span in enumerate(rows.columns):
-        if span.choice is not None:
-            classes = rows.split(own)[number], rows.split(values)[number]
-            known = _noise_of_choices(span.choice, classes, candidates, unit, places)
-            if known is not None:
-                noise[number] = known.reshape(places.shape)
-                classes[1][...] = classes[0]
+    _, values, noise = rows.match(own, ref)
     # A row with about the score of the last one may be another, if it is one of the source's candidates.
     ends = ref.copy()
     last = rows.split(ends)[score]
-    last[...] = (np.max if selection.least else np.min)(last, axis=1, keepdims=True)
+    last[...] = last.min(axis=1, keepdims=True)
     at_end = np.maximum(rows.noise(own, ends)[score], rows.noise(values, ends)[score])
     others, is_known = rows.among(own, candidates)
     apart, worst = np.maximum(rows.noise(own, others), at_end), noise.max(axis=0)
@@ -375,29 +358,15 @@ def _are_copies(rows: Numbers) -> NDArray[np.bool_]:
 
 
 def _noise_of_choices(
-    choice: Choice,
-    classes: tuple[Array, Array],
-    candidates: Arrays,
-    unit: float,
-    places: Places | None = None,
+    choice: Choice, own: Array, ref: Array, candidates: Arrays, unit: float
 ) -> Numbers | None:
-    """By how much the scores of ``classes``, own ones and the source's, are below the best ones.
+    """By how much the scores of ``own`` classes are below the best ones; ``ref``: the source's classes.
 
-    None if these are not the source's. ``places``: those of rows in each batch. Without indices the rows
-    themselves have candidates.
+    None if these are not the ones with the best scores.
     """
-    own, ref = classes
-    if not {choice.candidates, *filter(None, [choice.indices])} <= candidates.keys():
+    if choice.candidates not in candidates:
         return None
     table = _below_the_best(choice, candidates[choice.candidates], unit)
-    if places is not None:
-        rows, batch = candidates.get(choice.indices, np.arange(len(table))), len(places)
-        if rows.size % places.size or len(table) % batch:
-            return None
-        count = len(table) // batch
-        rows = np.take_along_axis(rows.reshape(*places.shape, -1)[..., -1], places, axis=1)
-        starts = count * np.arange(batch)[:, None]
-        table = table[(np.asarray(rows, np.intp) % count + starts).ravel()]
     if not 0 < len(table) == own.size:
         return None
     first = np.median(np.asarray(ref, np.float64).ravel() - table.argmin(axis=1))

@@ -292,38 +292,6 @@ def test_wrong_rows_fail(detector: Head, fault: str) -> None:
     assert not detector.agrees(faulty(detector.table, fault))
 
 
-def test_a_row_may_have_a_class_with_nearly_its_score(tmp_path: Path) -> None:
-    logits, best = LOGITS.copy(), LOGITS.argmax(axis=2)[..., None]
-    second = (best + 1) % CLASSES
-    np.put_along_axis(logits, second, np.take_along_axis(logits, best, 2) - 1e-4, 2)
-    detector = Head(tmp_path, "one class", logits)
-    table = detector.table
-    table[:, 5] = (table[:, 5] + 1) % CLASSES
-    assert detector.agrees(table)
-    for fault in {*FAULTS} - {"shifted boxes", "repeated row"}:
-        assert not detector.agrees(faulty(table, fault))
-
-
-def test_a_class_may_be_chosen_behind_the_selection(tmp_path: Path) -> None:
-    made = parsed("""(float[2, 40, 3] x) => (float[2, 5] best, int64[2, 5, 1] y)
-        <int64[1] k = {5}, int64[1] last = {2}, int64[3] repeats = {1, 1, 3}> {
-            scores = Sigmoid (x)
-            largest = ReduceMax <axes = [2], keepdims = 0> (scores)
-            best, numbers = TopK (largest, k)
-            column = Unsqueeze (numbers, last)
-            columns = Tile (column, repeats)
-            chosen = GatherElements <axis = 1> (scores, columns)
-            y = ArgMax <axis = 2> (chosen) }""")
-    x = np.random.default_rng(3).standard_normal((2, 40, 3)).astype(np.float32)
-    x[..., 1] = x[..., 0] + 1e-4
-    compared = Compared(tmp_path, made, x=x)
-    best, y = compared.wanted["best"], compared.wanted["y"]
-    assert not differences(compared.compare({"best": best, "y": np.where(y == 1, 0, y)}))
-    wrong = y.copy()
-    wrong[0, 0] = 0 if y[0, 0] == 2 else 2
-    assert differences(compared.compare({"best": best, "y": wrong}))
-
-
 def test_boxes_near_zero_are_compared_with_those_of_other_samples(tmp_path: Path) -> None:
     boxes, logits = np.concatenate([0 * BOXES, BOXES]), np.concatenate([LOGITS, LOGITS])
     compared = Compared(tmp_path, head("one output"), boxes=boxes, logits=logits)
@@ -346,18 +314,18 @@ def topk(folder: Path, batch: int = 2, **attributes: int) -> Compared:
     made = parsed(f"""(float[{batch}, 50] x) => (float[{batch}, 5] values, int64[{batch}, 5] numbers)
         <int64[1] k = {{5}}> {{ values, numbers = TopK <axis = 1{text}> (x, k) }}""")
     x = np.random.default_rng(3).uniform(0, 1, (batch, 50)).astype(np.float32)
-    x[:, 7] = np.sort(x)[:, -5 if attributes.get("largest", 1) else 4]
+    x[:, 7] = np.sort(x)[:, -5]
     return Compared(folder, made, x=x)
 
 
-@pytest.mark.parametrize("attributes", [{}, {"sorted": 0}, {"largest": 0}])
+@pytest.mark.parametrize("attributes", [{}, {"sorted": 0}])
 def test_the_indices_of_a_topk_are_those_of_its_values_but_of_the_last_one_if_that_is_tied(
     tmp_path: Path, attributes: dict[str, int]
 ) -> None:
     compared = topk(tmp_path, **attributes)
     values, numbers = compared.wanted["values"], compared.wanted["numbers"]
     assert not differences(compared.compare(compared.wanted))
-    last: Array = values == (values.min if attributes.get("largest", 1) else values.max)(1)[:, None]
+    last: Array = values == values.min(1)[:, None]
     assert not differences(
         compared.compare({"values": values, "numbers": np.where(last, 7, numbers)})
     )
