@@ -72,6 +72,9 @@ _SHARES = 64
 _NOISE = 0.5
 """The part of a floor by which a score may differ without counting as lost or invented."""
 
+TINY = 1e-30
+"""The signal of zeros."""
+
 Numbers = NDArray[np.float64]
 
 _Axes = tuple[int, ...] | None
@@ -186,15 +189,21 @@ class Elsewhere:
         return self._numbers[shape]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Aligned:
-    """An ``output`` and the ``reference`` values to compare it with. ``rows``: for selected rows, the
-    signal-to-noise ratio of each in decibels.
+    """An ``output`` and the ``reference`` values to compare it with, with selected rows in the same order.
+
+    ``rows``: the signal-to-noise ratio of each selected row in decibels, batch x rows.
     """
 
     output: Array
     reference: Array
     rows: Numbers | None = None
+
+    def add(self, noise: Numbers) -> None:
+        """Add the ``noise`` of rows, batch x rows, in parts of the signal."""
+        ratios: Numbers = -10 * np.log10(np.clip(noise, TINY, 1 / TINY))
+        self.rows = ratios if self.rows is None else np.minimum(self.rows, ratios)
 
 
 def compare_values(

@@ -6,20 +6,17 @@ Rounding swaps rows with nearly the same scores, and others come and go at a lim
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.dtypes import Array, Arrays
-from hatch_epcontext.worker.comparison.measures import SIGNAL_PART, Numbers
+from hatch_epcontext.graph.dtypes import Arrays
+from hatch_epcontext.worker.comparison.measures import SIGNAL_PART, TINY, Aligned, Numbers
 
 LOST = 0.01
 """The noise from which a row is another row."""
-
-TINY = 1e-30
-"""The signal of zeros."""
 
 WRONG = 1e3
 """The noise of a whole number that is not the right one, and of a row that is in no other output."""
@@ -70,22 +67,6 @@ class Columns:
         before, behind = part.shape[: self.axis], part.shape[self.axis + 1 :]
         shape = (math.prod(before), part.shape[self.axis], math.prod(behind))
         return np.asarray(part, np.float64).reshape(shape)
-
-
-@dataclass
-class Selected:
-    """The values to compare after a selection: ``wanted``, with rows in the order of the compared outputs.
-
-    ``rows``: for outputs the signal-to-noise ratio of each row in decibels, batch x rows.
-    """
-
-    wanted: dict[str, Array]
-    rows: dict[str, Numbers] = field(default_factory=dict)
-
-    def add(self, output: str, noise: Numbers) -> None:
-        """Add the ``noise`` of rows of ``output``, batch x rows, in parts of the signal."""
-        ratios: Numbers = -10 * np.log10(np.clip(noise, TINY, 1 / TINY))
-        self.rows[output] = np.minimum(self.rows.get(output, ratios), ratios)
 
 
 class Rows:
@@ -156,14 +137,15 @@ class Rows:
             is_known = True
         return others, is_known
 
-    def put(self, result: Selected, outputs: Arrays, rows: Numbers, noise: Numbers) -> None:
-        """Compare ``outputs`` with ``rows``, which have ``noise``."""
-        for span, part, ratios in zip(self.columns, self.split(rows), noise, strict=True):
-            own, ref = outputs[span.output], result.wanted[span.output]
+    def put(self, result: Mapping[str, Aligned], rows: Numbers, noise: Numbers) -> None:
+        """Compare the outputs in ``result`` with ``rows``, which have ``noise``."""
+        for span, part, row_noise in zip(self.columns, self.split(rows), noise, strict=True):
+            aligned = result[span.output]
+            own, ref = aligned.output, aligned.reference
             ref = np.array(ref if ref.shape == own.shape else own, ref.dtype)
             ref[..., span.start : span.stop] = part.reshape(ref[..., span.start : span.stop].shape)
-            result.wanted[span.output] = ref
-            result.add(span.output, ratios)
+            aligned.reference = ref
+            aligned.add(row_noise)
 
 
 def _largest(*arrays: Numbers) -> float:
@@ -211,14 +193,16 @@ def floor_of(scores: Numbers, unit: float) -> float:
 
 
 def compare_possible(
-    columns: Sequence[Columns], outputs: Arrays, result: Selected, runs: Sequence[Arrays]
+    columns: Sequence[Columns], result: Mapping[str, Aligned], runs: Sequence[Arrays]
 ) -> None:
-    """Compare the rows of ``outputs`` with those of the first of ``runs``, as a set.
+    """Compare the rows of outputs in ``result`` with those of the first of ``runs``, as a set.
 
     Rows that another one lacks may be missing, and rows that it adds may be there.
     """
     first, *others = runs
-    result.wanted |= {name: first[name] for name in first.keys() & result.wanted.keys()}
+    outputs = {name: aligned.output for name, aligned in result.items()}
+    for name in first.keys() & result.keys():
+        result[name].reference = first[name]
     groups: dict[tuple[int, ...], list[Columns]] = {}
     for span in columns:
         if span.output in outputs and outputs[span.output].dtype.kind in "biuf":
@@ -240,4 +224,4 @@ def compare_possible(
             if not set(np.flatnonzero(needed)) <= set(places[index]):
                 # The row that is the farthest from any is in the place of the missing one.
                 noise[:, index, noise[:, index].max(axis=0).argmax()] = WRONG
-        rows.put(result, outputs, values, noise)
+        rows.put(result, values, noise)

@@ -15,7 +15,6 @@ import onnxruntime as ort
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import (
-    Aligned,
     Elsewhere,
     OutputFacts,
     compare_values,
@@ -120,10 +119,7 @@ class Reference:
         ]
         others = [arrays for run in self.usual for arrays in run.outputs]
         selected = select(facts.selections, outputs, source, inner, limits.unit, others)
-        for name, output in outputs.items():
-            if (values := selected.wanted.get(name)) is None:
-                continue
-            aligned = Aligned(output, values, selected.rows.get(name))
+        for name, aligned in selected.items():
             own, elsewhere = facts.of(name), self.elsewhere(name)
             agreement = compare_values(name, aligned, limits.of(name), own, elsewhere)
             if own.inconclusive and not agreement.differs:

@@ -27,14 +27,12 @@ from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.parts import Part, extract
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.worker.comparison.measures import MANY, Numbers
+from hatch_epcontext.worker.comparison.measures import MANY, TINY, Aligned, Numbers
 from hatch_epcontext.worker.comparison.rows import (
     LOST,
-    TINY,
     Choice,
     Columns,
     Rows,
-    Selected,
     compare_possible,
     floor_of,
 )
@@ -274,23 +272,27 @@ def select(
     candidates: Arrays,
     unit: float,
     elsewhere: Sequence[Arrays] = (),
-) -> Selected:
-    """The values to compare ``outputs`` with; the source model has ``wanted`` and, inside it, ``candidates``.
+) -> dict[str, Aligned]:
+    """``outputs`` beside what to compare them with; the source has ``wanted``, and ``candidates`` inside it.
 
     ``unit``: that of the limits. ``elsewhere``: the source's outputs for other inputs.
     """
-    result, rest = Selected(dict(wanted)), selections.rest
+    rest = selections.rest
+    same: Arrays = {}
     if rest is not None and rest.values <= candidates.keys():
         same = rest.outputs_of(outputs, candidates)
-        if same:
-            result.wanted |= {name: candidates[name] for name in rest.reads if name not in wanted}
+        wanted = {**{name: candidates[name] for name in rest.reads if same}, **wanted}
+    result = {name: Aligned(own, wanted[name]) for name, own in outputs.items() if name in wanted}
+    if rest is not None and rest.values <= candidates.keys():
         runs = [same] if same else [wanted, *rest.outputs_with_noise(candidates)]
-        compare_possible(selections.suppressed, outputs, result, runs)
-        wanted = {n: array for n, array in result.wanted.items() if n not in rest.outputs}
+        compare_possible(selections.suppressed, result, runs)
+    others = rest.outputs if rest is not None else ()
     outputs = {
-        name: array
-        for name, array in outputs.items()
-        if name in wanted and array.shape == wanted[name].shape and array.dtype.kind in "biuf"
+        name: aligned.output
+        for name, aligned in result.items()
+        if name not in others
+        and aligned.output.shape == aligned.reference.shape
+        and aligned.output.dtype.kind in "biuf"
     }
     for selection in selections.rows:
         columns = [span for span in selection.columns if span.output in outputs]
@@ -302,16 +304,16 @@ def select(
             and 0 < max(sizes)[1] <= _MAX_ROWS
         ):
             rows = Rows(columns, wanted, unit, elsewhere)
-            rows.put(result, outputs, *_compare_rows(selection, rows, outputs, wanted, candidates))
+            rows.put(result, *_compare_rows(selection, rows, outputs, wanted, candidates))
     for name, choice in selections.choices.items():
-        if name in outputs and name not in result.rows:
-            own, ref = outputs[name], wanted[name]
-            noise = _noise_of_choices(choice, own, ref, candidates, unit)
+        if name in outputs and result[name].rows is None:
+            own = outputs[name]
+            noise = _noise_of_choices(choice, own, wanted[name], candidates, unit)
             if noise is not None:
                 # As with slices, one in so many may have any error.
                 noise[np.argsort(-noise)[: len(noise) // MANY]] = 0.0
-                result.wanted[name] = own
-                result.add(name, noise.reshape(-1, own.shape[-1] if own.shape else 1))
+                result[name].reference = own
+                result[name].add(noise.reshape(-1, own.shape[-1] if own.shape else 1))
     return result
 
 

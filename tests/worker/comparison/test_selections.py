@@ -15,7 +15,7 @@ from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, explain
-from hatch_epcontext.worker.comparison.measures import Aligned, Numbers, OutputFacts, compare_values
+from hatch_epcontext.worker.comparison.measures import Numbers, OutputFacts, compare_values
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.rows import Choice
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
@@ -390,9 +390,7 @@ def classes(shape: tuple[int, ...] = (1, 5, 16, 16)) -> tuple[Numbers, Array]:
 def agrees(scores: Numbers, numbers: Array, wanted: Array, axis: int = 1, **more: Any) -> bool:
     found = Selections(choices={"y": Choice("scores", axis, **more)})
     chosen = select(found, {"y": numbers}, {"y": wanted}, {"scores": scores}, 0.1)
-    rows = chosen.rows.get("y")
-    aligned = Aligned(numbers, chosen.wanted["y"], rows)
-    return not compare_values("y", aligned, HALF, OutputFacts("indices")).differs
+    return not compare_values("y", chosen["y"], HALF, OutputFacts("indices")).differs
 
 
 @pytest.mark.parametrize("first", [0, 1])
