@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord, is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined
@@ -140,12 +140,6 @@ class Refused:
         """Raise ValueError for what no build writes, but a cache may contain."""
         if not (self.problems or self.control_flow or self.step == "change"):
             raise ValueError("it has a refusal without a reason")
-
-    @property
-    def has_crashed(self) -> bool:
-        """Whether a process has crashed."""
-        kinds = {problem.kind for problem in self.problems}
-        return kinds == {Kind.WORKER_CRASHED}
 
 
 @dataclass(frozen=True)

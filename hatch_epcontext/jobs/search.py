@@ -215,8 +215,8 @@ class Attempt:
     @property
     def notes(self) -> Iterator[str]:
         """Its result, for a report."""
-        names = ["dequantized"] if self.recipe.dequantize else []
-        if self.refused is None:
+        refused, names = self.refused, ["dequantized"] if self.recipe.dequantize else []
+        if refused is None:
             done = self.record.preparations if self.record else ()
             names += dict.fromkeys(name for p in done for name in (*p.options, *p.rewrites))
             result = f"{count(self.uncovered, 'node')} on the CPU"
@@ -224,27 +224,20 @@ class Attempt:
                 result = _first_line(self.differences[0].message)
             elif self.verdict is not None and math.isfinite(self.verdict.margin):
                 result = f"{result}, {self.verdict.margin:.0f} dB above the limits"
-            yield f"{'; '.join(names) or 'unmodified'}: {result}"
-            return
-        # Do not show the signal: another recipe may succeed.
-        has_crashed, crashes = (
-            self.refused.has_crashed,
-            "crashes on this model, in a process of its own",
-        )
-        if self.refused.step == "change":
-            yield from (problem.message for problem in self.refused.problems)
+        elif refused.step == "change":
+            yield from (problem.message for problem in refused.problems)
             reasons = Counter((d.rewrite, d.operator, d.reason) for d in self.declined)
             for (rewrite, operator, reason), number in reasons.most_common(_MAX_REASONS):
                 yield f"{rewrite} does not apply to {number} {operator}: {reason}"
-        elif self.refused.step == "prepare":
-            for problem in self.refused.problems:
-                message = f"failed: {' '.join(problem.message.splitlines())}"
-                yield f"{self.recipe.simplifier} {crashes if has_crashed else message}"
+            return
+        elif refused.step == "prepare":
+            for problem in refused.problems:
+                yield f"{self.recipe.simplifier} failed: {' '.join(problem.message.splitlines())}"
+            return
         else:
-            message = _first_line(self.refused.problems[0].message)
-            names = [*names, *self.refused.rewrites]
-            result = f"the EP {crashes}" if has_crashed else message
-            yield f"{'; '.join(names) or 'unmodified'}: {result}"
+            names += refused.rewrites
+            result = _first_line(refused.problems[0].message)
+        yield f"{'; '.join(names) or 'unmodified'}: {result}"
 
 
 def _first_line(message: str) -> str:
@@ -275,11 +268,6 @@ class Form:
     def enough(self, *phases: str) -> list[Attempt]:
         """Those of ``phases`` that may win, in order."""
         return list(filter(self.search.is_enough, self.all(*phases)))
-
-    def new(self, recipe: Recipe) -> Recipe | None:
-        """``recipe``, unless it was tried."""
-        tried = (attempt.recipe for attempt in self.all(*self.attempts))
-        return None if recipe in tried else recipe
 
     def helpful(self, *names: RewriteName) -> tuple[RewriteName, ...]:
         """Those of ``names`` that help in the EP's number format."""
@@ -358,7 +346,7 @@ def _simplified(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     if not leaving:
         return None
     least = min(leaving, key=lambda attempt: len(attempt.control_flow))
-    return form.new(replace(least.recipe, takes_control_flow=True))
+    return replace(least.recipe, takes_control_flow=True)
 
 
 def _with_options(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -371,7 +359,7 @@ def _with_options(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     are_set = not more.options.keys().isdisjoint(form.settings.provider_options)
     if are_set or left.isdisjoint(more.operators):
         return None
-    return form.new(replace(last.recipe, options=tuple(sorted(more.options.items()))))
+    return replace(last.recipe, options=tuple(sorted(more.options.items())))
 
 
 def _rewritten(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -406,7 +394,7 @@ def _layers_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     verdict, recipe = form.nearest.verdict, form.nearest.recipe.with_change("unroll", None)
     # The emulation also has the faults of a layer whose kernel is known.
     helps = verdict and verdict.in_layers and (verdict.in_kernels or verdict.differs)
-    return form.new(recipe) if form.settings.unroll_limit and helps else None
+    return recipe if form.settings.unroll_limit and helps else None
 
 
 def _around_kernels(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -425,7 +413,7 @@ def _together(form: Form, own: Sequence[Attempt]) -> Recipe | None:
         for name in attempt.recipe.remedies
     }
     names = (name for name in form.helpful(*FOR_RANGES, *FOR_KERNELS) if name in applied)
-    return form.new(form.covering.recipe.with_remedies(tuple(names)))
+    return form.covering.recipe.with_remedies(tuple(names))
 
 
 def _unfused(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -437,7 +425,7 @@ def _unfused(form: Form, own: Sequence[Attempt]) -> Recipe | None:
 def _only_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """The simplified model, with all loops and recurrent layers unrolled."""
     recipe = _unchanged(form).with_change("unroll", None)
-    return form.new(recipe) if form.settings.unroll_limit else None
+    return recipe if form.settings.unroll_limit else None
 
 
 def _unchanged(form: Form) -> Recipe:
@@ -618,6 +606,8 @@ def _next_in_form(search: Search, tried: list[Attempt], *, dequantize: bool) -> 
             if recipe is None:
                 break
             recipe = replace(recipe, dequantize=dequantize)
+            if any(attempt.recipe == recipe for attempt in form.all(*form.attempts)):
+                break
             if recipe not in known:
                 return Next(tried, recipe)
             attempt = known[recipe]

@@ -190,16 +190,17 @@ def test_what_is_not_the_simplifiers_fault_fails_the_job(
     assert problem.where() == f"{job.location}: preparation"
 
 
-_CRASHES = "onnxruntime crashes on this model, in a process of its own"
-
-
 @on_posix
 @pytest.mark.parametrize(
     ("source", "tries", "failed"),
     [
         ("if tries == 1:\n    import os\n    os.abort()\n", 2, ()),
-        ("import os; os.kill(os.getpid(), 11)", 2, (_CRASHES,)),
-        ("import os; os._exit(0)", 2, (_CRASHES,)),
+        (
+            "import os; os.kill(os.getpid(), 11)",
+            2,
+            ("onnxruntime failed: the worker crashed with SIGSEGV",),
+        ),
+        ("import os; os._exit(0)", 2, ("onnxruntime failed: the worker ended with exit code 0",)),
         (
             "raise RuntimeError('cannot simplify')",
             1,
@@ -219,5 +220,6 @@ def test_only_the_simplifiers_own_fault_leads_to_the_next_one(
     body.write_text(source, encoding="utf-8")
     preparation = prepared(job, tmp_path, workers)
     assert preparation.simplifier == ("onnxslim" if failed else "onnxruntime")
-    assert [text.split("\n")[0] for text in preparation.failed] == list(failed)
+    assert len(preparation.failed) == len(failed)
+    assert all(map(str.startswith, preparation.failed, failed))
     assert len(body.with_name("tries").read_bytes()) == tries
