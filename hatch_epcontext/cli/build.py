@@ -19,7 +19,8 @@ from hatch_epcontext.cli._common import (
 from hatch_epcontext.cli._settings import Project, project_config, project_options
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
-from hatch_epcontext.jobs.run import dry_run, open_cache
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.run import job_runner, open_cache
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import hide_credentials
 
@@ -55,28 +56,14 @@ def command(
 
 
 def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
-    runs = dry_run(planned, staging, open_cache(planned.config, warn))
+    workers = Workers(planned.config.build.timeout)
+    # Reads the models, whose problems the build would have too.
+    jobs = job_runner(planned, staging, open_cache(planned.config, warn), workers).jobs
+    rows = [(job.location, job.target.provider.name) for job in jobs]
     requires = tuple(map(hide_credentials, planned.requirements))
     if as_json:
-        jobs = [
-            {
-                "job": run.job.location,
-                "provider": run.job.target.provider.name,
-                "fingerprint": run.fingerprint,
-                "cached": run.cached,
-            }
-            for run in runs
-        ]
-        click.echo(to_json({"jobs": jobs, "requirements": requires}), nl=False)
+        named = [{"job": job, "provider": provider} for job, provider in rows]
+        click.echo(to_json({"jobs": named, "requirements": requires}), nl=False)
         return
-    rows = [
-        (
-            run.job.location,
-            run.job.target.provider.name,
-            run.fingerprint[:12],
-            "cached" if run.cached else "not cached",
-        )
-        for run in runs
-    ]
-    show_table(("job", "provider", "fingerprint", "cache"), rows)
+    show_table(("job", "provider"), rows)
     echo(f"requires: {', '.join(requires)}")

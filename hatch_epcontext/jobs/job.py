@@ -70,22 +70,6 @@ class JobRunner:
             run = _JobRun(self, job)
             return run.from_cache() if job.target.from_cache else run.search_on()
 
-    def dry_run(self, job: Job) -> tuple[str, bool]:
-        """The job's fingerprint, and whether the cache has its artifact; nothing is compiled.
-
-        For a job that only reads the cache it is the fingerprint without versions.
-        """
-        run = _JobRun(self, job)
-        if job.target.from_cache:
-            fingerprint, key = run.settings, run.latest()
-        else:
-            with job.locating():
-                fingerprint = run.fingerprint(self.steps.versions(job))
-            won = run.stored(fingerprint).won
-            key = None if won is None else won.key
-        record = None if key is None else run.cache.get("artifacts", key, Record)
-        return fingerprint, record is not None
-
     def keep(self, job: Job, built: Built, search: Search) -> None:
         """Store what another machine ``built`` for ``job``, and its ``search``.
 
@@ -120,11 +104,6 @@ class _JobRun:
         """The key of the job's search: what it is compiled from, and the ``versions`` of what compiles it."""
         return value_sha256([self.settings, versions])
 
-    def latest(self) -> str | None:
-        """The key of the latest artifact with the job's settings."""
-        # Others may have made a newer one.
-        return self.cache.get("refs", self.settings, str, fits=is_sha256, latest=True)
-
     def search_on(self) -> Built:
         """The winner of the job's search."""
         self._key = self.fingerprint(self._build.steps.versions(self._job))
@@ -145,7 +124,8 @@ class _JobRun:
 
     def from_cache(self) -> Built:
         """The latest artifact with the job's settings, whatever is installed."""
-        key = self.latest()
+        # Others may have made a newer one.
+        key = self.cache.get("refs", self.settings, str, fits=is_sha256, latest=True)
         record = None if key is None else self._take(key, self._place)
         if key is None or record is None:
             raise self._not_cached("the cache has no artifact of this model with these settings.")

@@ -14,7 +14,6 @@ from typing import Literal
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, Problem, merged
-from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import JobRunner
@@ -71,28 +70,6 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     from hatch_epcontext.jobs.cache.shared import SharedCache
 
     return Cache(root, warn, SharedCache(settings, warn))
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """A job that was not run: its fingerprint, and whether the cache has its artifact."""
-
-    job: Job
-    fingerprint: str
-    cached: bool
-
-
-def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
-    """All jobs of the plan without running them; models are read, and nothing is compiled.
-
-    Raises as `build` does.
-    """
-    runner = job_runner(plan, staging, cache, Workers(plan.config.build.timeout))
-    jobs = runner.jobs
-    if plan.config.build.scheduler is not None:
-        # Only its workers know their versions.
-        jobs = tuple(replace(job, target=replace(job.target, from_cache=True)) for job in jobs)
-    return tuple(DryRun(job, *runner.dry_run(job)) for job in jobs)
 
 
 def download_sources(config: Config, workers: Workers) -> None:

@@ -27,20 +27,14 @@ def test_models_are_built_into_the_cache(cli: Cli, app_project: Path) -> None:
 
 def test_a_dry_run_compiles_nothing(cli: Cli, app_project: Path, tmp_path: Path) -> None:
     printed = cli("build", app_project, "--dry-run").stdout
-    assert printed.count("not cached") == 4
+    assert printed.count(" -> ") == 4
     assert "requires: onnxruntime" in printed
     # Only what it read of the models is known now.
     kinds = {path.name for path in (tmp_path / "user-cache" / LAYOUT).iterdir()}
     assert kinds - {"index"} == {"facts"}
-    cli("build", app_project, "--target", "one")
     planned = json.loads(cli("build", app_project, "--dry-run", "--json").stdout)
-    assert {job["job"]: job["cached"] for job in planned["jobs"]} == {
-        "a -> one": True,
-        "a -> two": False,
-        "b -> one": True,
-        "b -> two": False,
-    }
-    assert all(len(job["fingerprint"]) == 64 for job in planned["jobs"])
+    jobs = ("a -> one", "a -> two", "b -> one", "b -> two")
+    assert planned["jobs"] == [{"job": job, "provider": "cpu"} for job in jobs]
     assert planned["requirements"][0].startswith("onnxruntime")
 
 

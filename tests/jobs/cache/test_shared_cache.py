@@ -27,7 +27,7 @@ from hatch_epcontext.jobs.cache.signing import new_keys
 from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.run import build, dry_run, open_cache
+from hatch_epcontext.jobs.run import build, open_cache
 from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.worker.results import ModelFacts
 from tests.conftest import needs_qnn
@@ -188,18 +188,6 @@ def test_an_empty_variable_and_no_cache_ask_nobody(
     machine("first").build(toml, SHARED_CACHE="")
     machine("second").build(toml, NO_CACHE="1", SHARED_CACHE_WRITE="1")
     assert not server.requests
-
-
-def test_a_dry_run_downloads_no_files(
-    machine: Callable[[str], Machine], server: WebServer, tmp_path: Path
-) -> None:
-    machine("first").build(ONE, SHARED_CACHE=server.url, SHARED_CACHE_WRITE="1")
-    server.requests.clear()
-    second = machine("second")
-    config = second.config(ONE, SHARED_CACHE=server.url)
-    (run,) = dry_run(plan(config), tmp_path, open_cache(config, second.warnings.append))
-    assert run.cached
-    assert not [path for _, path in server.requests if "/blobs/" in path]
 
 
 def test_without_a_folder_that_can_be_written_the_fetched_files_are_used(
