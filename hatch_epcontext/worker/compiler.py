@@ -33,7 +33,7 @@ from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker.advice import Advice
-from hatch_epcontext.worker.reasons import on_conditions, refused_nodes
+from hatch_epcontext.worker.reasons import refused_nodes
 from hatch_epcontext.worker.session import (
     LEVELS,
     MIN_EXTERNAL,
@@ -42,6 +42,7 @@ from hatch_epcontext.worker.session import (
     open_session,
     options,
 )
+from hatch_epcontext.worker.source import on_conditions
 
 _CHANGE = "Change the model there, or keep only the part before or after it (not tried)."
 

@@ -15,14 +15,13 @@ from typing import IO
 import onnx
 
 from hatch_epcontext.config.settings import Target
-from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.graph.refusals import Deciders, deciders, deciders_of_branches, numbered
+from hatch_epcontext.graph.refusals import Deciders, deciders, numbered
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
-from hatch_epcontext.worker.advice import Advice, freeze, on_weights
+from hatch_epcontext.worker.advice import Advice, on_weights
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Context, NodeFacts
 from hatch_epcontext.worker.session import LEVELS, open_session, options
@@ -33,27 +32,11 @@ _VERBOSE = 0
 _MAX_TENSORS = 4
 """The most tensors of a node whose types and shapes a reason names."""
 
-_MAX_NAMES = 4
-"""The most nodes that a hint names."""
-
 _MAX_REASONS = 4
 """The most reasons in one message."""
 
 _COMPUTE_NOTHING = {"session.disable_model_compile": "1"}
 """With this option ONNX Runtime queries the EP for the nodes that it can compile, and compiles none."""
-
-
-def on_conditions(main: onnx.GraphProto, model: Key | None) -> Advice | None:
-    """What to freeze so that the conditions of ``main`` are known, in the table at ``model``, if it has one.
-
-    None if no input decides them, or only data.
-    """
-    by, names = deciders_of_branches(main)
-    if by is None:
-        return None
-    which = listing(map(repr, names[:_MAX_NAMES]))
-    hint = f"The input {by} decides which branch of the If {which} runs: freeze it (not tried)."
-    return hint, () if model is None else freeze(by.inputs, model)
 
 
 def with_reasons(context: Context, prepared: Path, result: Path, target: Target) -> Context:

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph
-from hatch_epcontext.worker.configured import data_of, read_source
+from hatch_epcontext.worker.source import data_of, read_source
 from tests.models import (
     initializer_among_the_inputs,
     network,

@@ -12,9 +12,8 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.worker.actions import check
 from hatch_epcontext.worker.actions.check import not_compilable
-from hatch_epcontext.worker.configured import fix_constants
-from hatch_epcontext.worker.reasons import on_conditions
 from hatch_epcontext.worker.requests import CheckRequest
+from hatch_epcontext.worker.source import fix_constants, on_conditions
 from tests.models import parsed
 from tests.worker.actions.test_compile import target
 

@@ -18,7 +18,11 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker import advice
-from hatch_epcontext.worker.configured import (
+from hatch_epcontext.worker.dummy.inputs import check_inputs, sized
+from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.requests import CheckReply, CheckRequest
+from hatch_epcontext.worker.results import ModelFacts
+from hatch_epcontext.worker.source import (
     data_of,
     fix_constants,
     fix_open,
@@ -27,10 +31,6 @@ from hatch_epcontext.worker.configured import (
     read_source,
     unknown_name,
 )
-from hatch_epcontext.worker.dummy.inputs import check_inputs, sized
-from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.requests import CheckReply, CheckRequest
-from hatch_epcontext.worker.results import ModelFacts
 from hatch_epcontext.worker.states import state_pairs
 
 

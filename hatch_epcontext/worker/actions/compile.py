@@ -20,12 +20,12 @@ from hatch_epcontext.graph.reading import load
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.shipped import PREPARED
 from hatch_epcontext.worker.compiler import compile_buffers, compile_context, explained, optimize
-from hatch_epcontext.worker.configured import data_of, open_dimension_message, read_source
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.reasons import with_reasons
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.results import Context
+from hatch_epcontext.worker.source import data_of, open_dimension_message, read_source
 
 _PREFIX = "ep.context_node_name_prefix"
 

@@ -12,9 +12,9 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.parts import WrongCut, extract, part_between
-from hatch_epcontext.worker.configured import data_of, fix_constants, read_source
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
+from hatch_epcontext.worker.source import data_of, fix_constants, read_source
 from hatch_epcontext.worker.value_types import types_of_runtime
 
 

@@ -33,16 +33,16 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.compiler import optimize
-from hatch_epcontext.worker.configured import (
+from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.requests import Prepared, PrepareRequest
+from hatch_epcontext.worker.session import cpu_options
+from hatch_epcontext.worker.source import (
     data_of,
     fix_inputs,
     ranges_for,
     read_source,
     typed_graph,
 )
-from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.requests import Prepared, PrepareRequest
-from hatch_epcontext.worker.session import cpu_options
 
 
 def handle(request: PrepareRequest) -> Prepared:

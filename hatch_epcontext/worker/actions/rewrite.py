@@ -48,11 +48,11 @@ from hatch_epcontext.worker.comparison.runs import (
     run_model,
 )
 from hatch_epcontext.worker.compiler import optimize
-from hatch_epcontext.worker.configured import data_of
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
 from hatch_epcontext.worker.results import GAIN, NOTHING, SENSITIVE
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+from hatch_epcontext.worker.source import data_of
 from hatch_epcontext.worker.value_types import value_types
 
 _REMEDIED = Tolerance(snr=60, cosine=0.999)

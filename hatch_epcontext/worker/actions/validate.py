@@ -32,7 +32,6 @@ from hatch_epcontext.worker.comparison.runs import (
     run_model,
 )
 from hatch_epcontext.worker.comparison.selections import open_with_reads
-from hatch_epcontext.worker.configured import feeds_for, fix_inputs, read_source
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import ValidateRequest
@@ -50,6 +49,7 @@ from hatch_epcontext.worker.session import (
     incompatible,
     open_session,
 )
+from hatch_epcontext.worker.source import feeds_for, fix_inputs, read_source
 from hatch_epcontext.worker.tensors import not_finite
 
 

@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.configured import feeds_for, fix_inputs
+from hatch_epcontext.worker.source import feeds_for, fix_inputs
 from tests.models import of_any_rank, parsed, shapes
 
 MODEL = Key(("models", 0))

@@ -9,7 +9,7 @@ import pytest
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, Problem
-from hatch_epcontext.worker.run_errors import source_failed
+from hatch_epcontext.worker.source import source_failed
 from tests.conftest import newer_runtime
 from tests.models import parsed
 
