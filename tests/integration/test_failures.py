@@ -9,7 +9,7 @@ import pytest
 
 from tests.altered_workers import write_broken_qnn
 from tests.conftest import needs_qnn
-from tests.integration.conftest import Environment, run, tool
+from tests.integration.conftest import Environment, run
 from tests.projects import PROJECT, make_project
 
 CHIP = """
@@ -159,20 +159,3 @@ def test_a_worker_that_does_not_answer(project: Project, onnx: str, toml: str, w
     text = project.failure(program=("-c", IMPATIENT))
     assert words in text
     assert ("    | compiling" in text) == (onnx == CRASHING)
-
-
-@pytest.mark.front_ends
-@pytest.mark.network
-def test_front_ends_show_the_message_without_a_traceback(
-    project: Project, env: dict[str, str]
-) -> None:
-    project.configure(CPU + "jbs = 2\n")
-    for command in (
-        (sys.executable, "-m", "build", "-w", "."),
-        (sys.executable, "-m", "pip", "wheel", "--no-deps", "."),
-        (tool("uv"), "build", "--wheel"),
-        (tool("hatch"), "build", "-t", "wheel"),
-    ):
-        text = run(*command, cwd=project.root, env=project.env, fails=True)
-        assert "tool.epcontext.jbs" in text
-        assert "Traceback" not in text

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import needs_qnn
-from tests.integration import model_package_api
+from tests.integration import open_package
 from tests.integration.conftest import Environment, copy_example, make_environment, run
 
 pytestmark = [needs_qnn, pytest.mark.network]
@@ -25,36 +25,6 @@ pytestmark = [needs_qnn, pytest.mark.network]
 CPU, QNN = "CPUExecutionProvider", "QNNExecutionProvider"
 # QNN needs it to start, and ONNX Runtime starts the EP when it selects a variant.
 OPTIONS: dict[str, dict[str, str]] = {CPU: {}, QNN: {"backend_type": "htp"}}
-
-PROBE = """
-import model_package_api as api
-try:
-    with api.runtime():
-        print("available")
-except api.UnavailableError as error:
-    print(error)
-"""
-
-SELECT = """
-import json, sys
-from contextlib import ExitStack
-from pathlib import Path
-import model_package_api as api
-folder, ep, options, answer = sys.argv[1:]
-with ExitStack() as stack:
-    ort = stack.enter_context(api.runtime())
-    if ep == "QNNExecutionProvider":
-        import onnxruntime_qnn
-        stack.enter_context(ort.registered(ep, Path(onnxruntime_qnn.get_library_path())))
-    package = stack.enter_context(ort.package(Path(folder)))
-    try:
-        component = stack.enter_context(package.select("digits", ep, json.loads(options)))
-        component.open()
-        found = [component.variant, str(component.folder)]
-    except api.OrtError as error:
-        found = [str(error), ""]
-    Path(answer).write_text(json.dumps(found), encoding="utf-8")
-"""
 
 
 @dataclass(frozen=True)
@@ -64,19 +34,16 @@ class App:
     environment: Environment
     package: Path
 
-    def run(self, script: str, *arguments: str | Path) -> str:
-        """The output of ``script``, which can import the wrapper of the C API."""
-        path = self.environment.folder / "script.py"
-        path.write_text(script, encoding="utf-8")
-        return self.environment.python(path, *arguments)
-
-    def selected(self, package: Path, ep: str) -> tuple[str, Path]:
-        """The variant that ONNX Runtime selects and opens, and its folder; or why there is none."""
-        path = self.environment.folder / "answer.json"
-        path.unlink(missing_ok=True)
-        self.run(SELECT, package, ep, json.dumps(OPTIONS[ep]), path)
-        variant, folder = json.loads(path.read_text(encoding="utf-8"))
-        return variant, Path(folder)
+    def open(self, package: Path, ep: str) -> dict[str, Any]:
+        """What `open_package` answers."""
+        answer = self.environment.folder / "answer.json"
+        self.environment.python(
+            open_package.__file__, package, "digits", ep, json.dumps(OPTIONS[ep]), answer
+        )
+        result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        if "unavailable" in result:
+            pytest.skip(result["unavailable"])
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +60,8 @@ def app(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> App:
     environment = make_environment(folder / "venv", env)
     # With 1.32.0, ONNX Runtime's C API crashes with SIGSEGV when it opens a variant for QNN 2.7.0.
     environment.install(wheel, "onnxruntime-qnn", "onnxruntime<1.32")
-    shutil.copy(model_package_api.__file__, environment.folder)
     (package,) = environment.folder.rglob("digits_app/epcontext")
-    installed = App(environment, package)
-    *_, reason = installed.run(PROBE).splitlines()
-    if reason != "available":
-        pytest.skip(reason)
-    return installed
+    return App(environment, package)
 
 
 def manifest(package: Path) -> dict[str, Any]:
@@ -119,7 +81,7 @@ def variants(content: Mapping[str, Any]) -> dict[str, Any]:
 def check_opened(app: App, package: Path, ep: str, variant: str) -> None:
     """ONNX Runtime selects ``variant``, and opens a session of it."""
     directory = variants(manifest(package))[variant]["variant_directory"]
-    assert app.selected(package, ep) == (variant, package / directory)
+    assert app.open(package, ep)["opened"] == [variant, str(package / directory)]
 
 
 def test_the_cpu_gets_the_first_variant_for_it(app: App) -> None:
@@ -127,7 +89,7 @@ def test_the_cpu_gets_the_first_variant_for_it(app: App) -> None:
 
 
 def test_a_variant_for_an_npu_is_not_selected_on_its_simulator(app: App) -> None:
-    error, _ = app.selected(app.package, QNN)
+    error = app.open(app.package, QNN)["error"]
     assert "No suitable model variant found for the configured execution providers" in error
 
 
