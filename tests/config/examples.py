@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import random
-from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -146,30 +141,3 @@ def target(root: Path, toml: str) -> Target:
 def one(provider: str, keys: str = "") -> str:
     """A target with ``keys``, which has the name of its provider."""
     return f'\n[targets.{provider}]\nprovider = "{provider}"\n{keys}'
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in nested tables and lists."""
-    yield path
-    for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
-        if isinstance(inside, dict | list):
-            yield from places(inside, (*path, key))
-        else:
-            yield (*path, key)
-
-
-def mangle(project: Path, good: dict[str, Any]) -> None:
-    """Load ``good`` three hundred times with one value replaced: only a ConfigError may be raised."""
-    rng = random.Random(20240229)
-    odd = [-1, 0, 1.5, 10**30, "", "x", "../x", "*", "[", "\0", "x" * 300, True, [], [1], [{}], {}]
-    odd += [[[1]], {"a": 1}, {"": 1}, date(2020, 1, 1), float("nan"), float("inf")]
-    everywhere = [path for path in places(good) if path]
-    for _ in range(300):
-        table = copy.deepcopy(good)
-        path = rng.choice(everywhere)
-        inside = table
-        for key in path[:-1]:
-            inside = inside[key]
-        inside[path[-1]] = rng.choice(odd)
-        with contextlib.suppress(ConfigError):
-            load(project, table, {}, {})

@@ -14,11 +14,9 @@ from hatch_epcontext.errors import ConfigError, Kind
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.providers import Tolerance
 from tests.config.examples import (
-    EVERYTHING,
     LONG,
     MODELS,
     SHORT,
-    mangle,
     one,
     only_problem,
     problems,
@@ -128,12 +126,6 @@ def test_every_problem_of_any_kind_is_reported_at_once(project: Path) -> None:
         "models[1]",
         "models[2].dims.n",
     }
-
-
-@pytest.mark.parametrize("toml", [LONG, EVERYTHING])
-def test_a_mangled_configuration_raises_nothing_but_config_errors(project: Path, toml: str) -> None:
-    read(project, toml)
-    mangle(project, parse(toml))
 
 
 def test_a_problem_of_a_target_that_models_share_is_reported_once(project: Path) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Listed, Model, ShapeSet
 from hatch_epcontext.errors import Kind
-from tests.config.examples import assert_one_problem, mangle, one, problems, read, target
+from tests.config.examples import assert_one_problem, one, problems, read, target
 
 TARGETS = """
 [targets.npu]
@@ -221,8 +220,3 @@ def test_a_model_changes_static_shapes(project: Path) -> None:
 def test_a_variable_for_the_validation_counts_for_all_shapes(project: Path) -> None:
     models = read(project, several(), VALIDATE="structure").models
     assert [each.validate.mode for each in models] == ["structure"] * 3
-
-
-def test_mangled_shapes_raise_nothing_but_config_errors(project: Path) -> None:
-    mangle(project, parse(several(f'{SIZES}, dims = {{ n = 4 }}, share-weights = "both"')))
-    mangle(project, parse(several("dims = [{ n = 1, m = 2 }, { n = 2, m = 2 }]")))
