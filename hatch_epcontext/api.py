@@ -47,7 +47,6 @@ from hatch_epcontext.worker.requests import ContextFacts, InspectReply
 from hatch_epcontext.worker.results import (
     Agreement,
     Coverage,
-    CoverageStatus,
     NodeFacts,
     Validation,
     ValidationStatus,
@@ -60,7 +59,6 @@ __all__ = [
     "ConfigError",
     "ContextFacts",
     "Coverage",
-    "CoverageStatus",
     "EpcontextError",
     "FailureReport",
     "FileRecord",

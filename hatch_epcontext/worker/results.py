@@ -77,13 +77,6 @@ class NodeFacts:
     guessed: bool = False
 
 
-class CoverageStatus(Enum):
-    """Whether a context model leaves nodes to the CPU."""
-
-    WHOLE = "whole"
-    PARTIAL = "partial"
-
-
 @dataclass(frozen=True)
 class Coverage:
     """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes."""
@@ -97,11 +90,6 @@ class Coverage:
     def share(self) -> float:
         """The part of the nodes that is compiled, from 0 to 1."""
         return self.compiled / self.nodes if self.nodes else 0.0
-
-    @property
-    def status(self) -> CoverageStatus:
-        """Whether nodes are left to the CPU."""
-        return CoverageStatus.PARTIAL if self.uncovered else CoverageStatus.WHOLE
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,9 @@ def fix_open(tensors: Iterable[TensorFacts], model: Model) -> Advice:
     sizes = [Setting(place / name, size) for name, size in dims.items()]
     if dims and None not in dims.values():
         sizes = [Setting(place, dims)]
-    hint = "Fix them with the sizes that the app feeds, such as how wide images or how long texts are."
+    hint = (
+        "Fix them with the sizes that the app feeds, such as how wide images or how long texts are."
+    )
     return hint, (*sizes, *shapes)
 
 

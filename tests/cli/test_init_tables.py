@@ -84,7 +84,7 @@ def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(projec
     suggested = SuggestReply(
         (
             OpenSize("im:age.0", 0, 1, "1 is a guess"),
-            OpenSize("im:age.0", 2, 48, "from the metadata of the file"),
+            OpenSize("im:age.0", 2, 48, "1 is a guess"),
             OpenSize("im:age.0", 3, None, "how wide are the images?"),
             OpenSize("line\nbreak", 0, 1, "1 is a guess"),
         )
@@ -94,7 +94,7 @@ def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(projec
     assert models_of(made) == [{"path": "models/a.onnx", "dims": {"new\nline": 1}}]
     (line,) = asked.questions
     assert line == (
-        'shapes = { "im:age.0" = [1, 3, 48, ?] }  # 1 is a guess; from the metadata of the file; '
+        'shapes = { "im:age.0" = [1, 3, 48, ?] }  # 1 is a guess; '
         "axis 3 of im:age.0: how wide are the images?"
     )
     answered = made.replace(f"# {line}", line.replace("?]", "320]"))

@@ -1,11 +1,9 @@
-"""Suggest sizes for a model's open dimensions, and constants, from its graph and its metadata."""
+"""Suggest sizes for a model's open dimensions, and constants, from its graph."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
 
 import onnx
 
@@ -22,18 +20,15 @@ from hatch_epcontext.worker.requests import (
 )
 from hatch_epcontext.worker.states import first_states
 
-_QUESTIONS: Mapping[DimensionKind, str] = {
+_NOTES: Mapping[DimensionKind, str] = {
+    "batch": "1 is a guess",
     "height": "how high are the images?",
     "width": "how wide are the images?",
     "length": "how long is it?",
 }
-_SIDE_KEYS = ("imgsz", "image_size", "img_size", "input_size")
 
 _Dim = str | tuple[str, int]
 """An open dimension: its name, which has one size in the whole model, or an input and its axis."""
-
-_Sizes = dict[_Dim, tuple[int, str]]
-"""The sizes of dimensions, each with its origin."""
 
 
 def handle(request: SuggestRequest) -> SuggestReply:
@@ -43,21 +38,18 @@ def handle(request: SuggestRequest) -> SuggestReply:
     """
     model = reading.load(Path(request.path))
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-    kinds, metadata = _kinds(model, inputs), _metadata(model)
-    sizes: _Sizes = {dim: (1, "1 is a guess") for dim, kind in kinds.items() if kind == "batch"}
-    for facts in inputs:
-        for axis, dim in _open(facts):
-            size = _size(facts, axis, kinds[dim], metadata)
-            if _is_int(size) and 0 < size < 2**31:
-                sizes[dim] = size, "from the metadata of the file"
+    kinds = _kinds(model, inputs)
     suggestions = tuple(
         OpenSize(
-            facts.name, axis, *sizes.get(dim, (None, _QUESTIONS.get(kinds[dim], "which size?")))
+            facts.name,
+            axis,
+            1 if kinds[dim] == "batch" else None,
+            _NOTES.get(kinds[dim], "which size?"),
         )
         for facts in inputs
         for axis, dim in _open(facts)
     )
-    _fix(model, sizes)
+    _fix_batches(model, kinds)
     return SuggestReply(suggestions, tuple(_constants(model)))
 
 
@@ -79,43 +71,12 @@ def _kinds(model: onnx.ModelProto, inputs: Sequence[TensorFacts]) -> dict[_Dim, 
     return kinds
 
 
-def _metadata(model: onnx.ModelProto) -> dict[str, Any]:
-    """The metadata of the file, including the contents of JSON objects, with keys in lower case."""
-    metadata: dict[str, Any] = {}
-    for entry in model.metadata_props:
-        try:
-            value = json.loads(entry.value)
-        except (ValueError, RecursionError):
-            continue
-        inner = value.items() if isinstance(value, dict) else [(entry.key, value)]
-        metadata.update((str(key).lower(), inner_value) for key, inner_value in inner)
-    return metadata
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _size(
-    facts: TensorFacts, axis: int, kind: DimensionKind, metadata: Mapping[str, Any]
-) -> object:
-    """A size in the metadata: of images, under a dimension's name, or in a whole shape."""
-    sizes = [metadata.get(str(facts.sizes[axis]).lower())]
-    shapes = (metadata.get(key) for key in (f"{facts.name}_shape".lower(), "input_shape", "shape"))
-    sizes += [s[axis] for s in shapes if isinstance(s, list) and len(s) == len(facts.sizes)]
-    if kind in ("height", "width"):
-        sides = next((metadata[key] for key in _SIDE_KEYS if key in metadata), None)
-        both = sides if isinstance(sides, list) and len(sides) == 2 else [sides, sides]
-        sizes.append(both[kind == "width"])
-    return next(filter(None, sizes), None)
-
-
-def _fix(model: onnx.ModelProto, sizes: _Sizes) -> None:
-    """Fix the known sizes of the inputs of ``model``, in place."""
+def _fix_batches(model: onnx.ModelProto, kinds: Mapping[_Dim, DimensionKind]) -> None:
+    """Fix the batches of the inputs of ``model`` to 1, in place."""
     for value in graph.inputs(model.graph):
         for axis, dim in _open(graph.facts(value)):
-            if dim in sizes:
-                value.type.tensor_type.shape.dim[axis].dim_value = sizes[dim][0]
+            if kinds[dim] == "batch":
+                value.type.tensor_type.shape.dim[axis].dim_value = 1
 
 
 def _constants(model: onnx.ModelProto) -> Iterator[SuggestedConstant]:

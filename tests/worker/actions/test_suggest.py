@@ -3,8 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
-import pytest
-from onnx import helper
 
 from hatch_epcontext.worker.actions.suggest import handle
 from hatch_epcontext.worker.requests import SuggestReply, SuggestRequest
@@ -34,26 +32,6 @@ def test_a_batch_is_one_and_sides_of_images_are_questions(tmp_path: Path) -> Non
         "how high are the images?",
         "how wide are the images?",
     ]
-
-
-@pytest.mark.parametrize(
-    ("key", "text", "expected"),
-    [
-        ("imgsz", "[320, 640]", (320, 640)),
-        ("imgsz", "640", (640, 640)),
-        ("config", '{"w": 96}', (None, 96)),
-        ("shape", "[1, 3, 24, 48]", (24, 48)),
-        ("imgsz", "[-1, true]", (None, None)),
-        ("imgsz", "no JSON", (None, None)),
-    ],
-)
-def test_sizes_in_the_metadata_are_taken(
-    tmp_path: Path, key: str, text: str, expected: tuple[int | None, int | None]
-) -> None:
-    made = convolution("batch, 3, h, w")
-    helper.set_model_props(made, {key: text})
-    found = sizes(suggested(tmp_path, made))
-    assert (found["x", 2], found["x", 3]) == expected
 
 
 def test_the_batch_of_a_state_is_one(tmp_path: Path) -> None:
