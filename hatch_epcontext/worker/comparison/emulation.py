@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -16,7 +15,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.dtypes import Arrays, is_float
+from hatch_epcontext.graph.dtypes import is_float
 from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
@@ -35,7 +34,6 @@ from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
     ReferenceRun,
-    run_steps,
     with_telling,
 )
 from hatch_epcontext.worker.comparison.selections import expose_reads
@@ -48,7 +46,7 @@ from hatch_epcontext.worker.results import (
     Agreement,
     Emulation,
 )
-from hatch_epcontext.worker.session import cpu_options, open_session, open_unoptimized
+from hatch_epcontext.worker.session import open_unoptimized
 from hatch_epcontext.worker.value_types import value_types
 
 _WORTH_RUNNING = 45.0
@@ -71,28 +69,22 @@ _BITS: Mapping[str, int] = {"float16": 10, "bfloat16": 7}
 class Level:
     """How near ``run`` is to the source's: of its outputs the ``nearest`` to the limits, if any.
 
-    ``limit``: the signal-to-noise ratio of its limits. ``step``: of a long run. ``ran``: whether the target
-    ran it.
+    ``limit``: the signal-to-noise ratio of its limits. ``ran``: whether the target ran it.
     """
 
     run: ReferenceRun
     nearest: Agreement | None
     limit: float
-    step: int = 0
     ran: bool = False
 
     @staticmethod
     def of(
-        run: ReferenceRun,
-        agreements: Iterable[Agreement],
-        facts: Facts,
-        limits: Tolerance,
-        step: int = 0,
+        run: ReferenceRun, agreements: Iterable[Agreement], facts: Facts, limits: Tolerance
     ) -> Level:
         """The level of ``run`` with these ``agreements`` of outputs with the ``limits``."""
         nearest = min(agreements, key=lambda agreement: agreement.above, default=None)
         name = "" if nearest is None else nearest.output
-        return Level(run, nearest, facts.of(name).within(limits.of(name)).snr, step)
+        return Level(run, nearest, facts.of(name).within(limits.of(name)).snr)
 
     @property
     def margin(self) -> float:
@@ -130,7 +122,6 @@ class Emulator:
         self._model, self._path, self._format, self._skipped = model, path, format_, skipped
         self._reference, self._limits = reference, limits
         self._prepared = onnx.load(path, load_external_data=False)
-        self._long: Level | None = None
 
     def emulate(self, runs: Sequence[ReferenceRun] | None = None) -> None:
         """Run it on ``runs`` of the reference, by default on all."""
@@ -143,8 +134,7 @@ class Emulator:
             expose_reads(emulated, rest)
         session = open_unoptimized(emulated.SerializeToString())
         self.levels = [self._level(session, run) for run in runs or self._reference.runs]
-        self._long = self._long_level(session) if self._reference.facts.long_steps else None
-        self._emulated = (*self._all,)
+        self._emulated = (*self.levels,)
 
     @property
     def is_possible(self) -> bool:
@@ -182,16 +172,12 @@ class Emulator:
     @property
     def worst(self) -> Level:
         """The level of the sample that is nearest to the limits."""
-        return min(self._all, key=lambda level: (level.margin, not level.run.usual))
+        return min(self.levels, key=lambda level: (level.margin, not level.run.usual))
 
     @property
     def margin(self) -> float:
         """The smallest `Level.spare` of a sample, in decibels."""
-        return max(min(level.spare for level in self._all), NOTHING)
-
-    @property
-    def _all(self) -> Sequence[Level]:
-        return self.levels if self._long is None else [*self.levels, self._long]
+        return max(min(level.spare for level in self.levels), NOTHING)
 
     def to_run(self) -> list[ReferenceRun]:
         """The first sample, and those that may differ on the target: for large models only one of them."""
@@ -242,12 +228,18 @@ class Emulator:
         worst, margin, reason, hurt = self.worst, self.margin, None, None
         if margin < SENSITIVE:
             first = min(
-                self._all,
+                self.levels,
                 key=lambda level: (level.spare >= SENSITIVE, not level.run.usual, level.spare),
             )
-            reason = f"{self._describe(first)}{self._at(first)}"
+            description = self.first_diverging(first.run)
+            reason = f"{self._describe(first)}{f': {description}' if description else ''}"
         elif hurt := next(self._hurt(), None) or self._flat():
             reason = hurt
+        elif self._reference.facts.is_lasting:
+            reason = (
+                f"its states last, and what {self._format.name} rounds off adds up in them from step to "
+                "step, unless the app resets them"
+            )
         inexact = {node.op_type for node in self._computed} & self._format.inexact
         return Emulation(
             self._format.name,
@@ -269,17 +261,11 @@ class Emulator:
 
     def _describe(self, level: Level) -> str:
         snr = f"{level.snr:.0f} dB" if level.snr > NOTHING else "no number"
-        place = f"in step {level.step:,}" if level.step else f"for the sample {level.run.name!r}"
+        place = f"for the sample {level.run.name!r}"
         who = "the target" if level.ran else f"{self._format.name}, emulated on the CPU,"
         if level.nearest is None or level.snr == math.inf:
             return f"{who} changes nothing {place}"
         return f"{who} leaves {snr} of {level.nearest.output!r} {place}"
-
-    def _at(self, level: Level) -> str:
-        if level.step:
-            return ": rounding errors add up in the states, unless the app resets them"
-        description = self.first_diverging(level.run)
-        return f": {description}" if description else ""
 
     def explanation(self, run: ReferenceRun, margin: float) -> str:
         """Why the target may differ for ``run``, by ``margin``: a sentence about the first diverging node."""
@@ -403,42 +389,6 @@ class Emulator:
         what, limits = "the emulated model", self._limits
         steps = self._reference.compare_run(session, run, limits, what)
         return Level.of(run, itertools.chain(*steps), self._reference.facts, limits)
-
-    def _long_level(self, session: ort.InferenceSession) -> Level | None:
-        """The level of a long run, at its first checked step beyond the limits, or at its worst one.
-
-        It repeats all sequences that an app can have, and stores none: the prepared model runs beside it as
-        the reference.
-        """
-        facts, levels = self._reference.facts, list[Level]()
-        sequences = [run for run in self._reference.runs if run.usual and len(run.feeds) > 1]
-        feeds = [step for run in sequences for step in run.feeds]
-        exact, emulated = (
-            run_steps(form, self._shifted(feeds), facts.states, "the emulated model")
-            for form in (open_session(self._path, cpu_options()), session)
-        )
-        for number, (outputs, own) in enumerate(zip(_possible(exact), emulated, strict=False), 1):
-            if number & (number - 1) == 0 or number == facts.long_steps:
-                name = f"step {number:,}"
-                run = ReferenceRun(name, (), (outputs,), "long", usual=True, on_target=False)
-                agreements = self._reference.compare(run, 0, own, self._limits)
-                levels.append(Level.of(run, agreements, facts, self._limits, number))
-                if levels[-1].margin < 0:
-                    return levels[-1]
-        return min(levels, key=lambda level: level.margin, default=None)
-
-    def _shifted(self, steps: Sequence[Arrays]) -> Iterator[Arrays]:
-        """``steps`` again and again, with a mean added: without one, states decay before errors add up."""
-        facts = self._reference.facts
-        for feeds in itertools.islice(itertools.cycle(steps), facts.long_steps):
-            more = {n: feeds[n] + feeds[n].dtype.type(1) for n in facts.unbounded if n in feeds}
-            yield {**feeds, **more}
-
-
-def _possible(steps: Iterator[Arrays]) -> Iterator[Arrays]:
-    """Those of ``steps`` that a model can run: some models end, as when they count through a table."""
-    with contextlib.suppress(Exception):
-        yield from steps
 
 
 def _number(value: float) -> str:

@@ -57,8 +57,7 @@ class Facts:
     compared like outputs; the integer inputs that nothing bounds (``guessed``); and what a TopK, an ArgMax or
     a NonMaxSuppression selects (``selections``).
 
-    ``long_steps``: the number of steps that show how errors in lasting states add up; 0 if states decay, as
-    in an LSTM. ``unbounded``: the synthetic float inputs that nothing bounds. ``float_form``: how near
+    ``is_lasting``: whether states decay so slowly that errors in them add up. ``float_form``: how near
     dynamic integers are to the float form, if that is the reference.
     """
 
@@ -66,8 +65,7 @@ class Facts:
     outputs: Mapping[str, OutputFacts] = field(default_factory=dict)
     guessed: tuple[str, ...] = ()
     selections: Selections = Selections()
-    long_steps: int = 0
-    unbounded: tuple[str, ...] = ()
+    is_lasting: bool = False
     float_form: Agreement | None = None
 
     def of(self, output: str) -> OutputFacts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,15 +25,6 @@ STEPS = 8
 
 _MANY_STEPS = 16
 """The same for one of several natures, for lasting states: an EP's errors in each step add up."""
-
-_LONG = 4096
-"""Steps after which a number format loses no more of a lasting state: float16 counts to 2048."""
-
-_LASTS = 0.5
-"""The part of a difference between states from which, after 16 steps, they are lasting: LSTMs leave less."""
-
-_NODE = 40_000
-"""Multiply-adds that cost as much as running one node with the rounding of its result."""
 
 _MAX_BYTES = 2**25
 """Bytes of one sample above which there is only the first: all are in memory at once."""
@@ -87,17 +77,6 @@ def number_of_samples(multiply_adds: int) -> int:
 def number_of_steps(multiply_adds: int) -> int:
     """The number of steps in the longest sample of a recurrent model that needs so many for one step."""
     return int(min(_MANY_STEPS, max(STEPS, _BUDGET / FEW_SAMPLES / max(multiply_adds, 1))))
-
-
-def number_of_long_steps(left: float, steps: int, multiply_adds: int, nodes: int) -> int:
-    """The number of steps that show how errors add up in states of which the part ``left`` remains after
-    ``steps``: four times as many as they last; 0 if they do not last, or if that takes too long.
-    """
-    if not left > _LASTS:
-        return 0
-    lasting = 4 * steps / -math.log(left) if left < 1 else math.inf
-    number = int(min(_LONG, lasting, _BUDGET / (multiply_adds + nodes * _NODE)))
-    return number if number > _MANY_STEPS else 0
 
 
 def samples(

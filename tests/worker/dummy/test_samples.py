@@ -13,7 +13,6 @@ from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.samples import (
     MAX_GIVEN,
     Sample,
-    number_of_long_steps,
     number_of_samples,
     number_of_steps,
     run_samples,
@@ -105,24 +104,6 @@ def test_states_are_zero_in_the_first_step_and_fed_back_then() -> None:
     assert np.array_equal(second.steps[3]["x"], third.steps[3]["x"])
     assert sum("h" in each for each in second.steps) == 1
     assert not np.array_equal(second.steps[0]["x"], second.steps[1]["x"])
-
-
-@pytest.mark.parametrize(
-    ("left", "cost", "nodes", "steps"),
-    [
-        (0.4, 1, 1, 0),
-        (float("nan"), 1, 1, 0),
-        (0.99**16, 1, 1, 398),
-        (0.999**16, 1, 1, 3997),
-        (1.0, 1, 1, 4096),
-        (1.0, 10**6, 50, 1333),
-        (1.0, 10**9, 50, 0),
-    ],
-)
-def test_states_that_last_get_four_times_the_steps_that_they_do(
-    left: float, cost: int, nodes: int, steps: int
-) -> None:
-    assert number_of_long_steps(left, 16, cost, nodes) == pytest.approx(steps, abs=1)
 
 
 @pytest.mark.parametrize(
