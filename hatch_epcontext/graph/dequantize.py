@@ -21,14 +21,14 @@ from onnx import TensorProto
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
 from hatch_epcontext.graph.dtypes import is_float
-from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION, QUANTIZED_WEIGHTS
+from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.scope import Scope
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Numbers = NDArray[np.float64] | np.float64
 
-_QUANTIZATION = DYNAMIC_QUANTIZATION | QUANTIZED_WEIGHTS | {"QuantizeLinear"}
+_QUANTIZATION = DYNAMIC_QUANTIZATION | operators.DEQUANTIZES | {"QuantizeLinear"}
 
 _SAME_NUMBERS = operators.MOVES | {"Concat", "MaxPool", "Resize"}
 """Operators that quantizers apply to integers, because the result is the same as with floats."""
@@ -95,7 +95,9 @@ class _Product(NamedTuple):
         weight = builder.store(self.weight * factor.astype(np.float32))
         operator = "Conv" if convolves else "MatMul"
         (product,) = builder.add_like(self.node, operator, [self.real, weight])
-        return _plus(product, builder.store(bias.astype(np.float32)) if bias.any() else "", builder)
+        if bias.any():
+            product = builder.add("Add", product, builder.store(bias.astype(np.float32)))
+        return [product]
 
 
 @dataclass(frozen=True)
@@ -152,9 +154,6 @@ class _Substitution:
         }
         if self.static:
             rules |= dict.fromkeys(operators.QUANTIZES, self._clip)
-        if self.weights:
-            rules["com.microsoft.GatherBlockQuantized"] = _rows_of_blocks
-            rules["com.microsoft.MatMulNBits"] = _product_of_blocks
         return rules
 
     def _measure(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> None:
@@ -289,56 +288,6 @@ def _lstm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return builder.add_like(node, "LSTM", [names[0], *weights, *names[3:8]])
 
 
-def _product_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A MatMulNBits, which stores each column of its weight in blocks, as a product of floats."""
-    value, weight, scale, zero, groups, bias = graph.operands(node, 6)
-    # ONNX Runtime itself is not consistent with groups of rows, an input that is deprecated.
-    if groups or graph.attribute(node, "weight_prepacked", 0):
-        return None
-    rows, columns = graph.attribute(node, "K", 0), graph.attribute(node, "N", 0)
-    integers, factor, offset = (
-        _unpacked(node, scope, name, columns) for name in (weight, scale, zero)
-    )
-    integers = None if integers is None else integers[:, :rows]
-    floats = _real(integers, factor, offset, (1,), graph.attribute(node, "block_size", 0))
-    if floats is None:
-        return None
-    return _plus(builder.add("MatMul", value, builder.store(floats.T)), bias, builder)
-
-
-def _rows_of_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A GatherBlockQuantized as a Gather of floats."""
-    data, indices, scale, zero = graph.operands(node, 4)
-    integers, factor, offset = (_unpacked(node, scope, name) for name in (data, scale, zero))
-    if not zero and scope.dtype(data) != np.uint8:
-        offset = np.zeros(())
-    axis = graph.attribute(node, "quantize_axis", 1)
-    floats = _real(integers, factor, offset, (axis,), graph.attribute(node, "block_size", 128))
-    if floats is None:
-        return None
-    axis = graph.attribute(node, "gather_axis", 0)
-    return [builder.add("Gather", builder.store(floats), indices, axis=axis)]
-
-
-def _unpacked(
-    node: onnx.NodeProto, scope: Scope, name: str, columns: int | None = None
-) -> Array | None:
-    """The stored numbers ``name`` of ``node``, several in each byte; a missing zero point is in the middle.
-
-    With ``columns`` it is a matrix of so many rows.
-    """
-    bits = graph.attribute(node, "bits", 4)
-    array = scope.constant(name) if name else np.array(2.0 ** (bits - 1))
-    if array is None or bits not in (2, 4, 8):
-        return None
-    if columns and name:
-        array = array.reshape(columns, -1)
-    if array.dtype == np.uint8:
-        parts = array[..., np.newaxis] >> np.arange(0, 8, bits, dtype=np.uint8) & (2**bits - 1)
-        array = parts.reshape(*array.shape[:-1], -1)
-    return array
-
-
 def _moved(
     scope: Scope, builder: Builder, names: tuple[str, str, str], axis: int, block: int = 0
 ) -> str | None:
@@ -356,32 +305,23 @@ def _moved(
     return renamed[value]
 
 
-def _stored(
-    scope: Scope, integers: str, scale: str, zero: str, axes: Sequence[int] = (-1,), block: int = 0
-) -> Floats | None:
-    """`_real` of the stored tensors with these names; without one, the scale is 1 and the zero point 0."""
-    arrays = (scope.constant(integers), _constant(scope, scale, 1), _constant(scope, zero, 0))
-    return _real(*arrays, axes, block)
-
-
 def _constant(scope: Scope, name: str, default: float) -> Array | None:
     """The stored tensor ``name``, or ``default`` if it has no name."""
     return scope.constant(name) if name else np.asarray(default, np.float32)
 
 
-def _real(
-    integers: Array | None,
-    scale: Array | None,
-    zero: Array | None,
-    axes: Sequence[int],
-    block: int = 0,
+def _stored(
+    scope: Scope, name: str, scale: str, zero: str, axes: Sequence[int] = (-1,), block: int = 0
 ) -> Floats | None:
-    """The floats of ``integers``, in the dtype of ``scale``; None if one of the three is None.
+    """The floats of the stored integers ``name``, in the dtype of ``scale``; None if one is not stored.
 
-    Scale and zero point are one for all, or have all dimensions of the integers, or only the first ``axes``;
-    with ``block`` there is one for so many integers along the first of ``axes``.
+    Without a name, the scale is 1 and the zero point 0. Both are one for all, or have all dimensions of the
+    integers, or only the first ``axes``; with ``block`` there is one for so many integers along the first of
+    ``axes``.
     """
-    if integers is None or scale is None or zero is None:
+    integers = scope.constant(name)
+    factor, offset = _constant(scope, scale, 1), _constant(scope, zero, 0)
+    if integers is None or factor is None or offset is None:
         return None
     shape = integers.shape
 
@@ -399,9 +339,5 @@ def _real(
             sizes[axis] = size
         return values.reshape(sizes)
 
-    floats = (integers.astype(np.float32) - spread(zero)) * spread(scale)
-    return floats.astype(scale.dtype, copy=False)
-
-
-def _plus(product: str, bias: str, builder: Builder) -> list[str]:
-    return [builder.add("Add", product, bias) if bias else product]
+    floats = (integers.astype(np.float32) - spread(offset)) * spread(factor)
+    return floats.astype(factor.dtype, copy=False)

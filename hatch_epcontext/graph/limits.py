@@ -24,17 +24,6 @@ DYNAMIC_QUANTIZATION = frozenset(
 )
 """Operators of models that quantize activations while they run, with their domains. NPUs support none."""
 
-QUANTIZED_WEIGHTS = frozenset(
-    {
-        "DequantizeLinear",
-        "com.microsoft.DequantizeLinear",
-        "com.microsoft.GatherBlockQuantized",
-        "com.microsoft.MatMulBnb4",
-        "com.microsoft.MatMulNBits",
-        "com.microsoft.QMoE",
-    }
-)
-"""Operators that compute floats of stored integers, with their domains. Few NPUs support all forms."""
 
 ValueKind = Literal["string", "sequence", "map", "optional"]
 """The kinds of values that are not tensors of numbers."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import Key, Setting
-from hatch_epcontext.graph.limits import QUANTIZED_WEIGHTS
+from hatch_epcontext.graph.operators import DEQUANTIZES
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.results import NodeFacts
 
@@ -27,14 +27,13 @@ def freeze(inputs: Mapping[str, tuple[Any, ...]], model: Key) -> tuple[Setting, 
 
 def on_weights(nodes: Iterable[NodeFacts], target: Target) -> Advice | None:
     """What to do about quantized weights in ``nodes``, which the EP refuses; None if none is the source's."""
-    operators = sorted(QUANTIZED_WEIGHTS.intersection(node.op for node in nodes))
+    operators = sorted(DEQUANTIZES.intersection(node.op for node in nodes))
     if not operators or target.settings.quantize:
         return None
     if target.settings.dequantize == "all":
         hint = (
-            f'dequantize = "all" does not undo {listing(operators)} here: it undoes DequantizeLinear, '
-            "GatherBlockQuantized, and MatMulNBits without g_idx, where the model stores the numbers, the "
-            "scales and the zero points. Change the model at these nodes."
+            f'dequantize = "all" does not undo {listing(operators)} here, where the model does not store '
+            "the numbers, the scales and the zero points. Change the model at these nodes."
         )
         return hint, ()
     hint = "Undo the quantization of the weights, which makes the model larger (not tried)."

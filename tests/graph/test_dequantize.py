@@ -15,7 +15,8 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dequantize import dequantize
-from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION, QUANTIZED_WEIGHTS
+from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
+from hatch_epcontext.graph.operators import DEQUANTIZES
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.conftest import newer_runtime
 from tests.models import Shape, network, parsed, save, value
@@ -247,8 +248,6 @@ def weights_only(
             helper.make_node("Cast", node.output, ["cast"], to=TensorProto.FLOAT),
             helper.make_node("MatMul", ["x", "cast"], ["y"]),
         ]
-    elif node.op_type == "GatherBlockQuantized":
-        nodes.insert(0, helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT64))
     made = helper.make_model(
         helper.make_graph(
             nodes, "graph", [value("x", x, dtype)], [value("y", None, dtype)], stored
@@ -286,39 +285,6 @@ def int4_blocks() -> onnx.ModelProto:
     return linear(TensorProto.INT4, (5, 6), zero=True, axis=0, block_size=8)
 
 
-def n_bits(bits: int, zero: str = "", groups: bool = False, dtype: int = 1) -> onnx.ModelProto:
-    """A MatMulNBits of 40 x 6 numbers in blocks of 16 rows, the last one padded."""
-    array = helper.tensor_dtype_to_np_dtype(dtype)
-    stored = [numbers("b", TensorProto.UINT8, (6, 3, 2 * bits), 0, 255), scales((6, 3), array)]
-    names = ["x", "b", "s", "", "", "bias"]
-    if zero:
-        of_bytes = numbers("z", TensorProto.UINT8, (6, -(-3 * bits // 8)), 0, 255)
-        of_floats = numpy_helper.from_array(np.full((6, 3), 1.5, array), "z")
-        stored.append(of_bytes if zero == "bytes" else of_floats)
-        names[3] = "z"
-    if groups:
-        stored.append(numpy_helper.from_array(np.arange(40, dtype=np.int32) // 16, "g"))
-        names[4] = "g"
-    stored.append(numpy_helper.from_array(np.arange(6).astype(array), "bias"))
-    node = helper.make_node(
-        "MatMulNBits", names, ["y"], domain=MICROSOFT, K=40, N=6, bits=bits, block_size=16
-    )
-    return weights_only(node, [2, 40], stored, dtype)
-
-
-def gathered(dtype: int, bits: int, *, zero: bool) -> onnx.ModelProto:
-    """A GatherBlockQuantized from 20 rows of 32 numbers in blocks of 16."""
-    packed = bits if dtype == TensorProto.UINT8 else 8
-    low, high = {8: (0, 255), 4: (0, 7)}[8 if dtype == TensorProto.UINT8 else 4]
-    stored = [numbers("q", dtype, (20, 32 * packed // 8), low, high), scales((20, 2))]
-    stored += [numbers("z", dtype, (20, -(-2 * packed // 8)), low, high)] * zero
-    names = [stored[0].name, "i", *(tensor.name for tensor in stored[1:])]
-    node = helper.make_node(
-        "GatherBlockQuantized", names, ["y"], domain=MICROSOFT, bits=bits, block_size=16
-    )
-    return weights_only(node, [3], stored)
-
-
 WEIGHTS = {
     f"{TensorProto.DataType.Name(dtype)}, scales {shape}, {at}{', zero point' if zero else ''}":
         linear(dtype, shape, zero=zero, **at)
@@ -330,15 +296,6 @@ WEIGHTS = {
     for zero in ({False, dtype != TensorProto.FLOAT8E4M3FN})
 } | {
     "scales of float16": linear(TensorProto.INT4, (5, 6), zero=True, float_=np.float16, axis=0, block_size=8),
-    **{f"MatMulNBits, {bits} bits, zero points {zero}": n_bits(bits, zero)
-       for bits in (2, 4, 8) for zero in ("", "bytes")},
-    "MatMulNBits, zero points of floats": n_bits(4, "floats"),
-    "MatMulNBits of float16": n_bits(4, "bytes", dtype=TensorProto.FLOAT16),
-    **{f"GatherBlockQuantized, {bits} bits of type {dtype}, zero points {zero}":
-           gathered(dtype, bits, zero=zero)
-       for dtype, bits in ((TensorProto.INT4, 4), (TensorProto.UINT4, 4), (TensorProto.UINT8, 2),
-                           (TensorProto.UINT8, 4), (TensorProto.UINT8, 8))
-       for zero in (False, True)},
 }  # fmt: skip
 """Stored numbers that are only dequantized."""
 
@@ -349,7 +306,7 @@ def test_quantized_weights_become_the_floats_that_onnx_runtime_computes(name: st
     source = WEIGHTS[name]
     made = onnx.ModelProto.FromString(source.SerializeToString())
     assert dequantize(made) == 1
-    assert not operators(made) & QUANTIZED_WEIGHTS
+    assert not operators(made) & DEQUANTIZES
     dtype = helper.tensor_dtype_to_np_dtype(source.graph.input[0].type.tensor_type.elem_type)
     (x,) = (np.abs(array * 5).astype(dtype) for array in feeds_of(source).values())
     (before,), (after,) = run(source, {"x": x}), run(made, {"x": x})
@@ -377,18 +334,17 @@ def test_quantization_inside_a_loop_is_undone_too() -> None:
     made = onnx.ModelProto.FromString(source.SerializeToString())
     assert dequantize(made) == 3
     names = set(map(graph.operator, graph.nodes(made.graph)))
-    assert names.isdisjoint(DYNAMIC_QUANTIZATION | QUANTIZED_WEIGHTS)
+    assert names.isdisjoint(DYNAMIC_QUANTIZATION | DEQUANTIZES)
     assert noise(source, made, on_a_grid(source)) < ROUNDING
 
 
-def test_weights_that_are_computed_or_grouped_stay() -> None:
+def test_weights_that_are_computed_stay() -> None:
     computed = linear(TensorProto.INT8, (6,), zero=False)
     computed.graph.node.insert(0, helper.make_node("Abs", ["s"], ["positive"]))
     computed.graph.node[1].input[1] = "positive"
-    for made in (computed, n_bits(4, groups=True)):
-        before = made.SerializeToString()
-        assert dequantize(made) == 0
-        assert made.SerializeToString() == before
+    before = computed.SerializeToString()
+    assert dequantize(computed) == 0
+    assert computed.SerializeToString() == before
 
 
 @pytest.mark.parametrize(
