@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -389,8 +388,7 @@ class Rejection:
     hint: str
 
 
-CIRCLE = Rejection("is a link that leads back to itself.", "Put the file itself there.")
-FORBIDDEN = Rejection("cannot be read: Permission denied.", "Let this user read it.")
+_CHECK = "Check the path, and let this user read it."
 
 
 def unreadable(path: Path) -> Rejection | None:
@@ -401,12 +399,15 @@ def unreadable(path: Path) -> Rejection | None:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:
-        return _unreachable(path, error)
+        reason = getattr(error, "strerror", None) or str(error)
+        if not os.path.islink(path):  # noqa: PTH114, the other raises for names that are too long
+            return Rejection(f"cannot be read: {reason}.", _CHECK)
+        hint = "Fetch the file, for example with git annex get, dvc pull or hf download, or put it there."
+        return Rejection(f"is a link to {path.readlink()}, which cannot be read: {reason}.", hint)
     if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-        return Rejection(f"is {what}, and not a file.", "Name a file.")
+        return Rejection("is a folder, a pipe or a device, and not a file.", "Name a file.")
     if not os.access(path, os.R_OK):
-        return FORBIDDEN
+        return Rejection("cannot be read: Permission denied.", _CHECK)
     return None
 
 
@@ -417,25 +418,6 @@ def for_windows(path: str, root: Path = Path()) -> Rejection | None:
     slashes = path.replace("\\", "/")
     hint = f"Write {show(slashes)}, which is right on every system."
     return Rejection("has a backslash, which separates folders on Windows only.", hint)
-
-
-def _unreachable(path: Path, error: Exception) -> Rejection:
-    if isinstance(error, PermissionError):
-        return FORBIDDEN
-    if os.path.islink(path):  # noqa: PTH114, the other raises for names that are too long
-        return dangling(path) if isinstance(error, FileNotFoundError) else CIRCLE
-    reason = getattr(error, "strerror", None) or str(error)
-    return Rejection(f"cannot be read: {reason}.", "Check the path.")
-
-
-def dangling(link: Path) -> Rejection:
-    """Why ``link``, a link to nothing, cannot be used."""
-    target = link.readlink()
-    if ".git/annex" in target.as_posix():
-        hint = f"Run: git annex get {link}"
-    else:
-        hint = "Fetch the file, for example with dvc pull or hf download, or put the file itself there."
-    return Rejection(f"is a link to {target}, which does not exist.", hint)
 
 
 def too_large(status: os.stat_result, used: int | None = None) -> str | None:
@@ -455,28 +437,6 @@ def too_large(status: os.stat_result, used: int | None = None) -> str | None:
     if blocks is not None and size > _MAX_UNUSED * 512 * blocks:
         return f"has {show_size(size)}, of which only {show_size(512 * blocks)} were ever written"
     return None
-
-
-_MAX_OF_OUTPUT = 100 * 10**6
-"""The most bytes of a report, measurements or a chart."""
-
-
-_GENERATED = re.compile(rb'(?:name="generator" content="|Software\0|<title>)hatch-epcontext \d')
-"""What marks the pages and the charts that this package writes, near the start."""
-
-
-def is_generated(path: Path) -> bool:
-    """Whether this package wrote the report, the measurements or the chart at ``path``; raises OSError."""
-    if not is_regular(path) or path.stat().st_size > _MAX_OF_OUTPUT:
-        return False
-    content = path.read_bytes()
-    if not content.startswith(b"{"):
-        return _GENERATED.search(content[:4096]) is not None
-    try:
-        table = json.loads(content)
-    except (ValueError, RecursionError):
-        return False
-    return str(table.get("generator", "")).startswith("hatch-epcontext ")
 
 
 def file_sha256(path: Path) -> str:

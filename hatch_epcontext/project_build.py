@@ -18,7 +18,7 @@ from hatch_epcontext.files import remove, temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import cache_requirements
-from hatch_epcontext.system import check_file
+from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import printable
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ProjectBuild:
         from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 
         if config.report is not None:
-            check_file(config.report)
+            check_folder(config.report.parent)
         cache, workers = open_cache(config, self.terminal.warn), self._workers(config)
 
         def print_finished(line: str) -> None:

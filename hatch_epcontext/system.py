@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from hatch_epcontext.errors import AccidentError, EpcontextError, Kind, OutputError, Problem
-from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, is_generated, is_in_use
+from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, is_in_use
 from hatch_epcontext.text import show_size
 
 LIBRARIES = (".so", ".dll", ".dylib")
@@ -74,21 +74,6 @@ def check_folder(folder: Path) -> None:
         except OSError as error:
             # The temporary file's path means nothing to the user.
             raise OSError(error.errno, error.strerror, str(existing)) from error
-
-
-def check_file(path: Path) -> None:
-    """Raise OutputError unless ``path`` is a new file, or one that this package wrote."""
-    with writing("a report", path.parent, str(path), OutputError):
-        try:
-            # Not `exists`, which is also false for a name that the file system does not allow.
-            path.lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            check_folder(path.parent)
-            return
-        if not is_generated(path):
-            message = "exists already, and epcontext did not write it."
-            hint = "Choose another name, or move it away: it is never overwritten."
-            raise OutputError(Problem(Kind.FILE_EXISTS, str(path), message, hint))
 
 
 def system_problem(

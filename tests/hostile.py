@@ -303,7 +303,7 @@ if sys.platform != "win32":
         "sparse model of 1 TB": (_sparse("a.onnx", 2**40), "cannot be larger than 2 GiB"),
         "sparse data of 1 TB": (external(_sparse("data.bin", 2**40)), "is larger than"),
         "sparse tensor of 1 TB": (external(_sparse("data.bin", 2**40), (2**38,)), "is larger than"),
-        "links in a circle": (external(_loop), "is a link that leads back to itself"),
+        "links in a circle": (external(_loop), "Too many levels of symbolic links"),
         "link into a hub's cache": (
             external(_hub),
             "is a link to ../../blobs/4d7a, outside the model's",

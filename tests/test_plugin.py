@@ -81,12 +81,6 @@ def test_the_environment_sets_the_path_of_the_report(
     save(unknown_operator(), root / "models" / "b.onnx")
     failure(root, capsys)
     assert "cannot be run on the CPU" in page.read_text(encoding="utf-8")
-    source = root / "models" / "b.html"
-    before = b"<html></html>"
-    source.write_bytes(before)
-    monkeypatch.setenv("HATCH_EPCONTEXT_REPORT", str(source))
-    assert f"{source}: EPC501" in failure(root, capsys)
-    assert source.read_bytes() == before
 
 
 def test_a_wheel_with_an_sbom_is_the_same_each_time(

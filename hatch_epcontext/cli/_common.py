@@ -22,7 +22,7 @@ from hatch_epcontext.jobs.report_file import write_report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.system import check_file
+from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import count, printable, show_size
 
 Command = Callable[..., Any]
@@ -156,7 +156,7 @@ def run_plan(
     """
     config = planned.config
     if config.report is not None:
-        check_file(config.report)
+        check_folder(config.report.parent)
     cache = open_cache(config, warn)
     workers = verbosity.workers(config.build.timeout, config.build.memory_limit)
     try:

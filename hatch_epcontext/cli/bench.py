@@ -32,7 +32,7 @@ from hatch_epcontext.jobs.run import job_runner
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.system import check_file
+from hatch_epcontext.system import check_folder
 from hatch_epcontext.tools.configure import configure, name_models
 from hatch_epcontext.worker.requests import Prepared, TimeOpeningRequest
 
@@ -114,7 +114,9 @@ def command(
     """
     # Before the measurements, which take long.
     for path in filter(None, (json_path, plot_path)):
-        check_file(path)
+        check_folder(path.parent)
+    if json_path is not None and json_path.suffix != ".json":
+        raise click.UsageError(f"--json writes .json, and not {json_path.name}.")
     if plot_path is not None and plot_path.suffix not in (".png", ".svg"):
         raise click.UsageError(f"--plot writes .png or .svg, and not {plot_path.name}.")
     if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
@@ -244,6 +246,4 @@ def draw(bench: Bench, path: Path) -> None:
     axes.invert_yaxis()
     versions = ", ".join(f"{name} {version}" for name, version in bench.versions.items())
     figure.suptitle(f"{bench.provider}: {versions}; medians and ranges", fontsize=10)
-    # Marks the chart, so that the next one may replace it; in SVG by the title.
-    key = "Software" if path.suffix == ".png" else "Title"
-    figure.savefig(path, metadata={key: bench.generator})
+    figure.savefig(path)

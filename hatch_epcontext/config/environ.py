@@ -210,8 +210,7 @@ VARIABLES: Mapping[str, Variable] = {
     "VALIDATE": Variable("require", "Wins over the `validate` mode of all models.", _validate),
     "REPORT": Variable(
         "/DIR/F.html",
-        "Writes a report of the build as `.html` or `.json`, also when jobs fail. Only a report is "
-        "overwritten.",
+        "Writes a report of the build as `.html` or `.json`, also when jobs fail.",
         _report,
     ),
     "OFFLINE": Variable(

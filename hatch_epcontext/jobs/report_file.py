@@ -18,7 +18,7 @@ from hatch_epcontext.jobs.report import (
 )
 from hatch_epcontext.jobs.validation import describe_emulation, validation_warnings
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.system import check_file, writing
+from hatch_epcontext.system import writing
 from hatch_epcontext.text import count, pairs, printable, show_size
 from hatch_epcontext.worker.results import Agreement, Validation, ValidationStatus
 
@@ -26,9 +26,8 @@ from hatch_epcontext.worker.results import Agreement, Validation, ValidationStat
 def write_report(report: Report, title: str, path: Path) -> None:
     """Write ``report`` to ``path``, as JSON or as a page by its suffix; its folder is made if needed.
 
-    Raises OutputError if that is a file, and not a report.
+    Raises OutputError if it cannot be written.
     """
-    check_file(path)
     text = to_json(report) if path.suffix == ".json" else render_page(report, title)
     with writing("the report", path.parent, str(path), OutputError):
         # Keeps a link.
@@ -36,7 +35,7 @@ def write_report(report: Report, title: str, path: Path) -> None:
 
 
 def render_page(report: Report, title: str) -> str:
-    """``report`` as a page. The mark of its generator lets the next report replace it."""
+    """``report`` as a page."""
     sections: dict[str, list[_Html]] = {
         "Failed": [*map(_failure, report.failures)],
         "Models by targets": _matrix(report),

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.cli import bench as module
-from hatch_epcontext.cli.bench import Bench, Opening, measure
+from hatch_epcontext.cli.bench import measure
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.jobs.plan import plan
@@ -82,24 +81,6 @@ def test_the_source_on_the_cpu_gets_the_inputs_that_are_frozen(cli: Cli, tmp_pat
     text = "(float[2] x, float[1] factor) => (float[2] y) { y = Mul (x, factor) }"
     source = save(parsed(text), tmp_path / "a.onnx")
     cli("bench", source, "-p", "cpu", "--set", "constants.factor=2.0", "-n", "1")
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_charts_and_measurements_replace_only_what_epcontext_wrote(
-    cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
-    openings = [Opening("net", way, 1.0, [1.0], [1.0]) for way in ("source", "compiled")]
-    measured = Bench("hatch-epcontext 1", "qnn", {"onnxruntime": "1.31.1"}, False, openings)
-    monkeypatch.setattr(module, "measure", lambda *_, **__: measured)
-    arguments = ("bench", source, "-p", "cpu")
-    chart, file = tmp_path / f"b{suffix}", tmp_path / "b.json"
-    for _ in range(2):
-        cli(*arguments, "--plot", chart, "--json", file)
-    mine = tmp_path / f"mine{suffix}"
-    mine.write_bytes(source.read_bytes())
-    for flags in (("--plot", mine), ("--json", mine), ("--json", source)):
-        assert "EPC501" in cli(*arguments, *flags, code=1).stderr
-    assert mine.read_bytes() == source.read_bytes()
 
 
 def test_without_models_those_of_the_project_are_measured(

@@ -107,16 +107,16 @@ def test_what_a_pattern_matches_is_found_wherever_it_is(project: Path, pattern: 
 UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "dangling link": (
         lambda path: path.symlink_to("nowhere"),
-        "is a link to nowhere, which does not",
+        "is a link to nowhere, which cannot be read: No such file",
     ),
     "git-annex": (
         lambda path: path.symlink_to("../.git/annex/objects/x/y/SHA256E-s1.onnx"),
         "git annex get",
     ),
-    "circle": (lambda path: path.symlink_to(path.name), "is a link that leads back to itself"),
-    "pipe": (getattr(os, "mkfifo", Path.touch), "is a pipe or a device"),
-    "folder": (lambda path: path.mkdir(), "is a folder, and not a file"),
-    "link to a folder": (lambda path: path.symlink_to("."), "is a folder, and not a file"),
+    "circle": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+    "pipe": (getattr(os, "mkfifo", Path.touch), "is a folder, a pipe or a device"),
+    "folder": (lambda path: path.mkdir(), "is a folder, a pipe or a device, and not a file"),
+    "link to a folder": (lambda path: path.symlink_to("."), "is a folder, a pipe or a device"),
 }
 
 
