@@ -31,10 +31,10 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Preparation, Result, Times
+from hatch_epcontext.jobs.artifact import FailureReport, Preparation, Result, Times
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report
+from hatch_epcontext.jobs.report import JobReport, ModelReport, Report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.providers import OptionValue
 from hatch_epcontext.text import printable

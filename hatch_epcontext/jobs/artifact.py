@@ -235,11 +235,20 @@ class Built:
 
 
 @dataclass(frozen=True)
-class FailedJob:
-    """A failed job, and its problems."""
+class FailureReport:
+    """A failed job: the names of its ``models``, and its problems."""
 
-    job: Job
+    target: str
+    provider: str
+    models: tuple[str, ...]
+    group: str | None
     problems: tuple[Problem, ...]
+
+    @classmethod
+    def of(cls, job: Job, problems: tuple[Problem, ...]) -> FailureReport:
+        """The failure of ``job`` with these ``problems``."""
+        names = tuple(model.name for model in job.models)
+        return cls(job.target.name, job.target.provider.name, names, job.group, problems)
 
 
 @dataclass(frozen=True)
@@ -248,4 +257,4 @@ class Result:
 
     sources: tuple[Source, ...]
     built: tuple[Built, ...]
-    failures: tuple[FailedJob, ...] = ()
+    failures: tuple[FailureReport, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hatch_epcontext.config.environ import PREFIX
@@ -19,9 +19,6 @@ from hatch_epcontext.worker.results import Coverage, NodeFacts
 
 _MAX_NODES = 20
 """The most uncovered nodes of one operator and reason that a message names."""
-
-_MAX_GROUPS = 20
-"""The most groups that are shown as they are; with more, those that differ only in tensors are merged."""
 
 
 def failure(job: Job, tried: Sequence[Attempt]) -> BuildError:
@@ -156,14 +153,20 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
 
 
 def _describe_nodes(nodes: Sequence[NodeFacts], declined: Sequence[Declined]) -> Iterator[str]:
-    """All nodes, in groups with the same operator and reason."""
-    groups = _grouped((node, _with_declined(node, declined)) for node in nodes)
-    if len(groups) > _MAX_GROUPS:
-        groups = _grouped((node, _in_general(node)) for node in nodes)
-    for (op, reason), names in groups.items():
-        shown = ", ".join(filter(None, names[:_MAX_NODES]))
-        more = f" and {len(names) - _MAX_NODES} more" if len(names) > _MAX_NODES else ""
-        number = f"{len(names)} " if len(names) > 1 else ""
+    """All nodes, in groups with the same operator and reason, or with reasons that name their own tensors."""
+    groups: dict[tuple[str, str | None], list[NodeFacts]] = {}
+    for node in nodes:
+        # Each has a reason with tensors of its own.
+        is_own = node.dynamic or node.guessed
+        reason = None if is_own else _with_declined(node, declined)
+        groups.setdefault((node.op, reason), []).append(node)
+    for (op, common), members in groups.items():
+        shown = ", ".join(node.name for node in members[:_MAX_NODES] if node.name)
+        more = f" and {len(members) - _MAX_NODES} more" if len(members) > _MAX_NODES else ""
+        number = f"{len(members)} " if len(members) > 1 else ""
+        reason = common or _with_declined(members[0], declined)
+        if common is None and reason and number:
+            reason = f"for example {reason}"
         yield f"{number}{op} {shown}{more}".rstrip() + (f" ({reason})" if reason else "")
 
 
@@ -172,20 +175,3 @@ def _with_declined(node: NodeFacts, declined: Sequence[Declined]) -> str | None:
     own = (reason for reason in declined if (reason.node, reason.operator) == (node.name, node.op))
     reasons = [f"{reason.rewrite} does not apply: {reason.reason}" for reason in own]
     return "; ".join(filter(None, (node.reason, *reasons))) or None
-
-
-def _grouped(
-    nodes: Iterable[tuple[NodeFacts, str | None]],
-) -> dict[tuple[str, str | None], list[str]]:
-    """The names of ``nodes``, which come with their reasons, by operator and reason."""
-    groups: dict[tuple[str, str | None], list[str]] = {}
-    for node, reason in nodes:
-        groups.setdefault((node.op, reason), []).append(node.name)
-    return groups
-
-
-def _in_general(node: NodeFacts) -> str | None:
-    """The reason of ``node`` in general, if only the names of tensors in it are the node's own."""
-    if node.dynamic:
-        return "its shapes depend on the data"
-    return "the EP refuses it with different shapes" if node.guessed else node.reason

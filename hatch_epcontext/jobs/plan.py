@@ -59,11 +59,22 @@ class Job:
 
     @contextlib.contextmanager
     def locating(self) -> Iterator[None]:
-        """Give the job's location to problems of BuildErrors that have none."""
+        """Give the job's location to problems of BuildErrors that have none, and its target to those with the
+        key of a model with several.
+        """
+        has_others = any(len(model.targets) > 1 for model in self.models)
+
+        def with_target(problem: Problem) -> Problem:
+            is_general = has_others and problem.key is not None and not problem.targets
+            return (
+                dataclasses.replace(problem, targets=(self.target.name,)) if is_general else problem
+            )
+
         try:
             yield
         except BuildError as error:
-            raise error.located(*self._place) from error
+            problems = error.located(*self._place).problems
+            raise type(error)(*map(with_target, problems)) from error
 
     @property
     def has_several_chips(self) -> bool:

@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Iterator, Mapping
 
 import hatch_epcontext
-from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import (
     GENERATOR,
     Built,
+    FailureReport,
     Preparation,
     Result,
     Source,
@@ -68,17 +68,6 @@ class JobReport:
 
 
 @dataclass(frozen=True)
-class FailureReport:
-    """A failed job: the names of its ``models``, and its problems."""
-
-    target: str
-    provider: str
-    models: tuple[str, ...]
-    group: str | None
-    problems: tuple[Problem, ...]
-
-
-@dataclass(frozen=True)
 class Report:
     """All jobs of a build."""
 
@@ -93,16 +82,7 @@ def make_report(result: Result) -> Report:
     return Report(
         f"{GENERATOR} {hatch_epcontext.__version__}",
         tuple(_report(built, by_name) for built in result.built),
-        tuple(
-            FailureReport(
-                failed.job.target.name,
-                failed.job.target.provider.name,
-                tuple(model.name for model in failed.job.models),
-                failed.job.group,
-                failed.problems,
-            )
-            for failed in result.failures
-        ),
+        result.failures,
     )
 
 

@@ -9,8 +9,8 @@ from string import Template
 
 from hatch_epcontext.errors import OutputError, Problem
 from hatch_epcontext.files import write_atomically
+from hatch_epcontext.jobs.artifact import FailureReport
 from hatch_epcontext.jobs.report import (
-    FailureReport,
     JobReport,
     ModelReport,
     Report,

@@ -7,14 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import BuildError, Problem, merged
-from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
+from hatch_epcontext.errors import BuildError, merged
+from hatch_epcontext.jobs.artifact import Built, FailureReport, Result
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job, Plan
@@ -42,19 +41,8 @@ class IncompleteError(BuildError):
     """Some jobs failed; ``result`` has all jobs that were run."""
 
     def __init__(self, result: Result) -> None:
-        problems = [
-            _with_target(p, failed.job) for failed in result.failures for p in failed.problems
-        ]
-        super().__init__(*merged(problems))
+        super().__init__(*merged(p for failed in result.failures for p in failed.problems))
         self.result = result
-
-
-def _with_target(problem: Problem, job: Job) -> Problem:
-    """``problem``, with the target of ``job`` if its key belongs to a model with several targets."""
-    has_others = any(len(model.targets) > 1 for model in job.models)
-    if problem.key is None or problem.targets or not has_others:
-        return problem
-    return replace(problem, targets=(job.target.name,))
 
 
 def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
@@ -154,7 +142,7 @@ def _run(
 ) -> Result:
     """``run`` all jobs, several ``at_once``."""
     built: list[Built] = []
-    failures: list[FailedJob] = []
+    failures: list[FailureReport] = []
     # Its threads only wait for workers.
     with ThreadPoolExecutor(at_once) as pool:
         try:
@@ -163,7 +151,7 @@ def _run(
                 try:
                     finished = _result(future)
                 except BuildError as error:
-                    failures.append(FailedJob(job, error.problems))
+                    failures.append(FailureReport.of(job, error.problems))
                     log(f"{job.location} ({job.target.provider.name}): FAILED")
                 else:
                     built.append(finished)

@@ -23,7 +23,6 @@ from hatch_epcontext.worker.results import (
     Emulation,
     Validation,
     ValidationStatus,
-    worst_agreements,
 )
 
 
@@ -218,20 +217,12 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
     assert reason is not None, "only such a job is compiled alone"
     if model.validate.mode == "require":
         raise not_run_error(job, model, reason)
-    for validation in alone:
-        if validation.status is not ValidationStatus.RAN:
-            return validation
-    return dataclasses.replace(
-        alone[0],
-        status=ValidationStatus.RAN_ALONE,
-        agreements=worst_agreements(agreement for v in alone for agreement in v.agreements),
-        reason=reason,
-        warnings=tuple(dict.fromkeys(text for v in alone for text in v.warnings)),
-        emulation=next((v.emulation for v in alone if v.emulation), None),
-        # Of the files that were compiled alone.
-        load=None,
-        day="",
-    )
+    worst = min(alone, key=lambda v: (v.status is ValidationStatus.RAN, v.margin))
+    if worst.status is not ValidationStatus.RAN:
+        return worst
+    # The session was one of the file that was compiled alone.
+    status = ValidationStatus.RAN_ALONE
+    return dataclasses.replace(worst, status=status, reason=reason, load=None, day="")
 
 
 def not_run_error(job: Job, model: Model, reason: str) -> BuildError:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.jobs.artifact import FailedJob, Result
+from hatch_epcontext.jobs.artifact import FailureReport, Result
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.run import IncompleteError
 from tests.results import configured
@@ -30,14 +30,14 @@ models = ["models/a.onnx"]
 """
 
 
-def failure(job: Job, problem: Problem) -> FailedJob:
+def failure(job: Job, problem: Problem) -> FailureReport:
     """The failure of ``job`` by an error with ``problem``."""
     with pytest.raises(BuildError) as raised, job.locating():
         raise BuildError(problem)
-    return FailedJob(job, raised.value.problems)
+    return FailureReport.of(job, raised.value.problems)
 
 
-def places(failures: Sequence[FailedJob]) -> list[str]:
+def places(failures: Sequence[FailureReport]) -> list[str]:
     """Where the problems are that are reported of ``failures``."""
     problems = IncompleteError(Result((), (), tuple(failures))).problems
     return [problem.where() for problem in problems]

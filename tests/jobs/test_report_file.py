@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.errors import Kind, Problem
-from hatch_epcontext.jobs.artifact import Artifact
-from hatch_epcontext.jobs.report import FailureReport, Report, make_report
+from hatch_epcontext.jobs.artifact import Artifact, FailureReport
+from hatch_epcontext.jobs.report import Report, make_report
 from hatch_epcontext.jobs.report_file import render_page, write_report
 from hatch_epcontext.text import printable
 from hatch_epcontext.worker.results import (

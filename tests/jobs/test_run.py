@@ -349,10 +349,7 @@ def test_a_failed_preparation_is_an_error_of_each_job_and_is_not_repeated(
     toml = TWO.replace('"models/a.onnx", "models/b.onnx"', '"models/bad.onnx"')
     with pytest.raises(IncompleteError) as raised:
         run("build.jobs = 1\n" + toml, workers=Workers(120, log.append))
-    assert [failure.job.location for failure in raised.value.result.failures] == [
-        "bad -> first",
-        "bad -> second",
-    ]
+    assert [failure.target for failure in raised.value.result.failures] == ["first", "second"]
     assert len({line for line in steps(log, "prepare") if "second" in line}) == 0
     (problem,) = raised.value.problems
     assert problem.targets == ("first", "second")
@@ -406,7 +403,7 @@ def test_all_jobs_are_run_although_one_fails(project: Path, run: Run) -> None:
         run(FAILING)
     result = raised.value.result
     assert [built.job.name for built in result.built] == ["a"]
-    assert [failure.job.name for failure in result.failures] == ["bad"]
+    assert [failure.models for failure in result.failures] == [("bad",)]
 
 
 def test_two_builds_at_once_compile_a_job_once(
