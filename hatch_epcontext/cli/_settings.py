@@ -44,7 +44,6 @@ _PROVIDER: tuple[tuple[str, ...], ...] = ((), ("provider",))
 HATCHLING = "hatchling"
 
 _META = f"{__name__}.wording"
-_READ = f"{__name__}.read"
 
 
 def _value(text: str) -> Any:
@@ -76,27 +75,16 @@ def _pair(text: str, table: str = "", read: Callable[[str], Any] = _value) -> Ma
 
 
 def _flag(*names: str, read: Callable[[str], Mapping[str, Any]], **attributes: Any) -> Command:
-    """A flag whose values, as ``read``, are part of the command's ``settings``."""
+    """A flag whose values, as ``read``, are part of the command's ``settings``.
+
+    Click reads the flags in the order in which each comes first on the line, and the last value counts.
+    """
 
     def collect(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         texts = value if isinstance(value, tuple) else filter(None, (value,))
-        ctx.meta[f"{_READ}.{param.name}"] = [read(text) for text in texts]
+        ctx.params["settings"] = nested(ctx.params.get("settings", {}), *map(read, texts))
 
     return click.option(*names, callback=collect, expose_value=False, **attributes)
-
-
-class SettingsCommand(click.Command):
-    """A command with flags for keys: of several values of a key the last one on the line counts."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As of click, which knows the values by flag, and their order only here."""
-        _, _, order = self.make_parser(ctx).parse_args([*args])
-        rest = super().parse_args(ctx, args)
-        values = {param: ctx.meta.get(f"{_READ}.{param.name}", []) for param in order}
-        # From the end, because a flag that is no list has only its last value.
-        settings = [values[param].pop() for param in reversed(order) if values[param]]
-        ctx.params["settings"] = nested(*reversed(settings))
-        return rest
 
 
 _SHORT = (

@@ -15,7 +15,6 @@ import click
 import hatch_epcontext
 from hatch_epcontext.cli._common import Verbosity, show_table, warn
 from hatch_epcontext.cli._settings import (
-    SettingsCommand,
     models_argument,
     project_config,
     provider_option,
@@ -81,7 +80,7 @@ Examples:
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command("bench", cls=SettingsCommand, epilog=_EXAMPLES)
+@click.command("bench", epilog=_EXAMPLES)
 @models_argument(required=False)
 @provider_option(required=False)
 @short_flags

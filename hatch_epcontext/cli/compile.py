@@ -18,7 +18,6 @@ from hatch_epcontext.cli._common import (
     verbose_option,
 )
 from hatch_epcontext.cli._settings import (
-    SettingsCommand,
     models_argument,
     provider_option,
     setting_flags,
@@ -40,7 +39,7 @@ Examples:
 """
 
 
-@click.command("compile", cls=SettingsCommand, epilog=_EXAMPLES)
+@click.command("compile", epilog=_EXAMPLES)
 @models_argument()
 @click.option(
     "-o",

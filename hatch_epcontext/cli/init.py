@@ -26,7 +26,6 @@ from hatch_epcontext.cli._common import Command, echo, existing_file, warn
 from hatch_epcontext.cli._settings import (
     HATCHLING,
     Project,
-    SettingsCommand,
     requirements,
     short_flags,
     use_flag_names,
@@ -148,7 +147,7 @@ def tables_options(command: Command) -> Command:
     return provider(dry_run(command))
 
 
-@click.command("init", cls=SettingsCommand)
+@click.command("init")
 @click.argument("models", nargs=-1, type=existing_file)
 @tables_options
 @short_flags

@@ -9,7 +9,6 @@ import click
 
 from hatch_epcontext.cli._common import Verbosity, echo, existing_file, verbose_option, warn
 from hatch_epcontext.cli._settings import (
-    SettingsCommand,
     provider_option,
     setting_flags,
     use_flag_names,
@@ -37,7 +36,7 @@ Examples:
 """
 
 
-@click.command("validate", cls=SettingsCommand, epilog=_EXAMPLES)
+@click.command("validate", epilog=_EXAMPLES)
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "-s",

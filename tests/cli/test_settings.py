@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from hatch_epcontext.cli._settings import (
     Project,
     SettingNames,
-    SettingsCommand,
     error_text,
     setting_flags,
     switch,
@@ -34,7 +33,7 @@ def read(*arguments: str) -> dict[str, Any]:
     """The settings in the flags of a command."""
     found: dict[str, Any] = {}
 
-    @click.command(cls=SettingsCommand)
+    @click.command()
     @setting_flags
     @switch("--embed", {"embed": True}, "")
     def command(settings: dict[str, Any]) -> None:
@@ -109,12 +108,11 @@ def test_tables_are_merged_and_the_last_value_of_a_key_counts() -> None:
     }
 
 
-def test_the_last_value_on_the_line_counts_whatever_the_flags() -> None:
-    for texts in ("--dim n=1 --set dims.n=2 --dim n=3", "--dim n=1 --dim n=2 --set dims.n=3"):
-        assert read(*texts.split()) == {"dims": {"n": 3}}
-    texts = "--device npu --set device=cpu --set embed=false --device gpu --embed"
-    assert read(*texts.split()) == {"device": "gpu", "embed": True}
+def test_a_later_flag_wins_over_an_earlier_one() -> None:
+    assert read("--dim", "n=1", "--dim", "n=2", "--set", "dims.n=3") == {"dims": {"n": 3}}
+    assert read("--set", "embed=false", "--embed") == {"embed": True}
     assert read("--embed", "--set", "embed=false") == {"embed": False}
+    assert read() == {}
 
 
 def key(*parts: str | int) -> Key:
