@@ -35,7 +35,7 @@ from hatch_epcontext.jobs.requirements import (
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import file_name, quoted_key, to_toml
-from hatch_epcontext.worker.requests import DevicesRequest, LibraryDevices, ProviderDevices
+from hatch_epcontext.worker.requests import Devices, DevicesRequest, EpDevice
 
 _TIMEOUT = 120.0
 """Seconds for loading one EP's library."""
@@ -104,15 +104,15 @@ def command(ctx: click.Context, as_json: bool, library: str | None) -> None:
         else:
             _show(diagnosis)
         ctx.exit(1 if diagnosis.problems else 0)
-    reply = _describe_library(library)
+    name, devices = _describe_library(library)
     if as_json:
-        click.echo(to_json(reply), nl=False)
+        click.echo(to_json({"name": name, "devices": devices}), nl=False)
         return
-    echo(f"{library} is registered as {reply.name}, and offers:")
-    for device in reply.devices:
+    echo(f"{library} is registered as {name}, and offers:")
+    for device in devices:
         echo(f"  {device.text}")
     echo("These targets use it; compile a model with -p plugin to try it:")
-    for table in _target_tables(library, reply):
+    for table in _target_tables(library, devices):
         echo(f"\n{table}", lines=True)
 
 
@@ -182,14 +182,14 @@ def provider_states() -> list[ProviderState]:
     ]
 
 
-def _devices(providers: tuple[str, ...], folder: Path) -> Mapping[str, ProviderDevices]:
+def _devices(providers: tuple[str, ...], folder: Path) -> Mapping[str, Devices]:
     """The devices of ``providers``, of one worker; of one each if a library ends that, to know which one."""
     request, location = DevicesRequest(providers), ", ".join(providers)
     try:
-        return Workers(_TIMEOUT).call(request, folder / location, location=location).providers
+        return Workers(_TIMEOUT).call(request, folder / location, location=location)
     except BuildError as error:
         if len(providers) == 1:
-            return {providers[0]: ProviderDevices((), error.problems[0].message)}
+            return {providers[0]: Devices(reason=error.problems[0].message)}
         return {name: _devices((name,), folder)[name] for name in providers}
 
 
@@ -198,9 +198,7 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
     return {name: version for name in names if (version := installed(name))}
 
 
-def _state(
-    provider: Provider, package: str | None, devices: ProviderDevices | None
-) -> ProviderState:
+def _state(provider: Provider, package: str | None, devices: Devices | None) -> ProviderState:
     if provider.needs_library:
         return ProviderState(provider.name, None, reason=_NAMED)
     library = _library(provider)
@@ -208,7 +206,8 @@ def _state(
         needed = " and ".join(provider.requirements or (provider.distributions[0],))
         reason = f"{needed} is not installed."
         return ProviderState(provider.name, None, reason=reason, library=library)
-    return ProviderState(provider.name, package, devices.devices, devices.reason, library)
+    texts = tuple(device.text for device in devices.devices)
+    return ProviderState(provider.name, package, texts, devices.reason, library)
 
 
 def _library(provider: Provider) -> str | None:
@@ -231,8 +230,8 @@ def _package(provider: Provider) -> str | None:
     return next((f"{name} {version}" for name, version in _versions(names).items()), None)
 
 
-def _describe_library(library: str) -> LibraryDevices:
-    """Register ``library``, the path of a file or a package, in a worker, and list its devices.
+def _describe_library(library: str) -> tuple[str, tuple[EpDevice, ...]]:
+    """Register ``library``, the path of a file or a package, in a worker: its name there, and its devices.
 
     Raises ConfigError when there is no such file, RequirementError when ONNX Runtime is missing, and
     BuildError when the library cannot be loaded, crashes, hangs or offers no device.
@@ -245,26 +244,23 @@ def _describe_library(library: str) -> LibraryDevices:
     request = DevicesRequest(path=path, module="" if path else library)
     with temp_dir() as folder:
         reply = Workers(_TIMEOUT).call(request, folder / "library", location=f"library {library}")
-    offered = reply.library
-    assert offered is not None, "it was asked for"
+    ((name, offered),) = reply.items()
     if not offered.devices:
-        reasons = "".join(f"\n{reason}" for reason in offered.reasons)
-        message = (
-            f"it was registered as {offered.name}, and offers no device on this machine.{reasons}"
-        )
+        message = f"it was registered as {name}, and offers no device on this machine."
+        message = "\n".join(filter(None, (message, offered.reason)))
         hint = "Try it on a machine that has one, or with another release of ONNX Runtime."
         raise UnavailableError(Problem(Kind.NO_DEVICE, f"library {library}", message, hint))
-    return offered
+    return name, offered.devices
 
 
-def _target_tables(library: str, offered: LibraryDevices) -> Iterator[str]:
+def _target_tables(library: str, devices: tuple[EpDevice, ...]) -> Iterator[str]:
     """The table of a target for each EP that the library offers, as it is written in ``pyproject.toml``."""
-    for ep in dict.fromkeys(device.ep for device in offered.devices):
+    for ep in dict.fromkeys(device.ep for device in devices):
         name = file_name(ep.removesuffix("ExecutionProvider").lower(), "-")
         keys: dict[str, object] = {"provider": "plugin", "library": library, "ep-name": ep}
         if not is_path(library):
             packages = sorted(owners(library.partition(".")[0]))
             keys["requirements"] = [f"{name}>={installed(name)}" for name in packages]
-        keys["device"] = next(device.kind for device in offered.devices if device.ep == ep)
+        keys["device"] = next(device.kind for device in devices if device.ep == ep)
         lines = [f"{key} = {to_toml(value)}" for key, value in keys.items()]
         yield "\n".join([f"[{ROOT}.targets.{quoted_key(name)}]", *lines])

@@ -119,7 +119,7 @@ def read_sources(
         for model in unknown:
             # The facts must be those of the contents that were hashed.
             index.sha256(model.path, again=True)
-        known |= {model.name: facts for model, facts in zip(unknown, reply.models, strict=True)}
+        known |= {model.name: facts for model, facts in zip(unknown, reply, strict=True)}
     # Of known models too: the shared cache may lack them, and here they are in use, for builds that only read
     # the cache.
     kept = {_unchecked_key(model, index): known[model.name] for model in config.models}

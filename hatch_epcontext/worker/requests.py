@@ -48,11 +48,6 @@ class WorkerRequest(Generic[ReplyT]):
 
 
 @dataclass(frozen=True)
-class CheckReply:
-    models: tuple[ModelFacts, ...]
-
-
-@dataclass(frozen=True)
 class CutReply:
     """``files``: the written model and its external data, by name in the folder; ``data``: the files of the
     external data of the whole model, by name in its own.
@@ -71,7 +66,7 @@ class CutRequest(WorkerRequest[CutReply], action="cut", fills="folder"):
 
 
 @dataclass(frozen=True)
-class CheckRequest(WorkerRequest[CheckReply], action="check"):
+class CheckRequest(WorkerRequest[tuple[ModelFacts, ...]], action="check"):
     """Read the models, and check that they fit their configuration and can be compiled for their targets."""
 
     models: tuple[Model, ...]
@@ -299,16 +294,6 @@ class SuggestRequest(WorkerRequest[SuggestReply], action="suggest"):
 
 
 @dataclass(frozen=True)
-class ProviderDevices:
-    """The ``devices`` of an EP on this machine in words, and the ``reason`` why there are none, or why it
-    cannot compile although there are some.
-    """
-
-    devices: tuple[str, ...]
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
 class EpDevice:
     """A device that ``ep`` offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``text``: its metadata."""
 
@@ -318,30 +303,21 @@ class EpDevice:
 
 
 @dataclass(frozen=True)
-class LibraryDevices:
-    """The ``devices`` of all EPs of a library that was registered as ``name``.
-
-    ``reasons``: the EPs' reasons for the hardware that they do not support.
+class Devices:
+    """What an EP's library offers on this machine, and the ``reason`` why it offers nothing, or why it cannot
+    compile although it offers something.
     """
 
-    name: str
-    devices: tuple[EpDevice, ...]
-    reasons: tuple[str, ...]
+    devices: tuple[EpDevice, ...] = ()
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
-class DevicesReply:
-    """What each provider has on this machine, by its name, and what the library of the request offers."""
-
-    providers: Mapping[str, ProviderDevices]
-    library: LibraryDevices | None = None
-
-
-@dataclass(frozen=True)
-class DevicesRequest(WorkerRequest[DevicesReply], action="devices"):
+class DevicesRequest(WorkerRequest[Mapping[str, Devices]], action="devices"):
     """Load the libraries of ``providers``, by their names, and list their devices.
 
-    Also those of an unknown library, if one is named by its ``path`` or by its package ``module``.
+    Also those of an unknown library, if one is named by its ``path`` or by its package ``module``, with the
+    name under which it was registered.
     """
 
     providers: tuple[str, ...] = ()

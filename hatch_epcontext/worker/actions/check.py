@@ -20,7 +20,7 @@ from hatch_epcontext.text import listing
 from hatch_epcontext.worker import advice
 from hatch_epcontext.worker.dummy.inputs import check_inputs, sized
 from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.requests import CheckReply, CheckRequest
+from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
 from hatch_epcontext.worker.source import (
     data_of,
@@ -34,7 +34,7 @@ from hatch_epcontext.worker.source import (
 from hatch_epcontext.worker.states import state_pairs
 
 
-def handle(request: CheckRequest) -> CheckReply:
+def handle(request: CheckRequest) -> tuple[ModelFacts, ...]:
     """Return the facts of all models; raises ModelError with all problems of all models."""
     models = []
     problems: list[Problem] = []
@@ -46,7 +46,7 @@ def handle(request: CheckRequest) -> CheckReply:
     if problems:
         # All shapes of one model have the same problems.
         raise ModelError(*merged(problems))
-    return CheckReply(tuple(models))
+    return tuple(models)
 
 
 def _check_model(model: Model) -> ModelFacts:

@@ -5,62 +5,61 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import onnxruntime as ort
 
 from hatch_epcontext.errors import UnavailableError
 from hatch_epcontext.providers import PROVIDERS, Plugin, Provider
 from hatch_epcontext.worker.libraries import load, missing_in_package, register
-from hatch_epcontext.worker.requests import (
-    DevicesReply,
-    DevicesRequest,
-    EpDevice,
-    LibraryDevices,
-    ProviderDevices,
-)
+from hatch_epcontext.worker.requests import Devices, DevicesRequest, EpDevice
 from hatch_epcontext.worker.session import add_built_in, describe_device, incompatibilities
 
 _AFFIXES = re.compile(r"^(lib)?(onnxruntime_(providers_|ep_)?)?|(_ep)?(_plugin)?$")
 """What a library's name has around that of its EP."""
 
 
-def handle(request: DevicesRequest) -> DevicesReply:
+def handle(request: DevicesRequest) -> Mapping[str, Devices]:
     """Load the libraries, and return the devices of their EPs, or the reasons for none.
 
     Raises UnavailableError when the unknown library cannot be loaded.
     """
-    providers = {name: _list_devices(PROVIDERS[name]) for name in request.providers}
-    is_named = request.path or request.module
-    return DevicesReply(providers, _describe(request.path, request.module) if is_named else None)
+    if request.path or request.module:
+        return _describe(request.path, request.module)
+    return {name: _list_devices(PROVIDERS[name]) for name in request.providers}
 
 
-def _list_devices(provider: Provider) -> ProviderDevices:
+def _list_devices(provider: Provider) -> Devices:
     try:
         if provider.plugin is None:
             add_built_in(ort.SessionOptions(), provider, {})
             # Such an EP does not list its devices before a session is opened.
-            return ProviderDevices((f"{provider.ep} loads",))
+            return Devices((EpDevice(provider.ep, "", f"{provider.ep} loads"),))
         register(provider.plugin, provider.ep)
     except UnavailableError as error:
         problem = error.problems[0]
-        return ProviderDevices((), "\n".join(filter(None, [problem.message, problem.advice()])))
-    devices = tuple(describe_device(d) for d in ort.get_ep_devices() if d.ep_name == provider.ep)
-    if devices:
-        return ProviderDevices(devices, "\n".join(missing_in_package(provider.plugin)) or None)
+        return Devices(reason="\n".join(filter(None, [problem.message, problem.advice()])))
+    if devices := _offered(d for d in ort.get_ep_devices() if d.ep_name == provider.ep):
+        return Devices(devices, "\n".join(missing_in_package(provider.plugin)) or None)
     needs = [f"It needs {provider.needs}."] if provider.needs else []
     reasons = [f"{provider.ep} finds no device.", *needs, *incompatibilities(provider.ep)]
-    return ProviderDevices((), "\n".join(reasons))
+    return Devices(reason="\n".join(reasons))
 
 
-def _describe(path: str, module: str) -> LibraryDevices:
+def _offered(devices: Iterable[Any]) -> tuple[EpDevice, ...]:
+    return tuple(
+        EpDevice(device.ep_name, device.device.type.name.lower(), describe_device(device))
+        for device in devices
+    )
+
+
+def _describe(path: str, module: str) -> dict[str, Devices]:
     stem = Path(path or module).name.split(".")[0]
     name = _own_name(module) or _AFFIXES.sub("", stem) or "ep"
-    devices = (
-        EpDevice(device.ep_name, device.device.type.name.lower(), describe_device(device))
-        for device in load(Plugin(module, module or path, name, path), None)
-    )
-    return LibraryDevices(name, tuple(devices), tuple(incompatibilities(name)))
+    devices = _offered(load(Plugin(module, module or path, name, path), None))
+    return {name: Devices(devices, "\n".join(incompatibilities(name)) or None)}
 
 
 def _own_name(module: str) -> str | None:

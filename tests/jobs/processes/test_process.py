@@ -19,7 +19,7 @@ from hatch_epcontext.jobs.processes import failures
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.worker_log import TAIL
 from hatch_epcontext.worker.protocol import LOG, STEP
-from hatch_epcontext.worker.requests import CheckReply, PrepareRequest
+from hatch_epcontext.worker.requests import PrepareRequest
 from tests.conftest import wait_for
 from tests.jobs.processes.conftest import KEY, problem, process_in, request_for
 from tests.models import network, save
@@ -62,8 +62,7 @@ def test_a_reply_has_its_own_type_and_a_refusal_its_own_location_and_no_log(
 ) -> None:
     path = save(network(), tmp_path / "a.onnx")
     reply = workers.call(request_for(path), tmp_path / "reply", location="reading")
-    assert isinstance(reply, CheckReply)
-    assert reply.models[0].inputs[0].shape == ("batch", 1, 8, 8)
+    assert reply[0].inputs[0].shape == ("batch", 1, 8, 8)
     path.write_text("text", encoding="utf-8")
     refused = problem(workers, tmp_path)
     assert refused.key == KEY
@@ -76,7 +75,6 @@ import os
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.protocol import LOG, STEP
-from hatch_epcontext.worker.requests import CheckReply
 from hatch_epcontext.worker.results import ModelFacts
 name = request.models[0].name
 step("looking")
@@ -86,7 +84,7 @@ if name == "crash":
 if name == "fail":
     raise BuildError(Problem(Kind.COMPILE_FAILED, "", f"it fails in {os.getcwd()}"))
 open("pid", "w").write(f"{os.getpid()} {os.environ['TMPDIR']}")
-reply = CheckReply((ModelFacts((), (), ()),))
+reply = (ModelFacts((), (), ()),)
 """
 
 
@@ -116,14 +114,13 @@ def test_a_worker_answers_several_requests_each_in_a_folder_of_its_own(
 
 USED = """
 import os, sys
-from hatch_epcontext.worker.requests import CheckReply
 sys.tasks = getattr(sys, "tasks", 0) + 1
 open("pid", "w").write(str(os.getpid()))
 if request.models[0].name == "spoilt" and sys.tasks > 1:
     os.abort()
 if request.models[0].name == "fail":
     raise ValueError(f"task {sys.tasks}")
-reply = CheckReply(())
+reply = ()
 """
 
 

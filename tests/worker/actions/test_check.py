@@ -40,7 +40,7 @@ def test_the_reply_has_the_inputs_and_the_external_data(
     tmp_path: Path, settings: dict[str, Any], first: int | str
 ) -> None:
     path = save_with_data(network(), tmp_path / "a.onnx")
-    (facts,) = handle(request_for(path, **settings)).models
+    (facts,) = handle(request_for(path, **settings))
     assert facts.inputs[0].shape == (first, 1, 8, 8)
     assert facts.outputs[0].shape == (first, 10)
     assert facts.external_data == ("network.data",)
@@ -87,7 +87,7 @@ def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
 def test_an_output_that_is_listed_twice_is_for_models_that_stay_graphs(tmp_path: Path) -> None:
     text = "(float[1] x) => (float[1] y, float[1] x, float[1] y) { y = Relu (x) }"
     path = save(parsed(text), tmp_path / "a.onnx")
-    (facts,) = handle(request_for(path, target("cpu"))).models
+    (facts,) = handle(request_for(path, target("cpu")))
     assert [each.name for each in facts.outputs] == ["y", "x", "y"]
     with pytest.raises(ModelError, match="lists the output 'y' more than once") as raised:
         handle(request_for(path, QNN))
@@ -98,7 +98,7 @@ def test_an_output_that_is_listed_twice_is_for_models_that_stay_graphs(tmp_path:
 def test_an_input_without_values_is_refused_for_eps_that_crash(tmp_path: Path) -> None:
     path = save(network(), tmp_path / "a.onnx")
     shapes = {"x": (0, 1, 8, 8)}
-    assert handle(request_for(path, target("cpu"), shapes=shapes)).models
+    assert handle(request_for(path, target("cpu"), shapes=shapes))
     with pytest.raises(ModelError, match=r"'x' has no values \(0 x 1 x 8 x 8\)") as raised:
         handle(request_for(path, QNN, shapes=shapes))
     assert raised.value.problems[0].location == "tool.epcontext.models[0].shapes"
@@ -111,7 +111,7 @@ def test_an_unknown_rank_is_open(tmp_path: Path) -> None:
     (problem,) = raised.value.problems
     assert "'x' (any rank)" in problem.message
     assert [str(each) for each in problem.settings] == ["tool.epcontext.models[0].shapes.x"]
-    (facts,) = handle(request_for(path, QNN, shapes={"x": (2, 3)})).models
+    (facts,) = handle(request_for(path, QNN, shapes={"x": (2, 3)}))
     assert [each.shape for each in (*facts.inputs, *facts.own_inputs)] == [(2, 3), None]
 
 
