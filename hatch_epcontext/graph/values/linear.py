@@ -18,57 +18,37 @@ _MAX_FORMS = 8
 INVALID = (ValueError, TypeError, IndexError, KeyError, ArithmeticError)
 """The errors of malformed nodes: opening a session reports the reason."""
 
-_MIN_OF_MASKS = 1000.0
-"""The size from which an added value hides the other summand."""
-
 
 @dataclass(frozen=True)
 class LinearForm:
     """A value that is ``scale`` times the input called ``input``, plus ``offset``.
 
-    ``low`` and ``high``: what a limit on the path guarantees for any input. ``whole``: it was rounded on the
-    path. ``truth``: whether it became a boolean, by ``"itself"`` or because it was ``"compared"``.
-    ``masked``: it is 0 where a boolean is false.
+    ``whole``: it was rounded on the path. ``truth``: whether it became a boolean, by ``"itself"`` or because
+    it was ``"compared"``. ``masked``: it is 0 where a boolean is false.
     """
 
     input: str
     scale: float = 1.0
     offset: float = 0.0
-    low: float = -math.inf
-    high: float = math.inf
     whole: bool = False
     truth: Literal["", "itself", "compared"] = ""
     masked: bool = False
 
     def plus(self, number: float) -> LinearForm:
-        low, high = self.low + number, self.high + number
-        return replace(self, offset=self.offset + number, low=low, high=high)
+        return replace(self, offset=self.offset + number)
 
     def times(self, factor: float) -> LinearForm:
         """The product with ``factor``, which is not 0."""
-        low, high = sorted((self.low * factor, self.high * factor))
-        scale, offset = self.scale * factor, self.offset * factor
-        return replace(self, scale=scale, offset=offset, low=low, high=high)
+        return replace(self, scale=self.scale * factor, offset=self.offset * factor)
 
-    def within(self, low: float, high: float) -> LinearForm:
-        return replace(self, low=max(self.low, low), high=min(self.high, high))
-
-    def input_between(self, low: float, high: float) -> tuple[float, float]:
-        """The values of the input for which the form is from ``low`` to ``high``."""
-        low = -math.inf if self.low >= low else low
-        high = math.inf if self.high <= high else high
-        first, last = sorted(((low - self.offset) / self.scale, (high - self.offset) / self.scale))
-        return first, last
+    def input_of(self, value: float) -> float:
+        """The value of the input for which the form is ``value``."""
+        return (value - self.offset) / self.scale
 
     @property
     def is_finite(self) -> bool:
         """Whether it depends on the input at all, and no factor on the path is beyond all numbers."""
         return 0 < abs(self.scale) < math.inf and math.isfinite(self.offset)
-
-    @property
-    def hides(self) -> bool:
-        """Whether it is an added mask: 0 for a 1, and a large negative number for a 0."""
-        return self.scale >= _MIN_OF_MASKS and math.isclose(self.offset, -self.scale, rel_tol=1e-3)
 
 
 class LinearForms:
@@ -86,10 +66,6 @@ class LinearForms:
     def of(self, name: str) -> tuple[LinearForm, ...]:
         """The forms of the value ``name``, none if it is not linear."""
         return self._forms.get(name, ())
-
-    def __iter__(self) -> Iterator[LinearForm]:
-        """The forms of all values that were followed."""
-        return (form for forms in self._forms.values() for form in forms)
 
     def follow(self, part: graph.Part | None = None) -> Iterator[onnx.NodeProto]:
         """Add the forms of all values in ``part``, by default the main graph, and the graphs inside it.
@@ -194,11 +170,6 @@ def _scaled(forms: Iterable[LinearForm], factors: Sequence[float]) -> Iterator[L
         yield from (form.times(factor) for form in forms for factor in factors)
 
 
-def _limited(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
-    low, high = clip_bounds(node, scope)
-    yield from (form.within(low, high) for form in _any(operands))
-
-
 _KEEPING = operators.MOVES | operators.PADS | operators.EXTREMES | operators.MEANS
 _KEEPING |= {"Abs", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear", "TopK"}
 """Operators whose results are within the values of their first operand, or nearly."""
@@ -220,9 +191,8 @@ _RULES: Mapping[str, _Rule] = {
         lambda node, operands, scope: (replace(form, truth="compared") for form in _any(operands)),
     ),
     **dict.fromkeys(("Add", "Sub"), _added),
-    **dict.fromkeys(("Min", "Max", "Clip"), _limited),
+    **dict.fromkeys(("Clip", "Concat", "Max", "Min"), lambda node, operands, scope: _any(operands)),
     "Cast": _cast,
-    "Concat": lambda node, operands, scope: _any(operands),
     "Where": lambda node, operands, scope: (*operands[1], *operands[2]),
     "Mul": _multiplied,
     "Div": _divided,
@@ -244,21 +214,3 @@ def ends(name: str, scope: Scope) -> tuple[float, ...]:
         return ()
     both = (float(value.min()), float(value.max()))
     return tuple(dict.fromkeys(both)) if all(map(math.isfinite, both)) else ()
-
-
-def clip_bounds(node: onnx.NodeProto, scope: Scope) -> tuple[float, float]:
-    """The constants between which ``node``, a Clip, Min or Max, keeps its values."""
-    if node.op_type == "Clip":
-        low, high = (_clip_bound(node, i, name, scope) for i, name in ((1, "min"), (2, "max")))
-        return (-math.inf if low is None else low, math.inf if high is None else high)
-    constants = [numbers for name in node.input if (numbers := ends(name, scope))]
-    if node.op_type == "Min":
-        return -math.inf, min((max(numbers) for numbers in constants), default=math.inf)
-    return max((min(numbers) for numbers in constants), default=-math.inf), math.inf
-
-
-def _clip_bound(node: onnx.NodeProto, operand: int, name: str, scope: Scope) -> float | None:
-    attribute = graph.attribute(node, name, None)
-    if isinstance(attribute, float):
-        return attribute if math.isfinite(attribute) else None
-    return next(iter(ends(graph.operand(node, operand), scope)), None)

@@ -78,9 +78,6 @@ def _bounds(main: onnx.GraphProto, tensors: Sequence[TensorFacts]) -> Mapping[st
                 of_bytes = 0 < form.scale < _SCALED or form.offset < _CENTERED
                 high = _MAX_OF_BYTES if of_bytes else 1.0
                 reached[form.input].append(Bound(0, 0.0, high, "image"))
-    for form in forms:
-        if form.hides:
-            reached[form.input].append(Bound(0, 0.0, 1.0, "mask"))
     return reached
 
 
@@ -93,8 +90,8 @@ def _concerns(bound: Bound, form: LinearForm) -> bool:
 
 def _of_input(bound: Bound, form: LinearForm) -> Bound:
     """``bound`` for the input of ``form``."""
-    low, high = form.input_between(bound.low, bound.high)
-    usual = None if bound.usual is None else (bound.usual - form.offset) / form.scale
+    low, high = sorted(map(form.input_of, (bound.low, bound.high)))
+    usual = None if bound.usual is None else form.input_of(bound.usual)
     return replace(bound, low=low, high=high, usual=usual, whole=form.whole)
 
 
