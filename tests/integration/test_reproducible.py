@@ -28,15 +28,6 @@ dims = { batch = 1 }
 path = "models/parts.onnx"
 """
 
-GROUP = """
-[[tool.epcontext.models]]
-path = "models/prefill.onnx"
-share-weights = "decoder"
-[[tool.epcontext.models]]
-path = "models/decode.onnx"
-share-weights = "decoder"
-"""
-
 QNN = """
 provider = "qnn"
 provider-options = { soc_model = 60, htp_arch = 73 }
@@ -45,11 +36,16 @@ min-coverage = 0.5
 
 TARGETS = {
     "qnn": f"""
-{MODELS}{GROUP}
-[tool.epcontext.targets.beside]{QNN}
-""",
-    "qnn with other files": f"""
 {MODELS}
+[[tool.epcontext.models]]
+path = "models/prefill.onnx"
+share-weights = "decoder"
+targets = ["beside"]
+[[tool.epcontext.models]]
+path = "models/decode.onnx"
+share-weights = "decoder"
+targets = ["beside"]
+[tool.epcontext.targets.beside]{QNN}
 [tool.epcontext.targets.embedded]{QNN}embed = true
 [tool.epcontext.targets.weights]{QNN}external-initializers = true
 recompile = true
@@ -113,7 +109,6 @@ def cold_wheel(folder: Path, toml: str) -> Path:
     "name",
     [
         pytest.param("qnn", marks=needs_qnn),
-        pytest.param("qnn with other files", marks=needs_qnn),
         "cpu",
         pytest.param("rtx", marks=needs("tensorrt_rtx_bindings")),
         "openvino",

@@ -46,11 +46,9 @@ def test_a_machine_without_onnx_runtime_builds_the_wheel_from_a_bucket(
                 cwd=project, env={**env, **variables},
             )  # fmt: skip
 
-        for target in ("npu", "any"):
-            # Without isolation: what it needs is installed here.
-            compiled = build(target, "-nx", TARGETS=target, SHARED_CACHE_WRITE="1")
-            assert f"a -> {target} " in compiled
-            assert "from the cache" not in compiled
+        # Without isolation: what it needs is installed here.
+        compiled = build("first", "-nx", SHARED_CACHE_WRITE="1")
+        assert "from the cache" not in compiled
         del env["HATCH_EPCONTEXT_SHARED_CACHE_KEY"]
         taken = build("last", FROM_CACHE="all")
     assert "s3fs" in taken
