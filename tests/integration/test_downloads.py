@@ -85,15 +85,12 @@ def local(folder: Path, files: Path) -> Path:
     return folder
 
 
-def build(project: Path, cache: Path, *arguments: str, fails: bool = False, **more: str) -> str:
-    """Build with the front end ``build``; what it prints."""
+def build(project: Path, cache: Path, *, fails: bool = False, **more: str) -> str:
+    """Build the wheel with Hatch's own command; what it prints."""
     env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(cache)}
     env |= {f"HATCH_EPCONTEXT_{name}": value for name, value in more.items()}
-    output = project / "dist"
-    return run(
-        sys.executable, "-m", "build", "-n", *arguments, "-o", output, project,
-        cwd=project, env=env, fails=fails,
-    )  # fmt: skip
+    command = ("-m", "hatchling", "build", "-t", "wheel", "-d", project / "dist")
+    return run(sys.executable, *command, cwd=project, env=env, fails=fails)
 
 
 def wheel(project: Path) -> bytes:
@@ -138,9 +135,10 @@ def without_sbom(content: bytes, folder: Path) -> dict[str, bytes]:
 
 def test_the_wheel_is_that_of_a_local_model_also_from_an_sdist(hub: Hub, tmp_path: Path) -> None:
     ours, cache = local(tmp_path / "local", tmp_path / "files"), tmp_path / "cache"
-    build(ours, cache, "-w")
+    build(ours, cache)
     theirs = remote(tmp_path / "remote", hub)
-    printed = build(theirs, cache)
+    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(cache)}
+    printed = run(sys.executable, "-m", "build", "-n", theirs, cwd=theirs, env=env)
     assert "not in the sdist, because it comes from elsewhere: encoder." in printed
     assert not any("onnx" in name or "data" in name for name in names(theirs))
     first = wheel(theirs)
@@ -151,26 +149,26 @@ def test_the_wheel_is_that_of_a_local_model_also_from_an_sdist(hub: Hub, tmp_pat
     assert model["hashes"] == [{"alg": "SHA-256", "content": download(hub).sha256}]
     # An unpacked sdist on a machine without a network.
     again, other = unpacked(theirs, tmp_path / "unpacked"), tmp_path / "other"
-    refused = build(again, other, "-w", fails=True, OFFLINE="1")
+    refused = build(again, other, fails=True, OFFLINE="1")
     assert "EPC220" in refused
     assert "epcontext fetch" in refused
-    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(other)}
+    env |= {"HATCH_EPCONTEXT_CACHE_DIR": str(other)}
     run(tool("epcontext"), "fetch", cwd=again, env=env)
-    build(again, other, "-w", OFFLINE="1")
+    build(again, other, OFFLINE="1")
     assert wheel(again) == first
 
 
 def test_a_cut_model_is_taken_from_the_cache_of_this_machine(hub: Hub, tmp_path: Path) -> None:
     project = without_source(remote(tmp_path / "remote", hub, 'cut = { outputs = ["r"] }\n'))
     cache = tmp_path / "cache"
-    build(project, cache, "-w")
+    build(project, cache)
     first = wheel(project)
-    build(project, cache, "-w", FROM_CACHE="all", OFFLINE="1")
+    build(project, cache, FROM_CACHE="all", OFFLINE="1")
     assert wheel(project) == first
     # What is cut is compared with what was cut before.
     shutil.rmtree(cache / LAYOUT / "models")
-    assert "EPC220" in build(project, cache, "-w", fails=True, FROM_CACHE="all", OFFLINE="1")
-    build(project, cache, "-w", FROM_CACHE="all")
+    assert "EPC220" in build(project, cache, fails=True, FROM_CACHE="all", OFFLINE="1")
+    build(project, cache, FROM_CACHE="all")
     assert wheel(project) == first
 
 
@@ -181,7 +179,7 @@ def test_an_editable_install_has_a_copy(
     project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
     monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(cache))
     if from_cache:
-        build(without_source(project), cache, "-w")
+        build(without_source(project), cache)
         shutil.rmtree(cache / LAYOUT / "models")
         monkeypatch.setenv("HATCH_EPCONTEXT_FROM_CACHE", "all")
     builder = WheelBuilder(str(project), plugin_manager=PluginManager())
@@ -198,7 +196,7 @@ def test_a_location_on_the_web_is_not_in_the_sbom(hub: Hub, tmp_path: Path) -> N
     file = project / "pyproject.toml"
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace(hub.location("onnx/m.onnx"), hub.web("onnx/m.onnx")), "utf-8")
-    build(project, cache, "-w")
+    build(project, cache)
     model = sbom_model(wheel(project), tmp_path)
     assert "purl" not in model
     assert hub.site not in json.dumps(model)
