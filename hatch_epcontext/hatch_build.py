@@ -15,13 +15,11 @@ from hatchling.builders.constants import EDITABLES_REQUIREMENT, BuildEnvVars
 
 from hatch_epcontext.config.build_hooks import hooks_of_project, read_hooks
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.pyproject import tool_table
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.project_build import Project, ProjectBuild, Terminal
 from hatch_epcontext.system import writing
-from hatch_epcontext.text import listing, show_size
+from hatch_epcontext.text import show_size
 
 if TYPE_CHECKING:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -130,23 +128,6 @@ class HatchBuild(ProjectBuild):
         if self._finish is not None:
             self._finish(path)
         self.close()
-
-    def clean(self) -> None:
-        """Remove what an editable install wrote into the project, unless it was changed there."""
-        from hatch_epcontext.package import wheel
-        from hatch_epcontext.package.folder import project_folder, remove
-
-        # Cleaning also works with an invalid configuration.
-        table = tool_table(self.root)
-        output = table.get("output") if isinstance(table, dict) else None
-        configured = PurePosixPath(output) if isinstance(output, str) else None
-        files = wheel.selected_files(self._selection)
-        try:
-            folder = project_folder(wheel.output_folder(configured, files), files)
-        except ConfigError:
-            return
-        if others := remove(folder):
-            self.terminal.warn(f"kept {folder}: {listing(others)} were added or changed there")
 
     def close(self) -> None:
         """Remove the temporary files."""

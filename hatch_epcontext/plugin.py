@@ -61,12 +61,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             with self._errors_as_message():
                 self._build.finish(Path(artifact_path))
 
-    def clean(self, versions: list[str]) -> None:
-        """Remove what an editable install wrote into the project, and nothing else."""
-        if self.target_name == "wheel":
-            with self._errors_as_message():
-                self._new_build().clean()
-
     def _new_build(self) -> HatchBuild:
         from hatch_epcontext.hatch_build import HatchBuild
 

@@ -52,14 +52,6 @@ def make(root: Path, version: str = "standard", **options: Any) -> Path:
     return Path(path)
 
 
-def clean(root: Path) -> None:
-    list(
-        WheelBuilder(str(root), plugin_manager=PluginManager()).build(
-            directory=str(root / "dist"), clean_only=True
-        )
-    )
-
-
 def failure(root: Path, capsys: pytest.CaptureFixture[str], version: str = "standard") -> str:
     """The message when the build of ``root`` fails."""
     with pytest.raises(SystemExit):
@@ -398,27 +390,11 @@ def test_an_editable_install_does_not_overwrite_changed_files(
     assert module.read_text(encoding="utf-8") == "mine"
 
 
-def test_cleaning_removes_only_our_files_also_those_that_git_ignores(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_editable_install_can_do_without_models(root: Path) -> None:
     configure(root, 'editable = "skip"\n')
-    (root / ".git").mkdir()
-    (root / ".gitignore").write_text("epcontext/\n", encoding="utf-8")
     before = files(root)
     make(root, "editable")
     assert files(root) == before
-    (root / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
-    make(root, "editable")
-    clean(root)
-    assert not (root / "my_app" / "epcontext").exists()
-    assert files(root) == before
-    make(root, "editable")
-    installed = files(root)
-    (root / "my_app" / "epcontext" / "notes.txt").touch()
-    (root / "pyproject.toml").write_text(PROJECT.replace('"cpu"', '"broken"'), encoding="utf-8")
-    clean(root)
-    assert files(root) == installed | {"my_app/epcontext/notes.txt"}
-    assert "notes.txt were added or changed there" in capsys.readouterr().err
 
 
 def test_one_file_may_be_two_models(root: Path) -> None:

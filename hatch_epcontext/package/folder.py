@@ -6,7 +6,6 @@ An editable install puts the project on Python's path, which hides a package wit
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.errors import ConfigError, Key, Kind, OutputError, Problem, Setting
@@ -52,7 +51,18 @@ def refuse_others(folder: Path, *, edited: bool) -> None:
     With ``edited`` also if a file is not as the manifest says: git ignores the folder of an editable install,
     and could not restore it.
     """
-    if others := _others(folder, edited=edited):
+    sweep(folder)
+    recorded = own_files(folder)
+    ours = {} if recorded is None else recorded
+    others = [
+        name
+        for name in _files(folder)
+        # Python writes bytecode when it imports the loader.
+        if "__pycache__" not in PurePosixPath(name).parts
+        and (name != FILE or recorded is None)
+        and (name not in ours or (edited and not is_intact(folder, {name: ours[name]})))
+    ]
+    if others:
         message = (
             f"the folder has files that this tool did not write: {listing(others, _MAX_NAMED)}."
         )
@@ -69,35 +79,6 @@ def publish(bundle: Bundle, folder: Path, *, edited: bool) -> None:
     # Real copies: the bundle only links files of the cache and of the project.
     files = {name: bundle.folder / name for name in bundle.files}
     replace_files(folder, files, _files(folder), bundle.check_sources)
-
-
-def remove(folder: Path) -> list[str]:
-    """Remove the package that an editable install wrote into ``folder``.
-
-    It stays if files were added or changed since then; returns these.
-    """
-    if own_files(folder) is None:
-        return []
-    others = _others(folder, edited=True)
-    if not others:
-        replace_files(folder, {}, _files(folder))
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-    return others
-
-
-def _others(folder: Path, *, edited: bool) -> list[str]:
-    sweep(folder)
-    recorded = own_files(folder)
-    ours = {} if recorded is None else recorded
-    return [
-        name
-        for name in _files(folder)
-        # Python writes bytecode when it imports the loader.
-        if "__pycache__" not in PurePosixPath(name).parts
-        and (name != FILE or recorded is None)
-        and (name not in ours or (edited and not is_intact(folder, {name: ours[name]})))
-    ]
 
 
 def _files(folder: Path) -> list[str]:
