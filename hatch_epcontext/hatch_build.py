@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -14,17 +14,14 @@ from hatchling.builders.config import env_var_enabled
 from hatchling.builders.constants import EDITABLES_REQUIREMENT, BuildEnvVars
 
 from hatch_epcontext.config.build_hooks import hooks_of_project, read_hooks
-from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
-from hatch_epcontext.project_build import Project, ProjectBuild, Terminal
-from hatch_epcontext.system import writing
-from hatch_epcontext.text import show_size
+from hatch_epcontext.project_build import ProjectBuild, Terminal
 
 if TYPE_CHECKING:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-    from hatch_epcontext.package.sdist import Sdist
+    from hatch_epcontext.package.wheel import Project
 
 
 class HatchBuild(ProjectBuild):
@@ -47,22 +44,22 @@ class HatchBuild(ProjectBuild):
         if self._target == "sdist":
             return []
         # Hatch asks before other hooks have made their files.
-        return self.requirements_of(self.config(self._hook_table, pending=bool(self.hooks)))
+        config = self.config(self._hook_table, pending=bool(self.hooks))
+        return self.requirements_of(config, editable=_asks_for_editable())
 
     def fill_sdist(self, build_data: dict[str, Any]) -> None:
         """Add the files that the wheel is built from."""
-        sdist = self._sdist()
-        for path, file in sdist.additions(self._selection, build_data).items():
-            self.terminal.info(f"added to the sdist: {path} ({show_size(file.stat().st_size)})")
-            build_data["force_include"][str(file)] = path
-        if line := sdist.not_contained():
-            self.terminal.info(line)
+        from hatch_epcontext.package.wheel import packed_files
+
+        config = self.sdist_config(self._hook_table)
+        packed, hooks = packed_files(self._selection, build_data), hooks_of_project(self.root)
+        additions = self.sdist_additions(config, self._selection, packed, hooks)
+        build_data["force_include"].update({str(file): path for path, file in additions.items()})
 
     def fill_wheel(self, build_data: dict[str, Any]) -> None:
         """Compile all models, and add their package to the wheel, with its SBOM and its tag."""
         from hatch_epcontext.package import wheel
-        from hatch_epcontext.package.bundle import bundle, modules
-        from hatch_epcontext.package.dependencies import check_app, too_new_files
+        from hatch_epcontext.package.dependencies import check_app
 
         config = self._overridden()
         project = self._project()
@@ -70,25 +67,17 @@ class HatchBuild(ProjectBuild):
         packed = wheel.packed_files(self._selection, build_data)
         selected = wheel.selected_files(self._selection)
         output = self._output_folder(config, selected, packed)
-        staging = self.temp_dir()
-        result = self.compile(config, project, staging)
-        package = bundle(result, staging, modules(self._hooked_name(output), config.models))
-        for message in (
-            *wheel.repeated_models(result, packed, selected, config.root),
-            *too_new_files(package.folder, package.files, project.dependencies),
-        ):
-            self.terminal.warn(message)
+        place = self._in_wheel(output)
+        result, package = self.compile_package(config, project, place, packed, selected)
         build_data["force_include"].update(package.entries(output))
         if config.wheel.sbom:
-            sbom = self.write_sbom(result, package, project, staging)
-            build_data["sbom_files"].append(str(sbom))
+            build_data["sbom_files"].append(str(self.write_sbom(result, package, project)))
         self._set_tag(wheel.tag(config), build_data)
-        self._finish = lambda path: self.verify(path, self._in_wheel(output), package, result)
+        self._finish = lambda path: self.verify(path, place, package, result)
 
     def install_editable(self) -> None:
         """Make the package of an editable install, which `finish` writes into the project."""
-        from hatch_epcontext.package.bundle import bundle, modules
-        from hatch_epcontext.package.folder import project_folder, publish, refuse_others
+        from hatch_epcontext.package.folder import project_folder
         from hatch_epcontext.package.wheel import selected_files
 
         config = self._overridden()
@@ -103,22 +92,9 @@ class HatchBuild(ProjectBuild):
         files = selected_files(self._selection)
         output = self._output_folder(config, files, files)
         folder = project_folder(output, files)
-        refuse_others(folder, edited=True)
-        staging = self.temp_dir()
-        result = (
-            self.compile(config, self._project(), staging)
-            if compiles
-            else self.read(config, staging)
-        )
-        shipped = modules(self._hooked_name(output), config.models)
-        package = bundle(result, staging, shipped, folder)
-
-        def write(_: Path) -> None:
-            with writing("the package of the editable install", folder, str(folder)):
-                publish(package, folder, edited=True)
-            self.terminal.info(f"wrote {folder}")
-
-        self._finish = write
+        place = self._in_wheel(output)
+        write = self.editable_package(config, self._project(), folder, place)
+        self._finish = lambda _: write()
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Here Hatch calls no hook again.
             self.finish(folder)
@@ -135,6 +111,8 @@ class HatchBuild(ProjectBuild):
         super().close()
 
     def _project(self) -> Project:
+        from hatch_epcontext.package.wheel import Project
+
         core = self._metadata.core
         dependencies = (
             *core.dependencies,
@@ -152,15 +130,6 @@ class HatchBuild(ProjectBuild):
         config = self.config(self._hook_table)
         self.show_overrides(config)
         return config
-
-    def _sdist(self) -> Sdist:
-        from hatch_epcontext.package.sdist import Sdist
-
-        # A wheel for all targets may be built from the sdist.
-        wheels = (f"{PREFIX}TARGETS", f"{PREFIX}FROM_CACHE")
-        environ = {name: text for name, text in os.environ.items() if name not in wheels}
-        config = self.config(self._hook_table, pending=True, environ=environ)
-        return Sdist(config, self.hooks, hooks_of_project(self.root))
 
     def _output_folder(
         self, config: Config, selected: dict[str, Path], packed: dict[str, Path]
@@ -187,12 +156,6 @@ class HatchBuild(ProjectBuild):
             moved = self._selection.get_distribution_path(moved)
         return PurePosixPath(Path(moved).as_posix())
 
-    def _hooked_name(self, output: PurePosixPath) -> str | None:
-        """The name of the models' package, if the project names hooks for PyInstaller."""
-        from hatch_epcontext.package.bundle import import_name
-
-        return import_name(self._in_wheel(output)) if self._project().freezes else None
-
     def _set_tag(self, tag: str | None, build_data: dict[str, Any]) -> None:
         if tag is None:
             return
@@ -204,3 +167,14 @@ class HatchBuild(ProjectBuild):
             return
         build_data["tag"] = tag
         build_data["pure_python"] = tag.endswith("-any")
+
+
+def _asks_for_editable() -> bool:
+    """Whether a front end asks for the requirements of an editable install.
+
+    Hatch does not say so, but hatchling's hook of PEP 660 is among the callers.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "get_requires_for_build_editable":
+        frame = frame.f_back
+    return frame is not None

@@ -79,23 +79,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     @contextlib.contextmanager
     def _errors_as_message(self) -> Iterator[None]:
         """Turn expected errors into one message without a traceback."""
-        from hatch_epcontext.config.pyproject import PyprojectNames
-        from hatch_epcontext.errors import EpcontextError, MissingError
-        from hatch_epcontext.system import os_error_text
-        from hatch_epcontext.text import printable
+        from hatch_epcontext.project_build import message_of
 
         try:
             yield
         except BaseException as error:
             if self._build is not None:
                 self._build.close()
-            if isinstance(error, EpcontextError):
-                text = error.text(PyprojectNames(Path(self.root)))
-                if isinstance(error, MissingError):
-                    text += "\n    Or build with isolation: then the front end installs them."
-                self.app.abort(f"epcontext: {text}", error.exit_code)
-            if isinstance(error, OSError):
-                self.app.abort(f"epcontext: {printable(os_error_text(error), lines=True)}")
-            if isinstance(error, KeyboardInterrupt):
-                self.app.abort("epcontext: the build was interrupted.", 130)
+            if message := message_of(error, Path(self.root)):
+                self.app.abort(*message)
             raise

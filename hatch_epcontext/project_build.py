@@ -10,34 +10,22 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from hatch_epcontext.config.build_hooks import BuildHooks
+from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import PyprojectNames, tool_table
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import ModelError, WheelError
+from hatch_epcontext.errors import EpcontextError, MissingError, ModelError, WheelError
 from hatch_epcontext.files import remove, temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import plan
-from hatch_epcontext.jobs.requirements import cache_requirements
-from hatch_epcontext.system import check_folder
-from hatch_epcontext.text import printable
+from hatch_epcontext.jobs.requirements import INSPECTION, cache_requirements
+from hatch_epcontext.system import check_folder, os_error_text, writing
+from hatch_epcontext.text import printable, show_size
 
 if TYPE_CHECKING:
     from hatch_epcontext.jobs.processes.process import Workers
     from hatch_epcontext.package.bundle import Bundle
-
-
-@dataclass(frozen=True)
-class Project:
-    """What the build back end knows of the project.
-
-    ``dependencies`` are all, also those of extras. ``freezes``: it names hooks for PyInstaller.
-    """
-
-    name: str
-    version: str
-    license: str | None = None
-    dependencies: tuple[str, ...] = ()
-    freezes: bool = False
+    from hatch_epcontext.package.wheel import Project, Tree
 
 
 @dataclass(frozen=True)
@@ -83,14 +71,43 @@ class ProjectBuild:
         table = tool_table(self.root)
         return load(self.root, table, hook_table or {}, environ, hooks=self.hooks, pending=pending)
 
-    def requirements_of(self, config: Config) -> list[str]:
-        """What the front end has to install: the compilers of the selected targets, clients for URLs."""
+    def requirements_of(self, config: Config, *, editable: bool) -> list[str]:
+        """What the front end has to install: the compilers of the selected targets, clients for URLs.
+
+        An editable install that compiles nothing reads the models at most.
+        """
+        if editable and config.editable != "compile":
+            reads = config.editable == "source" and not config.only_from_cache
+            return list(INSPECTION) if reads else []
         return [*plan(config).requirements, *cache_requirements(config.build)]
 
     def show_overrides(self, config: Config) -> None:
         """Print the environment variables that count."""
         for override in config.overrides:
             self.terminal.info(f"{override} (from the environment)")
+
+    def sdist_config(self, hook_table: Mapping[str, Any] | None = None) -> Config:
+        """The configuration for an sdist: a wheel for all targets may be built from it."""
+        wheels = (f"{PREFIX}TARGETS", f"{PREFIX}FROM_CACHE")
+        environ = {name: text for name, text in os.environ.items() if name not in wheels}
+        return self.config(hook_table, pending=True, environ=environ)
+
+    def sdist_additions(
+        self, config: Config, builder_config: Any, packed: Tree, wheel_hooks: BuildHooks
+    ) -> dict[str, Path]:
+        """The files that the wheel is built from and that are not ``packed``, by their path in the sdist.
+
+        ``builder_config``: hatchling's of sdists, which knows what git ignores.
+        """
+        from hatch_epcontext.package.sdist import Sdist
+
+        sdist = Sdist(config, self.hooks, wheel_hooks)
+        files = sdist.additions(builder_config, packed)
+        for path, file in files.items():
+            self.terminal.info(f"added to the sdist: {path} ({show_size(file.stat().st_size)})")
+        if line := sdist.not_contained():
+            self.terminal.info(line)
+        return files
 
     def compile(self, config: Config, project: Project, staging: Path) -> Result:
         """Run all jobs of ``config``: `jobs.run` starts them, and `jobs.job` tries the recipes of each.
@@ -127,14 +144,65 @@ class ProjectBuild:
         config = cut_models(config, cache, workers, staging)
         return Result(read_sources(config, cache, workers, staging / "check"), ())
 
-    def write_sbom(self, result: Result, package: Bundle, project: Project, staging: Path) -> Path:
+    def compile_package(
+        self,
+        config: Config,
+        project: Project,
+        output: PurePosixPath,
+        packed: Tree,
+        selected: Tree,
+    ) -> tuple[Result, Bundle]:
+        """Compile all models, and make the package for ``output`` in the wheel.
+
+        ``packed``: the wheel's other files; ``selected``: those of them that no build hook adds.
+        """
+        from hatch_epcontext.package.bundle import bundle, import_name, modules
+        from hatch_epcontext.package.dependencies import too_new_files
+        from hatch_epcontext.package.wheel import repeated_models
+
+        staging = self.temp_dir()
+        result = self.compile(config, project, staging)
+        name = import_name(output) if project.freezes else None
+        package = bundle(result, staging, modules(name, config.models))
+        for message in (
+            *repeated_models(result, packed, selected, config.root),
+            *too_new_files(package.folder, package.files, project.dependencies),
+        ):
+            self.terminal.warn(message)
+        return result, package
+
+    def editable_package(
+        self, config: Config, project: Project, folder: Path, output: PurePosixPath
+    ) -> Callable[[], None]:
+        """Make the package of an editable install; returns what writes it into ``folder`` of the project.
+
+        ``output``: the folder by which Python imports it.
+        """
+        from hatch_epcontext.package.bundle import bundle, import_name, modules
+        from hatch_epcontext.package.folder import publish, refuse_others
+
+        refuse_others(folder, edited=True)
+        staging = self.temp_dir()
+        compiles = config.editable == "compile"
+        result = self.compile(config, project, staging) if compiles else self.read(config, staging)
+        name = import_name(output) if project.freezes else None
+        package = bundle(result, staging, modules(name, config.models), folder)
+
+        def write() -> None:
+            with writing("the package of the editable install", folder, str(folder)):
+                publish(package, folder, edited=True)
+            self.terminal.info(f"wrote {folder}")
+
+        return write
+
+    def write_sbom(self, result: Result, package: Bundle, project: Project) -> Path:
         """Write the SBOM of the models; warns of those without a license."""
         from hatch_epcontext.package import sbom
 
         for message in sbom.unlicensed(result.sources, PyprojectNames(self.root)):
             self.terminal.warn(message)
         about = project.name, project.version, project.license
-        return sbom.write(result.sources, package.package, about, staging)
+        return sbom.write(result.sources, package.package, about, self.temp_dir())
 
     def verify(self, wheel: Path, output: PurePosixPath, package: Bundle, result: Result) -> None:
         """Remove ``wheel``, and raise, if it is invalid or has outdated models.
@@ -182,3 +250,17 @@ class ProjectBuild:
             title = f"{project.name} {project.version}"
             write_report(make_report(result), title, config.report)
             self.terminal.info(f"report: {config.report}")
+
+
+def message_of(error: BaseException, root: Path) -> tuple[str, int] | None:
+    """The message and the exit code of an expected error of a build of the project in ``root``."""
+    if isinstance(error, EpcontextError):
+        text = error.text(PyprojectNames(root))
+        if isinstance(error, MissingError):
+            text += "\n    Or build with isolation: then the front end installs them."
+        return f"epcontext: {text}", error.exit_code
+    if isinstance(error, OSError):
+        return f"epcontext: {printable(os_error_text(error), lines=True)}", 1
+    if isinstance(error, KeyboardInterrupt):
+        return "epcontext: the build was interrupted.", 130
+    return None

@@ -41,7 +41,7 @@ LAYERS = [
     {"package"},
     {"tools"},
     {"project_build"},
-    {"api", "cli", "hatch_build", "plugin"},
+    {"api", "backend", "cli", "hatch_build", "plugin"},
     {"hooks"},
 ]
 """The folders and modules of the package by layer, the lowest first."""

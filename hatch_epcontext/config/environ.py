@@ -163,6 +163,7 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
             key.metadata["is_url"],
         )
         for key in dataclasses.fields(table)
+        if key.metadata["has_variable"]
     }
 
 

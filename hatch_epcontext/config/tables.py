@@ -42,12 +42,14 @@ def _key(
     empty_switches_off: bool = False,
     is_url: bool = False,
     required: bool = False,
+    has_variable: bool = True,
 ) -> Any:
     """A key with its documentation; the default of a table is a function that makes it.
 
     ``otherwise`` is the value of a target's key that is missing; ``when_missing`` describes it if it
     depends on other things. With ``empty_switches_off`` an empty environment variable is the value None.
-    With ``is_url`` no message shows an invalid value: it may contain a password. `checks` enforces
+    With ``is_url`` no message shows an invalid value: it may contain a password. Without ``has_variable`` no
+    environment variable wins over the key of ``build`` or ``wheel``. `checks` enforces
     ``required`` keys; their default stands for a missing value.
     """
     metadata = {
@@ -58,6 +60,7 @@ def _key(
         "required": required,
         "empty_switches_off": empty_switches_off,
         "is_url": is_url,
+        "has_variable": has_variable,
     }
     if callable(default):
         return field(default_factory=default, metadata=metadata)
@@ -103,6 +106,16 @@ def _has_valid_port(url: str) -> bool:
         return False
 
 
+_backend = _must_be(
+    'a module, or a module and an object, such as "flit_core.buildapi"',
+    lambda value: (
+        all(name.isidentifier() for name in re.split(r"[.:]", value)) and value.count(":") < 2
+    ),
+)
+_folders = _must_be(
+    "folders inside the project",
+    lambda value: all(path == "." or is_portable(path) for path in value),
+)
 _sha256 = _must_be("64 hexadecimal digits in lower case", is_sha256)
 _data = _must_be(
     "names of files beside the model, each with 64 hexadecimal digits",
@@ -434,6 +447,18 @@ class BuildTable:
         check=_address,
         empty_switches_off=True,
         is_url=True,
+    )
+    backend: str | None = _key(
+        'The build back end that `build-backend = "hatch_epcontext.backend"` calls, such as '
+        '`"setuptools.build_meta"`: see `docs/adopting.md`.',
+        check=_backend,
+        has_variable=False,
+    )
+    backend_path: tuple[str, ...] = _key(
+        "Folders of the project that Python searches for `backend`, as `backend-path` in `[build-system]`.",
+        (),
+        check=_folders,
+        has_variable=False,
     )
 
 

@@ -16,7 +16,7 @@ from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, SdistError, co
 from hatch_epcontext.files import is_lfs_pointer, is_portable, is_regular, known_text
 from hatch_epcontext.jobs.validation import input_files
 from hatch_epcontext.package.external_data import external_data
-from hatch_epcontext.package.wheel import packed_files
+from hatch_epcontext.package.wheel import Tree
 from hatch_epcontext.text import listing, to_toml
 
 RECORDED_IGNORE = "# What an app saw, from epcontext record: it may contain personal data.\n*\n"
@@ -57,13 +57,12 @@ class Sdist:
             "sdist needs the network, or epcontext fetch before it."
         )
 
-    def additions(self, builder_config: Any, build_data: dict[str, Any]) -> dict[str, Path]:
-        """The files to add to what Hatch packs with ``build_data``, by their path in the sdist.
+    def additions(self, builder_config: Any, packed: Tree) -> dict[str, Path]:
+        """The files to add to those that are ``packed``, by their path in the sdist.
 
         Raises SdistError for a file that is missing or unusable, or that somebody has kept out on purpose,
         and for recorded samples. What another hook makes for the wheel may be missing.
         """
-        packed = packed_files(builder_config, build_data)
         contents = {file.resolve() for file in packed.values() if not file.is_symlink()}
         files, problems = collect(self._needed())
         problems += _recorded(packed)
@@ -103,15 +102,16 @@ class Sdist:
         if hidden_by is None:
             advice = self.hooks.advice() or self.wheel_hooks.advice()
             return Problem.at(needed.key, Kind.FILE_NOT_FOUND, f"there is no file {path}.", advice)
-        return Problem.at(
-            needed.key,
-            Kind.NOT_IN_SDIST,
-            f"{path} is not in the sdist, which builds no wheel without it: {hidden_by}.",
+        hint = (
             f"If everybody may have it, set artifacts = [{to_toml('/' + path)}] in "
             "[tool.hatch.build.targets.sdist].\n"
             "If the sdist need not build the wheel, switch the hook on for wheels only: "
-            f"[tool.hatch.build.targets.wheel.hooks.{NAME}].",
+            f"[tool.hatch.build.targets.wheel.hooks.{NAME}]."
         )
+        if self.config.build.backend is not None:
+            hint = "If everybody may have it, let your build back end add it to the sdist."
+        message = f"{path} is not in the sdist, which builds no wheel without it: {hidden_by}."
+        return Problem.at(needed.key, Kind.NOT_IN_SDIST, message, hint)
 
 
 def _hidden_by(builder_config: Any, path: str, *, private: bool) -> str | None:

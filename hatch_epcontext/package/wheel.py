@@ -17,6 +17,7 @@ from typing import Any
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, WheelError
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.text import count, listing, show_size, to_toml
@@ -43,6 +44,20 @@ _LARGEST = 10
 
 Tree = Mapping[str, Path]
 """Files that Hatch packs, by their path in the archive, with forward slashes."""
+
+
+@dataclass(frozen=True)
+class Project:
+    """What the build back end knows of the project.
+
+    ``dependencies`` are all, also those of extras. ``freezes``: it names hooks for PyInstaller.
+    """
+
+    name: str
+    version: str
+    license: str | None = None
+    dependencies: tuple[str, ...] = ()
+    freezes: bool = False
 
 
 def selected_files(builder_config: Any) -> dict[str, Path]:

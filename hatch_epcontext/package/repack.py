@@ -1,0 +1,175 @@
+"""Finished wheels and sdists of other build back ends, written anew with the models in them.
+
+Contents, modes and times of their own files stay as they are, but for WHEEL and RECORD. Format of wheels:
+https://packaging.python.org/en/latest/specifications/binary-distribution-format/
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import gzip
+import hashlib
+import io
+import os
+import re
+import tarfile
+import time
+import zipfile
+from collections.abc import Collection, Mapping
+from email.parser import Parser
+from pathlib import Path
+
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
+from hatch_epcontext.package.wheel import Project, tag
+
+_EPOCH = 1580601600
+"""The time of added files without SOURCE_DATE_EPOCH, which hatchling uses too: 2020-02-02."""
+
+
+class FinishedWheel:
+    """The wheel at ``path``, which a build back end has written; raises WheelError if it is signed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with zipfile.ZipFile(path) as archive:
+            self.names = [info.filename for info in archive.infolist() if not info.is_dir()]
+            (wheel,) = (
+                name for name in self.names if re.fullmatch(r"[^/]+\.dist-info/WHEEL", name)
+            )
+            self.info = wheel.removesuffix("/WHEEL")
+            """Its folder for metadata."""
+            entry_points = f"{self.info}/entry_points.txt"
+            self._texts = {
+                name: archive.read(name).decode()
+                for name in (wheel, f"{self.info}/METADATA", entry_points)
+                if name in self.names
+            }
+        for name in ("RECORD.jws", "RECORD.p7s"):
+            if f"{self.info}/{name}" in self.names:
+                message = f"it has {name}, and a signature fits no changed wheel."
+                hint = "Sign the wheel after the build."
+                raise WheelError(Problem(Kind.INVALID_WHEEL, path.name, message, hint))
+
+    @property
+    def project(self) -> Project:
+        """What its metadata say of the project."""
+        metadata = Parser().parsestr(self._texts[f"{self.info}/METADATA"])
+        return Project(
+            metadata["Name"],
+            metadata["Version"],
+            metadata["License-Expression"],
+            tuple(metadata.get_all("Requires-Dist", [])),
+            "[pyinstaller40]" in self._texts.get(f"{self.info}/entry_points.txt", ""),
+        )
+
+    def checked_tag(self, config: Config) -> str | None:
+        """The tag that ``config`` gives it: only a wheel for all platforms gets another one.
+
+        Raises ConfigError for targets with ``platforms`` that are none of the wheel's.
+        """
+        tags = Parser().parsestr(self._texts[f"{self.info}/WHEEL"]).get_all("Tag", [])
+        if tags == ["py3-none-any"]:
+            return tag(config)
+        systems = {_system(name.rpartition("-")[2]) for name in tags}
+        problems = [
+            Problem.at(
+                target.place("platforms"),
+                Kind.CONFLICTING_KEYS,
+                f"has no platform of the wheel: {self.path.name}.",
+                f"Leave the target out of this build, with {PREFIX}TARGETS=<names>.",
+            )
+            for target in config.targets
+            if target.platforms and systems.isdisjoint(map(_system, target.platforms))
+            if "any" not in (*target.platforms, *systems)
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        return None
+
+    def write(
+        self, folder: Path, files: Mapping[str, Path], tag: str | None, left_out: Collection[str]
+    ) -> Path:
+        """Write it into ``folder`` with ``files``, by their paths in it, without those ``left_out``.
+
+        ``tag`` replaces its own.
+        """
+        name, wheel, record = self.path.name, f"{self.info}/WHEEL", f"{self.info}/RECORD"
+        contents = {wheel: self._texts[wheel].encode()}
+        if tag is not None:
+            name = f"{name.rsplit('-', 3)[0]}-{tag}.whl"
+            contents[wheel] = _with_tag(self._texts[wheel], tag).encode()
+        rows = list[tuple[str, ...]]()
+        with zipfile.ZipFile(self.path) as old, zipfile.ZipFile(folder / name, "w") as new:
+            own = [info for info in old.infolist() if info.filename not in (record, *left_out)]
+            # Metadata come last, as the format recommends.
+            for info in sorted(
+                [*own, *map(_added, sorted(files))],
+                key=lambda info: info.filename.startswith(f"{self.info}/"),
+            ):
+                path = info.filename
+                content = contents.get(path)
+                if content is None:
+                    content = files[path].read_bytes() if path in files else old.read(info)
+                new.writestr(info, content)
+                if not info.is_dir():
+                    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest())
+                    rows.append((path, f"sha256={digest.decode().rstrip('=')}", str(len(content))))
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows([*rows, (record, "", "")])
+            new.writestr(old.getinfo(record), text.getvalue())
+        return folder / name
+
+
+def _with_tag(wheel: str, tag: str) -> str:
+    """WHEEL with ``tag``, expanded, in place of its own."""
+    python, abi, platforms = tag.split("-")
+    lines = [line for line in wheel.splitlines() if line and not line.startswith("Tag:")]
+    tags = (f"Tag: {python}-{abi}-{platform}" for platform in platforms.split("."))
+    return "\n".join([*lines, *tags, ""])
+
+
+def _system(platform: str) -> str:
+    """A platform's tag without the version of the system, such as ``linux_x86_64``."""
+    return re.sub(r"^(?:many|musl)?(linux|macosx)[a-z]*[\d_]*?_(?=[a-z])", r"\1_", platform)
+
+
+def _added(path: str) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(path, time.gmtime(_time())[:6])
+    info.external_attr = 0o100644 << 16
+    info.compress_type = zipfile.ZIP_DEFLATED
+    return info
+
+
+def names_of_sdist(sdist: Path) -> list[str]:
+    """The regular files in ``sdist``, by their paths in the project."""
+    with tarfile.open(sdist) as archive:
+        return [member.name.partition("/")[2] for member in archive if member.isreg()]
+
+
+def write_sdist(
+    sdist: Path, folder: Path, files: Mapping[str, Path], left_out: Collection[str]
+) -> Path:
+    """Write ``sdist`` into ``folder`` with ``files``, by their paths in the project, without ``left_out``."""
+    target = folder / sdist.name
+    with (
+        tarfile.open(sdist) as old,
+        target.open("wb") as raw,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=_time()) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new,
+    ):
+        for member in old:
+            if member.name.partition("/")[2] not in left_out:
+                new.addfile(member, old.extractfile(member) if member.isreg() else None)
+        for path, source in sorted(files.items()):
+            added = tarfile.TarInfo(f"{sdist.name.removesuffix('.tar.gz')}/{path}")
+            added.size, added.mtime = source.stat().st_size, _time()
+            with source.open("rb") as file:
+                new.addfile(added, file)
+    return target
+
+
+def _time() -> int:
+    return int(os.environ.get("SOURCE_DATE_EPOCH") or _EPOCH)
