@@ -169,8 +169,9 @@ def keys_with_a_variable() -> list[tuple[str, str]]:
         (name, key.name)
         for name, table in tables
         for key in dataclasses.fields(table)
+        if key.metadata["has_variable"]
         # These need one another.
-        if key.name not in ("scheduler", "shared_cache", "shared_cache_keys")
+        and key.name not in ("scheduler", "shared_cache", "shared_cache_keys")
     ]
 
 
