@@ -158,7 +158,7 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int, from_memo
     """
     cache = Cache(None, warn)
     runner = job_runner(planned, staging, cache, workers)
-    steps = Steps(workers, staging / "sources", {})
+    steps = Steps(workers, staging / "sources", {}, runner.steps.sources)
     versions = dict[str, str]()
     requests = list[tuple[Opening, TimeOpeningRequest]]()
     for job in runner.jobs:

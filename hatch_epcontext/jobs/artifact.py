@@ -30,7 +30,6 @@ PACKAGE = "package"
 class Preparation:
     """How a model was prepared: the simplifier, the nodes before and after.
 
-    ``failed``: the simplifiers that were tried first and failed.
     ``precision``: how its numbers were changed, in words.
     ``rewrites``: what was rewritten.
     ``options``: those with which the EP compiles more nodes.
@@ -42,7 +41,6 @@ class Preparation:
     nodes_before: int
     nodes: int
     control_flow: tuple[str, ...] = ()
-    failed: tuple[str, ...] = ()
     precision: str | None = None
     rewrites: tuple[str, ...] = ()
     options: tuple[str, ...] = ()

@@ -147,12 +147,12 @@ class Cluster:
             record = built.artifact.record
             if {**record.versions, _NAME: versions[_NAME]} == versions:
                 return replace(built, job=record.recipe.form_of(job))
-        shutil.rmtree(self._runner.staging / PACKAGE / job.folder, ignore_errors=True)
+        shutil.rmtree(self._runner.steps.staging / PACKAGE / job.folder, ignore_errors=True)
         return None
 
     def _run(self, job: Job, versions: Mapping[str, str]) -> Built:
         """The result of a worker, which is stored in the cache of the build."""
-        sources = tuple(self._runner.sources[model.name] for model in job.models)
+        sources = tuple(self._runner.steps.sources[model.name] for model in job.models)
         inputs = (*(model.validate.inputs for model in job.models), job.target.calibration)
         named = [path for path in inputs if path not in ("", *SYNTHETIC)]
         named += (file.path for file in job.target.files)
@@ -180,7 +180,7 @@ class Cluster:
             outcome = read_record(future.result(), Outcome)
         finally:
             future.cancel(force=True)
-        record, folder = outcome.record, self._runner.staging / PACKAGE / job.folder
+        record, folder = outcome.record, self._runner.steps.staging / PACKAGE / job.folder
         if record is None:
             raise BuildError(*outcome.problems)
         _fetch(self._transport, {folder / name: file for name, file in record.files.items()})
@@ -348,10 +348,9 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
         sources = {source.model.name: source for source in task.sources}
         workers.expect([task.job.target.provider])
         with workers:
-            sizes = {name: source.size for name, source in sources.items()}
-            steps = Steps(workers, folder, versions, sizes, _devices)
+            steps = Steps(workers, folder, versions, sources, _devices)
             steps.expect([task.job])
-            built = JobRunner(sources, cache, steps, folder, _warn).run(task.job)
+            built = JobRunner(cache, steps).run(task.job)
         record = built.artifact.record
         for name in record.files:
             transport.send_file(built.artifact.folder / name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,7 +23,7 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
-from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Recipe, Record, Source
+from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Recipe, Record
 from hatch_epcontext.jobs.cache.build import Cache, changed_error
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.plan import Job
@@ -45,13 +45,10 @@ from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
 
 @dataclass(frozen=True)
 class JobRunner:
-    """Runs the ``jobs`` of one build; ``log`` gets a line when a job waits for another build."""
+    """Runs the ``jobs`` of one build."""
 
-    sources: Mapping[str, Source]
     cache: Cache
     steps: Steps
-    staging: Path
-    log: Callable[[str], None]
     jobs: tuple[Job, ...] = ()
 
     def run(self, job: Job) -> Built:
@@ -92,9 +89,9 @@ class _JobRun:
         self._build, self._job, self._index = build, job, build.cache.index
         self.cache = build.cache
         inputs = job.target.calibration
-        sha256 = {name: source.sha256 for name, source in build.sources.items()}
+        sha256 = {name: source.sha256 for name, source in build.steps.sources.items()}
         self.settings = job.key(sha256, inputs_digest(inputs, self._index) if inputs else "")
-        self._place = build.staging / PACKAGE / job.folder
+        self._place = build.steps.staging / PACKAGE / job.folder
         self._search = Search(job.target.settings)
         self._key = ""
         self._artifacts: dict[str, Artifact] = {}
@@ -144,7 +141,7 @@ class _JobRun:
 
         The shared cache is asked with ``latest``, or if this machine knows nothing.
         """
-        job, sources = self._job, self._build.sources
+        job, sources = self._job, self._build.steps.sources
         is_dynamic = any(sources[model.name].facts.dynamic for model in job.models)
         required = [
             [validation_key(job, model, {}, self._index), str(model.validate.mode)]
@@ -297,7 +294,7 @@ class _JobRun:
             check_conclusive(form, model, winner.validations[model.name])
         win = self._search.won_by(winner).winners[self._search.terms]
         preparations = (
-            replace(done, failed=win.failed, tried=tuple(dict.fromkeys((*done.tried, *win.tried))))
+            replace(done, tried=tuple(dict.fromkeys((*done.tried, *win.tried))))
             for done in artifact.record.preparations
         )
         record = replace(artifact.record, preparations=tuple(preparations))
@@ -321,7 +318,7 @@ class _JobRun:
         """All files that compiling and validating the job read."""
         job = self._job
         inputs = [job.target.calibration, *(model.validate.inputs for model in job.models)]
-        sources = [self._build.sources[model.name] for model in job.models]
+        sources = [self._build.steps.sources[model.name] for model in job.models]
         return [
             *(file for source in sources for file in source.files),
             *(file for folder in filter(None, inputs) for file in input_files(folder)),
@@ -329,7 +326,7 @@ class _JobRun:
 
     def _check_embeddable(self) -> None:
         for model in self._job.models if self._job.target.settings.embed else ():
-            if (size := self._build.sources[model.name].size) > PROTOBUF_LIMIT:
+            if (size := self._build.steps.sources[model.name].size) > PROTOBUF_LIMIT:
                 message = (
                     "embed = true puts the compiled blob into an ONNX file, which cannot be larger "
                     f"than 2 GiB, and the model has {size / 2**30:.1f} GiB."
@@ -341,9 +338,9 @@ class _JobRun:
         workers = self._build.steps.workers
         if workers.stopped:
             raise interrupted()
-        if workers.pulse.due():
+        if workers.progress and workers.pulse.due():
             waits = "waits for another job or build, which compiles the same"
-            self._build.log(f"{self._job.location}: {waits}")
+            workers.progress(f"{self._job.location}: {waits}")
 
     def _not_cached(self, reason: str, step: str = "") -> BuildError:
         """The error of a job that only reads the cache."""

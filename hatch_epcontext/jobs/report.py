@@ -141,9 +141,6 @@ def summarize(built: Built, sources: Mapping[str, Source]) -> str:
 
 
 def _summarize_model(built: Built, preparation: Preparation, context: Context) -> Iterator[str]:
-    if preparation.failed:
-        failed = "; ".join(_short(failure) for failure in preparation.failed)
-        yield f"prepared with {preparation.simplifier}, because {failed}"
     if preparation.precision:
         is_last = built.artifact.record.recipe.dequantize
         because = ", because nodes are left to the CPU otherwise" if is_last else ""

@@ -128,7 +128,6 @@ def _model(model: ModelReport, job: JobReport) -> list[_Html]:
         "left to the CPU": [f"{node.op} {node.name} {node.reason or ''}" for node in nodes],
         "source": [f"{show_size(model.source_size)}, sha256 {model.source_sha256[:12]}"],
         "nodes": [f"{prepared.nodes_before}, and {prepared.nodes} after {prepared.simplifier}"],
-        "failed before": prepared.failed,
         "changed": [*filter(None, [prepared.precision]), *prepared.rewrites, *prepared.options],
         "also tried": prepared.tried,
         "synthetic inputs" if validation.synthetic else "given inputs": validation.samples,

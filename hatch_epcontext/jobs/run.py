@@ -81,10 +81,9 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     installed = check_environment(plan.local_targets, plan.requirements)
     read = read_sources(config, cache, workers, staging / "check")
     sources = {source.model.name: source for source in read}
-    sizes = {name: source.size for name, source in sources.items()}
-    steps = Steps(workers, staging, installed, sizes)
+    steps = Steps(workers, staging, installed, sources)
     steps.expect(plan.jobs)
-    return JobRunner(sources, cache, steps, staging, workers.progress or _ignore, plan.jobs)
+    return JobRunner(cache, steps, plan.jobs)
 
 
 def _ignore(line: str) -> None:
@@ -111,7 +110,7 @@ def build(
         runner = job_runner(plan, staging, cache, started)
         # A build entirely from the cache contacts no scheduler.
         if settings.scheduler is None or all(job.target.from_cache for job in runner.jobs):
-            largest = max((source.size for source in runner.sources.values()), default=0)
+            largest = max((source.size for source in runner.steps.sources.values()), default=0)
             at_once = jobs_at_once(settings.jobs, largest)
             result = _run(runner, runner.run, at_once, log, warn or log)
         else:
@@ -155,7 +154,7 @@ def _run(
                     log(f"{job.location} ({job.target.provider.name}): FAILED")
                 else:
                     built.append(finished)
-                    log(summarize(finished, runner.sources))
+                    log(summarize(finished, runner.steps.sources))
                     for name, validation in finished.validations.items():
                         for line in validation_warnings(f"{job.target.name}: {name}", validation):
                             warn(line)
@@ -165,7 +164,7 @@ def _run(
             runner.steps.workers.stop()
             runner.cache.stop()
             raise
-    return Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
+    return Result(tuple(runner.steps.sources.values()), tuple(built), tuple(failures))
 
 
 def _result(future: Future[Built]) -> Built:

@@ -469,7 +469,6 @@ class Win:
     """The attempt that won a search: its key, and the notes on what else was tried; see `Preparation`."""
 
     key: str
-    failed: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
 
 
@@ -511,11 +510,7 @@ class Search:
         """The search with the ``winner`` that it has, and the notes on what else was tried."""
         if self.won == winner:
             return self
-        tried, form = next_recipe(self).tried, winner.recipe.dequantize
-        unprepared = [a for a in tried if a.stopped_in == "prepare" and a.recipe.dequantize == form]
-        failed = notes(unprepared, winner)
-        others = (note for note in notes(tried, winner) if note not in failed)
-        win = Win(winner.key, failed, tuple(others))
+        win = Win(winner.key, notes(next_recipe(self).tried, winner))
         return replace(self, winners={**self.winners, self.terms: win})
 
     def to_store(self, day: str) -> Search:

@@ -28,7 +28,15 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import ALWAYS
-from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Refused, Times
+from hatch_epcontext.jobs.artifact import (
+    Artifact,
+    Preparation,
+    Recipe,
+    Record,
+    Refused,
+    Source,
+    Times,
+)
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.requirements import versions_of
@@ -47,8 +55,8 @@ _SMALL = 10 * 10**6
 class Steps:
     """The steps of jobs in ``workers``, with files below ``staging``; several threads take them.
 
-    ``installed``: the versions of all build requirements. ``sizes``: bytes of the source models, with their
-    external data, by name. ``devices``: the locks of exclusive devices, by the names of their EPs.
+    ``installed``: the versions of all build requirements. ``sources``: of all models, by name.
+    ``devices``: the locks of exclusive devices, by the names of their EPs.
 
     What is prepared of a model is made by the first job that needs it, and the others wait: ``_prepared``, by
     what identifies it and the steps of a recipe; ``_references``: the outputs of its source. ``_users``: how
@@ -58,7 +66,7 @@ class Steps:
     workers: Workers
     staging: Path
     installed: Mapping[str, str]
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, Source]
     devices: dict[str, threading.Lock] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _prepared: dict[str, dict[Hashable, Future[Prepared]]] = field(default_factory=dict)
@@ -324,7 +332,7 @@ class Steps:
 
     def _purpose(self, job: Job, recipe: Recipe, task: str) -> Hashable:
         """What small jobs of one target use the same processes for; None if this one has its own."""
-        is_small = all(self.sizes.get(model.name, 0) <= _SMALL for model in job.models)
+        is_small = all(self.sources[model.name].size <= _SMALL for model in job.models)
         is_alone = job.target.provider.exclusive_device or job.group is not None
         return (task, job.target.name) if is_small and recipe.is_plain and not is_alone else None
 

@@ -295,9 +295,7 @@ def _variant(built: Built, model: str) -> Variant:
         load_options=only_ours,
         compiled_with=record.versions,
         # What an EP says when it fails, with paths and numbers, is for the report.
-        preparation=dataclasses.replace(
-            record.preparations[index], failed=(), tried=(), declined=()
-        ),
+        preparation=dataclasses.replace(record.preparations[index], tried=(), declined=()),
         coverage=context.coverage,
         # The same for equal files: a wheel does not depend on the clock.
         validation=dataclasses.replace(built.validations[model], load=None, day=""),
