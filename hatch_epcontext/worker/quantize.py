@@ -17,7 +17,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.dummy.sample_files import read_samples
+from hatch_epcontext.worker.inputs import read_samples
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Precision
 

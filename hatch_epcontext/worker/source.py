@@ -23,7 +23,7 @@ from hatch_epcontext.graph.values.conventions import dimension_kind
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.advice import Advice, freeze
-from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
+from hatch_epcontext.worker.inputs import constant, dummy_inputs, sized
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 

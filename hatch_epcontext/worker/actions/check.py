@@ -18,7 +18,7 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker import advice
-from hatch_epcontext.worker.dummy.inputs import check_inputs, sized
+from hatch_epcontext.worker.inputs import check_inputs, sized
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ModelFacts

@@ -36,7 +36,7 @@ def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
     load = time.perf_counter() - start
 
     # Imported after the measurement, because importing is no part of it.
-    from hatch_epcontext.worker.dummy.inputs import dummy_inputs
+    from hatch_epcontext.worker.inputs import dummy_inputs
     from hatch_epcontext.worker.tensors import run
 
     model = request.model

@@ -32,7 +32,7 @@ from hatch_epcontext.worker.comparison.runs import (
     run_model,
 )
 from hatch_epcontext.worker.comparison.selections import open_with_reads
-from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs
+from hatch_epcontext.worker.inputs import constant, dummy_inputs
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.results import (

@@ -49,10 +49,10 @@ from hatch_epcontext.worker.comparison.runs import (
     with_telling,
 )
 from hatch_epcontext.worker.comparison.selections import selections
-from hatch_epcontext.worker.dummy.inputs import constant
-from hatch_epcontext.worker.dummy.samples import Sample, run_samples
+from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
+from hatch_epcontext.worker.samples import Sample, run_samples
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.source import fix_inputs, ranges_for, source_failed, typed_graph
 from hatch_epcontext.worker.states import state_pairs

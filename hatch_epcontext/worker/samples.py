@@ -15,10 +15,15 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs, generator, sized
-from hatch_epcontext.worker.dummy.sample_files import read_samples
-from hatch_epcontext.worker.dummy.synthetic import RANDOM, Pattern, assumed_range, patterns
+from hatch_epcontext.worker.inputs import (
+    dummy_inputs,
+    generated_inputs,
+    generator,
+    read_samples,
+    sized,
+)
 from hatch_epcontext.worker.results import FEW_SAMPLES
+from hatch_epcontext.worker.synthetic import RANDOM, Pattern, assumed_range, patterns
 
 STEPS = 8
 """The steps of a recurrent model with its own states: errors grow from step to step."""

@@ -10,7 +10,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.worker.dummy.samples import (
+from hatch_epcontext.worker.samples import (
     MAX_GIVEN,
     Sample,
     number_of_samples,

@@ -13,8 +13,8 @@ import pytest
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Kind, ModelError
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.worker.dummy.inputs import dummy_inputs
-from tests.worker.dummy.test_samples import spec
+from hatch_epcontext.worker.inputs import dummy_inputs
+from tests.worker.test_samples import spec
 
 X = TensorFacts("x", "float32", (2, "n"))
 

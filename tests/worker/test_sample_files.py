@@ -9,7 +9,7 @@ import pytest
 from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.graph.dtypes import numpy_dtype
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.worker.dummy.sample_files import read_samples
+from hatch_epcontext.worker.inputs import read_samples
 
 KEY = Key(("models", 0)) / "quantize" / "inputs"
 INPUTS = (TensorFacts("x", "float32", (1, 3)), TensorFacts("n", "int64", ()))

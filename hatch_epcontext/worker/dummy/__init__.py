@@ -1,1 +1,0 @@
-"""Dummy inputs: the values that a model accepts, and samples of them."""
