@@ -11,7 +11,13 @@ from typing import Any, Literal, get_type_hints
 
 from hatch_epcontext.config.settings import CREDENTIALS
 from hatch_epcontext.config.shared_cache import private_bytes
-from hatch_epcontext.config.tables import BuildTable, Check, Editable, ValidationMode, WheelTable
+from hatch_epcontext.config.tables import (
+    BuildTable,
+    Editable,
+    ValidationMode,
+    WheelTable,
+    faults_of_key,
+)
 from hatch_epcontext.errors import Diagnosed, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.serialize import from_text
@@ -157,7 +163,7 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
             "a,b" if hints[key.name] == tuple[str, ...] else "VALUE",
             f"Wins over `{name}.{toml_key(key.name)}`"
             + (", and switches it off when empty." if key.metadata["empty_switches_off"] else "."),
-            _reader(hints[key.name], key.metadata["check"]),
+            _reader(hints[key.name], key),
             name,
             key.metadata["empty_switches_off"],
             key.metadata["is_url"],
@@ -167,13 +173,13 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
     }
 
 
-def _reader(type_: Any, check: Check | None = None) -> Callable[[str], Any]:
+def _reader(type_: Any, key: dataclasses.Field[Any] | None = None) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         if type_ is bool:
             value: Any = _switch(text)
         else:
             value = _names(text) if type_ == tuple[str, ...] else from_text(text, type_)
-        if check is not None and (allowed := check(value)):
+        for _, allowed, _ in () if key is None else faults_of_key(key, value):
             raise ValueError(allowed)
         return value
 

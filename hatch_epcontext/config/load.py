@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.config.build_hooks import BuildHooks
-from hatch_epcontext.config.checks.common import check_values
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment, read_environment
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.resolve import Resolver
@@ -26,6 +25,7 @@ from hatch_epcontext.config.tables import (
     RootTable,
     TargetTable,
     WheelTable,
+    faults_of_key,
 )
 from hatch_epcontext.errors import (
     HOOK,
@@ -37,7 +37,6 @@ from hatch_epcontext.errors import (
     Problem,
     collect,
 )
-from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import from_toml
 from hatch_epcontext.text import parse_size, quoted_key, show, toml_key
 
@@ -104,15 +103,13 @@ def _load(
     mistyped = [_with_model(_with_owner(problem), table) for problem in mistyped]
     yield from mistyped
     models, invalid = collect(Resolver(parsed, environment, finder).models())
-    invalid += (_with_model(problem, table) for problem in check_values(Key(), parsed))
+    invalid += (_with_model(problem, table) for problem in _check_values(parsed, ()))
     build = dataclasses.replace(parsed.build, **environment.build)
-    for checks in (_check_root(parsed), _check_build(build, environment)):
-        invalid += collect(checks)[1]
+    cluster = {Key() / "build" / name for name in ("scheduler", "shared-cache")}
+    if cluster.isdisjoint(problem.key for problem in (*mistyped, *invalid)):
+        invalid += _check_build(build, environment)
     # An invalid part was left out: report nothing else about it.
     yield from (one for one in invalid if not _is_about(one, mistyped))
-    cluster = tuple(Key() / "build" / name for name in ("scheduler", "shared-cache"))
-    if not any(problem.key in cluster for problem in (*mistyped, *invalid)):
-        yield from _check_farm(build, environment)
     return partial(_config, finder.root, parsed, build, models, environment)
 
 
@@ -164,41 +161,44 @@ def _check_hook(table: Mapping[str, Any]) -> Diagnosed[None]:
         yield Problem(Kind.UNKNOWN_KEY, f"{HOOK}.{quoted_key(key)}", message, hint)
 
 
-def _check_root(table: RootTable) -> Diagnosed[None]:
-    """``[tool.epcontext]`` without its targets and models."""
-    root = Key()
-    if table.output is not None and not all(map(str.isidentifier, table.output.split("/"))):
-        message = f"must be a package's path in the wheel, not {show(table.output)}."
-        hint = 'Write it like "my_app/epcontext": the app imports it as my_app.epcontext.'
-        yield Problem.at(root / "output", Kind.INVALID_VALUE, message, hint)
-    if not table.models:
-        message = "is required: the models to build."
-        hint = 'For example ["models/name.onnx"].'
-        yield Problem.at(root / "models", Kind.MISSING_KEY, message, hint)
-    if not table.targets:
-        message = "is required: what to compile for."
-        hint = f"Add a table [{ROOT}.targets.<name>] with a provider: {', '.join(PROVIDERS)}."
-        yield Problem.at(root / "targets", Kind.MISSING_KEY, message, hint)
+def _check_values(table: Any, place: tuple[str | int, ...]) -> Iterator[Problem]:
+    """All values inside of ``table``, which is at ``place``, each by what its key declares."""
+    for field in dataclasses.fields(table):
+        value, own = getattr(table, field.name), (*place, toml_key(field.name))
+        # What a model changes of a target needs no provider; that of a target is another check.
+        if field.metadata["required"] and not value and not isinstance(table, TargetTable):
+            doc = field.metadata["doc"]
+            yield Problem.at(Key(own), Kind.MISSING_KEY, f"is required: {doc[0].lower()}{doc[1:]}")
+        for inside, allowed, found in faults_of_key(field, value):
+            shown = "" if field.metadata["is_url"] else f", not {show(found)}"
+            message = f"must be {allowed}{shown}."
+            yield Problem.at(Key((*own, *inside)), Kind.INVALID_VALUE, message)
+        yield from _check_tables(value, own)
+
+
+def _check_tables(value: Any, place: tuple[str | int, ...]) -> Iterator[Problem]:
+    """The tables in ``value``."""
+    if dataclasses.is_dataclass(value):
+        yield from _check_values(value, place)
+    elif isinstance(value, Mapping | tuple):
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _check_tables(item, (*place, name))
 
 
 def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]:
     """Requirements between the keys of ``build``, including those of the environment."""
-    url = None if environment.no_cache else build.shared_cache
+    url, key = None if environment.no_cache else build.shared_cache, Key() / "build"
     if url is not None and not (build.shared_cache_keys or url.startswith("file://")):
         message = "is required with a shared cache: the trusted public keys."
         hint = "Make a pair of keys with `epcontext cache new-key`. Only a folder (file://) works without."
-        yield Problem.at(Key() / "build" / "shared-cache-keys", Kind.MISSING_KEY, message, hint)
-
-
-def _check_farm(build: BuildTable, environment: Environment) -> Diagnosed[None]:
-    """The requirement of a cluster: all files go through the shared cache."""
-    if build.scheduler is not None and (build.shared_cache is None or environment.no_cache):
+        yield Problem.at(key / "shared-cache-keys", Kind.MISSING_KEY, message, hint)
+    if build.scheduler is not None and url is None:
         yield Problem.at(
-            Key() / "build" / "shared-cache",
+            key / "shared-cache",
             Kind.MISSING_KEY,
             "is required with a scheduler: models and artifacts go through it.",
-            f'For example shared-cache = "s3://bucket/folder", or "file:///mnt/folder" of all machines. '
-            f"An empty {PREFIX}SCHEDULER builds here."
+            'For example "s3://bucket/folder", or "file:///mnt/folder" of all machines. An empty '
+            f"{PREFIX}SCHEDULER builds here."
             + (f" {PREFIX}NO_CACHE switches it off." if environment.no_cache else ""),
         )
 

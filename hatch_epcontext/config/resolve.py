@@ -7,17 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.config.checks.common import check_duplicates, check_name
-from hatch_epcontext.config.checks.model import (
+from hatch_epcontext.config.environ import ALL, PREFIX, Environment
+from hatch_epcontext.config.location import Download, check_url, file_of
+from hatch_epcontext.config.models import (
     check_groups,
     check_location,
     check_model,
     check_sharing,
+    expand,
 )
-from hatch_epcontext.config.checks.options import render_options
-from hatch_epcontext.config.checks.target import check_target, check_target_name
-from hatch_epcontext.config.environ import ALL, PREFIX, Environment
-from hatch_epcontext.config.location import Download, check_url, file_of
+from hatch_epcontext.config.options import render_options
 from hatch_epcontext.config.paths import NO_HOME, Finder, default_root, is_glob
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
@@ -27,7 +26,6 @@ from hatch_epcontext.config.settings import (
     Quantize,
     Target,
 )
-from hatch_epcontext.config.shapes import check_name_length, expand
 from hatch_epcontext.config.tables import (
     ModelTable,
     QuantizeTable,
@@ -35,8 +33,14 @@ from hatch_epcontext.config.tables import (
     TargetTable,
     ValidateTable,
 )
-from hatch_epcontext.config.targets import NamedTarget, named_target
-from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, collect
+from hatch_epcontext.config.targets import (
+    NamedTarget,
+    check_name,
+    check_target,
+    check_target_name,
+    named_target,
+)
+from hatch_epcontext.errors import Diagnosed, Key, KeyNames, Kind, Problem, collect
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Device, Profile, Provider
@@ -131,7 +135,7 @@ class Resolver:
             if target is not None:
                 # No model may use it.
                 yield from self._resolve(target, _Place(key, key, TargetTable()))
-        yield from check_duplicates(((key, name) for name, key in keys.items()), "target")
+        yield from _check_duplicates(((key, name) for name, key in keys.items()), "target")
         return targets
 
     def _target(self, name: str, key: Key, table: TargetTable) -> Diagnosed[NamedTarget | None]:
@@ -259,7 +263,7 @@ class Resolver:
 
     def _calibration(self, key: Key, table: TargetTable) -> Diagnosed[str]:
         """The absolute path of the calibration inputs, empty if the model is not quantized."""
-        if not isinstance(table.quantize, QuantizeTable):
+        if not isinstance(table.quantize, QuantizeTable) or not table.quantize.inputs:
             return ""
         if table.dequantize:
             message = "is set together with dequantize, which undoes it."
@@ -317,10 +321,27 @@ def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:
 def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:
     """The names of all models and of their weight-sharing groups."""
     names = ((model.key, name) for model in models for name in (model.configured_name, model.name))
-    yield from check_duplicates(names, "model")
+    yield from _check_duplicates(names, "model")
     yield from check_groups(models)
     for model in models:
-        yield from check_name_length(model)
+        sizes, is_valid = model.listed, not any(check_name(model.key, model.configured_name))
+        if model.shape_set is not None and sizes is not None and is_valid:
+            yield from check_name(model.key / sizes.name / sizes.index, model.name)
+
+
+def _check_duplicates(named: Iterable[tuple[Key, str]], what: str) -> Diagnosed[None]:
+    """Keys and names: no two may be equal, ignoring case, because they would share a folder.
+
+    A key can have several names; only its first duplicate is a problem.
+    """
+    seen: dict[str, Key] = {}
+    reported: list[Key] = []
+    for key, name in named:
+        first = seen.setdefault(name.casefold(), key)
+        if first is not key and not any(other is key for other in reported):
+            reported.append(key)
+            message = f"has the same name as {KeyNames().key(first)}: {show(name)}."
+            yield Problem.at(key, Kind.DUPLICATE_NAME, message, f"Give each {what} its own name.")
 
 
 def _merge(target: TargetTable, changes: TargetTable) -> TargetTable:

@@ -79,13 +79,12 @@ def private_bytes(text: str) -> bytes:
     return _bytes(text, PRIVATE, "private")
 
 
-def check_public_keys(keys: tuple[str, ...]) -> str | None:
-    """A description of valid public keys; None if ``keys`` are."""
+def check_public_key(key: str) -> str | None:
+    """A description of a valid public key; None if ``key`` is one."""
     try:
-        for key in keys:
-            public_bytes(key)
+        public_bytes(key)
     except ValueError as allowed:
-        return f"a list of public keys: each is {allowed}"
+        return str(allowed)
     return None
 
 

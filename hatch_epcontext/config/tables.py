@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from hatch_epcontext.config.location import check_url
-from hatch_epcontext.config.shared_cache import check_cache_url, check_public_keys
+from hatch_epcontext.config.shared_cache import check_cache_url, check_public_key
 from hatch_epcontext.files import is_portable, is_sha256
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.providers import Device, OptionValue
+from hatch_epcontext.providers import Device, OptionValue, Provider
 from hatch_epcontext.text import parse_size
 
 Optimization = Literal["none", "basic", "extended", "all"]
@@ -32,6 +32,14 @@ Check = Callable[[Any], str | None]
 """A description of valid values; None for a valid one."""
 
 
+@dataclass(frozen=True)
+class Feature:
+    """What a key of a target needs of its provider: which one ``has`` it, and what the others ``lack``."""
+
+    lack: str
+    has: Callable[[Provider], object]
+
+
 def _key(
     doc: str,
     default: Any = None,
@@ -39,6 +47,8 @@ def _key(
     otherwise: Any = None,
     when_missing: str = "",
     check: Check | None = None,
+    items: Check | None = None,
+    feature: Feature | None = None,
     empty_switches_off: bool = False,
     is_url: bool = False,
     required: bool = False,
@@ -47,16 +57,19 @@ def _key(
     """A key with its documentation; the default of a table is a function that makes it.
 
     ``otherwise`` is the value of a target's key that is missing; ``when_missing`` describes it if it
-    depends on other things. With ``empty_switches_off`` an empty environment variable is the value None.
-    With ``is_url`` no message shows an invalid value: it may contain a password. Without ``has_variable`` no
-    environment variable wins over the key of ``build`` or ``wheel``. `checks` enforces
-    ``required`` keys; their default stands for a missing value.
+    depends on other things. ``check`` is for the value, and ``items`` for each text and number in a list or
+    table. Providers without the ``feature`` refuse the key. With ``empty_switches_off`` an empty environment
+    variable is the value None. With ``is_url`` no message shows an invalid value: it may contain a password.
+    Without ``has_variable`` no environment variable wins over the key of ``build`` or ``wheel``. The default
+    of a ``required`` key stands for a missing value.
     """
     metadata = {
         "doc": doc,
         "otherwise": otherwise,
         "when_missing": when_missing,
         "check": check,
+        "items": items,
+        "feature": feature,
         "required": required,
         "empty_switches_off": empty_switches_off,
         "is_url": is_url,
@@ -67,7 +80,7 @@ def _key(
     return field(default=default, metadata=metadata)
 
 
-def _must_be(allowed: str, is_valid: Callable[[Any], bool]) -> Check:
+def _must_be(allowed: str, is_valid: Callable[[Any], object]) -> Check:
     return lambda value: None if is_valid(value) else allowed
 
 
@@ -77,10 +90,39 @@ _SHARE = _must_be("from 0 to 1", lambda value: 0 <= value <= 1)
 _DECIBELS = _must_be("from -200 to 200 decibels", lambda value: -200 <= value <= 200)
 _NODES = _must_be("at least 0 nodes", lambda value: value >= 0)
 _LIMIT = _must_be("at least 0", lambda value: 0 <= value < math.inf)
-_RESOURCES = _must_be(
-    "names with numbers above 0, such as { NPU = 1 }",
-    lambda value: all(name and 0 < number < math.inf for name, number in value.items()),
+_AMOUNT = _must_be("a number above 0", lambda value: 0 < value < math.inf)
+_SIZE = _must_be("at least 1", lambda value: value >= 1)
+_SIZE_OF_INPUT = _must_be("at least 0", lambda value: value >= 0)
+_DISTINCT = _must_be("different names", lambda value: len(set(value)) == len(value))
+_PLATFORM = _must_be(
+    'the platform tag of a wheel, such as "win_arm64" or "manylinux_2_34_aarch64"',
+    lambda value: re.fullmatch(r"[a-z0-9_]+", value),
 )
+_PACKAGE = _must_be(
+    'the path of a package in the wheel, such as "my_app/epcontext"',
+    lambda value: all(map(str.isidentifier, value.split("/"))),
+)
+_CONSTANTS = _must_be(
+    "numbers, true or false, strings, or lists of them, by input",
+    lambda value: all(map(_is_constant, value.values())),
+)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_constant, value))
+    return isinstance(value, str | bool | int | float)
+
+
+def _requirement(value: str) -> str | None:
+    # Imported here, because workers read these tables too.
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        Requirement(value)
+    except InvalidRequirement as error:
+        return f"a requirement of a package ({str(error).splitlines()[0]})"
+    return None
 
 
 def _size(value: int | str) -> str | None:
@@ -237,10 +279,14 @@ class TargetTable:
     device_filter: Mapping[str, str | int] | None = _key(
         "Properties of the device: `type`, `vendor`, `vendor-id`, `device-id`, or any of the "
         'EP\'s metadata, such as `{ npu_platform = "4000" }`.',
+        feature=Feature(
+            "is a part of ONNX Runtime, which chooses the device", lambda p: p.plugin is not None
+        ),
     )
     profiles: tuple[Mapping[str, ProfileTable], ...] | None = _key(
         "Optimization profiles (TensorRT, TensorRT RTX), each with `min`, `opt` and `max` shapes by "
         "input.",
+        feature=Feature("has no optimization profiles", lambda p: p.profiles is not None),
     )
     optimization: Optimization | None = _key(
         "ONNX Runtime's graph optimization before partitioning.", otherwise="basic"
@@ -248,6 +294,7 @@ class TargetTable:
     embed: bool | Literal["auto"] | None = _key(
         "The compiled blob inside the context model (`true`), or beside it, which large models need.",
         otherwise="auto",
+        feature=Feature("has no contexts to embed", lambda p: p.product == "context"),
     )
     external_initializers: bool | None = _key(
         "Keep the weights of contexts or of an optimized graph in a file of their own, from 1024 bytes "
@@ -268,6 +315,10 @@ class TargetTable:
         "Ship the prepared model too, so that `load(..., recompile=True)` can compile it on the user's "
         "machine.",
         otherwise=False,
+        feature=Feature(
+            "has no contexts that the loader can compile",
+            lambda p: p.plugin is not None and p.product == "context",
+        ),
     )
     dequantize: Dequantize | None = _key(
         'Undo dynamic quantization; with `"all"` static quantization too: see `docs/shapes.md`.',
@@ -283,15 +334,18 @@ class TargetTable:
         check=_SHARE,
     )
     platforms: tuple[str, ...] | None = _key(
-        "Wheel platform tags that this target is for, such as `win_arm64`.", when_missing="any"
+        "Wheel platform tags that this target is for, such as `win_arm64`.",
+        when_missing="any",
+        items=_PLATFORM,
     )
     requirements: tuple[str, ...] | None = _key(
         "Packages to install for compiling, instead of the provider's own.",
         when_missing="the provider's",
+        items=_requirement,
     )
     resources: Mapping[str, float] | None = _key(
         "Resources of the dask workers that may compile for this target: see `docs/ci.md`.",
-        check=_RESOURCES,
+        items=_AMOUNT,
     )
     allow_unknown_options: bool | None = _key(
         "Do not check provider options, names of session options, and `share-weights`, for an EP or an "
@@ -301,18 +355,24 @@ class TargetTable:
     virtual_devices: bool | None = _key(
         "Compile for a device that the machine does not have (OpenVINO's NPUs).",
         otherwise=False,
+        feature=Feature("offers no virtual devices", lambda p: p.virtual_devices),
     )
     compute_capabilities: tuple[str, ...] | Literal["auto"] | None = _key(
         "Compile with NVIDIA's own library, which needs no GPU (TensorRT RTX), for these GPUs: such as "
         '`["8.6", "8.9", "12.0"]`, or `auto` for those that the library chooses: see `docs/targets.md`.',
         when_missing="the EP compiles, for the GPU that it finds",
+        feature=Feature(
+            "has no library that compiles without its EP", lambda p: p.compiler_library
+        ),
     )
     library: str | None = _key(
         "The EP's plugin library: a package with `get_library_path()`, or a path.",
         when_missing="the provider's",
+        feature=Feature("has no library of its own", lambda p: p.devices != ("cpu",)),
     )
     ep_name: str | None = _key(
-        "ONNX Runtime's name of the EP, for the provider `plugin`: its library is registered under it."
+        "ONNX Runtime's name of the EP, for the provider `plugin`: its library is registered under it.",
+        feature=Feature("has a name already", lambda p: p.needs_library),
     )
 
 
@@ -348,10 +408,14 @@ class CutTable:
     inputs: tuple[str, ...] = _key(
         "The tensors where it begins, by name.",
         (),
+        check=_DISTINCT,
         when_missing="those inputs of the model that it needs",
     )
     outputs: tuple[str, ...] = _key(
-        "The tensors where it ends, by name.", (), when_missing="all outputs of the model"
+        "The tensors where it ends, by name.",
+        (),
+        when_missing="all outputs of the model",
+        check=_DISTINCT,
     )
 
 
@@ -391,12 +455,13 @@ class ModelTable:
     dims: Dims | tuple[Dims, ...] = _key(
         "Sizes of symbolic dimensions, by name; or a list of such tables: see `docs/shapes.md`.",
         dict,
+        items=_SIZE,
     )
     shapes: Shapes | tuple[Shapes, ...] = _key(
-        "Whole shapes, by input; or a list of such tables.", dict
+        "Whole shapes, by input; or a list of such tables.", dict, items=_SIZE_OF_INPUT
     )
     constants: Mapping[str, Any] = _key(
-        "Inputs frozen to a value, by input; the dtype is the model's.", dict
+        "Inputs frozen to a value, by input; the dtype is the model's.", dict, check=_CONSTANTS
     )
     cut: CutTable | None = _key(
         "Keep only the part of the graph between these tensors: see `docs/shapes.md`.",
@@ -438,7 +503,7 @@ class BuildTable:
     shared_cache_keys: tuple[str, ...] = _key(
         "The public keys: builds use only what one of them signed.",
         (),
-        check=check_public_keys,
+        items=check_public_key,
     )
     scheduler: str | None = _key(
         'The scheduler of a dask cluster, which runs the jobs: such as `"tcp://host:8786"`, see '
@@ -485,7 +550,9 @@ class RootTable:
     models: tuple[str | ModelTable, ...] = _key("Paths, globs or tables.", (), required=True)
     targets: Mapping[str, TargetTable] = _key("What to compile for, by name.", dict, required=True)
     output: str | None = _key(
-        "The package's folder in the wheel.", when_missing="`<import package>/epcontext`"
+        "The package's folder in the wheel.",
+        when_missing="`<import package>/epcontext`",
+        check=_PACKAGE,
     )
     fallback: Fallback = _key(
         "Whether the source model is shipped too: `auto` only if the model has no `cpu` target, `source` "
@@ -498,3 +565,28 @@ class RootTable:
     )
     build: BuildTable = _key("How the build runs.", BuildTable)
     wheel: WheelTable = _key("The wheel.", WheelTable)
+
+
+Faults = Iterator[tuple[tuple[str | int, ...], str, Any]]
+"""For each invalid value its place, a description of valid ones, and the value; None for a missing one."""
+
+
+def faults_of_key(key: dataclasses.Field[Any], value: Any) -> Faults:
+    """What the key declares to be invalid in its ``value``."""
+    check, items = key.metadata["check"], key.metadata["items"]
+    if value is not None and check is not None and (allowed := check(value)):
+        yield (), allowed, value
+    if items is not None:
+        for place, item in _items(value, ()):
+            if allowed := items(item):
+                yield place, allowed, item
+
+
+def _items(value: Any, place: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Each text and number in lists and tables."""
+    if isinstance(value, Mapping | tuple):
+        inside = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, item in inside:
+            yield from _items(item, (*place, name))
+    elif value is not None:
+        yield place, value

@@ -1,17 +1,42 @@
-"""A target's table together with its provider, and with the plugin library that the table names."""
+"""A target's table together with its provider, and the checks of both."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from hatch_epcontext.config.tables import TargetTable
-from hatch_epcontext.errors import Key
+from hatch_epcontext.config.environ import ALL
+from hatch_epcontext.config.options import check_options
+from hatch_epcontext.config.tables import Feature, ProfileTable, TargetTable
+from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.providers import Plugin, Provider, configured, find
+from hatch_epcontext.providers import PROVIDERS, Plugin, Provider, configured, find
+from hatch_epcontext.shipped import SOURCE
 from hatch_epcontext.system import LIBRARIES
+from hatch_epcontext.text import is_device, listing, show, suggestion, toml_key
+
+_MAX = 150
+"""The most characters of a name: file names with suffixes then fit every file system."""
+
+
+def check_name(key: Key, name: str) -> Iterator[Problem]:
+    """A model's or target's name, which becomes a folder in the wheel."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name.endswith("."):
+        message = f"{show(name)} cannot be the name of a folder in the wheel."
+        hint = "Use letters, digits, '.', '_' and '-', with a letter or digit first."
+        yield Problem.at(key, Kind.INVALID_NAME, message, hint)
+    elif is_device(name):
+        message = f"{show(name)} is the name of a device on Windows, where the wheel could not be unpacked."
+        yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
+    elif len(name) > _MAX:
+        message = f"has {len(name)} characters, which is too long for file names: {show(name)}."
+        yield Problem.at(
+            key, Kind.INVALID_NAME, message, f"Give a name with at most {_MAX} characters."
+        )
 
 
 @dataclass(frozen=True)
@@ -69,3 +94,105 @@ def _plugin(library: str, registration_name: str, root: Path) -> Plugin:
     path = str(root / _expand(library)) if library and is_path(library) else ""
     module = "" if path else library
     return Plugin(module, module or "its library", registration_name, path)
+
+
+def check_target_name(key: Key, name: str, provider: str) -> Iterator[Problem]:
+    """The name of the target at ``key``, and that of its provider."""
+    yield from check_name(key, name)
+    # On Windows, names that differ only in case share a folder.
+    if name.casefold() == SOURCE:
+        message = f'"{SOURCE}" is reserved for the source model.'
+        yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
+    if name == ALL:
+        message = f'"{ALL}" is reserved: HATCH_EPCONTEXT_FROM_CACHE={ALL} means all targets.'
+        yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
+    if find(provider) is None:
+        kind, message = Kind.UNKNOWN_PROVIDER, f"{show(provider)} is not a known provider."
+        if not provider:
+            kind, message = Kind.MISSING_KEY, "is required: the execution provider."
+        yield Problem.at(key / "provider", kind, message, suggestion(provider, PROVIDERS))
+
+
+def check_target(target: NamedTarget) -> Iterator[Problem]:
+    """A target's table, without its name."""
+    key, table, provider = target.key, target.table, target.provider
+    for field in dataclasses.fields(table):
+        feature: Feature | None = field.metadata["feature"]
+        value = getattr(table, field.name)
+        is_missing = value in (None, False, field.metadata["otherwise"])
+        if feature is None or is_missing or feature.has(provider):
+            continue
+        others = ", ".join(name for name, other in PROVIDERS.items() if feature.has(other))
+        message = f"the {provider.name} provider {feature.lack}."
+        place = key / toml_key(field.name)
+        yield Problem.at(place, Kind.NOT_APPLICABLE, message, f"For: {others}.")
+    yield from check_options(key, table, provider, unchecked=target.unchecked)
+    if table.device not in (None, "any", *provider.devices):
+        message = f"the {provider.name} provider does not run on {show(table.device)}."
+        hint = f"Allowed: {', '.join(dict.fromkeys((*provider.devices, 'any')))}."
+        yield Problem.at(key / "device", Kind.NOT_APPLICABLE, message, hint)
+    if provider.needs_library:
+        needs = {"library": "my_ep", "ep-name": "MyExecutionProvider"}
+        for name in (name for name in needs if not getattr(table, name.replace("-", "_"))):
+            message = "is required for any other plugin EP."
+            hint = f"For example {name} = {show(needs[name])}."
+            yield Problem.at(key / name, Kind.MISSING_KEY, message, hint)
+    if provider.by_library:
+        yield from _check_for_library(target)
+    for index, profile in enumerate(table.profiles or ()):
+        place = key / "profiles" / index
+        if profile.keys() != (first := table.profiles or ({},))[0].keys():
+            named, others = (
+                listing(names) if names else "no input" for names in (profile, first[0])
+            )
+            message = f"is for {named}, and the first profile for {others}."
+            hint = "Name the same inputs in each profile."
+            yield Problem.at(place, Kind.INVALID_PROFILE, message, hint)
+        for name, shapes in profile.items():
+            if not _is_profile(name, shapes):
+                message = (
+                    f"must have shapes of one length with 0 <= min <= opt <= max < {_END}, and no ',' or ':' "
+                    f"in the input's name: min {show(shapes.min)}, opt {show(shapes.opt)}, "
+                    f"max {show(shapes.max)}."
+                )
+                yield Problem.at(place / name, Kind.INVALID_PROFILE, message)
+
+
+_END = 2**31
+"""The end of the sizes that a dimension in a profile can have."""
+
+
+def _is_profile(name: str, shapes: ProfileTable) -> bool:
+    bounds = shapes.min, shapes.opt, shapes.max
+    if not all(bounds):
+        # A missing shape is a problem of its own.
+        return True
+    is_one_length = len(set(map(len, bounds))) == 1
+    sizes = zip(*bounds, strict=False)
+    fits = all(0 <= low <= best <= high < _END for low, best, high in sizes)
+    return is_one_length and fits and not set(name) & set(",:")
+
+
+def _check_for_library(target: NamedTarget) -> Iterator[Problem]:
+    """``compute-capabilities``, and what the EP and ONNX Runtime have, and the vendor's library has not."""
+    key, table, provider = target.key, target.table, target.provider
+    gpus, library = table.compute_capabilities, provider.compiler_library
+    assert library is not None, "it compiles"
+    known = library.capabilities
+    place = key / "compute-capabilities"
+    if gpus == () or (gpus and gpus != "auto" and (len({*gpus}) < len(gpus) or {*gpus} - {*known})):
+        message = f'must be "auto", or different ones of {", ".join(known)}, not {show(gpus)}.'
+        yield Problem.at(place, Kind.INVALID_VALUE, message)
+    for name, value in (
+        ("optimization", table.optimization in ("extended", "all")),
+        ("external-initializers", table.external_initializers),
+    ):
+        if value:
+            message = "is what ONNX Runtime does, and the library compiles without it."
+            yield Problem.at(key / name, Kind.NOT_APPLICABLE, message)
+    for name in table.provider_options:
+        option = provider.options.get(name)
+        if option and option.scope != "load" and name not in library.options:
+            message = "is an option of the EP, and the library that compiles does not have it."
+            place = key / "provider-options" / name
+            yield Problem.at(place, Kind.CONFLICTING_OPTIONS, message)

@@ -23,6 +23,9 @@ HEADER = 64
 """The bytes of a blob that `Provider.wrong_blobs` gets: those of an engine's header."""
 
 
+IN_PROFILES = "write the shapes into profiles"
+"""Why an option for the shapes of optimization profiles is reserved."""
+
 KEEPS_NO_FILES = "it writes files beside the artifact, and a build keeps none of them"
 """Why an option for debugging is reserved."""
 
@@ -397,7 +400,8 @@ class Provider:
         return {
             name: value
             for name, value in options.items()
-            if name not in self.options or self.options[name].scope != "compile"
+            if (name not in self.options or self.options[name].scope != "compile")
+            and not (self.profiles and name in self.profiles.names)
         }
 
     def disagreements(

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, NumberFormat
-from hatch_epcontext.providers.base import KEEPS_NO_FILES, ProfileOptions, Provider, Tolerance
+from hatch_epcontext.providers.base import (
+    IN_PROFILES,
+    KEEPS_NO_FILES,
+    ProfileOptions,
+    Provider,
+    Tolerance,
+)
 from hatch_epcontext.providers.option import Option, choice, named
 from hatch_epcontext.shipped import Device
 
@@ -30,8 +36,7 @@ _OPTIONS: Mapping[str, Option] = {
     **named("trt_int8_calibration_table_name", "file"),
     **named(
         """
-        trt_tactic_sources trt_preview_features trt_op_types_to_exclude trt_profile_min_shapes
-        trt_profile_opt_shapes trt_profile_max_shapes
+        trt_tactic_sources trt_preview_features trt_op_types_to_exclude
         """,
         "text",
     ),
@@ -69,6 +74,7 @@ _RESERVED: Mapping[str, str] = {
     "trt_weight_stripped_engine_enable": _WEIGHTLESS,
     "trt_timing_cache_path": KEEPS_NO_FILES,
     "trt_dump_subgraphs": KEEPS_NO_FILES,
+    **dict.fromkeys(_PROFILES.names, IN_PROFILES),
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.base import (
     HEADER,
+    IN_PROFILES,
     KEEPS_NO_FILES,
     CompilerLibrary,
     Plugin,
@@ -47,12 +48,7 @@ def sdk_version(version: str) -> str:
 _OPTIONS: Mapping[str, Option] = {
     **named("nv_max_workspace_size nv_max_shared_mem_size", "int"),
     **named("nv_detailed_build_log", "bool"),
-    **named(
-        """
-        nv_profile_min_shapes nv_profile_opt_shapes nv_profile_max_shapes nv_op_types_to_exclude
-        """,
-        "text",
-    ),
+    **named("nv_op_types_to_exclude", "text"),
     "nv_target_sm": choice("sm86 sm89 sm120 sm121"),
     **named("device_id nv_multi_rotary_cache_concat_offset", "int", "both"),
     **named(
@@ -76,16 +72,14 @@ _OPTIONS: Mapping[str, Option] = {
     ),
 }
 
-_OLD = "the EP ignores this old name: use {}, or a table in profiles"
-
 _RESERVED: Mapping[str, str] = {
     "nv_weight_stripped_engine_enable_experimental": "an engine without weights can only be opened "
     "together with the source model",
     "nv_dump_subgraphs": KEEPS_NO_FILES,
-    **{
-        f"profile_{bound}_shapes": _OLD.format(f"nv_profile_{bound}_shapes")
-        for bound in ("min", "opt", "max")
-    },
+    **dict.fromkeys(_PROFILES.names, IN_PROFILES),
+    **dict.fromkeys(
+        ("profile_min_shapes", "profile_opt_shapes", "profile_max_shapes"), IN_PROFILES
+    ),
 }
 
 

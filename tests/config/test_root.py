@@ -26,7 +26,7 @@ CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
         (f"{CPU}build = {{ memory-limit = true }}", "build.memory-limit", "must be "),
         (f'{CPU}build = {{ memory-limit = "10 MiB" }}', "build.memory-limit", "must be "),
         (f'{CPU}wheel = {{ tag = "x" }}', "wheel.tag", "or a wheel tag such as"),
-        (f'{CPU}output = "../x"', "output", "a package's path"),
+        (f'{CPU}output = "../x"', "output", "the path of a package"),
         (f"{CPU}embed = true", "embed", "is not a known key"),
     ],
 )  # fmt: skip

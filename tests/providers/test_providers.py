@@ -72,7 +72,7 @@ def test_the_facts_of_each_provider_are_complete_and_consistent(provider: Provid
     # No option is in two tables.
     assert not provider.options.keys() & provider.reserved.keys()
     if provider.profiles:
-        assert provider.profiles.names <= provider.options.keys()
+        assert provider.profiles.names <= provider.reserved.keys()
 
 
 @pytest.mark.parametrize(

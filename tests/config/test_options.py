@@ -24,7 +24,7 @@ INVALID: list[tuple[str, str, str, str]] = [
     ("openvino", 'provider-options = { precision = "x" }', "provider-options.precision",
      "INFERENCE_PRECISION_HINT"),
     ("tensorrt-rtx", 'provider-options = { profile_min_shapes = "x" }',
-     "provider-options.profile_min_shapes", "nv_profile_min_shapes"),
+     "provider-options.profile_min_shapes", "write the shapes into profiles"),
     ("tensorrt", 'provider-options = { trt_engine_cache_path = "x" }',
      "provider-options.trt_engine_cache_path", "the paths of the files in the wheel are fixed"),
     # Only the app can give an address.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from hatch_epcontext.config.targets import NamedTarget
+from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import is_portable
 from hatch_epcontext.providers import OptionValue, Provider, render
@@ -71,13 +71,11 @@ _ABSOLUTE = re.compile(r':\s*"((?:[/\\]|[A-Za-z]:[/\\]|{user-cache})[^"]*)"')
 
 
 def check_options(
-    key: Key,
-    options: Mapping[str, OptionValue],
-    load_options: Mapping[str, OptionValue],
-    target: NamedTarget,
+    key: Key, table: TargetTable, provider: Provider, *, unchecked: bool
 ) -> Iterator[Problem]:
-    """The two tables of provider options in the table at ``key``, of ``target`` or of a model."""
-    provider = target.provider
+    """The options of the target at ``key``; with ``unchecked`` unknown ones pass."""
+    load_options = table.load_options
+    yield from _check_session_options(key, table.session_options, unchecked=unchecked)
     for name, value in load_options.items():
         if isinstance(value, str) and USER_CACHE in value:
             first, _, below = value.partition("/")
@@ -86,10 +84,10 @@ def check_options(
                 message = f"must be a folder in {USER_CACHE}, not {show(value)}."
                 example = Setting(place, f"{USER_CACHE}/{name}")
                 yield Problem.at(place, Kind.INVALID_OPTION, message, "For example:", example)
-    if target.unchecked or provider.needs_library:
+    if unchecked or provider.needs_library:
         return
-    allowed = Setting(target.key / "allow-unknown-options", True)
-    yield from _check_values(key / "provider-options", options, provider, allowed)
+    allowed = Setting(key / "allow-unknown-options", True)
+    yield from _check_values(key / "provider-options", table.provider_options, provider, allowed)
     yield from _check_values(key / "load-options", load_options, provider, allowed)
     for name, value in load_options.items():
         if name in provider.options and provider.options[name].scope == "compile":
@@ -141,10 +139,10 @@ def _unknown(place: Key, name: str, provider: Provider, unchecked: Setting) -> P
     return Problem.at(place, Kind.UNKNOWN_OPTION, message, hint, unchecked)
 
 
-def check_session_options(
-    key: Key, options: Mapping[str, OptionValue], target: NamedTarget
+def _check_session_options(
+    target: Key, options: Mapping[str, OptionValue], *, unchecked: bool
 ) -> Iterator[Problem]:
-    """The table of session options at ``key``, for ``target``; unknown ones pass if that is unchecked."""
+    key = target / "session-options"
     for name, value in options.items():
         if name in _RESERVED_SESSION_OPTIONS:
             message = f"cannot be set: {_RESERVED_SESSION_OPTIONS[name]}."
@@ -154,7 +152,7 @@ def check_session_options(
                 f"must not be a {'table' if isinstance(value, Mapping) else 'list'}: {show(value)}."
             )
             yield Problem.at(key / name, Kind.WRONG_TYPE, message)
-        elif name not in _SESSION_OPTIONS and not target.unchecked:
+        elif name not in _SESSION_OPTIONS and not unchecked:
             silent = "ONNX Runtime would accept it and silently ignore it."
             near = near_name(name, sorted(_SESSION_OPTIONS))
             yield Problem.at(
@@ -162,7 +160,7 @@ def check_session_options(
                 Kind.UNKNOWN_OPTION,
                 "is not a session option of ONNX Runtime.",
                 f"{near or ''} {silent}\nIf ONNX Runtime is newer than this package:".lstrip(),
-                Setting(target.key / "allow-unknown-options", True),
+                Setting(target / "allow-unknown-options", True),
             )
 
 

@@ -1,1 +1,0 @@
-"""Checks of tables whose types are valid; each yields the problems that it finds."""
