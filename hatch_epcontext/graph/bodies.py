@@ -71,8 +71,8 @@ def move_weights(model: onnx.ModelProto) -> bool:
     Returns whether there are any.
     """
     builder = Builder(model)
-    for part in [*graph.graphs(model.graph)][1:]:
-        _move_large(part, builder)
+    for body in [*graph.graphs(model.graph)][1:]:
+        _move_large(body, builder)
     model.graph.initializer.extend(builder.stored)
     return bool(builder.stored)
 
@@ -84,9 +84,9 @@ def remove_readers(model: onnx.ModelProto, outputs: frozenset[str]) -> None:
             model.graph.node.remove(node)
 
 
-def _move_large(part: onnx.GraphProto, builder: Builder) -> None:
-    """Move large and external tensors of the inner graph ``part`` to those that ``builder`` stores."""
-    bound = {value.name for value in (*part.input, *part.output)}
+def _move_large(body: onnx.GraphProto, builder: Builder) -> None:
+    """Move large and external tensors of the inner graph ``body`` to those that ``builder`` stores."""
+    bound = {value.name for value in (*body.input, *body.output)}
     names: dict[str, str] = {}
 
     def move(name: str, tensor: onnx.TensorProto | None) -> bool:
@@ -99,10 +99,10 @@ def _move_large(part: onnx.GraphProto, builder: Builder) -> None:
         builder.stored.append(moved)
         return True
 
-    for tensor in [*part.initializer]:
+    for tensor in [*body.initializer]:
         if move(tensor.name, tensor):
-            part.initializer.remove(tensor)
-    for node in [*part.node]:
+            body.initializer.remove(tensor)
+    for node in [*body.node]:
         if move(node.output[0] if node.output else "", graph.constant_tensor(node)):
-            part.node.remove(node)
-    rename(part.node, names)
+            body.node.remove(node)
+    rename(body.node, names)

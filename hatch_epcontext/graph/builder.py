@@ -64,11 +64,11 @@ class Builder:
         self.size = 0
         self._names: set[str] = set()
         self._counts: dict[str, int] = {}
-        for part in graph.graphs(model.graph):
-            values = (*part.input, *part.output, *part.value_info)
+        for body in graph.graphs(model.graph):
+            values = (*body.input, *body.output, *body.value_info)
             self._names |= {value.name for value in values}
-            self._names |= {tensor.name for tensor in graph.stored_tensors(part)}
-            for node in part.node:
+            self._names |= {tensor.name for tensor in graph.stored_tensors(body)}
+            for node in body.node:
                 self._names |= {node.name, *node.input, *node.output}
 
     def replace(self, scope: Scope, rules: Rules, *, nested: bool = True) -> int:
@@ -77,7 +77,7 @@ class Builder:
         Returns the number of replaced nodes; with ``nested`` also those of the graphs inside it.
         """
         count = 0
-        for node in map(copy_of, scope.part.node):
+        for node in map(copy_of, scope.body.node):
             # Inner graphs come first: the node around them may copy them.
             for inner in graph.inner_graphs(node) if nested else ():
                 builder = copy.copy(self)
@@ -257,9 +257,9 @@ class Builder:
         """``values`` one after another along a new ``axis``."""
         return self.concat([self.unsqueeze(value, axis) for value in values], axis)
 
-    def store_all(self, part: onnx.GraphProto, renamed: dict[str, str]) -> None:
-        """Store the tensors of ``part``, a graph inside another one; ``renamed`` gets their new names."""
-        for tensor in part.initializer:
+    def store_all(self, body: onnx.GraphProto, renamed: dict[str, str]) -> None:
+        """Store the tensors of ``body``, a graph inside another one; ``renamed`` gets their new names."""
+        for tensor in body.initializer:
             moved = onnx.TensorProto.FromString(tensor.SerializeToString())
             moved.name = renamed[tensor.name] = self.fresh(tensor.name)
             self.stored.append(moved)
@@ -297,10 +297,10 @@ def copy_of(node: onnx.NodeProto) -> onnx.NodeProto:
     return onnx.NodeProto.FromString(node.SerializeToString())
 
 
-def set_nodes(part: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Give ``part`` these ``nodes``, none of which it contains."""
-    del part.node[:]
-    part.node.extend(nodes)
+def set_nodes(body: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Give ``body`` these ``nodes``, none of which it contains."""
+    del body.node[:]
+    body.node.extend(nodes)
 
 
 def renamed(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
@@ -357,34 +357,34 @@ def separate_outputs(model: onnx.ModelProto) -> bool:
     Older exporters return the state of a recurrent cell as its result too, by the same name. ONNX Runtime
     then leaves one of both uninitialized.
     """
-    parts = [part for part in graph.graphs(model.graph) if part is not model.graph]
-    if all(len({value.name for value in part.output}) == len(part.output) for part in parts):
+    bodies = [body for body in graph.graphs(model.graph) if body is not model.graph]
+    if all(len({value.name for value in body.output}) == len(body.output) for body in bodies):
         return False
     builder = Builder(model)
-    for part in parts:
+    for body in bodies:
         names = set[str]()
-        for value in part.output:
+        for value in body.output:
             if value.name in names:
                 name = builder.fresh(f"{value.name}/output")
-                part.node.append(helper.make_node("Identity", [value.name], [name], name))
+                body.node.append(helper.make_node("Identity", [value.name], [name], name))
                 value.name = name
             names.add(value.name)
     return True
 
 
 def remove_unused(
-    part: onnx.GraphProto, is_removable: Callable[[onnx.NodeProto], bool] = lambda node: True
+    body: onnx.GraphProto, is_removable: Callable[[onnx.NodeProto], bool] = lambda node: True
 ) -> None:
-    """Remove the removable nodes of ``part`` whose results nothing uses, and their stored tensors."""
-    used = {value.name for value in (*part.input, *part.output)}
+    """Remove the removable nodes of ``body`` whose results nothing uses, and their stored tensors."""
+    used = {value.name for value in (*body.input, *body.output)}
     kept: list[onnx.NodeProto] = []
-    for node in reversed(part.node):
+    for node in reversed(body.node):
         if not used.isdisjoint(node.output) or not is_removable(node):
             kept.append(copy_of(node))
             used.update(graph.read_by(node))
-    set_nodes(part, reversed(kept))
-    _keep(part.initializer, used)
-    _keep(part.value_info, used)
+    set_nodes(body, reversed(kept))
+    _keep(body.initializer, used)
+    _keep(body.value_info, used)
 
 
 def _keep(named: Any, used: set[str]) -> None:
@@ -409,16 +409,16 @@ def _rename_results(
         node.output[:] = [names.get(name, "") for name in node.output]
 
 
-def _rename_graph(part: onnx.GraphProto, names: dict[str, str], new: Callable[[str], str]) -> None:
-    """Give the nodes of ``part`` and all values that it defines the names that ``new`` makes, in place."""
-    named: list[Any] = [*part.input, *part.initializer]
-    named += (sparse.values for sparse in part.sparse_initializer)
+def _rename_graph(body: onnx.GraphProto, names: dict[str, str], new: Callable[[str], str]) -> None:
+    """Give the nodes of ``body`` and all values that it defines the names that ``new`` makes, in place."""
+    named: list[Any] = [*body.input, *body.initializer]
+    named += (sparse.values for sparse in body.sparse_initializer)
     # Before ONNX IR 4, initializers were listed as inputs too: both get the same name.
     names.update((name, new(name)) for name in dict.fromkeys(value.name for value in named))
     for value in named:
         value.name = names[value.name]
-    _rename_results(part.node, names, new)
-    for value in (*part.output, *part.value_info):
+    _rename_results(body.node, names, new)
+    for value in (*body.output, *body.value_info):
         value.name = names.get(value.name, value.name)
 
 

@@ -59,8 +59,8 @@ def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     builder.replace(Scope(model.graph), substitution.rules())
     builder.write()
     # Nodes that only integers pass through are left.
-    for part in graph.graphs(model.graph):
-        remove_unused(part)
+    for body in graph.graphs(model.graph):
+        remove_unused(body)
     return before - _count(model)
 
 

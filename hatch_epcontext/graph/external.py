@@ -216,8 +216,8 @@ def _ends(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    for part in graph.parts(model):
-        yield from (tensor for tensor in graph.tensors(part) if graph.is_external(tensor))
+    for body in graph.bodies(model):
+        yield from (tensor for tensor in graph.tensors(body) if graph.is_external(tensor))
 
 
 def _bytes(tensor: onnx.TensorProto, name: str, entries: dict[str, str]) -> int:

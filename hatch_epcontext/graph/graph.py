@@ -43,16 +43,16 @@ TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 _MAX_VALUES = 2**16
 """The most values of a stored tensor that can decide shapes: weights are larger."""
 
-Part = onnx.GraphProto | onnx.FunctionProto
-"""A graph or function."""
+Body = onnx.GraphProto | onnx.FunctionProto
+"""A graph, or the body of a function."""
 
 
-_P = TypeVar("_P", bound=Part)
+_P = TypeVar("_P", bound=Body)
 
 
-def graphs(part: _P) -> Iterator[_P | onnx.GraphProto]:
-    """Yield ``part`` and all graphs inside its nodes."""
-    waiting: list[_P | onnx.GraphProto] = [part]
+def graphs(body: _P) -> Iterator[_P | onnx.GraphProto]:
+    """Yield ``body`` and all graphs inside its nodes."""
+    waiting: list[_P | onnx.GraphProto] = [body]
     while waiting:
         outer = waiting.pop()
         yield outer
@@ -68,9 +68,9 @@ def inner_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     ]
 
 
-def nodes(part: Part) -> Iterator[onnx.NodeProto]:
-    """Yield all nodes of ``part`` and of the graphs inside them."""
-    for inner in graphs(part):
+def nodes(body: Body) -> Iterator[onnx.NodeProto]:
+    """Yield all nodes of ``body`` and of the graphs inside them."""
+    for inner in graphs(body):
         yield from inner.node
 
 
@@ -117,18 +117,18 @@ def order_layout_changes(graph: onnx.GraphProto) -> None:
     ONNX Runtime adds ReorderOutput, which changes the layout for a CPU, in the order of addresses in memory.
     Graphs without it stay as they are.
     """
-    for part in graphs(graph):
-        added = [node for node in part.node if node.op_type == "ReorderOutput"]
+    for body in graphs(graph):
+        added = [node for node in body.node if node.op_type == "ReorderOutput"]
         for node in added:
             node.name = f"{node.op_type}_{node.output[0]}"
         if added:
             depths: dict[str, int] = {}
-            for node in part.node:
+            for node in body.node:
                 depth = 1 + max((depths.get(name, 0) for name in read_by(node)), default=0)
                 depths.update(dict.fromkeys(node.output, depth))
-            order = sorted(part.node, key=lambda node: (depths[node.output[0]], node.output[0]))
-            del part.node[:]
-            part.node.extend(order)
+            order = sorted(body.node, key=lambda node: (depths[node.output[0]], node.output[0]))
+            del body.node[:]
+            body.node.extend(order)
 
 
 def contexts(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
@@ -234,20 +234,20 @@ def control_flow(graph: onnx.GraphProto) -> tuple[str, ...]:
     return tuple(operator for operator in operators if operator in ("If", "Loop", "Scan"))
 
 
-def tensors(part: Part) -> Iterator[onnx.TensorProto]:
-    """Yield all stored tensors of ``part``, also those in attributes and in the graphs inside it."""
-    for inner in graphs(part):
+def tensors(body: Body) -> Iterator[onnx.TensorProto]:
+    """Yield all stored tensors of ``body``, also those in attributes and in the graphs inside it."""
+    for inner in graphs(body):
         yield from stored_tensors(inner)
         for node in inner.node:
             for attribute in node.attribute:
                 yield from attribute_tensors(attribute)
 
 
-def stored_tensors(part: Part) -> Iterator[onnx.TensorProto]:
-    """Yield the initializers of ``part``, without those of the graphs inside it."""
-    if isinstance(part, onnx.GraphProto):
-        yield from part.initializer
-        for sparse in part.sparse_initializer:
+def stored_tensors(body: Body) -> Iterator[onnx.TensorProto]:
+    """Yield the initializers of ``body``, without those of the graphs inside it."""
+    if isinstance(body, onnx.GraphProto):
+        yield from body.initializer
+        for sparse in body.sparse_initializer:
             yield from (sparse.values, sparse.indices)
 
 
@@ -267,17 +267,17 @@ def has_float16(model: onnx.ModelProto) -> bool:
     half = onnx.TensorProto.FLOAT16
     return (
         any(value.type.tensor_type.elem_type == half for value in model.graph.input)
-        or any(tensor.data_type == half for part in parts(model) for tensor in tensors(part))
+        or any(tensor.data_type == half for body in bodies(model) for tensor in tensors(body))
         or any(
             attribute.i == half and attribute.name in TYPE_ATTRIBUTES
-            for part in parts(model)
-            for node in nodes(part)
+            for body in bodies(model)
+            for node in nodes(body)
             for attribute in node.attribute
         )
     )
 
 
-def parts(model: onnx.ModelProto) -> tuple[Part, ...]:
+def bodies(model: onnx.ModelProto) -> tuple[Body, ...]:
     """Return the main graph and the functions of ``model``."""
     return (model.graph, *model.functions)
 

@@ -69,11 +69,11 @@ def _invalid(location: str, message: str) -> ModelError:
 
 def _damage(model: onnx.ModelProto) -> Iterator[str]:
     """Descriptions of the damage in ``model``."""
-    yield from _damaged_part(model.graph)
+    yield from _damaged_body(model.graph)
     for function in model.functions:
         names = (function.name, function.domain, *function.input, *function.output)
         yield from _no_names("a name of a function", *names)
-        yield from _damaged_part(function)
+        yield from _damaged_body(function)
     for entry in model.metadata_props:
         yield from _no_names("an entry of the metadata", entry.key, entry.value)
     for opset in model.opset_import:
@@ -83,9 +83,9 @@ def _damage(model: onnx.ModelProto) -> Iterator[str]:
     yield from (f"two inputs are called {name!r}" for name, count in inputs.items() if count > 1)
 
 
-def _damaged_part(part: graph.Part) -> Iterator[str]:
+def _damaged_body(body: graph.Body) -> Iterator[str]:
     # All in one pass: there are models with a million nodes.
-    waiting = [part]
+    waiting = [body]
     while waiting:
         inner = waiting.pop()
         yield from _damaged_values(inner)
@@ -99,12 +99,12 @@ def _damaged_part(part: graph.Part) -> Iterator[str]:
                     yield from _damaged_tensor(tensor)
 
 
-def _damaged_values(part: graph.Part) -> Iterator[str]:
-    if isinstance(part, onnx.GraphProto):
-        for value in (*part.input, *part.output, *part.value_info):
+def _damaged_values(body: graph.Body) -> Iterator[str]:
+    if isinstance(body, onnx.GraphProto):
+        for value in (*body.input, *body.output, *body.value_info):
             dims = (dim.dim_param for dim in value.type.tensor_type.shape.dim)
             yield from _no_names("a name of a value", value.name, *dims)
-    for tensor in graph.stored_tensors(part):
+    for tensor in graph.stored_tensors(body):
         yield from _damaged_tensor(tensor)
 
 

@@ -61,8 +61,8 @@ def apply(
         rules = dict.fromkeys(operators, rewrite.rule)
         if builder.replace(Scope.of(model, types), rules, nested=rewrite.nested):
             builder.write()
-            for part in graph.graphs(model.graph):
-                remove_unused(part)
+            for body in graph.graphs(model.graph):
+                remove_unused(body)
             names.append(rewrite.name)
         declined += [replace(reason, rewrite=rewrite.name) for reason in builder.declined]
     return Rewritten(tuple(names), tuple(declined))

@@ -41,8 +41,8 @@ def widen(model: onnx.ModelProto) -> None:
     main, half = model.graph, TensorProto.FLOAT16
     outside = [*graph.inputs(main), *main.output]
     names = [value.name for value in outside if value.type.tensor_type.elem_type == half]
-    for part in graph.graphs(main):
-        _widen_types(part, names)
+    for body in graph.graphs(main):
+        _widen_types(body, names)
     builder = Builder(model)
     wide = {name: builder.fresh(f"{name}/float32") for name in names}
     inside = [copy_of(node) for node in main.node]
@@ -59,17 +59,17 @@ def widen(model: onnx.ModelProto) -> None:
     builder.write()
 
 
-def _widen_types(part: onnx.GraphProto, kept: Container[str]) -> None:
-    """Make float32 of float16 in ``part``, without the graphs inside it and the values ``kept``."""
+def _widen_types(body: onnx.GraphProto, kept: Container[str]) -> None:
+    """Make float32 of float16 in ``body``, without the graphs inside it and the values ``kept``."""
     # Those of the graphs inside it are the same, whichever graph changes them.
-    for tensor in graph.tensors(part):
+    for tensor in graph.tensors(body):
         if tensor.data_type == TensorProto.FLOAT16:
             values = numpy_helper.to_array(tensor).astype(np.float32)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    for value in (*part.value_info, *part.input, *part.output):
+    for value in (*body.value_info, *body.input, *body.output):
         if value.type.tensor_type.elem_type == TensorProto.FLOAT16 and value.name not in kept:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
-    for attribute in (attribute for node in part.node for attribute in node.attribute):
+    for attribute in (attribute for node in body.node for attribute in node.attribute):
         if attribute.name in graph.TYPE_ATTRIBUTES and attribute.i == TensorProto.FLOAT16:
             attribute.i = TensorProto.FLOAT
 

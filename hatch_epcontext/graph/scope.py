@@ -32,7 +32,7 @@ Sizes = tuple[int | None, ...]
 
 
 class Scope:
-    """The graph ``part`` inside that of ``outer``; its values hide others of the same name.
+    """The graph ``body`` inside that of ``outer``; its values hide others of the same name.
 
     With ``nested`` its inner graphs belong to it too, as far as their names differ. ``types``: of values
     whose types the graph does not contain. The attributes ``types`` and ``stored`` include the graphs around
@@ -41,17 +41,17 @@ class Scope:
 
     def __init__(
         self,
-        part: onnx.GraphProto,
+        body: onnx.GraphProto,
         outer: Scope | None = None,
         types: Types = MappingProxyType({}),
         *,
         nested: bool = False,
     ) -> None:
-        self.part, self._outer = part, outer
-        self.nodes: Sequence[onnx.NodeProto] = [*graph.nodes(part)] if nested else part.node
+        self.body, self._outer = body, outer
+        self.nodes: Sequence[onnx.NodeProto] = [*graph.nodes(body)] if nested else body.node
         own: dict[str, onnx.TypeProto | None] = dict(types)
         stored: dict[str, onnx.TensorProto | None] = {}
-        for inner in graph.graphs(part) if nested else (part,):
+        for inner in graph.graphs(body) if nested else (body,):
             values = (*inner.input, *inner.value_info, *inner.output)
             own |= {value.name: value.type for value in values}
             stored |= {value.name: None for value in values}
@@ -148,7 +148,7 @@ class Scope:
     @cached_property
     def _inputs(self) -> Mapping[str, frozenset[str]]:
         """The inputs on whose values, and not only on their shapes, each value depends."""
-        inputs = {value.name: frozenset([value.name]) for value in graph.inputs(self.part)}
+        inputs = {value.name: frozenset([value.name]) for value in graph.inputs(self.body)}
         for node, reads in zip(self.nodes, self.reads, strict=True):
             behind = frozenset().union(*(inputs.get(name, ()) for name in reads))
             if behind and node.op_type not in operators.SHAPES:
@@ -173,7 +173,7 @@ class Scope:
 
         Preparation computes all others once, or removes them.
         """
-        needed = sorted(self.above(value.name for value in self.part.output))
+        needed = sorted(self.above(value.name for value in self.body.output))
         return tuple(
             self.nodes[index] for index in needed if self.depends(self.nodes[index].output)
         )
@@ -189,7 +189,7 @@ class Scope:
             for node in self.nodes
             if node.op_type in operators.GATHERS
         }
-        inputs = map(graph.facts, graph.inputs(self.part))
+        inputs = map(graph.facts, graph.inputs(self.body))
         return frozenset(
             value.name for value in inputs if _is_few(value) and value.name not in indices
         )
@@ -254,7 +254,7 @@ def multiply_adds(main: onnx.GraphProto) -> int:
     """About how many multiply-adds a run of ``main`` needs; other operators count one for each value. Inner
     graphs count once, and an unknown size is 1.
     """
-    return sum(_of_scope(Scope(part)) for part in graph.graphs(main))
+    return sum(_of_scope(Scope(body)) for body in graph.graphs(main))
 
 
 def _of_scope(scope: Scope) -> int:

@@ -57,8 +57,8 @@ def read_source(path: Path, key: Key) -> onnx.ModelProto:
             raise _invalid(f"is not an ONNX model: its graph has no {what}.")
         if not model.graph.node:
             raise _invalid("has nothing to compile: its outputs are inputs or stored values.")
-        parts: list[graph.Part] = [model.graph, *model.functions]
-        if any(node.op_type == graph.CONTEXT_OP for part in parts for node in graph.nodes(part)):
+        nodes = (node for body in graph.bodies(model) for node in graph.nodes(body))
+        if any(node.op_type == graph.CONTEXT_OP for node in nodes):
             hint = "Name the source model instead."
             raise ModelError(Problem(Kind.COMPILED_MODEL, "", "is a context model already.", hint))
         return model

@@ -34,7 +34,7 @@ def if_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     scopes = [Scope(branch, scope) for branch in branches]
     for branch in scopes:
         if unsafe := next(
-            (inner for inner in branch.part.node if not _is_safe(inner, branch)), None
+            (inner for inner in branch.body.node if not _is_safe(inner, branch)), None
         ):
             return Declined(
                 f"in a branch, {unsafe.op_type} {unsafe.name!r} may fail for some values"

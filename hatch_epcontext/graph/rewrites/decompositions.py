@@ -178,13 +178,13 @@ def inline_function(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
         return Declined(f"the type of {missing[0]!r} is not known")
     alone = onnx.ModelProto(ir_version=builder.model.ir_version)
     alone.opset_import.extend(builder.model.opset_import)
-    part = alone.graph
-    part.name = operator
-    part.node.append(_with_defaults(node, builder.opset))
-    part.input.extend(onnx.ValueInfoProto(name=name, type=known[name]) for name in known)
-    part.output.extend(onnx.ValueInfoProto(name=name) for name in node.output if name)
+    main = alone.graph
+    main.name = operator
+    main.node.append(_with_defaults(node, builder.opset))
+    main.input.extend(onnx.ValueInfoProto(name=name, type=known[name]) for name in known)
+    main.output.extend(onnx.ValueInfoProto(name=name) for name in node.output if name)
     # The inliner looks up the types of missing operands too.
-    part.value_info.append(onnx.ValueInfoProto(name="", type=onnx.TypeProto()))
+    main.value_info.append(onnx.ValueInfoProto(name="", type=onnx.TypeProto()))
     try:
         inlined = onnx.inliner.inline_selected_functions(
             alone, [("", operator)], inline_schema_functions=True

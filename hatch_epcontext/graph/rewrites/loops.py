@@ -83,17 +83,17 @@ def _run(
     # Imported here: few models need it, and it imports all operators.
     from onnx.reference import ReferenceEvaluator
 
-    part, states, reads = _decision(body)
+    decision, states, reads = _decision(body)
     starts = dict(zip((value.name for value in body.input[2:]), loop.input[2:], strict=False))
     feeds = {name: scope.constant(starts.get(name, name)) for name in reads}
     known = {name: value for name, value in feeds.items() if value is not None}
-    if any(map(graph.is_random, part.node)) or len(known) < len(feeds):
+    if any(map(graph.is_random, decision.node)) or len(known) < len(feeds):
         return Declined("its number of iterations depends on data or chance")
-    model = onnx.ModelProto(ir_version=builder.model.ir_version, graph=part)
+    model = onnx.ModelProto(ir_version=builder.model.ir_version, graph=decision)
     model.opset_import.extend(builder.model.opset_import)
     counter, condition = (value.name for value in body.input[:2])
     known[condition] = _filled(body, 1, True)
-    needs_counter = any(counter in graph.read_by(node) for node in part.node)
+    needs_counter = any(counter in graph.read_by(node) for node in decision.node)
     try:
         evaluator = ReferenceEvaluator(model)
         # A condition that depends on nothing else is the same in all iterations.
@@ -130,14 +130,14 @@ def _decision(body: onnx.GraphProto) -> tuple[onnx.GraphProto, Sequence[str], se
     ends = [f"epcontext.end{index}" for index, _ in enumerate(results)]
     pairs = zip(results, ends, strict=True)
     feeds = {*needed - own, *(value.name for value in body.input[:2])}
-    part = helper.make_graph(
+    decision = helper.make_graph(
         [*nodes, *(helper.make_node("Identity", [result], [end]) for result, end in pairs)],
-        "part",
+        "decision",
         [onnx.ValueInfoProto(name=name) for name in sorted(feeds)],
         [onnx.ValueInfoProto(name=name) for name in ends],
         stored,
     )
-    return part, states, needed - own
+    return decision, states, needed - own
 
 
 def _filled(body: onnx.GraphProto, index: int, value: int) -> Array:

@@ -85,7 +85,7 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 def _is_read_once(name: str, scope: Scope) -> bool:
     """Whether a value has one reader, and is not an output of the graph."""
-    is_output = any(output.name == name for output in scope.part.output)
+    is_output = any(output.name == name for output in scope.body.output)
     return name in scope.makers and not is_output and len(scope.readers[name]) == 1
 
 

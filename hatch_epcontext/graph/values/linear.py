@@ -67,12 +67,12 @@ class LinearForms:
         """The forms of the value ``name``, none if it is not linear."""
         return self._forms.get(name, ())
 
-    def follow(self, part: graph.Part | None = None) -> Iterator[onnx.NodeProto]:
-        """Add the forms of all values in ``part``, by default the main graph, and the graphs inside it.
+    def follow(self, body: graph.Body | None = None) -> Iterator[onnx.NodeProto]:
+        """Add the forms of all values in ``body``, by default the main graph, and the graphs inside it.
 
         Yields each node that reads a value with forms, when the forms of its operands are complete.
         """
-        for node in (self.scope.part if part is None else part).node:
+        for node in (self.scope.body if body is None else body).node:
             is_followed = any(name in self._forms for name in node.input)
             if is_followed:
                 yield node
