@@ -16,7 +16,7 @@ from hatch_epcontext.jobs.processes.running import worker_environment
 Variables = frozenset[tuple[str, str]]
 """Names of environment variables with their values."""
 
-_OF_TESTS = (PREFIX, "AWS_", "COLUMNS", "HATCH_BUILD", "NO_PROXY", "PYTEST_CURRENT_TEST")
+_OF_TESTS = (PREFIX, "AWS_", "COLUMNS", "HATCH_BUILD", "HF_", "NO_PROXY", "PYTEST_CURRENT_TEST")
 
 
 class _KeptServer(ForkServer):
