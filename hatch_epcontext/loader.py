@@ -347,7 +347,7 @@ class Variant:
         sizes = [[n if isinstance(n, int) else math.inf for n in shape] for shape in shapes]
         self.elements = sum(map(math.prod, sizes))
         self.plugin = texts(about, "plugin")
-        self.group = get(get(about, "sharing", dict, {}), "group", str, "")
+        self.group = get(about, "group", str, "")
 
     def fits(self, request: Request) -> bool:
         """Whether the shapes are large enough in every dimension; open dimensions are."""

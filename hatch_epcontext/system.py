@@ -41,13 +41,6 @@ _NO_ROOM = 64 << 10
 """Bytes below which a file system counts as full: libraries that fail to write rarely report the reason."""
 
 
-def check_apart(report: Path | None, place: Path) -> None:
-    """Raise OutputError if ``report`` would overwrite ``place``, a result."""
-    if report is not None and report.resolve().is_relative_to(place.resolve()):
-        message = f"is the place of the result itself: {place}."
-        raise OutputError(Problem(Kind.FILE_EXISTS, str(report), message, "Choose another place."))
-
-
 @contextlib.contextmanager
 def writing(
     what: str, folder: Path, location: str = "", error: type[EpcontextError] = AccidentError

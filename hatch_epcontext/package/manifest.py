@@ -68,14 +68,6 @@ class ComponentMetadata:
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """A weight-sharing group and its members."""
-
-    group: str
-    members: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class VariantMetadata:
     """One model compiled for one target.
 
@@ -85,7 +77,7 @@ class VariantMetadata:
     Windows the EP crashes where the code page lacks a letter of the path. ``compares``: the loader
     asks the EP whether it can run the context. ``prepared``: the path of the prepared model in the variant's
     folder, if it is shipped. ``from_app``: the provider options that the app has to give, because their files
-    are not shipped.
+    are not shipped. ``group``: the name of the weight-sharing group.
     """
 
     product: Product
@@ -105,7 +97,7 @@ class VariantMetadata:
     compares: bool = False
     prepared: str | None = None
     from_app: tuple[str, ...] = ()
-    sharing: Sharing | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -276,7 +268,6 @@ def _variant(built: Built, model: str) -> Variant:
     context = record.contexts[index]
     plugin = target.provider.plugin
     only_ours, from_app, load_options = _split_options(target)
-    members = tuple(member.name for member in job.models)
     options = dict(settings.session_options)
     if record.product == "context":
         # Where the EP does not accept the context: fail, and do not compile on the user's machine.
@@ -304,7 +295,7 @@ def _variant(built: Built, model: str) -> Variant:
         needs_device=job.needs_device,
         needs_code_page=target.provider.needs_code_page and not settings.embed,
         compares=target.provider.compares,
-        sharing=Sharing(job.group, members) if job.group is not None else None,
+        group=job.group,
     )
     return Variant(
         variant_directory=job.folder,

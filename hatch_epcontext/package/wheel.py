@@ -20,7 +20,7 @@ from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package.manifest import FILE
-from hatch_epcontext.text import count, listing, show_size, to_toml
+from hatch_epcontext.text import listing, show_size, to_toml
 
 FOLDER = "epcontext"
 """The name of the package's folder in the app's import package, by default."""
@@ -38,9 +38,6 @@ _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
 
 _WARN_AT = 100 * 10**6
 """The size in bytes above which package indexes refuse a wheel by default."""
-
-_LARGEST = 10
-"""How many files the message about a large wheel lists."""
 
 Tree = Mapping[str, Path]
 """Files that Hatch packs, by their path in the archive, with forward slashes."""
@@ -237,21 +234,11 @@ def _hashes(archive: zipfile.ZipFile) -> dict[str, str]:
 
 
 def check_size(wheel: Path) -> str | None:
-    """A warning about a large wheel, with its largest files; None for a wheel that is not large."""
+    """A warning about a large wheel; None for one that is not large."""
     size = wheel.stat().st_size
     if size <= _WARN_AT:
         return None
     return (
-        f"{wheel.name} has {show_size(size)}\n{_largest_files(wheel)}\n  By default package indexes accept "
-        f"files of up to {show_size(_WARN_AT)}: request a higher limit, or ship fewer targets."
+        f"{wheel.name} has {show_size(size)}. By default package indexes accept files of up to "
+        f"{show_size(_WARN_AT)}: request a higher limit, or ship fewer targets."
     )
-
-
-def _largest_files(wheel: Path) -> str:
-    """A line for each of the largest files, with its compressed size, and one for the others."""
-    with zipfile.ZipFile(wheel) as archive:
-        files = sorted(archive.infolist(), key=lambda file: file.compress_size, reverse=True)
-    lines = [f"  {show_size(file.compress_size)}  {file.filename}" for file in files[:_LARGEST]]
-    if (more := len(files) - _LARGEST) > 0:
-        lines.append(f"  and {count(more, 'smaller file')}")
-    return "\n".join(lines)

@@ -18,7 +18,7 @@ from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, check_environment
 from hatch_epcontext.package.bundle import bundle, import_name_in_tree, modules
 from hatch_epcontext.package.folder import publish, refuse_others
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, find
-from hatch_epcontext.system import check_apart, check_folder, writing
+from hatch_epcontext.system import check_folder, writing
 from hatch_epcontext.text import show, suggestion
 from hatch_epcontext.tools.configure import configure, is_file, nested
 from hatch_epcontext.tools.inspecting import READING
@@ -61,8 +61,6 @@ def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -
         message, hint = "is for a model package.", "Give an output that ends with .ortpackage."
         raise ConfigError(Problem.at(chosen.key / "fallback", Kind.NOT_APPLICABLE, message, hint))
     file = is_file(output, config.models)
-    if file:
-        check_apart(config.report, output)
     folder, name = (output.parent, output.name) if file else (output, None)
     check_folder(folder)
     sweep(folder)
@@ -157,7 +155,6 @@ def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) 
         )
         hint = 'Select other targets, or set fallback = "source".'
         raise OutputError(Problem(Kind.UNKNOWN_TARGET, str(folder), message, hint))
-    check_apart(config.report, place)
     check_folder(place)
     check_folder(place.parent)
     _refuse_others(folder, overwrite=overwrite)

@@ -57,7 +57,7 @@ def variant(
         "load_options": {},
         "needs_device": False,
         "prepared": None,
-        "sharing": None,
+        "group": None,
         **ours,
     }
     device = settings["device"]

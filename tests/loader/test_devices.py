@@ -65,8 +65,7 @@ def test_devices_that_the_device_filter_excludes_are_not_used(ship: Shipper) -> 
 
 def test_models_that_share_weights_are_not_opened_on_a_simulator(ship: Shipper) -> None:
     """QNN's simulator refuses contexts that share weights."""
-    sharing = {"group": "g", "members": ["a", "b"]}
-    app = ship(npu=changed(NPU, sharing=sharing, needs_device=True))
+    app = ship(npu=changed(NPU, group="g", needs_device=True))
     app.Opener._offered = lambda self: [device("CPU")]
     npu, source = app.explain("a", device="any")
     assert (npu.outcome, npu.reason.count("only cpu")) == ("skipped", 1)

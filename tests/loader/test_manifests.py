@@ -201,7 +201,7 @@ def test_no_other_exception_leaves_the_module_whatever_the_manifest_says(
     cpu = changed(
         CPU, load_options={"x": "{user-cache}/x"}, prepared="prepared/a.onnx",
         plugin={"module": "no_such_ep", "package": "x", "registration_name": "x"},
-        sharing={"group": "g"},
+        group="g",
     )  # fmt: skip
     plain = changed(CPU, load_options={"x": "{user-cache}/x"})
     app = ship.write({"a": component({"plain": plain, "cpu": cpu, "source": SOURCE})})

@@ -14,7 +14,7 @@ from tests.loader.shipped import CPU, NPU, Shipper, changed, plugin_of
 
 
 def test_models_that_share_weights_can_be_opened_in_several_threads(ship: Shipper) -> None:
-    app = ship(cpu=changed(CPU, sharing={"group": "g", "members": ["a", "b"]}))
+    app = ship(cpu=changed(CPU, group="g"))
     # Threads change often, so that a set that changes while it is read is found out.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -28,8 +28,7 @@ def test_models_that_share_weights_can_be_opened_in_several_threads(ship: Shippe
 
 
 def test_a_session_that_shares_weights_keeps_earlier_sessions_alive(ship: Shipper) -> None:
-    sharing = {"group": "g", "members": ["a", "b"]}
-    app = ship(cpu=changed(CPU, sharing=sharing), other=CPU)
+    app = ship(cpu=changed(CPU, group="g"), other=CPU)
     first = weakref.ref(app.load("a"))
     assert first() is None
     kept = app.load("a")

@@ -235,16 +235,12 @@ def test_a_package_that_differs_from_what_was_built_is_an_error(
     assert ("build/" in (problem.hint or "")) == (content == b"stale")
 
 
-def test_a_large_wheel_is_a_warning_with_its_largest_files(
+def test_a_large_wheel_is_a_warning(
     finished: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished = {**finished, **{f"my_app/data/{n}": b"x" * n for n in range(1, 20)}}
     path = archived({**finished, "my_app/large.bin": b"x" * 100_000}, tmp_path)
     assert wheel.check_size(path) is None
     monkeypatch.setattr(wheel, "_WARN_AT", 50_000)
     warning = wheel.check_size(path)
     assert warning is not None
-    lines = warning.splitlines()
-    assert re.fullmatch(r"my_app-1-py3-none-any.whl has 1\d\d\.\d kB", lines[0])
-    assert lines[1] == "  100.0 kB  my_app/large.bin"
-    assert lines[-2] == f"  and {len(finished) + 2 - 10} smaller files"
+    assert re.match(r"my_app-1-py3-none-any.whl has 1\d\d\.\d kB\. ", warning)

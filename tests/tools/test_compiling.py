@@ -148,16 +148,6 @@ def test_a_package_does_not_replace_its_own_source(
         )
 
 
-@pytest.mark.parametrize("report", ["out.onnx", "out.onnx/r.html"])
-@both
-def test_a_report_in_the_place_of_the_result_is_an_error(
-    config: Config, tmp_path: Path, write: Write, report: str
-) -> None:
-    config = dataclasses.replace(config, report=tmp_path / report)
-    with pytest.raises(OutputError, match="EPC501"):
-        write(config, tmp_path / "out.onnx", never, overwrite=True)
-
-
 @pytest.mark.parametrize("output", ["file", "file/out/a.onnx"])
 @both
 def test_an_output_below_a_file_is_an_error(
