@@ -12,10 +12,18 @@ from typing import Any
 import onnxruntime as ort
 
 from hatch_epcontext.errors import UnavailableError
-from hatch_epcontext.providers import PROVIDERS, Plugin, Provider
-from hatch_epcontext.worker.libraries import load, missing_in_package, register
+from hatch_epcontext.providers import PROVIDERS, MissingLibrary, Plugin, Provider
+from hatch_epcontext.text import listing
 from hatch_epcontext.worker.requests import Devices, DevicesRequest, EpDevice
-from hatch_epcontext.worker.session import add_built_in, describe_device, incompatibilities
+from hatch_epcontext.worker.session import (
+    add_built_in,
+    describe_device,
+    incompatibilities,
+    lacking_of,
+    library_of,
+    load,
+    register,
+)
 
 _AFFIXES = re.compile(r"^(lib)?(onnxruntime_(providers_|ep_)?)?|(_ep)?(_plugin)?$")
 """What a library's name has around that of its EP."""
@@ -42,7 +50,7 @@ def _list_devices(provider: Provider) -> Devices:
         problem = error.problems[0]
         return Devices(reason="\n".join(filter(None, [problem.message, problem.advice()])))
     if devices := _offered(d for d in ort.get_ep_devices() if d.ep_name == provider.ep):
-        return Devices(devices, "\n".join(missing_in_package(provider.plugin)) or None)
+        return Devices(devices, "\n".join(_missing_in_package(provider.plugin)) or None)
     needs = [f"It needs {provider.needs}."] if provider.needs else []
     reasons = [f"{provider.ep} finds no device.", *needs, *incompatibilities(provider.ep)]
     return Devices(reason="\n".join(reasons))
@@ -53,6 +61,23 @@ def _offered(devices: Iterable[Any]) -> tuple[EpDevice, ...]:
         EpDevice(device.ep_name, device.device.type.name.lower(), describe_device(device))
         for device in devices
     )
+
+
+def _missing_in_package(plugin: Plugin) -> list[str]:
+    """Missing libraries that libraries in the package of ``plugin`` need, and what to do.
+
+    An EP loads them when it begins to compile, and then often reports only that it compiles no node.
+    """
+    needed: dict[MissingLibrary, list[str]] = {}
+    library = Path(library_of(plugin.module))
+    for path in sorted(library.parent.glob(f"*{library.suffix}")):
+        # Not the error of the NPU's own libraries, which are for another processor.
+        if lacking := lacking_of(path):
+            needed.setdefault(lacking, []).append(path.name)
+    return [
+        f"{lacking} is missing, and {listing(names)} of {plugin.package} cannot be loaded. {lacking.advice}"
+        for lacking, names in needed.items()
+    ]
 
 
 def _describe(path: str, module: str) -> dict[str, Devices]:
