@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tomlkit
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
 from hatch_epcontext.config.location import (
@@ -22,8 +22,8 @@ from hatch_epcontext.config.location import (
     file_of,
     hub_file,
 )
-from hatch_epcontext.config.pyproject import FILE, Lines, parse, try_parse
-from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Key, Kind, Problem
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import BuildError, DownloadError, Key, Kind, Problem
 from hatch_epcontext.files import is_portable, is_sha256
 from hatch_epcontext.jobs import web
 from hatch_epcontext.jobs.downloads import Downloads, described
@@ -40,7 +40,7 @@ def pin(text: str, keys: Iterable[Key], downloads: Downloads) -> tuple[str, list
     """``text``, a ``pyproject.toml`` that is valid but for the urls at ``keys``, with these pinned.
 
     Also the tables of their models. Only commits and missing keys are written. Raises BuildError with the
-    problems of all locations that cannot be pinned, and ConfigError if a key cannot be written.
+    problems of all locations that cannot be pinned.
     """
     problems, pins = list[Problem](), dict[int, Table]()
     models = parse(text)["tool"]["epcontext"]["models"]
@@ -69,30 +69,16 @@ def pinned_line(table: Table) -> str:
 
 
 def _with_pins(text: str, pins: Mapping[int, Table]) -> str:
-    """``text`` with what the tables of ``pins`` lack, beside their locations."""
-    expected, lines, places = parse(text), text.split("\n"), Lines(text)
+    """``text`` with what the tables of ``pins`` lack."""
+    document = tomlkit.parse(text.replace("\r\n", "\n"))
+    listed: Any = document["tool"]["epcontext"]["models"]
     for index, pinned in pins.items():
-        table = expected["tool"]["epcontext"]["models"][index]
-        values = {key: value for key, value in pinned.items() if key == "url" or key not in table}
-        url, *pairs = (f"{key} = {to_toml(value)}" for key, value in values.items())
-        number = (places.of(Key(("models", index)) / "url") or 1) - 1
-        line, carriage, _ = lines[number].partition("\r")
-        quote = '"' if f'"{table["url"]}"' in line else "'"
-        old, new = f"{quote}{table['url']}{quote}", url.removeprefix("url = ")
-        if re.match(r"""\s*["']?url\b""", line):
-            # The last line of a file may have no end.
-            end = "\r\n" if "\r\n" in text else "\n"
-            lines[number] = end.join([line.replace(old, new, 1), *pairs]) + carriage
-        else:
-            # A table in one line.
-            lines[number] = line.replace(old, ", ".join([new, *pairs]), 1) + carriage
-        table.update(values)
-    result = "\n".join(lines)
-    if try_parse(result) != expected:
-        message = "has a location that cannot be completed, and nothing is written."
-        hint = "Write each url on a line of its own, as a plain string."
-        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, FILE, message, hint))
-    return result
+        for key, value in pinned.items():
+            if key == "url" or key not in listed[index]:
+                listed[index][key] = tomlkit.value(to_toml(value))
+    result = tomlkit.dumps(document)
+    # A file with the line ends of Windows keeps them.
+    return result.replace("\n", "\r\n") if "\r\n" in text else result
 
 
 def pin_location(url: str, downloads: Downloads, table: Table | None = None) -> Table:
