@@ -91,3 +91,11 @@ def workers(
     else:
         with workers:
             yield workers
+
+
+@pytest.fixture
+def usual_workers(kept_servers: KeptServers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
+    """Workers of the kind that builds use on this system."""
+    monkeypatch.setattr(process, "ForkServer", kept_servers.get)
+    with Workers(60) as workers:
+        yield workers

@@ -189,10 +189,16 @@ CRASHED, FAILED = Kind.WORKER_CRASHED, Kind.COMPILE_FAILED
     ],
 )
 def test_how_a_worker_ends_is_one_message_with_the_end_of_its_log(
-    tmp_path: Path, check: Path, workers: Workers, body: str, kind: Kind, words: str, logged: str
+    tmp_path: Path,
+    check: Path,
+    usual_workers: Workers,
+    body: str,
+    kind: Kind,
+    words: str,
+    logged: str,
 ) -> None:
     check.write_text(body, encoding="utf-8")
-    ended = problem(workers, tmp_path)
+    ended = problem(usual_workers, tmp_path)
     assert (ended.kind, ended.location) == (kind, "a -> npu")
     assert words in f"{ended.message} {ended.advice()}"
     log = ended.log or ""
@@ -349,7 +355,7 @@ def test_workers_get_variables_but_no_credentials_and_a_temporary_folder_of_thei
 def test_nothing_is_sent_that_the_user_has_not_asked_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    workers: Workers,
+    usual_workers: Workers,
     variable: str | None,
     sends: bool,
 ) -> None:
@@ -363,7 +369,7 @@ def test_nothing_is_sent_that_the_user_has_not_asked_for(
     monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
     if variable is not None:
         monkeypatch.setenv("ORT_DISABLE_TELEMETRY", variable)
-    prepare(tmp_path, workers)
+    prepare(tmp_path, usual_workers)
     in_call = {file.name for file in (tmp_path / "call").iterdir()} - {LOG, STEP}
     assert bool(in_call or list((tmp_path / "home").rglob("*"))) == sends
 
