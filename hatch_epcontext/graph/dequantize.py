@@ -21,14 +21,13 @@ from onnx import TensorProto
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
 from hatch_epcontext.graph.dtypes import is_float
-from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.scope import Scope
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Numbers = NDArray[np.float64] | np.float64
 
-_QUANTIZATION = DYNAMIC_QUANTIZATION | operators.DEQUANTIZES | {"QuantizeLinear"}
+_QUANTIZATION = operators.DYNAMIC_QUANTIZATION | operators.DEQUANTIZES | {"QuantizeLinear"}
 
 _SAME_NUMBERS = operators.MOVES | {"Concat", "MaxPool", "Resize"}
 """Operators that quantizers apply to integers, because the result is the same as with floats."""
@@ -42,7 +41,7 @@ _WHOLE = frozenset({0, TensorProto.FLOAT, TensorProto.INT32})
 def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
     """Whether a model is dynamically quantized, at least in parts."""
     nodes = graph.nodes(onnx_model.graph)
-    return not DYNAMIC_QUANTIZATION.isdisjoint(map(graph.operator, nodes))
+    return not operators.DYNAMIC_QUANTIZATION.isdisjoint(map(graph.operator, nodes))
 
 
 def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:

@@ -96,3 +96,18 @@ class Declined:
     rewrite: str = ""
     operator: str = ""
     node: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Nodes that an EP for neural networks leaves to the CPU whatever its options and its version are.
+
+    That is any node of ``ai.onnx.ml`` but for the operators ``known``, which have that domain in their names,
+    and of values that are no tensors of numbers. ``open_shapes``: whether it compiles nodes whose output
+    shape, or whose number of iterations, depends on the data. ``empty``: whether it compiles tensors with a
+    size of 0.
+    """
+
+    known: frozenset[str] = frozenset()
+    open_shapes: bool = True
+    empty: bool = True

@@ -38,6 +38,19 @@ MEANS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"})
 QUANTIZES = frozenset({"QuantizeLinear", "com.microsoft.QuantizeLinear"})
 DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
 
+DYNAMIC_QUANTIZATION = frozenset(
+    {
+        "ConvInteger",
+        "DynamicQuantizeLinear",
+        "MatMulInteger",
+        "com.microsoft.DynamicQuantizeLSTM",
+        "com.microsoft.DynamicQuantizeMatMul",
+        "com.microsoft.MatMulIntegerToFloat",
+        "com.microsoft.QAttention",
+    }
+)
+"""Operators of models that quantize activations while they run, with their domains. NPUs support none."""
+
 SHAPES = frozenset({"Shape", "Size"})
 """Operators whose outputs depend on the shape of their input only."""
 

@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.limits import TREES, VALUE_KINDS, Limits, ValueKind
+from hatch_epcontext.graph.facts import Limits
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import count, listing, show
 
@@ -26,6 +26,25 @@ _MAX_VALUES = 4
 
 _TRIVIAL = operators.LAYOUT | {"Cast"}
 """Operators that are not worth a context of their own."""
+
+_TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
+"""The operators of ``ai.onnx.ml`` that are ensembles of trees."""
+
+_ML = "ai.onnx.ml"
+
+_OTHER_VALUES = {
+    "string": "strings",
+    "sequence": "a sequence",
+    "map": "a map",
+    "optional": "an optional value",
+}
+"""The kinds of values that are not tensors of numbers, and what messages call them."""
+
+_SHAPES_FROM = (
+    *("Compress", "ConstantOfShape", "Expand", "NonZero", "Range", "Reshape", "Tile"),
+    *("TopK", "Unique"),
+)
+"""Operators that an EP for fixed shapes compiles only if constants decide the sizes of their results."""
 
 
 @dataclass(frozen=True)
@@ -171,31 +190,30 @@ def numbered(operators: Counter[str]) -> list[str]:
 def _refused(node: onnx.NodeProto, limits: Limits, scope: Scope) -> RefusedNode | None:
     """Why an EP with ``limits`` leaves ``node`` to the CPU; None if it may compile it."""
     operator = graph.operator(node)
-    if node.op_type in TREES and node.domain in limits.domains:
+    if node.op_type in _TREES and node.domain == _ML:
         return RefusedNode(node, "an ensemble of trees, and the EP is for neural networks")
     for name in (*node.input, *node.output):
-        kind = _kind(name, scope)
-        if kind in limits.kinds:
-            what = {"string": "strings", "optional": "an optional value"}.get(kind, f"a {kind}")
-            return RefusedNode(node, f"{what}: {name!r}")
-    if node.domain in limits.domains and operator not in limits.known:
+        if kind := _kind(name, scope):
+            return RefusedNode(node, f"{_OTHER_VALUES[kind]}: {name!r}")
+    if node.domain == _ML and operator not in limits.known:
         return RefusedNode(node, f"an operator of {node.domain}, which the EP does not have")
-    for index in limits.shapes_from.get(operator, ()):
+    is_sized = operator in _SHAPES_FROM and not limits.open_shapes
+    for index in operators.SIZES_FROM[operator] if is_sized else ():
         name = graph.operand(node, index)
         if scope.depends([name]) and None in map(scope.shape, node.output):
             return RefusedNode(node, "the shape of an output depends on the values of", name)
-    if operator == "Loop" and not limits.loops and scope.depends(node.input[:1]):
+    if operator == "Loop" and not limits.open_shapes and scope.depends(node.input[:1]):
         return RefusedNode(node, "the number of iterations depends on", node.input[0])
     return None
 
 
-def _kind(name: str, scope: Scope) -> ValueKind | None:
-    """The kind of the value ``name``; None if it is a tensor of numbers, or unknown."""
+def _kind(name: str, scope: Scope) -> str:
+    """One of `_OTHER_VALUES`; empty if the value ``name`` is a tensor of numbers, or unknown."""
     type_, node = scope.types.get(name), scope.maker(name)
     if scope.elem_type(name) == TensorProto.STRING:
         return "string"
     if node is not None and node.op_type == "LabelEncoder":
         # onnx does not infer its type.
-        return "string" if graph.attribute(node, "values_strings", ()) else None
-    field = "" if type_ is None else type_.WhichOneof("value")
-    return next((kind for kind in VALUE_KINDS if field == f"{kind}_type"), None)
+        return "string" if graph.attribute(node, "values_strings", ()) else ""
+    kind = ((type_ and type_.WhichOneof("value")) or "").removesuffix("_type")
+    return kind if kind in _OTHER_VALUES else ""

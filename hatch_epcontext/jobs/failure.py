@@ -10,7 +10,7 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
+from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, notes
 from hatch_epcontext.text import listing

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.limits import Limits
+from hatch_epcontext.graph.facts import Limits
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers.option import Option
 

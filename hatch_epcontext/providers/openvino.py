@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hatch_epcontext.graph.limits import NUMBERS_ONLY
+from hatch_epcontext.graph.facts import Limits
 from hatch_epcontext.graph.number_format import FLOAT16, NumberFormat
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, named
@@ -65,7 +65,7 @@ class OpenVINO(Provider):
     ep = "OpenVINOExecutionProvider"
     title = "Intel CPUs, GPUs and NPUs through OpenVINO"
     product = "context"
-    limits = NUMBERS_ONLY
+    limits = Limits()
     distributions = ("onnxruntime", "onnxruntime-gpu")
     devices = ("cpu", "gpu", "npu")
     open_shapes_on = ("cpu", "gpu")

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
-from hatch_epcontext.graph.limits import FIXED_SHAPES
+from hatch_epcontext.graph.facts import Limits
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat, RewriteName
 from hatch_epcontext.providers.base import KEEPS_NO_FILES, MoreCoverage, Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, named
@@ -297,9 +297,9 @@ class Qnn(Provider):
     ep = "QNNExecutionProvider"
     title = "Qualcomm's NPU (HTP) and GPU"
     product = "context"
-    limits = dataclasses.replace(
-        FIXED_SHAPES,
+    limits = Limits(
         known=frozenset({"ai.onnx.ml.ArrayFeatureExtractor"}),
+        open_shapes=False,
         # Seen with onnxruntime-qnn 2.7.0: SIGFPE.
         empty=False,
     )

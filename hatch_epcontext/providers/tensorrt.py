@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.graph.limits import NUMBERS_ONLY
+from hatch_epcontext.graph.facts import Limits
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, NumberFormat
 from hatch_epcontext.providers.base import (
     IN_PROFILES,
@@ -83,7 +83,7 @@ class TensorRT(Provider):
     ep = "TensorrtExecutionProvider"
     title = "NVIDIA GPUs through TensorRT"
     product = "context"
-    limits = NUMBERS_ONLY
+    limits = Limits()
     distributions = ("onnxruntime-gpu",)
     devices = ("gpu",)
     # Its builder measures kernels on the GPU, and two at once would disturb each other.

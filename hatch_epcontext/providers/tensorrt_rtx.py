@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hatch_epcontext.graph.limits import NUMBERS_ONLY
+from hatch_epcontext.graph.facts import Limits
 from hatch_epcontext.providers.base import (
     HEADER,
     IN_PROFILES,
@@ -91,7 +91,7 @@ class TensorRTRTX(Provider):
         '# compute-capabilities = ["8.6", "8.9", "12.0"]  # without a GPU, for RTX 30, 40 and 50'
     )
     product = "context"
-    limits = NUMBERS_ONLY
+    limits = Limits()
     distributions = ("onnxruntime-gpu", "onnxruntime")
     devices = ("gpu",)
     # Its builder measures kernels on the GPU, and two at once would disturb each other.

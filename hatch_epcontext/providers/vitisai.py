@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.graph.limits import NUMBERS_ONLY
+from hatch_epcontext.graph.facts import Limits
 from hatch_epcontext.providers.base import Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, named
 
@@ -29,7 +29,7 @@ class VitisAI(Provider):
     ep = "VitisAIExecutionProvider"
     title = "AMD NPUs (Ryzen AI) through Vitis AI"
     product = "context"
-    limits = NUMBERS_ONLY
+    limits = Limits()
     distributions = ("onnxruntime-vitisai", "onnxruntime-windowsml")
     devices = ("npu",)
     # Models for it are quantized.

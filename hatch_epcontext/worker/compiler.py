@@ -29,7 +29,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.bodies import keep_weights, move_weights, remove_readers
 from hatch_epcontext.graph.builder import renamed, restore_inlined
 from hatch_epcontext.graph.external import external_data
-from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
+from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker.advice import Advice

@@ -15,8 +15,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dequantize import dequantize
-from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
-from hatch_epcontext.graph.operators import DEQUANTIZES
+from hatch_epcontext.graph.operators import DEQUANTIZES, DYNAMIC_QUANTIZATION
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.conftest import newer_runtime
 from tests.models import Shape, network, parsed, save, value
