@@ -9,6 +9,7 @@ import click
 
 from hatch_epcontext.cli._common import is_offline, log, open_store
 from hatch_epcontext.cli._settings import use_lines
+from hatch_epcontext.cli.fetch import pin_location, pinned_line
 from hatch_epcontext.cli.init import Pyproject, add_tables, new_model, tables_options
 from hatch_epcontext.config.location import Download
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Kind, Problem
@@ -16,7 +17,6 @@ from hatch_epcontext.jobs.downloads import Downloads
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.text import file_name, show
 from hatch_epcontext.tools.inspecting import TIMEOUT
-from hatch_epcontext.tools.pinning import pin_location, pinned_line
 
 
 @click.command("add")

@@ -32,6 +32,7 @@ from hatch_epcontext.cli._settings import (
     use_lines,
 )
 from hatch_epcontext.cli.doctor import provider_states
+from hatch_epcontext.cli.fetch import Table
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import file_of
@@ -55,7 +56,6 @@ from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
 from hatch_epcontext.tools.configure import for_model, split
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
-from hatch_epcontext.tools.pinning import Table
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
 
 _PACKAGE, _BACKEND = "hatch-epcontext", "hatchling.build"

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from hatch_epcontext.cli.app import app as commands
+from hatch_epcontext.cli.fetch import Table, pin_location
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.jobs.cache.store import Store
-from hatch_epcontext.tools.pinning import Table, pin_location
 from tests.cli.conftest import Cli, problems
 from tests.hub import COMMIT, Hub, model_hub, sha256
 from tests.models import network, save, save_with_data
@@ -163,7 +163,7 @@ def test_a_file_that_changes_meanwhile_stays_as_it_is(
         file.write_text(f"{before}# mine\n", encoding="utf-8")
         return pin_location(*arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hatch_epcontext.tools.pinning.pin_location", edit)
+    monkeypatch.setattr("hatch_epcontext.cli.fetch.pin_location", edit)
     assert [each.split()[-1] for each in problems(cli("fetch", "--pin", app, code=2))] == ["EPC025"]
     assert file.read_text(encoding="utf-8") == f"{before}# mine\n"
 
