@@ -47,7 +47,7 @@ LAYERS = [
 """The folders and modules of the package by layer, the lowest first."""
 
 BORDER = {
-    "worker": {"advice", "protocol", "requests", "results"},
+    "worker": {"protocol", "requests", "results"},
     "graph": {"facts", "limits", "number_format", "operators"},
 }
 """The modules of ``worker`` and ``graph`` that others import: what crosses the border of the processes.

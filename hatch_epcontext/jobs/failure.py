@@ -14,7 +14,6 @@ from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, notes
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.advice import Advice, on_weights
 from hatch_epcontext.worker.results import Coverage, NodeFacts
 
 _MAX_NODES = 20
@@ -119,7 +118,7 @@ def low_coverage(
     )
 
 
-def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
+def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[Setting, ...]]:
     """What to do about the uncovered nodes."""
     nodes = coverage.uncovered
     if freeze := {name: value for node in nodes for name, value in node.freeze.items()}:
@@ -135,8 +134,10 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
             f"{target.provider.ep} cannot do. Undo the quantization (not tried)."
         )
         return hint, (Setting(target.place("dequantize"), True),)
-    if weights := on_weights(nodes, target):
-        return weights
+    is_quantized = any(node.op.endswith("DequantizeLinear") for node in nodes)
+    if is_quantized and target.settings.dequantize != "all" and not target.settings.quantize:
+        hint = "Undo the quantization of the weights, which makes the model larger (not tried)."
+        return hint, (Setting(target.place("dequantize"), "all"),)
     if any(node.dynamic for node in nodes):
         hint = (
             "An EP for fixed shapes cannot compile shapes that depend on the data: cut the model "

@@ -32,7 +32,6 @@ from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider, missing
-from hatch_epcontext.worker.advice import Advice
 from hatch_epcontext.worker.reasons import refused_nodes
 from hatch_epcontext.worker.session import (
     LEVELS,
@@ -45,9 +44,6 @@ from hatch_epcontext.worker.session import (
 from hatch_epcontext.worker.source import on_conditions
 
 _CHANGE = "Change the model there, or keep only the part before or after it (not tried)."
-
-_Refused = tuple[str, Advice | None]
-"""What `refused_nodes` returns."""
 
 
 def compile_context(
@@ -63,10 +59,9 @@ def compile_context(
     with an explanation of the EP's error, if there is one.
     """
     provider = target.provider
-    optimizes = target.settings.optimization != "none"
     key = None if model is None else model.key
     refused = partial(refused_nodes, prepared, target)
-    with explained(provider, lambda: _graph(prepared), key, refused, optimizes=optimizes):
+    with explained(provider, lambda: _graph(prepared), key, refused):
         try:
             _compile(prepared, result, target, session_options or {})
         except Exception as error:
@@ -247,25 +242,21 @@ def explained(
     provider: Provider,
     graph_of: Callable[[], onnx.GraphProto],
     key: Key | None = None,
-    refused: Callable[[], _Refused] = lambda: ("", None),
-    *,
-    optimizes: bool = True,
+    refused: Callable[[], str] = str,
 ) -> Iterator[None]:
     """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
 
     An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled, and
-    ``key`` is its model's place in the configuration, if it has one. ``refused`` finds the nodes that the EP
-    refuses. ``optimizes``: whether ONNX Runtime optimizes the graph.
+    ``key`` is its model's place in the configuration, if it has one. ``refused`` says which nodes the EP
+    refuses.
     """
     try:
         yield
     except EpcontextError:
         raise
     except Exception as error:
-        message = str(error)
-        if broken := _BROKEN.search(message):
-            raise _broken_graph(broken, key, optimizes=optimizes) from error
-        if (explanation := _explanation(message, provider, graph_of(), key, refused)) is None:
+        explanation = _explanation(str(error), provider, graph_of(), key, refused)
+        if explanation is None:
             raise
         raise explanation from error
 
@@ -306,9 +297,11 @@ def _explanation(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    refused: Callable[[], _Refused],
+    refused: Callable[[], str],
 ) -> BuildError | None:
     """The meaning of an error of ONNX Runtime or the EP; None if it is unknown."""
+    if broken := _BROKEN.search(message):
+        return _broken_graph(broken, key)
     if "Unable to compile any nodes" in message:
         return _nothing_compiled(provider, source, key, refused)
     if "NULL EPContext node" in message:
@@ -336,7 +329,7 @@ def _refused_graph(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    refused: Callable[[], _Refused],
+    refused: Callable[[], str],
 ) -> LibraryError | None:
     """The error of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
     settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
@@ -348,13 +341,11 @@ def _refused_graph(
         return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
     if not_inferred := _NOT_INFERRED.search(message):
         return _not_inferred(not_inferred, source, key)
-    nodes, weights = refused()
-    if nodes:
+    if nodes := refused():
         # The nodes that it leaves to the CPU may cause the failure, as by a type that they pass to the rest.
         reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
         words = f"{provider.ep} failed: {reason}. {nodes}"
-        hint, settings = weights or (_CHANGE, settings)
-        return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
+        return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, _CHANGE, settings=settings))
     return None
 
 
@@ -383,22 +374,17 @@ def _not_inferred(error: re.Match[str], source: onnx.GraphProto, key: Key | None
     return LibraryError(Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings))
 
 
-def _broken_graph(error: re.Match[str], key: Key | None, *, optimizes: bool) -> LibraryError:
+def _broken_graph(error: re.Match[str], key: Key | None) -> LibraryError:
     reason = " ".join(error["reason"].split()).rstrip(".")
-    node = f"a node {error['name']!r} ({error['op']}) that ONNX Runtime itself refuses ({reason})"
-    hint = "The source model is not at fault."
-    value: str | None
-    if optimizes:
-        message = f"ONNX Runtime's optimizations broke the graph: they made {node}."
-        hint += " Compile it without these optimizations (not tried)."
-        name, value = "optimization", "none"
-    else:
-        message = (
-            f"ONNX Runtime broke the graph when it gave parts of it to the EP: it made {node}."
-        )
-        hint += " Keep only the part before or after the node, and compute the rest in the app (not tried)."
-        name, value = "cut", None
-    settings = () if key is None else (Setting(key / name, value),)
+    message = (
+        f"ONNX Runtime broke the graph when it optimized it, or gave parts of it to the EP: it made a node "
+        f"{error['name']!r} ({error['op']}) that it refuses itself ({reason})."
+    )
+    hint = (
+        "The source model is not at fault. Compile it without optimizations, or keep only the part before or "
+        "after the node (not tried)."
+    )
+    settings = () if key is None else (Setting(key / "optimization", "none"), Setting(key / "cut"))
     return LibraryError(Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings))
 
 
@@ -406,7 +392,7 @@ def _nothing_compiled(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    refused: Callable[[], _Refused],
+    refused: Callable[[], str],
 ) -> RefusedError:
     message = f"{provider.ep} compiled no node of the model."
     hint = (
@@ -427,10 +413,9 @@ def _nothing_compiled(
     elif control := graph.control_flow(source):
         message += f" It has {' and '.join(control)}, which few EPs compile."
         hint, settings = on_conditions(source, key) or ("Remove them from the model.", ())
-    nodes, weights = refused()
-    if nodes:
+    if nodes := refused():
         message += f" {nodes}"
         if not settings:
             # If the EP gives reasons for its nodes, the chip is not the cause.
-            hint, settings = weights or ("Change the model at these nodes.", ())
+            hint = "Change the model at these nodes."
     return RefusedError(Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings))

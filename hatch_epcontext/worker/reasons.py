@@ -21,7 +21,6 @@ from hatch_epcontext.graph.refusals import Deciders, deciders, numbered
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
-from hatch_epcontext.worker.advice import Advice, on_weights
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Context, NodeFacts
 from hatch_epcontext.worker.session import LEVELS, open_session, options
@@ -73,14 +72,14 @@ def explained(
     return tuple(_with_reason(node, reasons, deciders.get(node.name)) for node in nodes)
 
 
-def refused_nodes(prepared: Path, target: Target) -> tuple[str, Advice | None]:
+def refused_nodes(prepared: Path, target: Target) -> str:
     """A sentence about the nodes of ``prepared`` that the EP refuses, or whose types it lacks, with the
-    reasons, empty if it gives none; and what to do about quantized weights.
+    reasons; empty if it gives none.
     """
     provider = target.provider
     logged = dict(ask(prepared, target))
     if not logged:
-        return "", None
+        return ""
     onnx_model = onnx.load(prepared, load_external_data=False)
     main, typed = onnx_model.graph, graph.inferred(onnx_model)
     for name, tensors in _tensors(typed, {node.name for node in main.node}).items():
@@ -89,7 +88,7 @@ def refused_nodes(prepared: Path, target: Target) -> tuple[str, Advice | None]:
     # Other nodes are in no file: ONNX Runtime has inserted them since.
     refused = [node for node in main.node if node.name in logged]
     if not refused:
-        return "", None
+        return ""
     nodes = [NodeFacts(node.name, graph.operator(node)) for node in refused]
     operators: dict[str | None, Counter[str]] = {}
     for node in explained(nodes, logged, main, typed, provider):
@@ -99,7 +98,7 @@ def refused_nodes(prepared: Path, target: Target) -> tuple[str, Advice | None]:
         for reason, ops in operators.items()
     ]
     more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
-    return f"It refuses {', '.join(parts[:_MAX_REASONS])}{more}.", on_weights(nodes, target)
+    return f"It refuses {', '.join(parts[:_MAX_REASONS])}{more}."
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -22,8 +23,10 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.conventions import dimension_kind
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
-from hatch_epcontext.worker.advice import Advice, freeze
 from hatch_epcontext.worker.inputs import constant, dummy_inputs, sized
+
+Advice = tuple[str, tuple[Setting, ...]]
+"""What to do, in words, and what to set."""
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 
@@ -242,6 +245,13 @@ def fix_open(tensors: Iterable[TensorFacts], model: Model) -> Advice:
         "Fix them with the sizes that the app feeds, such as how wide images or how long texts are."
     )
     return hint, (*sizes, *shapes)
+
+
+def freeze(inputs: Mapping[str, tuple[Any, ...]], model: Key) -> tuple[Setting, ...]:
+    """The constants to set in the table at ``model``, with the first of the values if all have some."""
+    if not all(inputs.values()):
+        return tuple(Setting(model / "constants" / name) for name in inputs)
+    return (Setting(model / "constants", {name: values[0] for name, values in inputs.items()}),)
 
 
 def on_conditions(main: onnx.GraphProto, model: Key | None) -> Advice | None:

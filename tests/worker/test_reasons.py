@@ -70,7 +70,7 @@ def test_the_ep_is_asked_without_compiling_or_printing(
     path = save(interrupted(), tmp_path / "a.onnx")
     assert ask(path, target("qnn", X_ELITE)) == {"hardmax": "the EP does not have this operator"}
     assert "LogNodeSupport" not in "".join(capfd.readouterr())
-    refused, _ = refused_nodes(path, target("qnn", X_ELITE))
+    refused = refused_nodes(path, target("qnn", X_ELITE))
     assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]
     assert refused == "It refuses Hardmax (the EP does not have this operator)."
 

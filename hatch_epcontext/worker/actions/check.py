@@ -17,16 +17,17 @@ from hatch_epcontext.graph.dequantize import is_dynamic
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker import advice
 from hatch_epcontext.worker.inputs import check_inputs, sized
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
 from hatch_epcontext.worker.source import (
+    Advice,
     data_of,
     fix_constants,
     fix_open,
     fix_shapes,
+    freeze,
     open_dimension_message,
     read_source,
     unknown_name,
@@ -149,12 +150,12 @@ def not_compilable(
             yield replace(problem, targets=(target.name,))
 
 
-def _advise(findings: refusals.Findings, model: Model, target: Target) -> advice.Advice:
+def _advise(findings: refusals.Findings, model: Model, target: Target) -> Advice:
     """What to do about the refused nodes of ``model``: freeze what decides them, cut the model there, or use
     another provider.
     """
     if by := findings.deciders:
-        return f"Freeze {by}, which decides it (not tried).", advice.freeze(by.inputs, model.key)
+        return f"Freeze {by}, which decides it (not tried).", freeze(by.inputs, model.key)
     if findings.is_trivial:
         hint = (
             "Nothing else is worth compiling: ship the model as it is, or let ONNX Runtime optimize it "

@@ -232,22 +232,19 @@ BROKEN = (
 
 
 @pytest.mark.parametrize(
-    ("ep", "error", "dtype", "key", "optimizes", "message", "settings"),
+    ("ep", "error", "dtype", "key", "message", "settings"),
     [
-        ("qnn", NOTHING, "bool", MODEL, True, "It has If, which few EPs compile", (FROZEN,)),
+        ("qnn", NOTHING, "bool", MODEL, "It has If, which few EPs compile", (FROZEN,)),
         # Data cannot be frozen.
-        ("qnn", NOTHING, "float", MODEL, True, "It has If, which few EPs compile", ()),
-        ("qnn", NOTHING, "bool", None, True, "It has If, which few EPs compile", ()),
-        ("qnn", TYPES, "int64", MODEL, True, r"'If_0' \(If\) do not fit each other: .* rank 3\.", (FROZEN,)),
-        ("openvino", UNCONVERTED, "int64", MODEL, True,
+        ("qnn", NOTHING, "float", MODEL, "It has If, which few EPs compile", ()),
+        ("qnn", NOTHING, "bool", None, "It has If, which few EPs compile", ()),
+        ("qnn", TYPES, "int64", MODEL, r"'If_0' \(If\) do not fit each other: .* rank 3\.", (FROZEN,)),
+        ("openvino", UNCONVERTED, "int64", MODEL,
          "cannot convert the node Conv(?s:.*)branch of the If 'choice'", (FROZEN, CUT)),
-        ("openvino", UNCONVERTED, "float", MODEL, True,
+        ("openvino", UNCONVERTED, "float", MODEL,
          "cannot convert the node Conv(?s:(?!.*branch of))", (CUT,)),
-        ("qnn", BROKEN, "bool", MODEL, True,
-         r"optimizations broke the graph: .*'If_32' \(If\)(?s:.*)\(not tried\)",
-         (Setting(MODEL / "optimization", "none"),)),
-        ("qnn", BROKEN, "bool", MODEL, False,
-         r"broke the graph when it gave parts of it to the EP: .*'If_32'(?s:.*)\(not tried\)", (CUT,)),
+        ("qnn", BROKEN, "bool", MODEL, r"broke the graph .*'If_32' \(If\)(?s:.*)\(not tried\)",
+         (Setting(MODEL / "optimization", "none"), CUT)),
     ],
 )  # fmt: skip
 def test_an_error_of_the_compiler_is_explained_with_what_chooses_a_branch(
@@ -255,14 +252,13 @@ def test_an_error_of_the_compiler_is_explained_with_what_chooses_a_branch(
     error: str,
     dtype: str,
     key: Key | None,
-    optimizes: bool,
     message: str,
     settings: tuple[Setting, ...],
 ) -> None:
     graph = choosing(dtype)
     with (
         pytest.raises(BuildError) as raised,
-        explained(PROVIDERS[ep], lambda: graph, key, optimizes=optimizes),
+        explained(PROVIDERS[ep], lambda: graph, key),
     ):
         raise RuntimeError(error)
     (problem,) = raised.value.problems
