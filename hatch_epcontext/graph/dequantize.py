@@ -44,6 +44,12 @@ def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
     return not operators.DYNAMIC_QUANTIZATION.isdisjoint(map(graph.operator, nodes))
 
 
+def is_quantized(onnx_model: onnx.ModelProto) -> bool:
+    """Whether a model rounds values to integers: small errors in a value then change others more."""
+    names = {node.op_type for node in graph.nodes(onnx_model.graph)}
+    return "QuantizeLinear" in names or is_dynamic(onnx_model)
+
+
 def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     """Undo dynamic quantization in ``model``, in place, and return the number of operators undone.
 

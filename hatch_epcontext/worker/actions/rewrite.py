@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import onnx
 import onnxruntime as ort
 
@@ -38,6 +37,7 @@ from hatch_epcontext.worker.comparison.compare import (
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import (
     reference_of_artifact,
+    round_weights,
 )
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
@@ -62,11 +62,6 @@ _EXACT, _ROUNDED = 80.0, 50.0
 """Decibels that a model keeps if the last bits of its weights change, unless it is sensitive to rounding; and
 those that a rewrite must then keep.
 """
-
-_ROUNDING = 2.0**-20
-"""The relative errors of such weights, as float32 sums have them."""
-
-_FEW_VALUES = 16
 
 _MAX_ROUNDS = 8
 """How often an unrolled model is simplified and unrolled again."""
@@ -321,14 +316,7 @@ class _RewriteSession:
     def _rounded(self, folder: Path) -> ort.InferenceSession:
         """A session of the prepared model with other rounding errors."""
         model = load_whole(Path(self.request.before.path))
-        rng = np.random.default_rng(0)
-        for tensor in model.graph.initializer:
-            # A few numbers may be sizes, such as those of a Resize, which must not change.
-            if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW_VALUES:
-                weights = onnx.numpy_helper.to_array(tensor)
-                errors = _ROUNDING * rng.choice((-1, 1), weights.shape)
-                rounded = (weights * (1 + errors)).astype(np.float32)
-                tensor.CopyFrom(onnx.numpy_helper.from_array(rounded, tensor.name))
+        round_weights(model)
         written = self._save(model, folder / "rounded.onnx", Path(self.request.before.path).parent)
         options = cpu_options()
         if self.request.simplify:

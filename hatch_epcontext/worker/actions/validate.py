@@ -11,6 +11,7 @@ from pathlib import Path
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC
+from hatch_epcontext.config.tables import ToleranceTable
 from hatch_epcontext.errors import (
     Kind,
     ModelError,
@@ -24,7 +25,7 @@ from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
 from hatch_epcontext.worker.comparison.emulation import Emulator
-from hatch_epcontext.worker.comparison.reference import reference_of_artifact
+from hatch_epcontext.worker.comparison.reference import reference_of_artifact, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     for_other_numbers,
@@ -112,6 +113,9 @@ def _compare(
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
     tolerance = request.tolerance
+    if not isinstance(model.validate.tolerance, ToleranceTable):
+        # Limits that are not the provider's are the user's choice.
+        tolerance = within_noise(tolerance, expected.facts)
     emulator = _emulator(request, expected, tolerance)
     if settings.changes_precision:
         expected = for_other_numbers(expected)

@@ -127,7 +127,8 @@ class OutputFacts:
 
     ``scores``: where it has scores, if these are joined with other values. ``is_state``: whether only the
     model itself reads it. ``is_random``: whether it depends on chance. ``inconclusive``: why a comparison
-    with the source proves nothing, if so.
+    with the source proves nothing, if so. ``noise``: the decibels that other rounding leaves of a quantized
+    source.
     """
 
     nature: Nature = "any"
@@ -136,6 +137,7 @@ class OutputFacts:
     is_state: bool = False
     is_random: bool = False
     inconclusive: str = ""
+    noise: float = math.inf
 
     def within(self, limits: Tolerance) -> Tolerance:
         """The ``limits`` for this output: lower ones if it is a state."""

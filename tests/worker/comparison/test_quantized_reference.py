@@ -1,21 +1,28 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 
 from hatch_epcontext.config.settings import Model
+from hatch_epcontext.providers import QUANTIZED, Tolerance
+from hatch_epcontext.worker.comparison.measures import OutputFacts
 from hatch_epcontext.worker.comparison.reference import (
     reference,
     reference_of_artifact,
     source_reference,
+    within_noise,
     write_float_form,
 )
+from hatch_epcontext.worker.comparison.runs import Facts
 from tests.conftest import newer_runtime
 from tests.graph.test_dequantize import quantized, recurrent
-from tests.models import network, save
+from tests.models import network, parsed, save
 from tests.worker.actions.test_compile import MODEL
 
 
@@ -44,3 +51,29 @@ def test_the_float_form_is_the_reference_and_the_integers_differ_from_it(
     # What an artifact of the cache is compared with.
     again = reference_of_artifact(spec, onnx.load(path), dequantized=True)
     assert again.facts == expected.facts
+
+
+def test_a_source_whose_quantization_stays_has_noise(tmp_path: Path) -> None:
+    path = save(recurrent(), tmp_path / "a.onnx")
+    spec = Model("a", path, MODEL)
+    floats = reference_of_artifact(spec, onnx.load(path), dequantized=True)
+    assert floats.facts.of("y").noise == math.inf
+    # As large as it takes for some integers to change.
+    nodes = "".join(f"m{i} = MatMul (r{i}, w{i}) r{i + 1} = Relu (m{i}) " for i in range(6))
+    matrices: dict[str, Any] = {f"w{index}": (256, 256) for index in range(6)}
+    text = f"(float[64, 256] r0) => (float[64, 256] y) {{ {nodes} y = Identity (r6) }}"
+    made = quantized(parsed(text, **matrices), tmp_path)
+    path = save(made, tmp_path / "b.onnx")
+    expected = reference_of_artifact(replace(spec, path=path), made, dequantized=False)
+    assert 20 < expected.facts.of("y").noise < 70
+
+
+def test_limits_are_no_stricter_than_the_noise() -> None:
+    decibels = {"noisy": 42.0, "wild": 3.0, "quiet": 90.0}
+    facts = Facts(outputs={name: OutputFacts(noise=noise) for name, noise in decibels.items()})
+    strict = Tolerance(snr=50, cosine=0.9999)
+    limits = within_noise(strict, facts)
+    assert limits.of("noisy").snr == 36
+    assert limits.of("noisy").cosine < 0.9999
+    assert limits.of("wild").snr == QUANTIZED.snr
+    assert limits.of("quiet") == limits.of("other") == replace(strict, outputs={})
