@@ -254,8 +254,8 @@ class Emulation:
     """The effect of an EP's number ``format`` on a model, emulated on the CPU for ``samples`` inputs; 0 if
     that was not possible. For samples that the target ran, its results count.
 
-    ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the worst sample;
-    ``nearest``: the agreement of its output nearest to the limits, with a margin that is `SENSITIVE` larger
+    ``seen``: where the format was measured, empty if nowhere. ``nearest``: the agreement of the output
+    nearest to the limits for the worst sample, with a margin that is `SENSITIVE` larger
     for samples that an app may never have.
     ``reason``: why the model is sensitive to the format, and the node; None if it is not. ``inexact``: the
     operators whose kernels are less exact than the format. ``in_format``: whether the format itself makes the
@@ -265,7 +265,6 @@ class Emulation:
     format: str
     seen: str
     samples: int = 0
-    worst: str = ""
     nearest: Agreement | None = None
     reason: str | None = None
     inexact: tuple[str, ...] = ()

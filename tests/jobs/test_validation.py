@@ -126,7 +126,6 @@ def test_a_simulator_and_an_emulation_are_named() -> None:
         "float16",
         "a simulator",
         72,
-        "tone at 0.1",
         Agreement("y", 0.1, 0.9, 23.4, margin=3.4),
         "Sqrt root is 0",
     )

@@ -215,35 +215,20 @@ def _reference(request: ValidateRequest) -> Reference | Arrays:
 def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:
     model = request.model
     if more := sorted(feeds.keys() - {tensor.name for tensor in request.context.inputs}):
-        inputs = "the inputs" if len(more) > 1 else "the input"
-        raise ModelError(
-            Problem.at(
-                model.key,
-                Kind.VALUE_MISMATCH,
-                f"the source model has {inputs} {', '.join(map(repr, more))}, and the compiled model "
-                "does not.",
-                "Give the values to which they were frozen.",
-                Setting(model.key / "constants"),
-            )
-        )
+        message = f"the source model has the input {more[0]!r}, and the compiled model does not."
+        hint = "Give the value to which it was frozen."
+        setting = Setting(model.key / "constants")
+        raise ModelError(Problem.at(model.key, Kind.VALUE_MISMATCH, message, hint, setting))
 
 
 def _check_outputs(request: ValidateRequest, expected: Reference) -> None:
     """Raise ModelError if the compiled model has other outputs: they would not be compared."""
     own = {tensor.name for tensor in request.context.outputs}
-    source = expected.runs[0].outputs[0].keys()
-    for names, one, other in (
-        (source - own, "source", "compiled"),
-        (own - source, "compiled", "source"),
-    ):
-        if names:
-            outputs = "the outputs" if len(names) > 1 else "the output"
-            message = (
-                f"the {one} model has {outputs} {', '.join(map(repr, sorted(names)))}, and the {other} "
-                "model does not."
-            )
-            hint = "Compare with the model that it was compiled from."
-            raise ModelError(Problem.at(request.model.key, Kind.VALUE_MISMATCH, message, hint))
+    if names := sorted(own ^ expected.runs[0].outputs[0].keys()):
+        one, other = ("compiled", "source") if names[0] in own else ("source", "compiled")
+        message = f"the {one} model has the output {names[0]!r}, and the {other} model does not."
+        hint = "Compare with the model that it was compiled from."
+        raise ModelError(Problem.at(request.model.key, Kind.VALUE_MISMATCH, message, hint))
 
 
 def _unavailable(request: ValidateRequest) -> str | None:

@@ -179,21 +179,17 @@ def explain(
         f"{agreement.reason}{largest}."
     )
     own = facts.of(agreement.output).within(limits.of(agreement.output))
-    hint, setting = _advice(agreement, own, subject, facts)
+    hint, setting = _advice(agreement, own, subject)
     return replace(agreement, reason=reason, hint=hint, settings=(setting,) if setting else ())
 
 
 def _advice(
-    agreement: Agreement, limits: Tolerance, subject: Subject, facts: Facts
+    agreement: Agreement, limits: Tolerance, subject: Subject
 ) -> tuple[str, Setting | None]:
     """What to do about an output that is beyond a limit, and what to set."""
     what, validate = subject.what, subject.model.validate
     key = subject.model.key / "validate"
     are_given = validate.inputs not in SYNTHETIC
-    if facts.guessed and not are_given:
-        names = ", ".join(map(repr, facts.guessed))
-        hint = f"Nothing in the graph bounds {names}, which got values up to 255. Give real inputs:"
-        return hint, Setting(key / "inputs", "samples.npz")
     needed = {}
     if agreement.above < 0:
         needed["snr"] = _floor(limits.snr + agreement.above)

@@ -245,7 +245,6 @@ class Emulator:
             self._format.name,
             self._format.seen,
             len(self._emulated),
-            worst.run.name,
             self._nearest(worst),
             reason,
             inexact=tuple(sorted(inexact)),

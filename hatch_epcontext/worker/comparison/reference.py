@@ -27,7 +27,6 @@ from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import dequantize, is_quantized
 from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.graph.external import load_whole, save_whole
-from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.scope import multiply_adds
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.compare import refuse_differences
@@ -135,19 +134,10 @@ def reference(
             )
             for name, facts in outputs.items()
         },
-        tuple(_guessed(inputs, ranges)),
         chosen,
         left > _LASTS,
     )
     return Reference(tuple(runs), facts)
-
-
-def _guessed(inputs: Sequence[TensorFacts], ranges: Mapping[str, Range]) -> Iterator[str]:
-    """The integer inputs that nothing bounds."""
-    for tensor in inputs:
-        is_integer = tensor.dtype not in ("bool", "string") and "float" not in tensor.dtype
-        if is_integer and tensor.name in ranges and not ranges[tensor.name].known:
-            yield tensor.name
 
 
 @dataclass(frozen=True)
@@ -395,7 +385,7 @@ def _rounded(array: Array, rng: np.random.Generator) -> Array:
     if array.dtype != np.float32:
         return array
     errors = _ROUNDING * rng.choice((-1, 1), array.shape)
-    return np.asarray(array * (1 + errors), np.float32)
+    return np.asarray(array.astype(np.float64) * (1 + errors), np.float32)
 
 
 def within_noise(limits: Tolerance, facts: Facts) -> Tolerance:

@@ -54,8 +54,7 @@ class ReferenceRun:
 @dataclass(frozen=True)
 class Facts:
     """What is known of the source model: its ``states`` and ``outputs``, with the values inside it that are
-    compared like outputs; the integer inputs that nothing bounds (``guessed``); and what a TopK, an ArgMax or
-    a NonMaxSuppression selects (``selections``).
+    compared like outputs; and what a TopK, an ArgMax or a NonMaxSuppression selects (``selections``).
 
     ``is_lasting``: whether states decay so slowly that errors in them add up. ``float_form``: how near
     dynamic integers are to the float form, if that is the reference.
@@ -63,7 +62,6 @@ class Facts:
 
     states: Mapping[str, str] = field(default_factory=dict)
     outputs: Mapping[str, OutputFacts] = field(default_factory=dict)
-    guessed: tuple[str, ...] = ()
     selections: Selections = Selections()
     is_lasting: bool = False
     float_form: Agreement | None = None

@@ -11,7 +11,6 @@ same ones. Inside a context its inputs are unknown: then only rows may be others
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -65,7 +64,7 @@ _MAX_REST = 2**24
 
 @dataclass(frozen=True)
 class Rest:
-    """The part of a model from each NonMaxSuppression on: its ``outputs``, and ``model`` in base64.
+    """The part of a model from each NonMaxSuppression on: its ``outputs``, and the serialized ``model``.
 
     ``reads``: the values that it reads; ``shapes``: those that depend on no data.
     """
@@ -73,7 +72,7 @@ class Rest:
     reads: tuple[str, ...]
     shapes: tuple[str, ...]
     outputs: tuple[str, ...]
-    model: str
+    model: bytes
 
     @property
     def values(self) -> frozenset[str]:
@@ -103,25 +102,17 @@ class Rest:
 
 
 @lru_cache(maxsize=2)
-def _opened(model: str) -> ort.InferenceSession:
-    return open_session(base64.b64decode(model), cpu_options())
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The ``columns`` of rows that a TopK selects; with ``is_sorted`` in the order of their scores."""
-
-    columns: tuple[Columns, ...]
-    is_sorted: bool = True
+def _opened(model: bytes) -> ort.InferenceSession:
+    return open_session(model, cpu_options())
 
 
 @dataclass(frozen=True)
 class Selections:
-    """The rows that a model selects, and the outputs that are choices; the part from a NonMaxSuppression on
-    (``rest``), and the columns of its outputs (``suppressed``).
+    """The columns of the rows that each TopK of a model selects (``rows``), and the outputs that are choices;
+    the part from a NonMaxSuppression on (``rest``), and the columns of its outputs (``suppressed``).
     """
 
-    rows: tuple[Selection, ...] = ()
+    rows: tuple[tuple[Columns, ...], ...] = ()
     choices: Mapping[str, Choice] = field(default_factory=dict)
     rest: Rest | None = None
     suppressed: tuple[Columns, ...] = ()
@@ -129,7 +120,7 @@ class Selections:
     @property
     def values(self) -> frozenset[str]:
         """The values inside the model with which outputs are compared."""
-        names = {columns.values for selection in self.rows for columns in selection.columns}
+        names = {columns.values for group in self.rows for columns in group}
         names |= {choice.candidates for choice in self.choices.values()}
         return frozenset(names - {""}).union(self.rest.values if self.rest else ())
 
@@ -174,20 +165,23 @@ class _SelectionFinder:
                 replace(columns, axis=axis) for columns, _ in self._columns(output) if sizes
             )
 
-    def rows(self) -> Iterator[Selection]:
+    def rows(self) -> Iterator[tuple[Columns, ...]]:
         waiting = [pair for output in self._outputs for pair in self._columns(output)]
         # The last TopK before rows has selected them.
         for node in reversed([node for node in self._scope.nodes if _is_topk(node)]):
+            is_sorted = bool(graph.number(node, "sorted", 1))
             above = {name: self._scope.ancestors([name]) for _, name in waiting}
             behind = [pair for pair in waiting if {*node.output}.intersection(above[pair[1]])]
             waiting = [pair for pair in waiting if pair not in behind]
             columns = tuple(
-                replace(columns, axis=axis, is_score=self._is_score(name, node))
+                replace(
+                    columns, axis=axis, is_score=self._is_score(name, node), is_sorted=is_sorted
+                )
                 for columns, name in behind
                 if (axis := self._axis(columns.output, node)) is not None
             )
             if any(span.is_score for span in columns):
-                yield Selection(columns, bool(graph.number(node, "sorted", 1)))
+                yield columns
 
     def _axis(self, output: str, node: onnx.NodeProto) -> int | None:
         """The axis of ``output`` with the rows that the TopK ``node`` selects; None if it has none."""
@@ -294,8 +288,8 @@ def select(
         and aligned.output.shape == aligned.reference.shape
         and aligned.output.dtype.kind in "biuf"
     }
-    for selection in selections.rows:
-        columns = [span for span in selection.columns if span.output in outputs]
+    for group in selections.rows:
+        columns = [span for span in group if span.output in outputs]
         sizes = {span.of(outputs).shape[:2] for span in columns}
         # Without the scores nothing says which rows may be others.
         if (
@@ -304,7 +298,7 @@ def select(
             and 0 < max(sizes)[1] <= _MAX_ROWS
         ):
             rows = Rows(columns, wanted, unit, elsewhere)
-            rows.put(result, *_compare_rows(selection, rows, outputs, wanted, candidates))
+            rows.put(result, *_compare_rows(rows, outputs, wanted, candidates))
     for name, choice in selections.choices.items():
         if name in outputs and result[name].rows is None:
             own = outputs[name]
@@ -318,7 +312,6 @@ def select(
 
 
 def _compare_rows(
-    selection: Selection,
     rows: Rows,
     outputs: Arrays,
     wanted: Arrays,
@@ -343,7 +336,7 @@ def _compare_rows(
         lost = (is_other & (worst >= LOST)).sum(axis=1, keepdims=True)
         is_other &= lost <= (own.shape[1] + 1) // 2
     values, noise = np.where(is_other[..., None], others, values), np.where(is_other, apart, noise)
-    if selection.is_sorted:
+    if rows.columns[score].is_sorted:
         by_place = rows.noise(own, ref)[score]
         is_farther = by_place > noise[score]
         rows.split(values)[score][is_farther] = rows.split(ref)[score][is_farther]
@@ -428,7 +421,7 @@ def rest_of(model: onnx.ModelProto, scope: Scope) -> Rest | None:
         return None
     shapes = tuple(name for name in read if not scope.depends([name]))
     reads = tuple(name for name in read if name not in shapes)
-    return Rest(reads, shapes, names, base64.b64encode(rest.SerializeToString()).decode())
+    return Rest(reads, shapes, names, rest.SerializeToString())
 
 
 def _suppressed(scope: Scope) -> set[str]:

@@ -275,5 +275,5 @@ def test_other_outputs_than_the_source_has_are_an_error(tmp_path: Path) -> None:
     request = built(square_root(), "cpu", tmp_path)
     path = save(square_root("z"), tmp_path / "other" / "a.onnx")
     other = dataclasses.replace(request.model, path=path)
-    with pytest.raises(ModelError, match="the source model has the output 'z', and the compiled"):
+    with pytest.raises(ModelError, match="has the output 'y', and the source model does not"):
         handle(dataclasses.replace(request, model=other))

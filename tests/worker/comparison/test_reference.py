@@ -83,15 +83,9 @@ def test_integers_that_nothing_bounds_are_bytes(tmp_path: Path) -> None:
     made = parsed("""(int64[1, 600] ids) => (float[1, 600] y) <float k = {2}> {
             f = Cast <to = 1> (ids)
             y = Mul (f, k) }""")
-    spec, expected = referred(made, tmp_path)
-    assert expected.facts.guessed == ("ids",)
+    _, expected = referred(made, tmp_path)
     fed = expected.feeds["ids"]
     assert (fed.min(), fed.max()) == (0, 255)
-    (agreement,) = check(clipped(made, 100), spec, expected, tmp_path).agreements
-    assert agreement.hint == (
-        "Nothing in the graph bounds 'ids', which got values up to 255. Give real inputs:"
-    )
-    assert str(agreement.settings[0].key) == "tool.epcontext.models[0].validate.inputs"
 
 
 def test_states_are_fed_back(tmp_path: Path) -> None:
