@@ -50,7 +50,7 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
-from hatch_epcontext.package.reader import own_files
+from hatch_epcontext.package.folder import own_files
 from hatch_epcontext.package.wheel import FOLDER
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml

@@ -21,8 +21,8 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import is_regular, read_regular, temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_environment
+from hatch_epcontext.package.folder import damaged_files, read
 from hatch_epcontext.package.manifest import FILE, ModelPackage
-from hatch_epcontext.package.reader import damaged_files, read
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, differences
 from hatch_epcontext.providers import find
 from hatch_epcontext.worker.requests import InspectReply, InspectRequest

@@ -35,8 +35,8 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.jobs.sources import cut_plan, unknown_outputs
 from hatch_epcontext.jobs.validation import reason_not_to_run
+from hatch_epcontext.package.folder import damaged_files
 from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Variant
-from hatch_epcontext.package.reader import OUTPUT_OPTIONS, PATH_OPTIONS, damaged_files
 from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find
 from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.text import listing, pairs, show, suggestion
@@ -53,6 +53,21 @@ _RUN = ("require", "auto")
 
 _SMALL = 2**20
 """The most bytes of a context model whose blobs are in sidecars."""
+
+_PATH_OPTIONS = frozenset(
+    {"ep.context_file_path", "session.model_external_initializers_file_folder_path"}
+)
+"""Session options that name a file of the package."""
+
+_OUTPUT_OPTIONS = frozenset(
+    {
+        "session.collect_node_memory_stats_to_file",
+        "session.debug_layout_transformation",
+        "session.enable_profiling",
+        "session.optimized_model_filepath",
+    }
+)
+"""Session options that name a file to write: ONNX Runtime refuses a package with one."""
 
 _ELSEWHERE = re.compile(r"(?:^|[\"'])(?:[/\\]|[A-Za-z]:[/\\])|(?:^|[/\\])\.\.(?:[/\\]|$)")
 """What an absolute path and a parent folder have, alone or in JSON."""
@@ -489,13 +504,13 @@ def _reasons_not_to_open(target: Target, from_app: Iterable[str]) -> Iterator[st
         yield f"it names a library elsewhere: {plugin.path}"
     if target.provider.needs_library and not (plugin and plugin.module):
         yield f"no package contains the library of {ep}"
-    if places := sorted(PATH_OPTIONS & settings.session_options.keys()):
+    if places := sorted(_PATH_OPTIONS & settings.session_options.keys()):
         yield f"its session option {places[0]} names files elsewhere"
     for name in from_app:
         yield f"its option {name} names a file elsewhere, and only an app gives that"
     provider_options = {**settings.provider_options, **target.load_options}
     for name, value in (*provider_options.items(), *settings.session_options.items()):
-        if name in OUTPUT_OPTIONS or _ELSEWHERE.search(value):
+        if name in _OUTPUT_OPTIONS or _ELSEWHERE.search(value):
             yield f"its option {name} names a file elsewhere: {value!r}"
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.package.bundle import bundle
+from hatch_epcontext.package.folder import read
 from hatch_epcontext.package.manifest import FILE, ModelPackage
-from hatch_epcontext.package.reader import read
 from tests.results import MODULES, TOML, configured, resulting
 
 OUTPUT = PurePosixPath("my_app/epcontext")

@@ -24,7 +24,7 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import FileRecord, is_intact
 from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.jobs.plan import Plan
-from hatch_epcontext.package.reader import own_files
+from hatch_epcontext.package.folder import own_files
 from hatch_epcontext.tools.compiling import CompileResult, Run, compile_models, export
 from hatch_epcontext.tools.configure import is_file
 from tests.results import configured, resulting

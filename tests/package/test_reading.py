@@ -12,8 +12,8 @@ import pytest
 
 from hatch_epcontext.errors import InspectionError, Kind
 from hatch_epcontext.package.bundle import bundle
+from hatch_epcontext.package.folder import read
 from hatch_epcontext.package.manifest import FILE, ModelPackage, write
-from hatch_epcontext.package.reader import read
 from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.tools.inspecting import inspect
 from hatch_epcontext.worker.results import Agreement
