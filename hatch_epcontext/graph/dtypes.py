@@ -30,13 +30,6 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     return dtype
 
 
-@functools.cache
-def dtype_name(dtype: np.dtype[np.generic]) -> str:
-    """NumPy's name of ``dtype``, which NumPy composes each time."""
-    name: str = dtype.name
-    return name
-
-
 def is_extended(dtype: np.dtype[np.generic]) -> bool:
     """Whether ``dtype`` is one of those that NumPy lacks, and ml_dtypes adds."""
     return dtype.isbuiltin == 2

@@ -44,11 +44,6 @@ class TensorFacts:
         return self.shape or ()
 
     @property
-    def needs_whole_shape(self) -> bool:
-        """Whether names of dimensions are not enough to fix it."""
-        return self.shape is None or None in self.shape
-
-    @property
     def shape_text(self) -> str:
         """The shape for a message, such as ``"batch x 3 x ?"``."""
         if self.shape is None:

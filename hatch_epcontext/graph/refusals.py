@@ -47,18 +47,16 @@ _SHAPES_FROM = (
 """Operators that an EP for fixed shapes compiles only if constants decide the sizes of their results."""
 
 
-@dataclass(frozen=True)
-class Deciders:
-    """Inputs that decide a value that compiling needs, and that are settings of the model, such as a sample
-    rate, and no data.
+Deciders = dict[str, tuple[Any, ...]]
+"""Inputs that decide a value that compiling needs, each with the constants that it is compared with, if any.
 
-    ``inputs``: each with the constants that it is compared with, if any.
-    """
+They are settings of the model, such as a sample rate, and no data.
+"""
 
-    inputs: dict[str, tuple[Any, ...]]
 
-    def __str__(self) -> str:
-        return listing(_described(name, values) for name, values in self.inputs.items())
+def describe_deciders(inputs: Deciders) -> str:
+    """The names of the inputs, and of what they are compared with."""
+    return listing(_described(name, values) for name, values in inputs.items())
 
 
 def _described(name: str, values: tuple[Any, ...]) -> str:
@@ -78,24 +76,21 @@ def deciders(scope: Scope, name: str) -> Deciders | None:
         if (constant := scope.constant(operand)) is not None and constant.size == 1
     )
     values = tuple(dict.fromkeys(compared))
-    return Deciders(dict.fromkeys(inputs, values if len(inputs) == 1 else ()))
+    return dict.fromkeys(inputs, values if len(inputs) == 1 else ())
 
 
-def deciders_of_branches(main: onnx.GraphProto) -> tuple[Deciders | None, list[str]]:
-    """The inputs that decide conditions of ``main``, and the names of the If nodes that have these.
-
-    None if no input decides any, or only data.
-    """
+def deciders_of_branches(main: onnx.GraphProto) -> tuple[Deciders, list[str]]:
+    """The inputs that decide conditions of ``main``, and the names of the If nodes that have these."""
     scope = Scope(main)
-    inputs: dict[str, tuple[Any, ...]] = {}
+    inputs: Deciders = {}
     names = []
     for node in scope.counted:
         by = deciders(scope, node.input[0]) if node.op_type == "If" else None
         if by is not None:
             names.append(node.name or node.output[0])
-            for name, values in by.inputs.items():
+            for name, values in by.items():
                 inputs[name] = tuple(dict.fromkeys((*inputs.get(name, ()), *values)))
-    return (Deciders(inputs) if inputs else None), list(dict.fromkeys(names))
+    return inputs, list(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)
@@ -134,13 +129,13 @@ class Findings:
     @property
     def deciders(self) -> Deciders | None:
         """The inputs that decide all refused nodes; None if data decides one, or nothing that is known."""
-        inputs: dict[str, tuple[Any, ...]] = {}
+        inputs: Deciders = {}
         for refusal in self.refused:
             by = deciders(self.scope, refusal.decider) if refusal.decider else None
             if by is None:
                 return None
-            inputs |= by.inputs
-        return Deciders(inputs)
+            inputs |= by
+        return inputs
 
     @property
     def is_trivial(self) -> bool:

@@ -17,7 +17,7 @@ import onnx
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.graph.refusals import Deciders, deciders, numbered
+from hatch_epcontext.graph.refusals import Deciders, deciders, describe_deciders, numbered
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
@@ -162,9 +162,10 @@ def _with_reason(
     if decider is None:
         return node
     what, by = decider
-    constants = {name: values[0] if values else None for name, values in by.inputs.items()}
+    inputs = describe_deciders(by)
+    constants = {name: values[0] if values else None for name, values in by.items()}
     decides = (
-        f"it reads the input {by}" if what in by.inputs else f"the input {by} decides {what!r}"
+        f"it reads the input {inputs}" if what in by else f"the input {inputs} decides {what!r}"
     )
     reason = "; ".join(filter(None, (node.reason, decides)))
     return replace(node, reason=reason, freeze=constants)

@@ -18,7 +18,7 @@ from hatch_epcontext.graph import external, graph, operators, reading
 from hatch_epcontext.graph.bodies import fix_states
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.graph.refusals import deciders_of_branches
+from hatch_epcontext.graph.refusals import deciders_of_branches, describe_deciders
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.conventions import dimension_kind
 from hatch_epcontext.graph.values.ranges import input_ranges
@@ -230,7 +230,7 @@ def fix_open(tensors: Iterable[TensorFacts], model: Model) -> Advice:
     dims: dict[str, int | None] = {}
     shapes = []
     for tensor in tensors:
-        if tensor.needs_whole_shape:
+        if tensor.shape is None or None in tensor.shape:
             shapes.append(Setting(model.place("shapes") / tensor.name))
             continue
         for axis, size in enumerate(tensor.sizes):
@@ -260,11 +260,14 @@ def on_conditions(main: onnx.GraphProto, model: Key | None) -> Advice | None:
     None if no input decides them, or only data.
     """
     by, names = deciders_of_branches(main)
-    if by is None:
+    if not by:
         return None
     which = listing(map(repr, names[:_MAX_NAMED]))
-    hint = f"The input {by} decides which branch of the If {which} runs: freeze it (not tried)."
-    return hint, () if model is None else freeze(by.inputs, model)
+    hint = (
+        f"The input {describe_deciders(by)} decides which branch of the If {which} runs: freeze it "
+        "(not tried)."
+    )
+    return hint, () if model is None else freeze(by, model)
 
 
 def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:

@@ -155,7 +155,8 @@ def _advise(findings: refusals.Findings, model: Model, target: Target) -> Advice
     another provider.
     """
     if by := findings.deciders:
-        return f"Freeze {by}, which decides it (not tried).", freeze(by.inputs, model.key)
+        which = refusals.describe_deciders(by)
+        return f"Freeze {which}, which decides it (not tried).", freeze(by, model.key)
     if findings.is_trivial:
         hint = (
             "Nothing else is worth compiling: ship the model as it is, or let ONNX Runtime optimize it "
