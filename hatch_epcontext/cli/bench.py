@@ -25,9 +25,10 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.artifact import GENERATOR, Artifact, Recipe
 from hatch_epcontext.jobs.cache.build import Cache
+from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.run import job_runner
+from hatch_epcontext.jobs.run import begin
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.serialize import to_json
@@ -157,17 +158,16 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int, from_memo
     or its result cannot be opened on this machine.
     """
     cache = Cache(None, warn)
-    runner = job_runner(planned, staging, cache, workers)
-    steps = Steps(workers, staging / "sources", {}, runner.steps.sources)
+    build = begin(planned, staging, cache, workers)
     versions = dict[str, str]()
     requests = list[tuple[Opening, TimeOpeningRequest]]()
-    for job in runner.jobs:
+    for job in build.jobs:
         if reason := reason_not_to_open(job):
             hint = "Measure the chips one at a time."
             raise BuildError(Problem(Kind.NOT_RUN, job.location, f"{reason}.", hint))
-        artifact = runner.run(job).artifact
+        artifact = run_job(build, job).artifact
         with job.locating():
-            prepared = steps.prepare(job, 0, Recipe(artifact.record.recipe.simplifier))
+            prepared = Steps(build).prepare(job, 0, Recipe(artifact.record.recipe.simplifier))
         versions |= artifact.record.versions
         folder = staging / f"cache-{len(requests)}"
         folder.mkdir()

@@ -20,7 +20,7 @@ from hatch_epcontext.cli._settings import Project, project_config, project_optio
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.run import job_runner, open_cache
+from hatch_epcontext.jobs.run import begin, open_cache
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import hide_credentials
 
@@ -58,7 +58,7 @@ def command(
 def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
     workers = Workers(planned.config.build.timeout)
     # Reads the models, whose problems the build would have too.
-    jobs = job_runner(planned, staging, open_cache(planned.config, warn), workers).jobs
+    jobs = begin(planned, staging, open_cache(planned.config, warn), workers).jobs
     rows = [(job.location, job.target.provider.name) for job in jobs]
     requires = tuple(map(hide_credentials, planned.requirements))
     if as_json:

@@ -33,13 +33,13 @@ from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Record, Sour
 from hatch_epcontext.jobs.cache.build import Cache, changed_error
 from hatch_epcontext.jobs.cache.shared import Transport, TransportError
 from hatch_epcontext.jobs.cache.store import DamagedError, read_record
-from hatch_epcontext.jobs.job import JobRunner
+from hatch_epcontext.jobs.job import keep, run_job
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements, versions_of
 from hatch_epcontext.jobs.search import Search
-from hatch_epcontext.jobs.steps import Steps
+from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.jobs.validation import input_files
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import writing
@@ -102,15 +102,15 @@ class Outcome:
 class Cluster:
     """The workers of the cluster at ``settings.scheduler``, for the jobs of one build.
 
-    ``runner`` has the models and the cache of the build, and ``workers`` the limits of its processes. Raises
+    ``build`` has the models and the cache, and ``workers`` the limits of its processes. Raises
     BuildError if the scheduler cannot be reached.
     """
 
-    def __init__(self, settings: BuildSettings, workers: Workers, runner: JobRunner) -> None:
+    def __init__(self, settings: BuildSettings, workers: Workers, build: Build) -> None:
         assert settings.scheduler is not None, "there is one"
-        assert runner.cache.shared is not None, "a cluster needs one"
-        self._workers, self._runner, self._sending = workers, runner, threading.Lock()
-        self._transport = runner.cache.shared.transport
+        assert build.cache.shared is not None, "a cluster needs one"
+        self._workers, self._build, self._sending = workers, build, threading.Lock()
+        self._transport = build.cache.shared.transport
         self._client = _connect(settings.scheduler)
         threads = sum(self._client.nthreads().values())
         self.jobs_at_once = (
@@ -123,7 +123,7 @@ class Cluster:
         Raises BuildError with the job's problems.
         """
         if job.target.from_cache:
-            return self._runner.run(job)
+            return run_job(self._build, job)
         with job.locating():
             try:
                 address = self._find_worker(job)
@@ -143,16 +143,17 @@ class Cluster:
     def _known(self, job: Job, versions: Mapping[str, str]) -> Built | None:
         """The latest result in the cache, if it was compiled with ``versions`` and is good enough."""
         with contextlib.suppress(BuildError):
-            built = self._runner.run(replace(job, target=replace(job.target, from_cache=True)))
+            cached = replace(job, target=replace(job.target, from_cache=True))
+            built = run_job(self._build, cached)
             record = built.artifact.record
             if {**record.versions, _NAME: versions[_NAME]} == versions:
                 return replace(built, job=record.recipe.form_of(job))
-        shutil.rmtree(self._runner.steps.staging / PACKAGE / job.folder, ignore_errors=True)
+        shutil.rmtree(self._build.staging / PACKAGE / job.folder, ignore_errors=True)
         return None
 
     def _run(self, job: Job, versions: Mapping[str, str]) -> Built:
         """The result of a worker, which is stored in the cache of the build."""
-        sources = tuple(self._runner.steps.sources[model.name] for model in job.models)
+        sources = tuple(self._build.sources[model.name] for model in job.models)
         inputs = (*(model.validate.inputs for model in job.models), job.target.calibration)
         named = [path for path in inputs if path not in ("", *SYNTHETIC)]
         named += (file.path for file in job.target.files)
@@ -180,19 +181,19 @@ class Cluster:
             outcome = read_record(future.result(), Outcome)
         finally:
             future.cancel(force=True)
-        record, folder = outcome.record, self._runner.steps.staging / PACKAGE / job.folder
+        record, folder = outcome.record, self._build.staging / PACKAGE / job.folder
         if record is None:
             raise BuildError(*outcome.problems)
         _fetch(self._transport, {folder / name: file for name, file in record.files.items()})
         artifact, form = Artifact(folder, record), record.recipe.form_of(job)
         built = Built(form, artifact, outcome.validations, cached=False)
         if outcome.search is not None:
-            self._runner.keep(job, built, outcome.search)
+            keep(self._build, job, built, outcome.search)
         return built
 
     def _send(self, file: Path) -> FileRecord:
         """Send ``file`` to the shared cache, unless it is there."""
-        record = self._runner.cache.index.record(file)
+        record = self._build.cache.index.record(file)
         # One at a time: several jobs may need the same file.
         with self._sending, writing("a copy of a model", file), temp_dir() as scratch:
             if not self._transport.has_file(record):
@@ -348,9 +349,8 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
         sources = {source.model.name: source for source in task.sources}
         workers.expect([task.job.target.provider])
         with workers:
-            steps = Steps(workers, folder, versions, sources, _devices)
-            steps.expect([task.job])
-            built = JobRunner(cache, steps).run(task.job)
+            build = Build(workers, cache, folder, versions, sources, devices=_devices)
+            built = run_job(build, task.job)
         record = built.artifact.record
         for name in record.files:
             transport.send_file(built.artifact.folder / name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,15 +21,14 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import is_sha256
-from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Recipe, Record
-from hatch_epcontext.jobs.cache.build import Cache, changed_error
+from hatch_epcontext.jobs.cache.build import changed_error
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.search import Attempt, Next, Search, most_complete, next_recipe
-from hatch_epcontext.jobs.steps import Steps
+from hatch_epcontext.jobs.steps import Build, Steps
 from hatch_epcontext.jobs.validation import (
     check_conclusive,
     input_files,
@@ -43,86 +42,72 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
 
 
-@dataclass(frozen=True)
-class JobRunner:
-    """Runs the ``jobs`` of one build."""
+def run_job(build: Build, job: Job) -> Built:
+    """Get the artifact of ``job`` from the cache or compile it, and validate it.
 
-    cache: Cache
-    steps: Steps
-    jobs: tuple[Job, ...] = ()
+    Raises BuildError with the job's problems.
+    """
+    with contextlib.closing(Steps(build)) as steps:
+        return _JobRun(build, job, steps).run()
 
-    def run(self, job: Job) -> Built:
-        """Get the job's artifact from the cache or compile it, and validate it.
 
-        Raises BuildError with the job's problems.
-        """
-        try:
-            return self.build(job)
-        finally:
-            self.steps.finished(job)
+def keep(build: Build, job: Job, built: Built, search: Search) -> None:
+    """Store what another machine ``built`` for ``job``, and its ``search``.
 
-    def build(self, job: Job) -> Built:
-        """As `run`, for a job that is a part of another one, which needs what is prepared."""
-        with job.locating():
-            run = _JobRun(self, job)
-            return run.from_cache() if job.target.from_cache else run.search_on()
-
-    def keep(self, job: Job, built: Built, search: Search) -> None:
-        """Store what another machine ``built`` for ``job``, and its ``search``.
-
-        Raises ValueError if that is the search for another job.
-        """
-        run, record = _JobRun(self, job), built.artifact.record
-        fingerprint = run.fingerprint(record.versions)
-        attempt = search.attempts.get(record.recipe.key(fingerprint))
-        if attempt is None or attempt.record is None or attempt.record.files != record.files:
-            raise ValueError("it has searched for another job")
-        self.cache.put("artifacts", attempt.key, attempt.record, built.artifact.folder)
-        self.cache.put("searches", fingerprint, search)
-        self.cache.put("refs", run.settings, attempt.key)
+    Raises ValueError if that is the search for another job.
+    """
+    run, record, cache = _JobRun(build, job, Steps(build)), built.artifact.record, build.cache
+    key = value_sha256([run.settings, record.versions])
+    attempt = search.attempts.get(record.recipe.key(key))
+    if attempt is None or attempt.record is None or attempt.record.files != record.files:
+        raise ValueError("it has searched for another job")
+    cache.put("artifacts", attempt.key, attempt.record, built.artifact.folder)
+    cache.put("searches", key, search)
+    cache.put("refs", run.settings, attempt.key)
 
 
 class _JobRun:
     """One job of ``build``; ``settings`` is its key without versions."""
 
-    def __init__(self, build: JobRunner, job: Job) -> None:
-        self._build, self._job, self._index = build, job, build.cache.index
-        self.cache = build.cache
+    def __init__(self, build: Build, job: Job, steps: Steps) -> None:
+        self._build, self._job, self._steps = build, job, steps
+        self._cache, self._index = build.cache, build.cache.index
         inputs = job.target.calibration
-        sha256 = {name: source.sha256 for name, source in build.steps.sources.items()}
+        sha256 = {name: source.sha256 for name, source in build.sources.items()}
         self.settings = job.key(sha256, inputs_digest(inputs, self._index) if inputs else "")
-        self._place = build.steps.staging / PACKAGE / job.folder
+        self._place = build.staging / PACKAGE / job.folder
         self._search = Search(job.target.settings)
         self._key = ""
         self._artifacts: dict[str, Artifact] = {}
         self._alone: dict[str, Built] = {}
 
-    def fingerprint(self, versions: Mapping[str, str]) -> str:
-        """The key of the job's search: what it is compiled from, and the ``versions`` of what compiles it."""
-        return value_sha256([self.settings, versions])
+    def run(self) -> Built:
+        """The job's result; raises BuildError with its problems."""
+        with self._job.locating():
+            return self.from_cache() if self._job.target.from_cache else self.search_on()
 
     def search_on(self) -> Built:
         """The winner of the job's search."""
-        self._key = self.fingerprint(self._build.steps.versions(self._job))
+        self._key = value_sha256([self.settings, self._build.versions(self._job.target)])
         self._search = self.stored(self._key)
         step = next_recipe(self._search)
         has_won = step.winner and self._artifact(step.winner, is_last=True)
         if not has_won and (step.recipe or step.attempt or step.winner):
             self._check_embeddable()
-            with self.cache.lock(self._key, self._wait):
+            with self._cache.lock(self._key, self._wait):
                 # Another build may have tried more in the meantime.
                 self._search = self.stored(self._key, latest=True)
                 step = self._try_all()
         if step.winner is None:
             raise failure(self._job, step.tried)
         built = self._built(step.winner)
-        self.cache.put("refs", self.settings, step.winner.key)
+        self._cache.put("refs", self.settings, step.winner.key)
         return built
 
     def from_cache(self) -> Built:
         """The latest artifact with the job's settings, whatever is installed."""
         # Others may have made a newer one.
-        key = self.cache.get("refs", self.settings, str, fits=is_sha256, latest=True)
+        key = self._cache.get("refs", self.settings, str, fits=is_sha256, latest=True)
         record = None if key is None else self._take(key, self._place)
         if key is None or record is None:
             raise self._not_cached("the cache has no artifact of this model with these settings.")
@@ -141,7 +126,7 @@ class _JobRun:
 
         The shared cache is asked with ``latest``, or if this machine knows nothing.
         """
-        job, sources = self._job, self._build.steps.sources
+        job, sources = self._job, self._build.sources
         is_dynamic = any(sources[model.name].facts.dynamic for model in job.models)
         required = [
             [validation_key(job, model, {}, self._index), str(model.validate.mode)]
@@ -155,7 +140,7 @@ class _JobRun:
             is_dynamic=is_dynamic and len(job.forms) > 1,
             required=value_sha256(required),
         )
-        stored = self.cache.get("searches", key, Search, latest=latest)
+        stored = self._cache.get("searches", key, Search, latest=latest)
         if stored is None:
             return search
         search = replace(search, validations=stored.validations, winners=stored.winners)
@@ -190,17 +175,17 @@ class _JobRun:
                     self._search = self._validated(self._search, attempt, artifact)
         finally:
             if self._search is not stored:
-                self.cache.put("searches", self._key, self._search.to_store(_today()))
+                self._cache.put("searches", self._key, self._search.to_store(_today()))
 
     def _try(self, recipe: Recipe) -> None:
         """Add an attempt to compile the job with ``recipe``, unless the cache has the result."""
-        key, folder = recipe.key(self._key), self._build.steps.scratch("artifact")
+        key, folder = recipe.key(self._key), self._build.scratch("artifact")
         if record := self._take(key, folder):
             attempt = Attempt(recipe, key, record, day=_today())
             self._search = self._validated(self._search, attempt)
             return
         with self._unchanged():
-            result = self._build.steps.compile(recipe.form_of(self._job), recipe, folder)
+            result = self._steps.compile(recipe.form_of(self._job), recipe, folder)
         if isinstance(result, Record):
             record = replace(result, search=self._key)
             self._artifacts[key] = Artifact(folder, record)
@@ -216,7 +201,7 @@ class _JobRun:
         """Store the artifact of ``attempt``, if it may be shipped and this build has compiled it."""
         if attempt.record is not None and attempt.may_ship and not attempt.day:
             folder = self._artifacts[attempt.key].folder
-            self.cache.put("artifacts", attempt.key, attempt.record, folder)
+            self._cache.put("artifacts", attempt.key, attempt.record, folder)
 
     def _artifact(self, attempt: Attempt, *, is_last: bool) -> Artifact | None:
         """The artifact of ``attempt``: of this build, or of the cache if it is the same there.
@@ -225,7 +210,7 @@ class _JobRun:
         """
         if attempt.record is None or attempt.key in self._artifacts:
             return self._artifacts.get(attempt.key)
-        folder = self._place if is_last else self._build.steps.scratch("artifact")
+        folder = self._place if is_last else self._build.scratch("artifact")
         if self._take(attempt.key, folder) == attempt.record:
             return self._artifacts[attempt.key]
         shutil.rmtree(folder, ignore_errors=True)
@@ -234,7 +219,7 @@ class _JobRun:
 
     def _take(self, key: str, folder: Path) -> Record | None:
         """The record of the artifact with ``key`` if the cache has it, with its files in ``folder``."""
-        record = self.cache.get("artifacts", key, Record, folder, self._fits)
+        record = self._cache.get("artifacts", key, Record, folder, self._fits)
         if record is not None:
             self._artifacts[key] = Artifact(folder, record)
         return record
@@ -277,11 +262,12 @@ class _JobRun:
             alone = [job for job in self._job.alone if job.models == (model,)]
             for job in alone:
                 if job.folder not in self._alone:
-                    self._alone[job.folder] = self._build.build(job)
+                    run = _JobRun(self._build, job, self._steps)
+                    self._alone[job.folder] = run.run()
             built = (self._alone[job.folder] for job in alone)
             return validation_of_alone(form, model, [b.validations[model.name] for b in built])
         with self._unchanged():
-            validation = self._build.steps.validate(form, model, artifact, context)
+            validation = self._steps.validate(form, model, artifact, context)
         is_run = validation.differs or validation.status is ValidationStatus.RAN
         if not is_run and model.validate.mode == "require":
             raise not_run_error(form, model, validation.reason or "it was not run")
@@ -318,7 +304,7 @@ class _JobRun:
         """All files that compiling and validating the job read."""
         job = self._job
         inputs = [job.target.calibration, *(model.validate.inputs for model in job.models)]
-        sources = [self._build.steps.sources[model.name] for model in job.models]
+        sources = [self._build.sources[model.name] for model in job.models]
         return [
             *(file for source in sources for file in source.files),
             *(file for folder in filter(None, inputs) for file in input_files(folder)),
@@ -326,7 +312,7 @@ class _JobRun:
 
     def _check_embeddable(self) -> None:
         for model in self._job.models if self._job.target.settings.embed else ():
-            if (size := self._build.steps.sources[model.name].size) > PROTOBUF_LIMIT:
+            if (size := self._build.sources[model.name].size) > PROTOBUF_LIMIT:
                 message = (
                     "embed = true puts the compiled blob into an ONNX file, which cannot be larger "
                     f"than 2 GiB, and the model has {size / 2**30:.1f} GiB."
@@ -335,7 +321,7 @@ class _JobRun:
                 raise BuildError(Problem(Kind.TOO_LARGE, "", message, hint))
 
     def _wait(self) -> None:
-        workers = self._build.steps.workers
+        workers = self._build.workers
         if workers.stopped:
             raise interrupted()
         if workers.progress and workers.pulse.due():
@@ -349,7 +335,7 @@ class _JobRun:
             "Build it on a machine that can compile it: "
             f"{PREFIX}TARGETS={self._job.target.name}, with the same cache."
         )
-        message += self.cache.trouble
+        message += self._cache.trouble
         return BuildError(Problem(Kind.NOT_CACHED, "", message, hint, step=step))
 
 

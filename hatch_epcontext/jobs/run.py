@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,13 +16,13 @@ from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, merged
 from hatch_epcontext.jobs.artifact import Built, FailureReport, Result
 from hatch_epcontext.jobs.cache.build import Cache
-from hatch_epcontext.jobs.job import JobRunner
+from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.jobs.sources import cut_plan, read_sources
-from hatch_epcontext.jobs.steps import Steps
+from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.jobs.validation import validation_warnings
 
 _STEP = 0.5
@@ -69,8 +70,8 @@ def download_sources(config: Config, workers: Workers) -> None:
         download_models(config.models, config, workers.progress or _ignore, workers.pulse)
 
 
-def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> JobRunner:
-    """The runner for the jobs of ``plan``, whose models it downloads, cuts and reads.
+def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
+    """The build of ``plan``, whose models it downloads, cuts and reads.
 
     Raises RequirementError when the environment cannot build the plan, BuildError for invalid models.
     """
@@ -81,9 +82,7 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     installed = check_environment(plan.local_targets, plan.requirements)
     read = read_sources(config, cache, workers, staging / "check")
     sources = {source.model.name: source for source in read}
-    steps = Steps(workers, staging, installed, sources)
-    steps.expect(plan.jobs)
-    return JobRunner(cache, steps, plan.jobs)
+    return Build(workers, cache, staging, installed, sources, plan.jobs)
 
 
 def _ignore(line: str) -> None:
@@ -107,19 +106,19 @@ def build(
     """
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
-        runner = job_runner(plan, staging, cache, started)
+        begun = begin(plan, staging, cache, started)
         # A build entirely from the cache contacts no scheduler.
-        if settings.scheduler is None or all(job.target.from_cache for job in runner.jobs):
-            largest = max((source.size for source in runner.steps.sources.values()), default=0)
+        if settings.scheduler is None or all(job.target.from_cache for job in begun.jobs):
+            largest = max((source.size for source in begun.sources.values()), default=0)
             at_once = jobs_at_once(settings.jobs, largest)
-            result = _run(runner, runner.run, at_once, log, warn or log)
+            result = _run(begun, partial(run_job, begun), at_once, log, warn or log)
         else:
             from hatch_epcontext.jobs.cluster import Cluster
 
-            with contextlib.closing(Cluster(settings, started, runner)) as cluster:
+            with contextlib.closing(Cluster(settings, started, begun)) as cluster:
                 run, at_once = cluster.run, cluster.jobs_at_once
-                result = _run(runner, run, at_once, log, warn or log)
-    for warning in dict.fromkeys(_missing_chips(runner.jobs)):
+                result = _run(begun, run, at_once, log, warn or log)
+    for warning in dict.fromkeys(_missing_chips(begun.jobs)):
         (warn or log)(warning)
     if result.failures:
         raise IncompleteError(result)
@@ -133,7 +132,7 @@ def _missing_chips(jobs: Iterable[Job]) -> Iterator[str]:
 
 
 def _run(
-    runner: JobRunner,
+    begun: Build,
     run: Callable[[Job], Built],
     at_once: int,
     log: Callable[[str], None],
@@ -145,7 +144,7 @@ def _run(
     # Its threads only wait for workers.
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            running = [(job, pool.submit(run, job)) for job in runner.jobs]
+            running = [(job, pool.submit(run, job)) for job in begun.jobs]
             for job, future in running:
                 try:
                     finished = _result(future)
@@ -154,17 +153,17 @@ def _run(
                     log(f"{job.location} ({job.target.provider.name}): FAILED")
                 else:
                     built.append(finished)
-                    log(summarize(finished, runner.steps.sources))
+                    log(summarize(finished, begun.sources))
                     for name, validation in finished.validations.items():
                         for line in validation_warnings(f"{job.target.name}: {name}", validation):
                             warn(line)
         except BaseException:
             # Start no waiting job, and end the running ones.
             pool.shutdown(wait=False, cancel_futures=True)
-            runner.steps.workers.stop()
-            runner.cache.stop()
+            begun.workers.stop()
+            begun.cache.stop()
             raise
-    return Result(tuple(runner.steps.sources.values()), tuple(built), tuple(failures))
+    return Result(tuple(begun.sources.values()), tuple(built), tuple(failures))
 
 
 def _result(future: Future[Built]) -> Built:

@@ -7,9 +7,7 @@ import itertools
 import shutil
 import threading
 import time
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
 from pathlib import Path
@@ -37,10 +35,10 @@ from hatch_epcontext.jobs.artifact import (
     Source,
     Times,
 )
+from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.requirements import versions_of
-from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import Context, Precision, Validation
 
@@ -52,49 +50,26 @@ _SMALL = 10 * 10**6
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The steps of jobs in ``workers``, with files below ``staging``; several threads take them.
+class Build:
+    """What the ``jobs`` of one build share: the ``sources`` of models, by name, and files in ``staging``.
 
-    ``installed``: the versions of all build requirements. ``sources``: of all models, by name.
-    ``devices``: the locks of exclusive devices, by the names of their EPs.
-
-    What is prepared of a model is made by the first job that needs it, and the others wait: ``_prepared``, by
-    what identifies it and the steps of a recipe; ``_references``: the outputs of its source. ``_users``: how
-    many jobs have not ended that need it.
+    ``installed``: the versions of all build requirements. ``devices``: the locks of exclusive devices, by the
+    names of their EPs.
     """
 
     workers: Workers
+    cache: Cache
     staging: Path
     installed: Mapping[str, str]
     sources: Mapping[str, Source]
+    jobs: tuple[Job, ...] = ()
     devices: dict[str, threading.Lock] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _prepared: dict[str, dict[Hashable, Future[Prepared]]] = field(default_factory=dict)
-    _references: dict[str, str] = field(default_factory=dict)
-    _users: Counter[str] = field(default_factory=Counter)
-    _keys: dict[Hashable, str] = field(default_factory=dict)
     _versions: dict[Hashable, Mapping[str, str]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def expect(self, jobs: Iterable[Job]) -> None:
-        """Keep what is prepared until all ``jobs`` that need it have ended."""
-        for job in jobs:
-            self._users.update(self._needs(job))
-
-    def finished(self, job: Job) -> None:
-        """Remove the models that were prepared for ``job``, which has ended, and that no other job needs."""
-        for key in self._needs(job):
-            with self._lock:
-                self._users[key] -= 1
-                if self._users[key] > 0 or not self._prepared.pop(key, None):
-                    continue
-                self._references.pop(key, None)
-            shutil.rmtree(self._folder(key), ignore_errors=True)
-
-    def versions(self, job: Job) -> Mapping[str, str]:
-        """The versions of everything installed that can change what is compiled for ``job``."""
-        # Once for all models of the target: looking them up is slow in a large environment.
-        target = job.target
+    def versions(self, target: Target) -> Mapping[str, str]:
+        """The versions of everything installed that can change what is compiled for ``target``."""
+        # Once for all models: looking them up is slow in a large environment.
         key = (target.name, target.requirements, target.provider.plugin)
         if key not in self._versions:
             self._versions[key] = versions_of(target, self.installed)
@@ -103,6 +78,30 @@ class Steps:
     def scratch(self, step: str) -> Path:
         """A new path for files of a ``step``."""
         return self.staging / "steps" / f"{next(self._numbers)}-{step}"
+
+    def device(self, target: Target) -> AbstractContextManager[object]:
+        """The lock of a step that uses the target's EP: other steps wait if its device is exclusive."""
+        if not target.provider.exclusive_device:
+            return contextlib.nullcontext()
+        return self.devices.setdefault(target.provider.ep, threading.Lock())
+
+
+class Steps:
+    """The steps of one job of ``build`` in workers, and of those whose results are run instead.
+
+    They keep what they prepare, by model, form and the steps of a recipe, or why that failed, until they are
+    closed; and the file with the outputs of each source on the CPU.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self._build, self._folder = build, build.scratch("prepared")
+        self._prepared: dict[Hashable, Prepared | BuildError] = {}
+        self._references: dict[Hashable, str] = {}
+        self._numbers = itertools.count()
+
+    def close(self) -> None:
+        """Remove what is prepared."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Prepare and compile ``job`` with ``recipe`` in one process into ``folder``, which is made.
@@ -115,7 +114,7 @@ class Steps:
         start = time.monotonic()
         optimizes = job.target.provider.product == "optimized"
         purpose = self._purpose(job, recipe, "optimize" if optimizes else "run")
-        with self.workers.process(purpose) as worker:
+        with self._build.workers.process(purpose) as worker:
             prepared = self._prepare_all(job, recipe, worker)
             if isinstance(prepared, Refused):
                 return prepared
@@ -131,14 +130,16 @@ class Steps:
             models = tuple(model.on(job.target) for model in job.models)
             paths = tuple(model.path for model in prepared)
             request = CompileRequest(models, paths, target, str(folder))
-            call = self.scratch("compile")
+            call = self._build.scratch("compile")
             # Hashed and validated when it is complete, and the device is free.
             compiler: AbstractContextManager[Worker] = contextlib.closing(worker)
             if purpose is not None:
                 # Compilers number what a process compiles, and blobs of QNN contain the numbers.
-                compiler = contextlib.nullcontext(worker) if optimizes else self.workers.process()
+                compiler = (
+                    contextlib.nullcontext(worker) if optimizes else self._build.workers.process()
+                )
             try:
-                with self._device(job.target), compiler as compiling:
+                with self._build.device(job.target), compiler as compiling:
                     reply = compiling.call(request, call, location=job.location, step="")
             except BuildError as error:
                 changes = (
@@ -147,7 +148,7 @@ class Steps:
                 names = tuple(dict.fromkeys(changes))
                 return replace(_refused("compile", error, recipe), rewrites=names)
         files, times = record_files(folder), Times(prepare_seconds, reply.seconds)
-        versions = self.versions(job)
+        versions = self._build.versions(job.target)
         return Record(recipe, reply.product, preparations, reply.contexts, files, versions, times)
 
     def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
@@ -163,7 +164,7 @@ class Steps:
             # With other samples, other rewrites are worthwhile.
             is_same = again.rewrites == record.preparations[index].rewrites
             prepared = again.path if is_same else None
-        scratch = self.scratch("validate")
+        scratch = self._build.scratch("validate")
         moved = scratch.with_name(f"{scratch.name}-moved")
         with writing("a copy to validate", moved):
             shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
@@ -178,11 +179,11 @@ class Steps:
             str(moved),
             model.tolerance_for(target),
             record.contexts if job.group else (),
-            reference=self._references.get(self._key(job, model)) if has_reference else None,
+            reference=self._references.get(_form(job, model)) if has_reference else None,
             prepared=prepared,
         )
         purpose = self._purpose(job, record.recipe, "run")
-        with self._device(target), self.workers.process(purpose) as worker:
+        with self._build.device(target), self._build.workers.process(purpose) as worker:
             validation = worker.call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
         return validation
@@ -190,24 +191,25 @@ class Steps:
     def prepare(
         self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers | None = None
     ) -> Prepared:
-        """The job's model with this ``index`` as ``recipe`` prepares and changes it, made by ``worker`` if no
-        other job has made it, or makes it now.
+        """The job's model with this ``index`` as ``recipe`` prepares and changes it, made by ``worker``.
 
         Raises BuildError when that fails.
         """
         changes = ((c.kind, c.refused and c.refused[index]) for c in recipe.changes)
-        limit = job.target.settings.unroll_limit
-        steps = (recipe.simplifier, recipe.fuse, *changes, limit, recipe.remedies)
-        with self._lock:
-            prepared = self._prepared.setdefault(self._key(job, job.models[index]), {})
-            is_first = steps not in prepared
-            future = prepared.setdefault(steps, Future())
-        if is_first:
+        form = _form(job, job.models[index])
+        steps = (form, recipe.simplifier, recipe.fuse, *changes, recipe.remedies)
+        if steps not in self._prepared:
             try:
-                future.set_result(self._make(job, index, recipe, worker or self.workers))
-            except BaseException as error:
-                future.set_exception(error)
-        return future.result()
+                made: Prepared | BuildError = self._make(
+                    job, index, recipe, worker or self._build.workers
+                )
+            except BuildError as error:
+                made = error
+            self._prepared[steps] = made
+        prepared = self._prepared[steps]
+        if isinstance(prepared, BuildError):
+            raise prepared
+        return prepared
 
     def _prepare_all(
         self, job: Job, recipe: Recipe, worker: Worker
@@ -266,19 +268,19 @@ class Steps:
         from hatch_epcontext.worker.requests import PrepareRequest
 
         model = job.models[index]
-        key = self._key(job, model)
+        form = _form(job, model)
         request = PrepareRequest(
             model.on(job.target),
             recipe.simplifier,
-            str(self._folder(key) / str(next(self._numbers))),
+            self._new_folder(),
             model.is_compared,
-            self._references.get(key),
+            self._references.get(form),
             precision=_precision(job, model),
             fuse=recipe.fuse,
         )
         prepared = self._call(job, request, worker)
         if prepared.reference is not None:
-            self._references[key] = prepared.reference
+            self._references[form] = prepared.reference
         return prepared
 
     def _change(
@@ -296,7 +298,7 @@ class Steps:
             model.on(job.target),
             before,
             refused,
-            str(self._folder(self._key(job, model)) / str(next(self._numbers))),
+            self._new_folder(),
             simplify=recipe.simplifier != "none",
             compare=model.is_compared,
             precision=_precision(job, model) if before.precision else None,
@@ -313,34 +315,19 @@ class Steps:
         call = Path(request.folder) / "call"
         return worker.call(request, call, location=job.location, step="preparation")
 
-    def _folder(self, key: str) -> Path:
-        """The folder of everything that is prepared of a model; Windows has a limit for paths."""
-        return self.staging / "prepared" / key[:16]
-
-    def _key(self, job: Job, model: Model) -> str:
-        """What identifies how ``job`` needs ``model`` prepared; others may need it alike."""
-        name = (job.folder, model.name, job.target.settings.dequantize)
-        if name not in self._keys:
-            needed = [model.on(job.target), model.is_compared, _precision(job, model)]
-            self._keys[name] = value_sha256(needed)
-        return self._keys[name]
-
-    def _needs(self, job: Job) -> set[str]:
-        """The keys of the models that ``job``, or a job whose result is run instead, may need prepared."""
-        forms = (form for needed in (job, *job.alone) for form in needed.forms)
-        return {self._key(form, model) for form in forms for model in form.models}
+    def _new_folder(self) -> str:
+        return str(self._folder / str(next(self._numbers)))
 
     def _purpose(self, job: Job, recipe: Recipe, task: str) -> Hashable:
         """What small jobs of one target use the same processes for; None if this one has its own."""
-        is_small = all(self.sources[model.name].size <= _SMALL for model in job.models)
+        is_small = all(self._build.sources[model.name].size <= _SMALL for model in job.models)
         is_alone = job.target.provider.exclusive_device or job.group is not None
         return (task, job.target.name) if is_small and recipe.is_plain and not is_alone else None
 
-    def _device(self, target: Target) -> AbstractContextManager[object]:
-        """The lock of a step that uses the target's EP: other steps wait if its device is exclusive."""
-        if not target.provider.exclusive_device:
-            return contextlib.nullcontext()
-        return self.devices.setdefault(target.provider.ep, threading.Lock())
+
+def _form(job: Job, model: Model) -> Hashable:
+    """The form in which ``job`` needs ``model`` prepared."""
+    return model.name, job.target.settings.dequantize
 
 
 def _not_taken(prepared: Iterable[Prepared]) -> tuple[str, ...]:

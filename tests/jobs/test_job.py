@@ -14,9 +14,10 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.cache.store import Store
+from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.run import job_runner
+from hatch_epcontext.jobs.run import begin
 from tests.altered_workers import workers_with
 from tests.models import network, save, save_with_data
 
@@ -110,8 +111,8 @@ def test_nothing_of_a_changed_model_is_stored(
     planned = plan(load(project, parse(TOML), {}, {}))
 
     def run() -> None:
-        runner = job_runner(planned, tmp_path / "staging", Cache(cache, pytest.fail), workers)
-        runner.run(planned.jobs[0])
+        build = begin(planned, tmp_path / "staging", Cache(cache, pytest.fail), workers)
+        run_job(build, planned.jobs[0])
 
     with pytest.raises(BuildError) as raised:
         run()

@@ -330,37 +330,16 @@ def second_model(project: Path) -> None:
     save(network(3), project / "models" / "b.onnx")
 
 
-@pytest.mark.usefixtures("second_model")
-def test_a_model_is_prepared_once_for_targets_that_want_the_same(
-    run: Run, log: list[str], tmp_path: Path
-) -> None:
-    # One after the other: what is prepared is kept for the last one.
-    result = run("build.jobs = 1\n" + TWO, workers=Workers(120, log.append))
-    assert len(result.built) == 4
-    assert len(steps(log, "prepare")) == 2
-    assert len(steps(log, "compile")) == 4
-    assert not list(tmp_path.glob("staging-*/prepared/*"))
-
-
-def test_a_failed_preparation_is_an_error_of_each_job_and_is_not_repeated(
-    run: Run, project: Path, log: list[str]
-) -> None:
+def test_a_failed_preparation_is_an_error_of_each_job(run: Run, project: Path) -> None:
     save(unknown_operator(), project / "models" / "bad.onnx")
     toml = TWO.replace('"models/a.onnx", "models/b.onnx"', '"models/bad.onnx"')
     with pytest.raises(IncompleteError) as raised:
-        run("build.jobs = 1\n" + toml, workers=Workers(120, log.append))
+        run(toml)
     assert [failure.target for failure in raised.value.result.failures] == ["first", "second"]
-    assert len({line for line in steps(log, "prepare") if "second" in line}) == 0
     (problem,) = raised.value.problems
     assert problem.targets == ("first", "second")
     head = "tool.epcontext.models[0] (models/bad.onnx) -> first, second: EPC209"
     assert str(problem).startswith(head)
-
-
-def test_another_preparation_is_not_shared(run: Run, log: list[str]) -> None:
-    toml = TWO.replace(', "models/b.onnx"', "").replace('"all"', '"none"')
-    run(toml, workers=Workers(120, log.append))
-    assert len(steps(log, "prepare")) == 2
 
 
 def overlaps(log: list[str], action: str) -> bool:

@@ -16,10 +16,10 @@ from hatch_epcontext.files import record_file
 from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Refused, Source
 from hatch_epcontext.jobs.cache.build import Cache
-from hatch_epcontext.jobs.job import JobRunner
+from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.steps import Steps
+from hatch_epcontext.jobs.steps import Build, Steps
 from hatch_epcontext.worker.results import ModelFacts, Validation
 from tests.altered_workers import workers_with
 from tests.conftest import needs_qnn
@@ -70,18 +70,18 @@ def workers(altered: Workers, body: Path) -> Workers:
     return altered
 
 
-def new_steps(workers: Workers, staging: Path, *jobs: Job) -> Steps:
+def new_build(workers: Workers, staging: Path, *jobs: Job) -> Build:
     sources = {}
     for model in (model for job in jobs for model in job.models):
         record = record_file(model.path)
         facts, files = ModelFacts((), (), ()), {model.path.name: record}
         sources[model.name] = Source(model, facts, record.sha256, files)
-    return Steps(workers, staging, {}, sources)
+    return Build(workers, Cache(None, pytest.fail), staging, {}, sources)
 
 
-def run(steps: Steps, job: Job) -> Validation:
+def run(build: Build, job: Job) -> Validation:
     """Compile and validate ``job``."""
-    folder = steps.staging / job.target.name
+    steps, folder = Steps(build), build.staging / job.target.name
     record = steps.compile(job, Recipe("onnxruntime"), folder)
     assert isinstance(record, Record)
     return steps.validate(job, job.models[0], Artifact(folder, record), record.contexts[0])
@@ -103,7 +103,7 @@ def test_jobs_share_the_processes_that_validate_and_no_vendor_compiles_twice_in_
     (job,) = plan(configured(project, SIMULATED if target == "qnn" else TOML)).jobs
     numbers = []
     for name in ("first", "second"):
-        run(new_steps(workers, tmp_path / name, job), job)
+        run(new_build(workers, tmp_path / name, job), job)
         numbers.append(dict(answering(tmp_path / name)))
     first, second = numbers
     assert first["validate"] == second["validate"] not in (first["compile"], second["compile"])
@@ -122,7 +122,7 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
     save(network(1), project / "models" / "b.onnx")
     toml = TOML.replace('"models/a.onnx"', '"models/a.onnx", "models/b.onnx"')
     folded, other = plan(configured(project, toml)).jobs
-    steps = new_steps(workers, tmp_path, folded, other)
+    steps = Steps(new_build(workers, tmp_path, folded, other))
     unfused = Recipe("onnxruntime", fuse=False)
     before = steps.prepare(folded, 0, Recipe("onnxruntime"))
     after = steps.prepare(folded, 0, unfused)
@@ -139,10 +139,10 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
 ) -> None:
     text = f"(float[4] x) => (float[4] y) {{ y = {operator} (x, two) }}"
     save(parsed(text, two=np.float32(2)), project / "models" / "a.onnx")
-    steps = new_steps(workers, tmp_path, job)
+    steps = Steps(new_build(workers, tmp_path, job))
     prepared = steps.prepare(job, 0, Recipe("onnxruntime", remedies=ALWAYS))
     assert prepared.rewrites == (("square",) if requests == 2 else ())
-    assert [step for step, _ in answering(steps.staging)] == ["call"] * requests
+    assert [step for step, _ in answering(tmp_path)] == ["call"] * requests
 
 
 @pytest.fixture
@@ -153,8 +153,7 @@ def job(project: Path) -> Job:
 
 
 def prepared(job: Job, tmp_path: Path, workers: Workers) -> Preparation:
-    runner = JobRunner(Cache(None, pytest.fail), new_steps(workers, tmp_path, job))
-    (preparation,) = runner.run(job).artifact.record.preparations
+    (preparation,) = run_job(new_build(workers, tmp_path, job), job).artifact.record.preparations
     return preparation
 
 
