@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -34,30 +33,6 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
-class Environment:
-    """The settings of the environment; None if a variable is not set.
-
-    ``build`` and ``wheel`` have the keys of these tables that the environment sets. ``overrides``: all
-    settings as text, without secrets.
-    """
-
-    skip: bool = False
-    targets: tuple[str, ...] | None = None
-    from_cache: tuple[str, ...] | None = None
-    cache_dir: Path | None = None
-    no_cache: bool = False
-    shared_cache_write: bool = False
-    shared_cache_key: str | None = field(default=None, repr=False)
-    editable: Editable | None = None
-    validate: ValidationMode | None = None
-    report: Path | None = None
-    offline: bool = False
-    build: Mapping[str, Any] = field(default_factory=dict)
-    wheel: Mapping[str, Any] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Variable:
     """A variable: an example of its value, its documentation, and the function that reads its text.
 
@@ -72,6 +47,121 @@ class Variable:
     table: Literal["build", "wheel"] | None = None
     empty_switches_off: bool = False
     hidden: bool = False
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise ValueError("1 or 0")
+    return text.lower() in _TRUE
+
+
+def _private_key(text: str) -> str:
+    private_bytes(text)
+    return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError:
+        raise ValueError("a path without ~, because this user has no home folder") from None
+
+
+def _report(text: str) -> Path:
+    path = _path(text)
+    # A front end may build in a temporary folder.
+    is_absolute = text[0] == "~" or Path(text).is_absolute()
+    if not is_absolute or path.suffix not in REPORT_SUFFIXES:
+        raise ValueError(f"an absolute path that ends in {' or '.join(REPORT_SUFFIXES)}")
+    return path
+
+
+def _validate(text: str) -> Any:
+    return False if text.lower() in _FALSE else from_text(text, ValidationMode)
+
+
+def _reader(type_: Any, key: dataclasses.Field[Any] | None = None) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        if type_ is bool:
+            value: Any = _switch(text)
+        else:
+            value = _names(text) if type_ == tuple[str, ...] else from_text(text, type_)
+        for _, allowed, _ in () if key is None else faults_of_key(key, value):
+            raise ValueError(allowed)
+        return value
+
+    return read
+
+
+def _variable(
+    doc: str,
+    read: Callable[[str], Any] = _switch,
+    example: str = "1",
+    default: Any = None,
+    *,
+    hidden: bool = False,
+) -> Any:
+    """A field of `Environment` that a variable of its name sets."""
+    variable = Variable(example, doc, read, hidden=hidden)
+    return field(default=default, repr=not hidden, metadata={"variable": variable})
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The settings of the environment; None or False if a variable is not set.
+
+    ``build`` and ``wheel`` have the keys of these tables that the environment sets. ``overrides``: all
+    settings as text, without secrets.
+    """
+
+    skip: bool = _variable(
+        "Builds a wheel without models, and installs nothing for them.", default=False
+    )
+    targets: tuple[str, ...] | None = _variable("Builds only these targets.", _names, "a,b")
+    from_cache: tuple[str, ...] | None = _variable(
+        "Takes these targets only from the cache, whatever is installed: see "
+        "[several ONNX Runtimes](targets.md#several-onnx-runtimes). With `all` the build needs no "
+        "packages.",
+        _names,
+        "a,b",
+    )
+    cache_dir: Path | None = _variable(
+        "The folder of the cache. The default is the user's cache folder.", _path, "DIR"
+    )
+    no_cache: bool = _variable(
+        "Neither reads nor writes the cache, that of the user or a shared one.", default=False
+    )
+    shared_cache_write: bool = _variable(
+        "Writes to `build.shared-cache` too, signed with `HATCH_EPCONTEXT_SHARED_CACHE_KEY`.",
+        default=False,
+    )
+    shared_cache_key: str | None = _variable(
+        "The signing key of the shared cache. It is never printed.",
+        _private_key,
+        "ed25519-private:...",
+        hidden=True,
+    )
+    editable: Editable | None = _variable("Wins over `editable`.", _reader(Editable), "compile")
+    validate: ValidationMode | None = _variable(
+        "Wins over the `validate` mode of all models.", _validate, "require"
+    )
+    report: Path | None = _variable(
+        "Writes a report of the build as `.html` or `.json`, also when jobs fail.",
+        _report,
+        "/DIR/F.html",
+    )
+    offline: bool = _variable(
+        "Downloads no models: those from elsewhere must be in the user's cache. `epcontext fetch` puts them "
+        "there.",
+        default=False,
+    )
+    build: Mapping[str, Any] = field(default_factory=dict)
+    wheel: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
 
 
 def read_environment(environ: Mapping[str, str]) -> Diagnosed[Environment]:
@@ -113,56 +203,13 @@ def _counts(name: str, text: str) -> bool:
     return bool(text) or (variable is not None and variable.empty_switches_off)
 
 
-def _switch(text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
-        raise ValueError("1 or 0")
-    return text.lower() in _TRUE
-
-
-def _private_key(text: str) -> str:
-    private_bytes(text)
-    return text
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _path(text: str) -> Path:
-    if re.match(r"[A-Za-z][\w+.-]+:/", text):
-        raise ValueError(
-            f"a path, not a URL: that of a shared cache belongs in {PREFIX}SHARED_CACHE"
-        )
-    return _expand(text).absolute()
-
-
-def _report(text: str) -> Path:
-    # A front end may build in a temporary folder.
-    path = _expand(text)
-    if not path.is_absolute() or path.suffix not in REPORT_SUFFIXES:
-        raise ValueError(f"an absolute path that ends in {' or '.join(REPORT_SUFFIXES)}")
-    return _path(text)
-
-
-def _expand(text: str) -> Path:
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        raise ValueError("a path without ~, because this user has no home folder") from None
-
-
-def _validate(text: str) -> Any:
-    return False if text.lower() in _FALSE else from_text(text, ValidationMode)
-
-
 def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[str, Variable]:
     """A variable for each key of ``table``, which is the table ``name`` of the configuration."""
     hints = get_type_hints(table)
     return {
         key.name.upper(): Variable(
-            "a,b" if hints[key.name] == tuple[str, ...] else "VALUE",
-            f"Wins over `{name}.{toml_key(key.name)}`"
-            + (", and switches it off when empty." if key.metadata["empty_switches_off"] else "."),
+            "VALUE",
+            f"Wins over `{name}.{toml_key(key.name)}`.",
             _reader(hints[key.name], key),
             name,
             key.metadata["empty_switches_off"],
@@ -173,59 +220,12 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
     }
 
 
-def _reader(type_: Any, key: dataclasses.Field[Any] | None = None) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        if type_ is bool:
-            value: Any = _switch(text)
-        else:
-            value = _names(text) if type_ == tuple[str, ...] else from_text(text, type_)
-        for _, allowed, _ in () if key is None else faults_of_key(key, value):
-            raise ValueError(allowed)
-        return value
-
-    return read
-
-
 VARIABLES: Mapping[str, Variable] = {
-    "SKIP": Variable("1", "Builds a wheel without models, and installs nothing for them.", _switch),
-    "TARGETS": Variable("a,b", "Builds only these targets.", _names),
-    "FROM_CACHE": Variable(
-        "a,b",
-        "Takes these targets only from the cache, whatever is installed: see "
-        "[several ONNX Runtimes](targets.md#several-onnx-runtimes). With `all` the build needs no "
-        "packages.",
-        _names,
-    ),
-    "CACHE_DIR": Variable(
-        "DIR", "The folder of the cache. The default is the user's cache folder.", _path
-    ),
-    "NO_CACHE": Variable(
-        "1", "Neither reads nor writes the cache, that of the user or a shared one.", _switch
-    ),
-    "SHARED_CACHE_WRITE": Variable(
-        "1",
-        "Writes to `build.shared-cache` too, signed with `HATCH_EPCONTEXT_SHARED_CACHE_KEY`.",
-        _switch,
-    ),
-    "SHARED_CACHE_KEY": Variable(
-        "ed25519-private:...",
-        "The signing key of the shared cache. It is never printed.",
-        _private_key,
-        hidden=True,
-    ),
-    "EDITABLE": Variable("compile", "Wins over `editable`.", _reader(Editable)),
-    "VALIDATE": Variable("require", "Wins over the `validate` mode of all models.", _validate),
-    "REPORT": Variable(
-        "/DIR/F.html",
-        "Writes a report of the build as `.html` or `.json`, also when jobs fail.",
-        _report,
-    ),
-    "OFFLINE": Variable(
-        "1",
-        "Downloads no models: those from elsewhere must be in the user's cache. `epcontext fetch` puts them "
-        "there.",
-        _switch,
-    ),
+    **{
+        own.name.upper(): own.metadata["variable"]
+        for own in dataclasses.fields(Environment)
+        if "variable" in own.metadata
+    },
     **_variables_of(BuildTable, "build"),
     **_variables_of(WheelTable, "wheel"),
 }

@@ -10,7 +10,7 @@ from hatch_epcontext.config.location import check_url, file_of, hub_file
 from hatch_epcontext.config.settings import Listed, Model, ShapeSet
 from hatch_epcontext.config.tables import Dims, ModelTable, Shapes
 from hatch_epcontext.config.targets import NamedTarget, check_name
-from hatch_epcontext.errors import Key, Kind, Problem, Setting
+from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import file_name, listing, show, suggestion
 
@@ -158,32 +158,16 @@ def check_groups(models: Sequence[Model]) -> Iterator[Problem]:
             message = f"{show(group)} is also the name of a model, and both become folders."
             yield Problem.at(keys[0], Kind.DUPLICATE_NAME, message, "Give the group its own name.")
         if len(keys) == 1:
-            yield Problem.at(
-                keys[0],
-                Kind.INVALID_SHARING,
-                f"no other model is in the group {show(group)}.",
-                suggestion(group, sorted(groups.keys() - {group}))
-                if len(groups) > 1
-                else "A group needs two models or more.",
-            )
+            message = f"no other model is in the group {show(group)}."
+            hint = suggestion(group, sorted(groups.keys() - {group}))
+            yield Problem.at(keys[0], Kind.INVALID_SHARING, message, hint or None)
 
 
 def check_sharing(key: Key, targets: Sequence[NamedTarget]) -> Iterator[Problem]:
     """``share-weights`` at ``key``, of a model with ``targets``."""
-    if any(target.provider.shares_weights for target in targets):
-        return
-    hint = f"Providers that can: {', '.join(n for n, p in PROVIDERS.items() if p.shares_weights)}."
-    settings = tuple(
-        Setting(target.key / "allow-unknown-options", True)
-        for target in targets
-        if target.provider.product == "context"
-    )
-    if settings:
-        hint += "\nIf the EP can, but this package does not know that:"
-    yield Problem.at(
-        key,
-        Kind.NOT_APPLICABLE,
-        "none of the model's targets has a provider whose contexts can share weights.",
-        hint,
-        *settings[:1],
-    )
+    if not any(target.provider.shares_weights for target in targets):
+        hint = (
+            f"Providers that can: {', '.join(n for n, p in PROVIDERS.items() if p.shares_weights)}."
+        )
+        message = "none of the model's targets has a provider whose contexts can share weights."
+        yield Problem.at(key, Kind.NOT_APPLICABLE, message, hint)

@@ -70,11 +70,9 @@ _ABSOLUTE = re.compile(r':\s*"((?:[/\\]|[A-Za-z]:[/\\]|{user-cache})[^"]*)"')
 """A value in JSON that is an absolute path, or one that the loader replaces only where it stands alone."""
 
 
-def check_options(
-    key: Key, table: TargetTable, provider: Provider, *, unchecked: bool
-) -> Iterator[Problem]:
-    """The options of the target at ``key``; with ``unchecked`` unknown ones pass."""
-    load_options = table.load_options
+def check_options(key: Key, table: TargetTable, provider: Provider) -> Iterator[Problem]:
+    """The options of the target at ``key``."""
+    load_options, unchecked = table.load_options, bool(table.allow_unknown_options)
     yield from _check_session_options(key, table.session_options, unchecked=unchecked)
     for name, value in load_options.items():
         if isinstance(value, str) and USER_CACHE in value:

@@ -216,7 +216,8 @@ class Resolver:
         return changed
 
     def _resolve(self, named: NamedTarget, place: _Place) -> Diagnosed[Target]:
-        provider, unchecked, table = named.provider, named.unchecked, _with_defaults(named.table)
+        provider, table = named.provider, _with_defaults(named.table)
+        unchecked = bool(table.allow_unknown_options)
         profiles: tuple[Profile, ...] = tuple(
             {name: dataclasses.asdict(shapes) for name, shapes in profile.items()}
             for profile in table.profiles or ()
@@ -258,7 +259,6 @@ class Resolver:
             resources=table.resources or {},
             from_cache=cached is not None and not {ALL, named.name}.isdisjoint(cached),
             calibration=calibration,
-            unchecked=unchecked,
         )
 
     def _calibration(self, key: Key, table: TargetTable) -> Diagnosed[str]:

@@ -140,8 +140,7 @@ class Target:
     the keys that the model changes. ``profiles`` are also in ``settings.provider_options``, in the EP's
     form. With ``from_cache`` nothing is compiled for the target in this build. ``files``: those that its
     options name. ``resources``: those that a dask worker must have for it. ``calibration``: the absolute
-    path of the calibration inputs, empty if models are not quantized. ``unchecked``: whether the EP may
-    be newer than this package.
+    path of the calibration inputs, empty if models are not quantized.
     """
 
     name: str
@@ -158,7 +157,6 @@ class Target:
     from_cache: bool = False
     resources: Mapping[str, float] = field(default_factory=dict)
     calibration: str = ""
-    unchecked: bool = False
 
     def place(self, name: str) -> Key:
         """Where the key ``name`` is written, or belongs."""
@@ -182,7 +180,6 @@ class Target:
             settings.provider,
             settings.ep,
             self.plugin,
-            unchecked=self.unchecked,
             by_library=settings.compile_with == "library",
         )
 

@@ -40,41 +40,32 @@ class Feature:
     has: Callable[[Provider], object]
 
 
-def _key(
-    doc: str,
-    default: Any = None,
-    *,
-    otherwise: Any = None,
-    when_missing: str = "",
-    check: Check | None = None,
-    items: Check | None = None,
-    feature: Feature | None = None,
-    empty_switches_off: bool = False,
-    is_url: bool = False,
-    required: bool = False,
-    has_variable: bool = True,
-) -> Any:
-    """A key with its documentation; the default of a table is a function that makes it.
+_FACTS: Mapping[str, Any] = {
+    "otherwise": None,
+    "when_missing": "",
+    "check": None,
+    "items": None,
+    "feature": None,
+    "empty_switches_off": False,
+    "is_url": False,
+    "required": False,
+    "has_variable": True,
+}
+"""What is declared of a key beside its type, its documentation and its default.
 
-    ``otherwise`` is the value of a target's key that is missing; ``when_missing`` describes it if it
-    depends on other things. ``check`` is for the value, and ``items`` for each text and number in a list or
-    table. Providers without the ``feature`` refuse the key. With ``empty_switches_off`` an empty environment
-    variable is the value None. With ``is_url`` no message shows an invalid value: it may contain a password.
-    Without ``has_variable`` no environment variable wins over the key of ``build`` or ``wheel``. The default
-    of a ``required`` key stands for a missing value.
-    """
-    metadata = {
-        "doc": doc,
-        "otherwise": otherwise,
-        "when_missing": when_missing,
-        "check": check,
-        "items": items,
-        "feature": feature,
-        "required": required,
-        "empty_switches_off": empty_switches_off,
-        "is_url": is_url,
-        "has_variable": has_variable,
-    }
+``otherwise`` is the value of a target's key that is missing; ``when_missing`` describes it if it depends on
+other things. ``check`` is a `Check` of the value, and ``items`` one of each text and number in a list or
+table. Providers without the `Feature` refuse the key. With ``empty_switches_off`` an empty environment
+variable is the value None. With ``is_url`` no message shows an invalid value: it may contain a password. The
+default of a ``required`` key stands for a missing value. Without ``has_variable`` no environment variable wins
+over the key of ``build`` or ``wheel``.
+"""
+
+
+def _key(doc: str, default: Any = None, **facts: Any) -> Any:
+    """A key; the default of a table is a function that makes it."""
+    assert facts.keys() <= _FACTS.keys()
+    metadata = {**_FACTS, "doc": doc, **facts}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -348,8 +339,8 @@ class TargetTable:
         items=_AMOUNT,
     )
     allow_unknown_options: bool | None = _key(
-        "Do not check provider options, names of session options, and `share-weights`, for an EP or an "
-        "ONNX Runtime that is newer than this package.",
+        "Do not check provider options and names of session options, for an EP or an ONNX Runtime that is "
+        "newer than this package.",
         otherwise=False,
     )
     virtual_devices: bool | None = _key(

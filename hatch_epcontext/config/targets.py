@@ -43,14 +43,13 @@ def check_name(key: Key, name: str) -> Iterator[Problem]:
 class NamedTarget:
     """A target as configured: its name, its place and its provider.
 
-    With ``unchecked`` it allows unknown options. ``library_sha256``: of its library, if the table has a path.
+    ``library_sha256``: of its library, if the table has a path.
     """
 
     name: str
     key: Key
     table: TargetTable
     provider: Provider
-    unchecked: bool = False
     library_sha256: str | None = None
 
 
@@ -66,15 +65,14 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
     if table.library or provider.needs_library:
         ep = table.ep_name or ep
         plugin = _plugin(table.library or "", ep, root)
-    unchecked = bool(table.allow_unknown_options)
     by_library = table.compute_capabilities is not None
-    provider = configured(provider.name, ep, plugin, unchecked=unchecked, by_library=by_library)
+    provider = configured(provider.name, ep, plugin, by_library=by_library)
     sha256 = None
     if plugin is not None and plugin.path:
         # `Finder.library` reports a missing file, and an impossible name.
         with contextlib.suppress(OSError, ValueError):
             sha256 = file_sha256(Path(plugin.path))
-    return NamedTarget(name, key, table, provider, unchecked, sha256)
+    return NamedTarget(name, key, table, provider, sha256)
 
 
 def is_path(library: str) -> bool:
@@ -126,7 +124,7 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
         message = f"the {provider.name} provider {feature.lack}."
         place = key / toml_key(field.name)
         yield Problem.at(place, Kind.NOT_APPLICABLE, message, f"For: {others}.")
-    yield from check_options(key, table, provider, unchecked=target.unchecked)
+    yield from check_options(key, table, provider)
     if table.device not in (None, "any", *provider.devices):
         message = f"the {provider.name} provider does not run on {show(table.device)}."
         hint = f"Allowed: {', '.join(dict.fromkeys((*provider.devices, 'any')))}."

@@ -92,12 +92,11 @@ def configured(
     ep: str,
     plugin: Plugin | None,
     *,
-    unchecked: bool = False,
     by_library: bool = False,
 ) -> Provider:
     """The provider called ``name``, with the EP that a configuration names and the library of that EP.
 
-    With ``unchecked`` it counts as able to share weights; ``by_library``: the vendor's library compiles.
+    ``by_library``: the vendor's library compiles.
     """
     provider = PROVIDERS[name]
     if by_library and provider.compiler_library is not None:
@@ -118,8 +117,4 @@ def configured(
             requirements=provider.requirements if provider.by_library else (),
             systems=provider.systems if provider.by_library else (),
         )
-    no_sharing = provider.product == "context" and not provider.shares_weights
-    if unchecked and no_sharing and not provider.by_library:
-        # Only an attempt shows whether the machine can open its contexts.
-        provider = provider.changed(shares_weights=True, loads_shared=True)
     return provider

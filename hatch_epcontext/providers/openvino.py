@@ -93,7 +93,6 @@ class OpenVINO(Provider):
         "onnxruntime-ep-openvino 1.8.1",
     )
     notes = (
-        "`share-weights` has no effect: the CPU device wrote a sidecar for each model of a group.",
         (
             "A context for the CPU needs a processor with the instructions of the build machine, which the "
             "build reports."

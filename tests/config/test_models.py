@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.examples import PROFILE, assert_one_problem, one, problems, read
+from tests.config.examples import PROFILE, assert_one_problem, one, problems
 
 CPU = 'targets.cpu.provider = "cpu"\n'
 
@@ -99,7 +99,7 @@ models = [
         (groups("a", "a"), "models[0].share-weights", '"a" is also the name of'),
         (groups("../x", "../x"), "models[0].share-weights", "cannot be the name of a folder"),
         (
-            f"targets.cpu.allow-unknown-options = true\n{groups('x', 'x', 'cpu')}",
+            groups("x", "x", "cpu"),
             "models[0].share-weights",
             "none of the model's targets",
         ),
@@ -109,11 +109,3 @@ def test_an_invalid_weight_sharing_group_is_an_error(
     project: Path, toml: str, location: str, message: str
 ) -> None:
     assert message in problems(project, toml)[location].message
-
-
-def test_sharing_by_an_ep_that_is_not_known_to_share_can_be_allowed(project: Path) -> None:
-    toml = groups("x", "x", "openvino")
-    found = problems(project, toml)["models[0].share-weights"]
-    assert "Set tool.epcontext.targets.openvino.allow-unknown-options = true" in found.text()
-    (model, _) = read(project, f"targets.openvino.allow-unknown-options = true\n{toml}").models
-    assert model.targets[0].provider.shares_weights

@@ -146,16 +146,6 @@ def test_the_facts_of_a_model_are_those_of_its_fixed_form_if_it_has_one(project:
     assert (nothing.targets, nothing.static_shapes) == ((), False)
 
 
-def test_an_ep_that_may_share_weights_gets_the_group_too(project: Path) -> None:
-    toml = GROUP.replace('"cpu"', '"openvino"')
-    assert [job.group for job in plan(config(project, toml, TARGETS="cpu")).jobs] == [None, None]
-    toml += "allow-unknown-options = true\n"
-    (job,) = plan(config(project, toml, TARGETS="cpu")).jobs
-    assert (job.location, job.group) == ("both (a + b) -> cpu", "both")
-    # Whether such contexts can be opened anywhere is not known: it is tried.
-    assert not job.needs_device
-
-
 CHIPS = "provider-options = { soc_model = [60, 57], vtcm_mb = 8 }"
 
 
