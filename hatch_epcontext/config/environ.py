@@ -8,8 +8,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from hatch_epcontext.config.location import private_bytes
 from hatch_epcontext.config.settings import CREDENTIALS
-from hatch_epcontext.config.shared_cache import private_bytes
 from hatch_epcontext.config.tables import (
     BuildTable,
     Editable,

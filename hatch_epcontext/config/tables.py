@@ -10,8 +10,7 @@ from dataclasses import field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from hatch_epcontext.config.location import check_url
-from hatch_epcontext.config.shared_cache import check_cache_url, check_public_key
+from hatch_epcontext.config.location import check_cache_url, check_public_key, check_url
 from hatch_epcontext.files import is_portable, is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Device, OptionValue, Provider
@@ -57,8 +56,8 @@ _FACTS: Mapping[str, Any] = {
 other things. ``check`` is a `Check` of the value, and ``items`` one of each text and number in a list or
 table. Providers without the `Feature` refuse the key. With ``empty_switches_off`` an empty environment
 variable is the value None. With ``is_url`` no message shows an invalid value: it may contain a password. The
-default of a ``required`` key stands for a missing value. Without ``has_variable`` no environment variable wins
-over the key of ``build`` or ``wheel``.
+default of a ``required`` key stands for a missing value. Without ``has_variable`` no environment variable
+wins over the key of ``build`` or ``wheel``.
 """
 
 

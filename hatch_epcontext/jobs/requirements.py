@@ -11,8 +11,8 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hatch_epcontext.config.location import REQUIREMENTS, SIGNATURES
 from hatch_epcontext.config.settings import BuildSettings, Target
-from hatch_epcontext.config.shared_cache import REQUIREMENTS, SIGNATURES
 from hatch_epcontext.errors import (
     ConfigError,
     Key,

@@ -6,38 +6,22 @@ import re
 
 from hatch_epcontext.frozen import dataclass
 
-_CUDA = 'CUDA\'s libraries, for example with pip install "onnxruntime-gpu[cuda]"'
-
-_SUPPLIERS = (
-    ("cuda.so", "the driver of an NVIDIA GPU"),
-    ("nvcuda", "the driver of an NVIDIA GPU"),
-    ("nvidia-ml", "the driver of an NVIDIA GPU"),
-    ("nvinfer", "NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu"),
-    ("nvonnxparser", "NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu"),
-    ("cudnn", 'cuDNN, for example with pip install "onnxruntime-gpu[cudnn]"'),
-    ("cudart", _CUDA),
-    ("cublas", _CUDA),
-    ("cufft", _CUDA),
-    ("curand", _CUDA),
-    ("nvrtc", _CUDA),
-    ("nvJitLink", _CUDA),
-    ("Qnn", "the package of the QNN execution provider again"),
-    ("tensorrt_rtx", "the package of the TensorRT RTX execution provider"),
-    ("amdhip", "AMD's ROCm"),
-    ("migraphx", "AMD's ROCm, with MIGraphX"),
-    ("hip", "AMD's ROCm"),
-    ("roc", "AMD's ROCm"),
-    ("openvino_intel_npu_compiler", "the driver of an Intel NPU, or the package for Windows"),
-    ("ze_loader", "the driver of an Intel NPU or GPU (Level Zero)"),
-    ("OpenCL", "the driver of the GPU (OpenCL)"),
-    ("vulkan", "the driver of the GPU, with the Vulkan loader"),
-    # Libraries that minimal systems lack.
-    ("atomic.so", "libatomic1 (Debian, Ubuntu) or libatomic (Fedora)"),
-    ("gomp.so", "libgomp1 (Debian, Ubuntu) or libgomp (Fedora)"),
-    ("hwloc.so", "libhwloc15 (Debian, Ubuntu) or hwloc-libs (Fedora)"),
-    ("stdc++.so", "libstdc++6 (Debian, Ubuntu) or libstdc++ (Fedora)"),
-    ("z.so", "zlib1g (Debian, Ubuntu) or zlib (Fedora)"),
-)
+_SUPPLIERS = {
+    "the driver of an NVIDIA GPU": ("cuda.so", "nvcuda", "nvidia-ml"),
+    "NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu": ("nvinfer", "nvonnxparser"),
+    'cuDNN, for example with pip install "onnxruntime-gpu[cudnn]"': ("cudnn",),
+    'CUDA\'s libraries, for example with pip install "onnxruntime-gpu[cuda]"': (
+        *("cudart", "cublas", "cufft", "curand", "nvrtc", "nvJitLink"),
+    ),
+    "the package of the QNN execution provider again": ("Qnn",),
+    "the package of the TensorRT RTX execution provider": ("tensorrt_rtx",),
+    "AMD's ROCm, with MIGraphX": ("amdhip", "migraphx", "hip", "roc"),
+    "the driver of an Intel NPU, or the package for Windows": ("openvino_intel_npu_compiler",),
+    "the driver of the GPU or NPU": ("ze_loader", "OpenCL", "vulkan"),
+    # QNN's libraries need it, and minimal systems lack it.
+    "libatomic1 (Debian, Ubuntu) or libatomic (Fedora)": ("atomic.so",),
+}
+"""For each product the starts of the names of its libraries, without ``lib``."""
 
 _MISSING = re.compile(
     r"(?P<name>[^\s/\\\"']+\.so[.\d]*): cannot open shared object file"
@@ -51,29 +35,13 @@ _MISSING = re.compile(
 
 @dataclass(frozen=True)
 class MissingLibrary:
-    """A library that the system did not find; ``supplier``: the product that contains it, if it is known.
-
-    ``or_below``: the missing one may also be a library that this one needs.
-    """
+    """A library that the system did not find, as a noun, and what to do."""
 
     name: str
-    supplier: str | None
-    or_below: bool = False
+    advice: str
 
     def __str__(self) -> str:
-        return f"{self.name}, or a library that it needs," if self.or_below else self.name
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        if self.supplier:
-            return f"Install {self.supplier}."
-        if self.or_below:
-            return "Install the EP's package again, and what its documentation requires."
-        return (
-            f"Install the package that contains {self.name}. To find it: apt-file search {self.name} "
-            f"(Debian, Ubuntu) or dnf provides '*/{self.name}' (Fedora)."
-        )
+        return self.name
 
 
 def missing(message: str) -> MissingLibrary | None:
@@ -85,9 +53,16 @@ def missing(message: str) -> MissingLibrary | None:
     if match is None:
         return None
     name = match["name"] or match["dll"] or match["module"]
-    stem = name.removeprefix("lib")
-    suppliers = (supplier for prefix, supplier in _SUPPLIERS if stem.startswith(prefix))
-    return MissingLibrary(name, next(suppliers, None), or_below=match["name"] is None)
+    advice = (
+        f"Install the package that contains {name}. To find it: apt-file search {name} (Debian, Ubuntu) or "
+        f"dnf provides '*/{name}' (Fedora)."
+    )
+    if match["name"] is None:
+        advice = "Install the EP's package again, and what its documentation requires."
+    for supplier, starts in _SUPPLIERS.items():
+        if name.removeprefix("lib").startswith(starts):
+            advice = f"Install {supplier}."
+    return MissingLibrary(name if match["name"] else f"{name}, or a library that it needs,", advice)
 
 
 _BENIGN = re.compile(

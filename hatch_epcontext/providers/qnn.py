@@ -95,14 +95,11 @@ def _implied_arch(options: Mapping[str, str]) -> dict[str, str]:
 
 def _contradictions_of_lists(options: Mapping[str, str]) -> dict[str, str]:
     """Contradictions between the lists of several chips: the EP accepts some of them silently."""
-    only_archs = "htp_arch" in options and "soc_model" not in options
-    chip_option = "htp_arch" if only_archs else "soc_model"
-    chips = options.get(chip_option, "0").split(",")
-    if len(chips) > 1 and "0" in chips:
-        return {chip_option: "0 means that it is not set, and cannot be in a list of chips"}
-    if twice := sorted({chip for chip in chips if chips.count(chip) > 1}):
-        return {chip_option: f"names {listing(twice)} twice"}
     lists = {name: options[name].split(",") for name in _PER_CHIP if name in options}
+    chip_option = "soc_model" if "soc_model" in lists or "htp_arch" not in lists else "htp_arch"
+    chips = lists.get(chip_option, ["0"])
+    if len({*chips} - {"0"}) < len(chips):
+        return {chip_option: "must name different chips, and 0 is none"}
     # The EP accepts one `vtcm_mb` for all chips.
     wrong = {
         name: f"must have one value for each chip: it has {len(values)}, and {chip_option} names "
@@ -111,7 +108,7 @@ def _contradictions_of_lists(options: Mapping[str, str]) -> dict[str, str]:
         if len(values) != len(chips) and not (name == "vtcm_mb" and len(values) == 1)
     }
     unknown = [soc for soc in chips if soc not in _ARCH_OF_SOC]
-    if unknown and len(chips) > 1 and "htp_arch" not in options:
+    if unknown and "htp_arch" not in options:
         wrong["soc_model"] = (
             f"this package does not know the HTP architecture of {listing(unknown)}: "
             "htp_arch must be a list with that of each chip"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.shared_cache import (
+from hatch_epcontext.config.location import (
     check_cache_url,
     check_public_key,
     private_bytes,

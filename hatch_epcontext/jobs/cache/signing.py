@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from hatch_epcontext.config.location import LAYOUT
-from hatch_epcontext.config.shared_cache import (
+from hatch_epcontext.config.location import (
+    LAYOUT,
     PRIVATE,
     PUBLIC,
     SIGNATURES,
