@@ -30,7 +30,6 @@ from hatch_epcontext.jobs.plan import Job, Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import begin
 from hatch_epcontext.jobs.steps import Steps
-from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_folder
 from hatch_epcontext.tools.configure import configure, name_models
@@ -162,7 +161,7 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int, from_memo
     versions = dict[str, str]()
     requests = list[tuple[Opening, TimeOpeningRequest]]()
     for job in build.jobs:
-        if reason := reason_not_to_open(job):
+        if reason := job.reason_not_to_open:
             hint = "Measure the chips one at a time."
             raise BuildError(Problem(Kind.NOT_RUN, job.location, f"{reason}.", hint))
         artifact = run_job(build, job).artifact

@@ -93,7 +93,7 @@ class Recipe:
         return value_sha256([search, self])
 
     def form_of(self, job: Job) -> Job:
-        """``job`` as this recipe compiles and validates it: one of its `Job.forms`."""
+        """``job`` as this recipe compiles and validates it."""
         return job.dequantized if self.dequantize else job
 
     @property

@@ -136,8 +136,8 @@ class _JobRun:
             job.target.settings,
             job.target.min_coverage,
             # For groups and contexts for several chips, other jobs are compared: see `Job.alone`.
-            compares=job.group is None and not job.has_several_chips,
-            is_dynamic=is_dynamic and len(job.forms) > 1,
+            compares=job.group is None and not job.needs_device,
+            is_dynamic=is_dynamic and job.may_dequantize,
             required=value_sha256(required),
         )
         stored = self._cache.get("searches", key, Search, latest=latest)

@@ -77,20 +77,22 @@ class Job:
             raise type(error)(*map(with_target, problems)) from error
 
     @property
-    def has_several_chips(self) -> bool:
-        """Whether its contexts are for several chips."""
-        options = self.target.settings.provider_options
-        return len(self.target.provider.chips(options)) > 1
-
-    @property
-    def needs_device(self) -> bool:
-        """Whether only the EP's own device, and no simulator, can open the artifact.
+    def reason_not_to_open(self) -> str:
+        """Why only the EP's own device, and no simulator, can open the artifact; empty if that can.
 
         This holds for contexts for several chips, and for contexts that share weights, unless the
         provider is known to open these anywhere. Then the results of `alone` are validated instead.
         """
-        shared = self.group is not None and not self.target.provider.loads_shared
-        return shared or self.has_several_chips
+        provider, options = self.target.provider, self.target.settings.provider_options
+        kind = " for several chips" if len(provider.chips(options)) > 1 else ""
+        if self.group is not None and not provider.loads_shared:
+            kind += " that share weights"
+        return f"{provider.ep} cannot open contexts{kind} on this machine" if kind else ""
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether there is a `reason_not_to_open`."""
+        return bool(self.reason_not_to_open)
 
     @property
     def alone(self) -> tuple[Job, ...]:
@@ -103,13 +105,11 @@ class Job:
         )
 
     @property
-    def forms(self) -> tuple[Job, ...]:
-        """This job; and the same with dynamic quantization undone, if the target leaves that open."""
+    def may_dequantize(self) -> bool:
+        """Whether the target leaves open that dynamic quantization is undone."""
         settings = self.target.settings
         is_open = settings.dequantize is None and settings.quantize is None
-        if not is_open or self.target.provider.product != "context":
-            return (self,)
-        return self, self.dequantized
+        return is_open and self.target.provider.product == "context"
 
     @property
     def dequantized(self) -> Job:

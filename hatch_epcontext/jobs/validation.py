@@ -19,7 +19,6 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
     NOTHING,
-    Agreement,
     Emulation,
     Validation,
     ValidationStatus,
@@ -52,16 +51,14 @@ def describe_validation(validation: Validation) -> str:
     largest = max(agreement.max_abs for agreement in validation.compared)
     cosine = f"cosine {validation.cosine:.5f}, " if validation.cosine is not None else ""
     snr = f"{validation.snr:.0f} dB, " if validation.snr is not None else ""
-    reference, noise = "the CPU", ""
-    if validation.float_form is not None:
-        reference, noise = "its float form", f"; {_own_noise(validation.float_form)}"
+    reference = "the CPU" if validation.float_form is None else "its float form"
     emulated = ""
     if validation.emulation is not None:
         but = ", but is SENSITIVE" if validation.sensitive else ""
         emulated = f"{but}; {describe_emulation(validation.emulation)}"
     return (
         f"{ran} and agrees with {reference}{on} ({snr}{cosine}largest difference {largest:.2g})"
-        f"{emulated}{others}{noise}"
+        f"{emulated}{others}"
     )
 
 
@@ -77,12 +74,6 @@ def describe_emulation(emulation: Emulation) -> str:
     return f"{emulation.format} emulated on {count(emulation.samples, 'input')}, {snr}"
 
 
-def _own_noise(float_form: Agreement) -> str:
-    decibels = float_form.snr
-    distance = f"{decibels:.0f}" if decibels is not None and decibels < 100 else "more than 100"
-    return f"the int8 file on the CPU differs from it by {distance} dB"
-
-
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     """What the validation of the model ``name`` leaves open, in lines."""
     where = "(validate.inputs, or --inputs on the command line)"
@@ -93,8 +84,9 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     integers = validation.float_form
     if integers is not None and integers.snr is not None and integers.snr < QUANTIZED.snr:
         yield (
-            f"{name}: it agrees with its float form, and {_own_noise(integers)}, because its quantization "
-            "is coarse; compare the answers of both in the app"
+            f"{name}: it agrees with its float form, and the int8 file on the CPU differs from it by "
+            f"{integers.snr:.0f} dB, because its quantization is coarse; compare the answers of both "
+            "in the app"
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)
     emulation = validation.emulation
@@ -198,23 +190,12 @@ def reason_not_to_run(provider: Provider, settings: CompileSettings) -> str | No
     return f"{provider.ep} cannot run its contexts on this machine {machine}"
 
 
-def reason_not_to_open(job: Job) -> str | None:
-    """Why no simulator can open the job's result, if it needs the EP's own device."""
-    if not job.needs_device:
-        return None
-    shared = job.group is not None and not job.target.provider.loads_shared
-    kind = " for several chips" if job.has_several_chips else ""
-    kind += " that share weights" if shared else ""
-    return f"{job.target.provider.ep} cannot open contexts{kind} on this machine"
-
-
 def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> Validation:
-    """The validation of a context that this machine cannot open; see `Job.needs_device`.
+    """The validation of a context that this machine cannot open; see `Job.reason_not_to_open`.
 
     ``alone``: the validations of the same model compiled alone, one for each chip.
     """
-    reason = reason_not_to_open(job)
-    assert reason is not None, "only such a job is compiled alone"
+    reason = job.reason_not_to_open
     if model.validate.mode == "require":
         raise not_run_error(job, model, reason)
     worst = min(alone, key=lambda v: (v.status is ValidationStatus.RAN, v.margin))

@@ -153,7 +153,7 @@ CHIPS = "provider-options = { soc_model = [60, 57], vtcm_mb = 8 }"
 def test_a_job_for_several_chips_is_also_one_for_each(project: Path) -> None:
     toml = BOTH.replace('"qnn"', f'"qnn"\n{CHIPS}')
     both, cpu, _ = plan(config(project, toml)).jobs
-    assert (both.has_several_chips, both.needs_device, both.folder) == (True, True, "a/npu")
+    assert (both.needs_device, both.folder) == (True, "a/npu")
     first, second = both.alone
     assert first.location == "a -> npu (soc_model 60, htp_arch 73, vtcm_mb 8)"
     assert (first.target.settings.provider_options, second.target.settings.provider_options) == (
@@ -162,7 +162,7 @@ def test_a_job_for_several_chips_is_also_one_for_each(project: Path) -> None:
     )
     assert len({both.folder, first.folder, second.folder}) == 3
     for job in (first, second, cpu):
-        assert (job.alone, job.needs_device, job.has_several_chips) == ((), False, False)
+        assert (job.alone, job.needs_device) == ((), False)
 
 
 @newer_python

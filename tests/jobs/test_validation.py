@@ -16,7 +16,6 @@ from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.validation import (
     describe_validation,
     not_run_error,
-    reason_not_to_open,
     reason_not_to_run,
     validation_key,
     validation_of_alone,
@@ -225,9 +224,9 @@ def test_a_context_for_several_chips_has_the_worst_validation_of_the_chips(job: 
 
 
 def test_the_reason_not_to_open_names_all_that_is_special(job: Job) -> None:
-    assert reason_not_to_open(job) is None
+    assert not job.reason_not_to_open
     both = dataclasses.replace(for_several_chips(job), group="both")
-    assert reason_not_to_open(both) == (
+    assert both.reason_not_to_open == (
         "QNNExecutionProvider cannot open contexts for several chips that share weights on this "
         "machine"
     )
