@@ -174,10 +174,10 @@ def _describe(why: str, refused: Sequence[RefusedNode]) -> str:
     names = dict.fromkeys(repr(refusal.decider) for refusal in refused if refusal.decider)
     which = listing(names, _MAX_NAMES) if names else ""
     reason = f"{why} {which}".rstrip()
-    return f"{listing(numbered(numbers), _MAX_NAMES)} ({reason})"
+    return f"{listing(_numbered(numbers), _MAX_NAMES)} ({reason})"
 
 
-def numbered(operators: Counter[str]) -> list[str]:
+def _numbered(operators: Counter[str]) -> list[str]:
     """The operators with their numbers: ``["2 Loop", "Shape"]``."""
     return [op if number == 1 else f"{number} {op}" for op, number in operators.items()]
 

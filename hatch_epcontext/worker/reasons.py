@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,16 @@ import onnx
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.graph.refusals import Deciders, deciders, describe_deciders, numbered
+from hatch_epcontext.graph.refusals import (
+    Deciders,
+    RefusedNode,
+    deciders,
+    describe,
+    describe_deciders,
+)
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.text import listing, narrow
+from hatch_epcontext.text import narrow
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Context, NodeFacts
 from hatch_epcontext.worker.session import LEVELS, open_session, options
@@ -30,9 +35,6 @@ _VERBOSE = 0
 
 _MAX_TENSORS = 4
 """The most tensors of a node whose types and shapes a reason names."""
-
-_MAX_REASONS = 4
-"""The most reasons in one message."""
 
 _COMPUTE_NOTHING = {"session.disable_model_compile": "1"}
 """With this option ONNX Runtime queries the EP for the nodes that it can compile, and compiles none."""
@@ -89,16 +91,10 @@ def refused_nodes(prepared: Path, target: Target) -> str:
     refused = [node for node in main.node if node.name in logged]
     if not refused:
         return ""
-    nodes = [NodeFacts(node.name, graph.operator(node)) for node in refused]
-    operators: dict[str | None, Counter[str]] = {}
-    for node in explained(nodes, logged, main, typed, provider):
-        operators.setdefault(node.reason, Counter())[node.op] += 1
-    parts = [
-        f"{listing(numbered(ops))} ({reason or 'no reason is known'})"
-        for reason, ops in operators.items()
-    ]
-    more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
-    return f"It refuses {', '.join(parts[:_MAX_REASONS])}{more}."
+    facts = [NodeFacts(node.name, graph.operator(node)) for node in refused]
+    explanations = explained(facts, logged, main, typed, provider)
+    reasons = (facts.reason or "no reason is known" for facts in explanations)
+    return f"It refuses {describe(list(map(RefusedNode, refused, reasons)))}."
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:
