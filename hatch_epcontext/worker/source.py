@@ -44,8 +44,8 @@ _MAX_NAMED = 3
 """The most inputs or nodes that a message names."""
 
 
-def read_source(path: Path, key: Key) -> onnx.ModelProto:
-    """Read the source model at ``path``, whose place is ``key``, without its external data.
+def read_source(path: Path, key: Key | None) -> onnx.ModelProto:
+    """Read the source model at ``path``, whose place is ``key`` if it has one, without its external data.
 
     Raises ModelError when the file is not a source model, or is damaged.
     """
@@ -342,14 +342,16 @@ def _inputs_of(
 
 
 @contextlib.contextmanager
-def _placed(key: Key, start: str = "") -> Iterator[None]:
+def _placed(key: Key | None, start: str = "") -> Iterator[None]:
     """Give problems the place ``key``, and their messages this ``start``."""
     try:
         yield
     except ModelError as error:
         raise ModelError(
             *(
-                replace(problem, location=str(key), key=key, message=f"{start}{problem.message}")
+                replace(
+                    problem, location=str(key or ""), key=key, message=f"{start}{problem.message}"
+                )
                 for problem in error.problems
             )
         ) from None

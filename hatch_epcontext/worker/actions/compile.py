@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import onnx
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting, UnavailableError
+from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import put_data
@@ -190,9 +190,11 @@ def _equalize_spill_fill(results: list[Path]) -> None:
 def _compile_buffers(request: CompileRequest, buffers: Mapping[str, str]) -> None:
     """Write the context model of the request's only model, with the compiled blob inside."""
     (path,), provider = map(Path, request.prepared), request.target.provider
-    source = _read(path)
-    if provider.static_shapes and (problems := list(_open_dimensions(source, provider.ep))):
-        raise ModelError(*problems)
+    source = read_source(path, None)
+    tensors = [t for t in map(graph.facts, graph.inputs(source.graph)) if not t.is_fixed]
+    if provider.static_shapes and tensors:
+        message = open_dimension_message(tensors, provider.ep)
+        raise ModelError(Problem(Kind.OPEN_DIMENSION, "", message, "Give the model fixed shapes."))
     data = {location: Path(file).read_bytes() for location, file in buffers.items()}
     with explained(provider, lambda: source.graph):
         compiled = compile_buffers(path.read_bytes(), data, request.target)
@@ -200,19 +202,3 @@ def _compile_buffers(request: CompileRequest, buffers: Mapping[str, str]) -> Non
     keep_metadata(source, context)
     lower_versions(context)
     onnx.save(context, Path(request.folder) / path.name)
-
-
-def _read(path: Path) -> onnx.ModelProto:
-    try:
-        return read_source(path, Key())
-    except ModelError as error:
-        # The model has no place in a configuration.
-        problems = (replace(problem, location="", key=None) for problem in error.problems)
-        raise ModelError(*problems) from None
-
-
-def _open_dimensions(source: onnx.ModelProto, ep: str) -> Iterator[Problem]:
-    for tensor in map(graph.facts, graph.inputs(source.graph)):
-        if not tensor.is_fixed:
-            message = open_dimension_message([tensor], ep)
-            yield Problem(Kind.OPEN_DIMENSION, "", message, "Give the model fixed shapes.")
