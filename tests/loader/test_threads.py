@@ -20,7 +20,7 @@ def test_models_that_share_weights_can_be_opened_in_several_threads(ship: Shippe
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(8) as pool:
-            kept = list(pool.map(app.load, ["a"] * 64))
+            kept = list(pool.map(app.load, ["a"] * 24))
     finally:
         sys.setswitchinterval(interval)
     (group,) = app._groups.values()
