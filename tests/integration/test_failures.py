@@ -20,19 +20,6 @@ models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 
 CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
-# The server imports it, which never ends: the build waits for a while before it kills the server.
-IMPATIENT = """
-import sys
-from hatch_epcontext.jobs.processes import forks
-forks._GRACE = 1
-from hatchling.cli import hatchling
-sys.exit(hatchling())
-"""
-
-CRASHING = (
-    "import os, signal\nprint('compiling', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)\n"
-)
-
 
 class Project:
     """A project that is built without isolation, and the files that its builds leave."""
@@ -55,16 +42,11 @@ class Project:
     def files(self) -> set[str]:
         return {p.relative_to(self.root).as_posix() for p in self.root.rglob("*") if p.is_file()}
 
-    def failure(
-        self,
-        python: Path = Path(sys.executable),
-        program: tuple[str, ...] = ("-m", "hatchling"),
-    ) -> str:
+    def failure(self, python: Path = Path(sys.executable)) -> str:
         """The output of a build that must fail and leave nothing."""
         before = self.files()
-        text = run(
-            python, *program, "build", "-t", "wheel", cwd=self.root, env=self.env, fails=True
-        )
+        command = (python, "-m", "hatchling", "build", "-t", "wheel")
+        text = run(*command, cwd=self.root, env=self.env, fails=True)
         assert "Traceback (most recent call last)" not in text.split("the worker's log:")[0]
         assert self.files() == before
         # What was read of the models and what was refused stay in the cache, and no artifact.
@@ -82,33 +64,12 @@ def project(tmp_path: Path, env: dict[str, str]) -> Project:
     return Project(make_project(tmp_path / "project", ""), env)
 
 
-@pytest.mark.parametrize(
-    ("toml", "words"),
-    [
-        (
-            CPU + 'modls = 2\nfallback = "yes"\n',
-            [
-                "epcontext: invalid configuration (2 problems):\n",
-                'tool.epcontext.fallback: EPC003\n    must be "auto" or "source" or "none", not "yes".',
-                'tool.epcontext.modls: EPC001\n    is not a known key.\n    Did you mean "models"?',
-            ],
-        ),
-        pytest.param(
-            CHIP,
-            [
-                "a -> qnn: EPC301\n    QNNExecutionProvider compiled no node of the model.",
-                "QNN_DEVICE_ERROR_INVALID_CONFIG",
-            ],
-            marks=needs_qnn,
-        ),
-    ],
-    ids=["configuration", "chip"],
-)
-def test_what_is_wrong_is_named(project: Project, toml: str, words: list[str]) -> None:
-    project.configure(toml)
+@needs_qnn
+def test_a_chip_that_the_ep_does_not_know_is_named(project: Project) -> None:
+    project.configure(CHIP)
     text = project.failure()
-    for part in words:
-        assert part in text
+    assert "a -> qnn: EPC301\n    QNNExecutionProvider compiled no node of the model." in text
+    assert "QNN_DEVICE_ERROR_INVALID_CONFIG" in text
 
 
 @needs_qnn
@@ -136,26 +97,3 @@ def test_a_provider_that_is_not_installed(
     assert "4 build requirements are missing: onnxruntime>=1.23 (not installed)" in text
     assert '-m pip install "onnxruntime>=1.23" "onnx>=1.19" "onnxslim>=0.1.80" "numpy>=2.0"' in text
     assert "Or build with isolation: then the front end installs them." in text
-
-
-@pytest.mark.parametrize(
-    ("onnx", "toml", "words"),
-    [
-        (CRASHING, "", "EPC308\n    the worker crashed with SIGSEGV.\n"),
-        (
-            "import time\ntime.sleep(600)\n",
-            "[tool.epcontext.build]\ntimeout = 2\n",
-            "the worker was stopped after 2 seconds",
-        ),
-    ],
-    ids=["crash", "timeout"],
-)
-def test_a_worker_that_does_not_answer(project: Project, onnx: str, toml: str, words: str) -> None:
-    fake = project.root.parent / "fake"
-    fake.mkdir()
-    (fake / "onnx.py").write_text(onnx, encoding="utf-8")
-    project.env["PYTHONPATH"] = str(fake)
-    project.configure(CPU + toml)
-    text = project.failure(program=("-c", IMPATIENT))
-    assert words in text
-    assert ("    | compiling" in text) == (onnx == CRASHING)

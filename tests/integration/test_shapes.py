@@ -26,7 +26,6 @@ TOML = """
 [tool.epcontext.targets.npu]
 provider = "qnn"
 provider-options = { soc_model = 60, htp_arch = 73 }
-recompile = true
 
 [tool.epcontext.targets.cpu]
 provider = "cpu"
@@ -44,9 +43,9 @@ import json, sys
 import numpy as np
 from my_app.epcontext import LoadError, load, models, shapes_of, target_of
 
-def answer(batch, target, recompile):
+def answer(batch, target):
     shapes = None if batch is None else {"x": (batch, 1, 8, 8)}
-    arguments = {"target": target, "device": "any", "recompile": recompile, "shapes": shapes}
+    arguments = {"target": target, "device": "any", "shapes": shapes}
     try:
         session = load("net", **arguments)
     except LoadError as error:
@@ -68,8 +67,8 @@ def answer(batch, target, recompile):
 print(json.dumps([answer(*case) for case in json.loads(sys.argv[1])]))
 """
 
-Case = tuple[int | None, str | None, bool]
-"""A number of images, a target, and whether it is compiled again."""
+Case = tuple[int | None, str | None]
+"""A number of images, and a target."""
 
 
 def scaled() -> onnx.ModelProto:
@@ -100,7 +99,7 @@ def opened(app: Path, *cases: Case) -> list[dict[str, Any]]:
 
 def test_the_smallest_shape_that_is_large_enough_is_opened(app: Path) -> None:
     expected = {None: ("npu", 1), 1: ("npu", 1), 2: ("npu", 4), 4: ("npu", 4), 5: ("cpu", "batch")}
-    answers = opened(app, *((batch, None, False) for batch in expected))
+    answers = opened(app, *((batch, None) for batch in expected))
     choices = [(answer["target"], answer["size"]) for answer in answers]
     assert dict(zip(expected, choices, strict=True)) == expected
     assert all(answer["models"] == ["net"] for answer in answers)
@@ -112,26 +111,8 @@ def test_a_frozen_input_is_taken_and_checked_on_every_target(app: Path) -> None:
     (expected,) = reference.run(None, {"x": x, "scale": np.array(2, np.float32)})
     targets = ("npu", "cpu", "source")
     for target, answer in zip(
-        targets, opened(app, *((1, target, False) for target in targets)), strict=True
+        targets, opened(app, *((1, target) for target in targets)), strict=True
     ):
         assert answer["inputs"] == ["x"], target
         assert "Invalid input name: scale" in answer["refused"], target
         np.testing.assert_allclose(answer["y"], expected, rtol=2e-2, atol=2e-2, err_msg=target)
-
-
-def test_a_context_that_does_not_open_is_compiled_on_the_users_machine(app: Path) -> None:
-    (before,) = opened(app, (4, "npu", False))
-    (sidecar,) = (app / "my_app" / "epcontext" / "net.4x1x8x8" / "npu").glob("*.bin")
-    shipped = sidecar.read_bytes()
-    try:
-        # Of the right size, so that the EP itself refuses it.
-        sidecar.write_bytes(bytes(len(shipped)))
-        refused, *others = opened(app, (4, "npu", False), *[(4, "npu", True)] * 2)
-        assert "InvalidGraph" in refused["error"]
-        for answer in others:
-            assert (answer["target"], answer["size"]) == ("npu", 4)
-            np.testing.assert_allclose(answer["y"], before["y"], rtol=1e-3, atol=1e-3)
-        compiled = list((app / "user" / "my_app" / "compiled").glob("*/*_ctx.onnx"))
-        assert [file.name for file in compiled] == ["net.4x1x8x8_ctx.onnx"]
-    finally:
-        sidecar.write_bytes(shipped)
