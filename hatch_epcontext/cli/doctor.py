@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from packaging.requirements import Requirement
 
 import hatch_epcontext
 from hatch_epcontext.cli._common import echo
@@ -48,15 +47,13 @@ class ProviderState:
     """A provider in this environment.
 
     ``package``: the installed distribution that contains it, with its version; ``reason``: why there
-    are no ``devices``, or why it cannot compile although there are some; ``library``: the distribution of
-    the vendor's library that compiles without the EP and its device, if it is installed.
+    are no ``devices``, or why it cannot compile although there are some.
     """
 
     provider: str
     package: str | None
     devices: tuple[str, ...] = ()
     reason: str | None = None
-    library: str | None = None
 
 
 @dataclass(frozen=True)
@@ -134,9 +131,6 @@ def _show(diagnosis: Diagnosis) -> None:
         for line in state.devices or (state.reason or "").splitlines():
             echo(f"    {line}")
         provider = PROVIDERS[state.provider]
-        if state.library and provider.compiler_library:
-            gpus = ", ".join(provider.compiler_library.capabilities)
-            echo(f"    {state.library} compile without a GPU, for the compute capabilities {gpus}")
         is_simulated = provider.simulator and provider.runs_on(sys.platform, platform.machine())
         if state.devices and not state.reason and is_simulated:
             echo(f"    compiles for {provider.title}; a simulator runs the results here")
@@ -201,24 +195,12 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
 def _state(provider: Provider, package: str | None, devices: Devices | None) -> ProviderState:
     if provider.needs_library:
         return ProviderState(provider.name, None, reason=_NAMED)
-    library = _library(provider)
     if devices is None:
         needed = " and ".join(provider.requirements or (provider.distributions[0],))
         reason = f"{needed} is not installed."
-        return ProviderState(provider.name, None, reason=reason, library=library)
+        return ProviderState(provider.name, None, reason=reason)
     texts = tuple(device.text for device in devices.devices)
-    return ProviderState(provider.name, package, texts, devices.reason, library)
-
-
-def _library(provider: Provider) -> str | None:
-    """The installed distribution of the library that compiles without the EP, with its version."""
-    needed = provider.compiler_library.requirements if provider.compiler_library else ()
-    present = [
-        f"{requirement.name} {version}"
-        for requirement in map(Requirement, needed)
-        if (version := installed(requirement.name)) and requirement.specifier.contains(version)
-    ]
-    return " and ".join(present) if present and len(present) == len(needed) else None
+    return ProviderState(provider.name, package, texts, devices.reason)
 
 
 def _package(provider: Provider) -> str | None:

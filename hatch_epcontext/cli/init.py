@@ -498,16 +498,13 @@ def _one_line(text: str) -> str:
 
 def next_steps(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     """What is left to do in the app, in its metadata and in its build: headings with lines."""
-    parent, is_guess = _import_package(project)
+    parent = _import_package(project)
     output, origin, notes = config.output or PurePosixPath(parent.name, FOLDER), "", list[str]()
     if project.backend != HATCHLING:
         # In a clone without the folder, a traceback shows this line.
         output, origin = PurePosixPath(parent.name, FOLDER), "  # made by: epcontext export"
         folder = parent / FOLDER
         notes.append(_EXPORT.format(backend=project.backend, folder=folder, parent=parent))
-    if is_guess and output != config.output:
-        setting = f"output = {to_toml(str(output))} in [{ROOT}]"
-        notes.append(f"{parent} is a guess: for another import package set {setting}.")
     with contextlib.suppress(InvalidSpecifier):
         if SpecifierSet(str(project.table("project").get("requires-python", ""))).contains("3.9"):
             notes.append("The loader needs Python 3.10 or newer: set requires-python accordingly.")
@@ -521,8 +518,8 @@ def next_steps(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _import_package(project: Project) -> tuple[PurePosixPath, bool]:
-    """The folder of the app's import package in the project, and whether that is a guess."""
+def _import_package(project: Project) -> PurePosixPath:
+    """The folder of the app's import package in the project; a guess unless it has the project's name."""
     name = str(canonicalize_name(project.name)).replace("-", "_")
     packages = [
         PurePosixPath(file.parent.relative_to(project.root).as_posix())
@@ -530,9 +527,8 @@ def _import_package(project: Project) -> tuple[PurePosixPath, bool]:
         for file in sorted((project.root / source).glob("*/__init__.py"))
         if file.parent.name.casefold() not in _NOT_THE_APP
     ]
-    if named := [package for package in packages if package.name == name]:
-        return named[0], False
-    return (packages or [PurePosixPath("src", name)])[0], len(packages) != 1
+    named = (package for package in packages if package.name == name)
+    return next(named, (packages or [PurePosixPath("src", name)])[0])
 
 
 def _dependencies(project: Project, config: Config) -> Iterator[str]:

@@ -367,11 +367,11 @@ def validate_package(
         message = "is for a single context model: the variants of a model package have their own."
         keys = (Key() / name for name in sorted(names))
         raise ConfigError(*(Problem.at(key, Kind.NOT_APPLICABLE, message) for key in keys))
-    folder, package = _read(path)
-    if damaged := list(damaged_files(folder, package)):
+    package = _read(path)
+    if damaged := list(damaged_files(path, package)):
         raise InspectionError(*damaged)
     # Any file will do for the path: the model itself is not read here.
-    config = configure({"model": folder / FILE}, "cpu", settings)
+    config = configure({"model": path / FILE}, "cpu", settings)
     (model,) = config.models
     if model.validate.mode in _RUN:
         check_environment((), INSPECTION)
@@ -382,7 +382,7 @@ def validate_package(
                 result = ValidatedVariant(name, target, variant.ep)
                 location = f"{path}: {result.name}"
                 try:
-                    result = _validate_variant(result, component, folder, model, workers, location)
+                    result = _validate_variant(result, component, path, model, workers, location)
                 except EpcontextError as error:
                     # The key of a problem is one that no user wrote.
                     problems = (
@@ -397,17 +397,14 @@ def validate_package(
     return ValidatedPackage(str(path), tuple(validated))
 
 
-def _read(path: Path) -> tuple[Path, ModelPackage]:
-    """The folder of the package in ``path``, and its manifest."""
-    packages = inspect(path).packages
-    folder = "." if "." in packages else next(iter(packages))
-    kind, message, hint = Kind.INVALID_PACKAGE, "has no variants.", None
-    if folder != "." and len(packages) > 1:
-        kind, message = Kind.INVALID_PATH, f"has several model packages: {listing(packages)}."
-        hint = "Name the folder of one of them."
-    elif any(component.variants for component in packages[folder].components.values()):
-        return path / folder, packages[folder]
-    raise InspectionError(Problem(kind, str(path), message, hint))
+def _read(folder: Path) -> ModelPackage:
+    package = inspect(folder).packages.get(".")
+    if package is None:
+        message, hint = "has no manifest itself.", "Name the folder of one model package."
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(folder), message, hint))
+    if not any(component.variants for component in package.components.values()):
+        raise InspectionError(Problem(Kind.INVALID_PACKAGE, str(folder), "has no variants."))
+    return package
 
 
 def _validate_variant(

@@ -58,18 +58,6 @@ def test_a_plugin_ep_without_its_driver_has_a_reason(found: dict[str, Any]) -> N
     assert "libcuda.so.1" in rtx["reason"]
 
 
-@needs("tensorrt_rtx_bindings")
-def test_a_library_that_compiles_without_the_ep_is_named(
-    found: dict[str, Any], cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = state(found, "tensorrt-rtx")["library"]
-    assert library.startswith("tensorrt-rtx-cu13-bindings 1.")
-    assert " and tensorrt-rtx-cu13-libs 1." in library
-    assert {each["library"] for each in found["providers"]} == {library, None}
-    monkeypatch.setattr(doctor, "PROVIDERS", {"tensorrt-rtx": PROVIDERS["tensorrt-rtx"]})
-    assert library in cli("doctor").stdout
-
-
 @needs_qnn
 @pytest.mark.skipif(sys.platform != "linux", reason="a library of Linux is altered")
 def test_a_library_that_an_ep_loads_later_is_missing(
