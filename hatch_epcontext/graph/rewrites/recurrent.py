@@ -55,16 +55,10 @@ class _Layer:
             return self.builder.store(np.zeros((self.batch, self.hidden), self.builder.dtype))
         return self.builder.item(initial, 0, direction)
 
-    def clipped(self, value: str, limit: float) -> str:
-        """``value`` within -``limit`` and ``limit``."""
-        return self.builder.clip(value, -limit, limit)
-
-    def active(self, function: str, value: str, *, is_sum: bool = True) -> str:
-        """``function`` of ``value``, which is first clipped as the node requires."""
-        if limit := graph.attribute(self.node, "clip", 0.0):
-            value = self.clipped(value, limit)
-        elif is_sum and function in ("Sigmoid", "Tanh"):
-            value = self.clipped(value, _FLAT)
+    def of_sum(self, function: str, value: str) -> str:
+        """``function`` of the sum ``value``, which is within `_FLAT`."""
+        if function in ("Sigmoid", "Tanh"):
+            value = self.builder.clip(value, -_FLAT, _FLAT)
         return self.builder.add(function, value)
 
     def add(self, op: str, *inputs: str) -> str:
@@ -97,8 +91,12 @@ def _activations(node: onnx.NodeProto, directions: int) -> list[list[str]] | Dec
         return Declined(f"it has {len(names)} activations, not {directions * len(defaults)}")
     if unknown := sorted({*names}.difference(_OPERATORS.values())):
         return Declined(f"its activation {unknown[0]!r} is not known")
-    if any(graph.attribute(node, f"activation_{name}", []) for name in ("alpha", "beta")):
-        return Declined("its activations have parameters")
+    has_parameters = any(
+        graph.attribute(node, f"activation_{name}", []) for name in ("alpha", "beta")
+    )
+    # The others have none.
+    if has_parameters and "HardSigmoid" in names:
+        return Declined("its HardSigmoid has parameters")
     return [names[at : at + len(defaults)] for at in range(0, len(names), len(defaults))]
 
 
@@ -152,13 +150,16 @@ def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
 
 
 def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | Declined:
-    if graph.operand(node, 7):
-        return Declined("it has peepholes")
-    if graph.number(node, "input_forget", 0):
-        return Declined("its input and forget gates are coupled")
-    if graph.number(node, "layout", 0):
+    reasons = {
+        "it has peepholes": graph.operand(node, 7),
+        "its input and forget gates are coupled": graph.number(node, "input_forget", 0),
+        "it clips its gates": graph.attribute(node, "clip", 0.0),
         # Nor does ONNX Runtime's CPU run it.
-        return Declined("its batch comes before its steps")
+        "its batch comes before its steps": graph.number(node, "layout", 0),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return Declined(reason)
     x, r = (scope.sizes(name) or () for name in (node.input[0], node.input[2]))
     if len(x) != 3 or len(r) != 3 or scope.dtype(node.input[0]) is None:
         return Declined("the type of its input or of its weights is not known")
@@ -227,12 +228,10 @@ def _lstm(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step
         hidden, cell = states
         gates = layer.add("Add", inputs, layer.add("MatMul", hidden, weight))
         *parts, c = layer.parts(gates, 1, 4)
-        i, o, forget = (layer.active(f, part, is_sum=False) for part in parts)
-        new = layer.add("Mul", i, layer.active(g, c, is_sum=False))
+        i, o, forget = (layer.add(f, part) for part in parts)
+        new = layer.add("Mul", i, layer.add(g, c))
         cell = layer.add("Add", layer.add("Mul", forget, cell), new)
-        # The node's clip does not apply to the output.
-        bounded = layer.clipped(cell, _FLAT) if h in ("Sigmoid", "Tanh") else cell
-        return [layer.add("Mul", o, layer.add(h, bounded)), cell]
+        return [layer.add("Mul", o, layer.of_sum(h, cell)), cell]
 
     states = [layer.state(5, direction), layer.state(6, direction)]
     return step, states, _bias(layer, direction)
@@ -265,8 +264,8 @@ def _gru(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step,
         gates = layer.add("Add", to_outer, layer.add("MatMul", hidden, outer))
         if outer_bias:
             gates = layer.add("Add", gates, outer_bias)
-        update, reset = (layer.active(f, part, is_sum=False) for part in layer.parts(gates, 1, 2))
-        new = layer.active(g, layer.add("Add", to_inner, reset_product(reset, hidden)))
+        update, reset = (layer.add(f, part) for part in layer.parts(gates, 1, 2))
+        new = layer.of_sum(g, layer.add("Add", to_inner, reset_product(reset, hidden)))
         kept = layer.add("Mul", update, hidden)
         return [layer.add("Add", layer.add("Mul", layer.add("Sub", one, update), new), kept)]
 
@@ -278,7 +277,7 @@ def _rnn(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step,
 
     def step(inputs: str, states: Sequence[str]) -> list[str]:
         gate = layer.add("Add", inputs, layer.add("MatMul", states[0], weight))
-        return [layer.active(functions[0], gate)]
+        return [layer.of_sum(functions[0], gate)]
 
     return step, [layer.state(5, direction)], _bias(layer, direction)
 

@@ -112,7 +112,7 @@ UNROLLABLE: Mapping[str, Forms] = {
     **{
         operator: {
             7: f"""{LAYER.format(gates * 5)} <int32[1] n = {{2}}>
-            {{ y = {operator} <hidden_size = 5, clip = 2.0{functions}> (x, w, r, , n) }}"""
+            {{ y = {operator} <hidden_size = 5{functions}> (x, w, r, , n) }}"""
         }
         for operator, gates, functions in (
             (

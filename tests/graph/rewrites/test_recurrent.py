@@ -30,7 +30,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "without bias": {"inputs": ()},
     "states": {"inputs": ("B", "h")},
-    "clip": {"clip": 0.3},
     "whole lengths": {"lengths": [STEPS] * BATCH},
     "shorter sequences": {"lengths": [1, STEPS], "inputs": ("B", "h")},
     "last only": {"outputs": ("Y_h",)},
@@ -71,13 +70,13 @@ def test_one_step_computes_the_same(op: str) -> None:
 @pytest.mark.parametrize("op", FUNCTIONS)
 @pytest.mark.parametrize("opset", [9, 11, 13, 22])
 def test_other_opsets_have_other_forms_of_nodes(op: str, opset: int) -> None:
-    assert_equal(recurrent(op, opset=opset, clip=0.5), "unroll_recurrent")
+    assert_equal(recurrent(op, opset=opset), "unroll_recurrent")
 
 
 def test_doubles_stay_doubles() -> None:
     # ONNX Runtime's CPU has no layers of doubles: the result is compared with that of floats.
-    single = recurrent("GRU", inputs=("B",), clip=0.5)
-    double, _ = unrolled(recurrent("GRU", inputs=("B",), clip=0.5, elem_type=TensorProto.DOUBLE))
+    single = recurrent("GRU", inputs=("B",))
+    double, _ = unrolled(recurrent("GRU", inputs=("B",), elem_type=TensorProto.DOUBLE))
     given = feeds(single)
     (expected,) = run(single, given)
     (found,) = run(double, {name: values.astype(np.float64) for name, values in given.items()})
@@ -114,8 +113,9 @@ def test_a_layer_of_one_direction_may_name_functions_for_two() -> None:
         (recurrent("LSTM", inputs=("B", "P")), "it has peepholes"),
         (
             recurrent("GRU", activations=["HardSigmoid", "Tanh"], activation_alpha=[0.3]),
-            "its activations have parameters",
+            "its HardSigmoid has parameters",
         ),
+        (recurrent("RNN", clip=0.3), "it clips its gates"),
         (recurrent("LSTM", input_forget=1), "its input and forget gates are coupled"),
     ],
 )
