@@ -271,7 +271,7 @@ class Provider:
     # Documentation
 
     title: str
-    """A short description, such as ``"AMD GPUs through MIGraphX"``."""
+    """A short description, such as ``"NVIDIA GPUs through TensorRT"``."""
 
     needs: str | None = None
     """The hardware and the driver that it needs to offer a device."""

@@ -25,7 +25,11 @@ class Cpu(Provider):
     tolerance = Tolerance(snr=50, cosine=0.9999)
     verified = "Optimized, loaded and run on Linux x86-64."
     hardware = "Verified on x86-64."
-    notes = ('`optimization = "extended"` or `"all"` adds operators that only the CPU can run.',)
+    notes = (
+        '`optimization = "extended"` or `"all"` adds operators that only the CPU can run.',
+        "Other EPs that compile nothing ahead of time, such as MIGraphX and WebGPU, run the same graph: your app "
+        "opens it by its `path`.",
+    )
 
 
 PROVIDER = Cpu()

@@ -15,7 +15,7 @@ _SUPPLIERS = {
     ),
     "the package of the QNN execution provider again": ("Qnn",),
     "the package of the TensorRT RTX execution provider": ("tensorrt_rtx",),
-    "AMD's ROCm, with MIGraphX": ("amdhip", "migraphx", "hip", "roc"),
+    "AMD's ROCm": ("amdhip", "hip", "roc"),
     "the driver of an Intel NPU, or the package for Windows": ("openvino_intel_npu_compiler",),
     "the driver of the GPU or NPU": ("ze_loader", "OpenCL", "vulkan"),
     # QNN's libraries need it, and minimal systems lack it.

@@ -224,7 +224,6 @@ def test_an_unusable_pyproject_is_an_error(project: Path, before: str, message: 
     [
         ("cpu", None),
         ("qnn", "win_arm64"),
-        ("migraphx", "manylinux_2_28_x86_64"),
         *(
             (name, "win_amd64")
             for name in ("openvino", "vitisai", "directml", "cuda", "tensorrt", "tensorrt-rtx")

@@ -207,7 +207,6 @@ def test_session_options_newer_than_this_package_can_be_allowed(project: Path) -
         ("qnn", "op_affinity", '"{root}/files/affinity.json"', "{affinity.json}"),
         ("qnn", "op_packages", '"A:files/a.so:f:HTP,B:files/b.so:f"', "A:{a.so}:f:HTP,B:{b.so}:f"),
         ("tensorrt", "trt_extra_plugin_lib_paths", '"files/a.so;files/b.so"', "{a.so};{b.so}"),
-        ("migraphx", "migraphx_int8_calibration_table_name", '"files/a.so"', "{a.so}"),
         ("plugin", "anything", '"files/a.so"', "{a.so}"),
         ("plugin", "anything", '"no/file"', "no/file"),
     ],

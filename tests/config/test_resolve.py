@@ -220,18 +220,21 @@ def test_the_order_of_models_does_not_change_the_requirements(
     toml = f"""
 models = [{", ".join(models)}]
 [targets.amd]
-provider = "migraphx"
+provider = "directml"
 [targets.intel]
 provider = "openvino"
 """
-    # Only the model with all optimizations needs MIGraphX itself.
+    # Only the model with all optimizations needs DirectML itself.
     assert plan(read(project, toml.replace('"all"', '"basic"'))).jobs
     with pytest.raises(ConfigError) as raised:
         plan(read(project, toml))
     (problem,) = raised.value.problems
     assert problem.kind is Kind.CONFLICTING_REQUIREMENTS
     assert "no single ONNX Runtime distribution fits all targets" in problem.message
-    assert "amd: onnxruntime-migraphx, intel: onnxruntime or onnxruntime-gpu" in problem.message
+    assert (
+        "amd: onnxruntime-directml or onnxruntime-windowsml, intel: onnxruntime or"
+        in problem.message
+    )
 
 
 def test_a_model_changes_some_targets_and_leaves_others_out(project: Path) -> None:

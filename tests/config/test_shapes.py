@@ -191,8 +191,6 @@ def test_a_name_that_becomes_too_long_is_an_error(project: Path) -> None:
         ("cuda", "", False),
         ("directml", "", False),
         ("directml", 'device = "npu"', True),
-        ("migraphx", "", False),
-        ("webgpu", "", False),
         ("openvino", "", False),
         ("openvino", 'device = "npu"', True),
         ("openvino", 'device = "any"', True),

@@ -43,7 +43,6 @@ RTX = f'{MODELS}[targets.rtx]\nprovider = "tensorrt-rtx"\n'
          "targets.qnn.virtual-devices", "offers no virtual devices"),
         (MODELS + one("qnn", "device-filter = { type = true }"),
          "targets.qnn.device-filter.type", "must be a str"),
-        (MODELS + one("webgpu", "embed = true"), "targets.webgpu.embed", "has no contexts to embed"),
     ],
 )  # fmt: skip
 def test_an_invalid_target_is_reported_with_its_key(

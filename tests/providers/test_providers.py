@@ -83,7 +83,6 @@ def test_the_facts_of_each_provider_are_complete_and_consistent(provider: Provid
         ("tensorrt", ["TensorrtExecutionProvider"]),
         ("openvino", ["OpenVINO", "OpenVINOExecutionProvider"]),
         ("directml", ["dml", "DmlExecutionProvider"]),
-        ("webgpu", ["WebGpuExecutionProvider"]),
         ("plugin", ["plugin"]),
         (None, ["", "qn", "tensor", "ExecutionProvider", "OpenVINOExecutionProvider.AUTO"]),
     ],
@@ -365,12 +364,6 @@ def test_the_names_of_options_are_in_the_library(provider: str) -> None:
     assert known.plugin is not None
     library = library_of(known.plugin.module)
     assert [name for name in known.options if name.encode() not in library] == []
-
-
-def test_webgpus_options_are_those_of_its_library() -> None:
-    library = library_of("onnxruntime_ep_webgpu")
-    names = set(re.findall(rb"ep\.webgpuexecutionprovider\.(\w+)", library))
-    assert {name.decode() for name in names} == PROVIDERS["webgpu"].options.keys()
 
 
 @pytest.mark.parametrize(
