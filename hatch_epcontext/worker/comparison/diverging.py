@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_steps
-from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.session import open_unoptimized
 
 WRONG = 0.1
 """The relative error of a value from which it is wrong."""
@@ -25,9 +21,6 @@ WRONG = 0.1
 _MATTERS = 0.01
 """The relative error after a clamped value, or after a number that the format lacks, from which it matters:
 in masks, which only hide values, it does not."""
-
-_MAX_VALUES = 2**28
-"""The most values inside a model of which all are compared: 2 GiB for both runs."""
 
 
 @dataclass(frozen=True)
@@ -104,78 +97,6 @@ class Inner:
         for name in node.output:
             if name in self.errors:
                 yield self.exact[name]
-
-
-class InnerRuns:
-    """Runs of two forms of a model on the CPU, which return all their values: ``exact``, and ``rounded``.
-
-    ``scope``: of the first one.
-    """
-
-    def __init__(
-        self,
-        reference: Reference,
-        scope: Scope,
-        exact: onnx.ModelProto,
-        rounded: Callable[[], onnx.ModelProto],
-    ) -> None:
-        self._reference, self._scope = reference, scope
-        self._exact_form, self._rounded_form = exact, rounded
-        self._inner: dict[str, Inner | None] = {}
-
-    def inner(self, run: ReferenceRun) -> Inner | None:
-        """All values of the first wrong step of ``run``, or of its last step, in both forms.
-
-        None if they are too many, or if the model cannot run with all of them as outputs.
-        """
-        if run.name not in self._inner:
-            self._inner[run.name] = self._compute_inner(run)
-        return self._inner[run.name]
-
-    def exact_steps(self, run: ReferenceRun) -> Iterator[Arrays] | None:
-        """All values of the exact form in each step of ``run``; None if they are unknown."""
-        return None if self._exact is None else self._steps(self._exact, run)
-
-    def _compute_inner(self, run: ReferenceRun) -> Inner | None:
-        if self._exact is None or self._rounded is None:
-            return None
-        inner = None
-        outputs = frozenset((*run.outputs[0], *self._reference.facts.selections.reads))
-        steps = (self._steps(session, run) for session in (self._exact, self._rounded))
-        for exact, rounded in zip(*steps, strict=True):
-            inner = Inner(exact, rounded, outputs)
-            if inner.error > WRONG:
-                # Errors in later steps come from this one.
-                break
-        return inner
-
-    @cached_property
-    def _exact(self) -> ort.InferenceSession | None:
-        results = (name for node in self._scope.nodes for name in node.output)
-        size = sum(math.prod(self._scope.shape(name) or (1,)) for name in results)
-        step("looking for the first node that differs")
-        return None if size > _MAX_VALUES else _open(self._exact_form)
-
-    @cached_property
-    def _rounded(self) -> ort.InferenceSession | None:
-        return _open(self._rounded_form())
-
-    def _steps(self, session: ort.InferenceSession, run: ReferenceRun) -> Iterator[Arrays]:
-        """All values of ``session`` in each step of ``run``, with its inputs."""
-        states, fed = self._reference.facts.states, dict[str, Array]()
-        steps = run_steps(session, run.feeds, states, "the model with all its values")
-        for feeds, outputs in zip(run.feeds, steps, strict=True):
-            fed.update(feeds)
-            yield {**fed, **outputs}
-            fed.update({name: outputs[last] for name, last in states.items() if last in outputs})
-
-
-def _open(form: onnx.ModelProto) -> ort.InferenceSession | None:
-    try:
-        return open_unoptimized(form.SerializeToString())
-    except Exception:
-        # Some models cannot run with other outputs; then no node is named.
-        return None
 
 
 def named(node: onnx.NodeProto) -> str:

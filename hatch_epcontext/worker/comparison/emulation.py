@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.dtypes import is_float
+from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
@@ -25,7 +25,6 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.diverging import (
     WRONG,
     Inner,
-    InnerRuns,
     largest,
     named,
     relative,
@@ -34,6 +33,7 @@ from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
     ReferenceRun,
+    run_steps,
     with_telling,
 )
 from hatch_epcontext.worker.comparison.selections import expose_reads
@@ -57,6 +57,9 @@ _WORST = 3
 
 _LOST = 0.5
 """The relative error from which a format counts as lacking a stored number."""
+
+_MAX_VALUES = 2**28
+"""The most values inside a model of which all are compared: 2 GiB for both runs."""
 
 _FLAT = 0.1
 """The share of an output's places that may change by less than a step of the format."""
@@ -277,19 +280,62 @@ class Emulator:
 
     def first_diverging(self, run: ReferenceRun) -> str | None:
         """The first node whose results are wrong for ``run``, and why, in words; None if there is none."""
-        if (inner := self._inner_runs.inner(run)) is None:
-            return None
-        wrong = min(WRONG, inner.error / 2)
+        inner = self._inner(run)
+        return None if inner is None else self._first_wrong(inner, min(WRONG, inner.error / 2))
+
+    def _first_wrong(self, inner: Inner, error: float) -> str | None:
+        """The first node whose values the format clamps, that uses a number which it lacks, or whose results
+        have a larger ``error``, in words.
+
+        What has no effect counts as right, as in a mask.
+        """
         for node in self.scope.nodes:
-            is_wrong = inner.behind(node) > wrong
-            if self._misses(node, inner) or (is_wrong and not self._is_hidden(node, inner)):
+            is_clamped = inner.largest(node) > self._format.largest
+            if is_clamped or not self._lost.keys().isdisjoint(node.input):
+                is_wrong = inner.matters(node, self.scope)
+            else:
+                is_wrong = inner.behind(node) > error
+            if is_wrong:
                 return self._words(node, inner)
         return None
 
+    def _inner(self, run: ReferenceRun) -> Inner | None:
+        """All values of the first wrong step of ``run``, or of its last step.
+
+        None if they are too many, or if the model cannot run with all of them as outputs.
+        """
+        if self._exact is None or self._inexact is None:
+            return None
+        outputs = frozenset((*run.outputs[0], *self._reference.facts.selections.reads))
+        steps = (self._values(session, run) for session in (self._exact, self._inexact))
+        for exact, inexact in zip(*steps, strict=True):
+            inner = Inner(exact, inexact, outputs)
+            if inner.error > WRONG:
+                # Errors in later steps come from this one.
+                break
+        return inner
+
+    def _values(self, session: ort.InferenceSession, run: ReferenceRun) -> Iterator[Arrays]:
+        """All values of ``session`` in each step of ``run``, with its inputs."""
+        states, fed = self._reference.facts.states, dict[str, Array]()
+        steps = run_steps(session, run.feeds, states, "the model with all its values")
+        for feeds, outputs in zip(run.feeds, steps, strict=True):
+            fed.update(feeds)
+            yield {**fed, **outputs}
+            fed.update({name: outputs[last] for name, last in states.items() if last in outputs})
+
     @cached_property
-    def _inner_runs(self) -> InnerRuns:
-        exact = exposed(self._prepared, self._types)
-        return InnerRuns(self._reference, self.scope, exact, partial(self._rounded, exact))
+    def _exact(self) -> ort.InferenceSession | None:
+        """A session that returns all values of the prepared model."""
+        results = (name for node in self.scope.nodes for name in node.output)
+        size = sum(math.prod(self.scope.shape(name) or (1,)) for name in results)
+        step("looking for the first node that differs")
+        return None if size > _MAX_VALUES else _open(exposed(self._prepared, self._types))
+
+    @cached_property
+    def _inexact(self) -> ort.InferenceSession | None:
+        """The same in the number format."""
+        return _open(self._rounded(exposed(self._prepared, self._types)))
 
     def _rounded(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """A copy of ``model`` that rounds to the format where the EP computes it."""
@@ -298,30 +344,21 @@ class Emulator:
         emulate(copy, self._types, self._format, self._skipped)
         return copy
 
-    def _is_hidden(self, node: onnx.NodeProto, inner: Inner) -> bool:
-        """Whether only the format's limits change the values of ``node``, without effect, as in a mask."""
-        return inner.largest(node) > self._format.largest and not inner.matters(node, self.scope)
-
     def _hurt(self) -> Iterator[str]:
         """Nodes whose values are clamped, or that use a number that the format cannot represent."""
         worst = min(self.levels, key=lambda level: (level.margin, not level.run.usual))
         for run in (self.levels[0].run, worst.run):
             is_right = self.level(run).snr > 2 * _WORTH_RUNNING
-            if not self._lost and (is_right or not self._exceeds(run)):
-                continue
-            if not (inner := self._inner_runs.inner(run)):
-                return
-            for node in self.scope.nodes:
-                is_cut = inner.largest(node) > self._format.largest
-                if (is_cut and inner.matters(node, self.scope)) or self._misses(node, inner):
-                    yield self._words(node, inner)
+            if (self._lost or (not is_right and self._exceeds(run))) and (
+                inner := self._inner(run)
+            ):
+                yield from filter(None, [self._first_wrong(inner, math.inf)])
 
     def _exceeds(self, run: ReferenceRun) -> bool:
-        """Whether values of ``run`` are beyond the format's largest; True if that is unknown."""
-        steps = self._inner_runs.exact_steps(run)
-        return steps is None or any(
+        """Whether values of ``run`` are beyond the format's largest."""
+        return self._exact is not None and any(
             array.dtype == np.float32 and largest(array) > self._format.largest
-            for values in steps
+            for values in self._values(self._exact, run)
             for array in values.values()
         )
 
@@ -348,10 +385,6 @@ class Emulator:
                     f"{self._format.name} has steps of {smallest[place]:.2g}"
                 )
         return None
-
-    def _misses(self, node: onnx.NodeProto, inner: Inner) -> bool:
-        """Whether ``node`` uses a number that the format cannot represent, and that matters."""
-        return not self._lost.keys().isdisjoint(node.input) and inner.matters(node, self.scope)
 
     @cached_property
     def _lost(self) -> Mapping[str, float]:
@@ -388,6 +421,14 @@ class Emulator:
         what, limits = "the emulated model", self._limits
         steps = self._reference.compare_run(session, run, limits, what)
         return Level.of(run, itertools.chain(*steps), self._reference.facts, limits)
+
+
+def _open(form: onnx.ModelProto) -> ort.InferenceSession | None:
+    try:
+        return open_unoptimized(form.SerializeToString())
+    except Exception:
+        # Some models cannot run with other outputs; then no node is named.
+        return None
 
 
 def _number(value: float) -> str:
