@@ -1,16 +1,20 @@
-"""Runs sessions: with arrays of every ONNX dtype, and checks that results are finite."""
+"""Tensors of every ONNX type in sessions: their types, values, and whether they are finite."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 
+from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_extended, is_float, numpy_dtype
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
+from hatch_epcontext.worker.session import open_unoptimized
 
 
 def run(session: ort.InferenceSession, feeds: Arrays) -> dict[str, Array]:
@@ -94,3 +98,46 @@ def not_finite(outputs: Arrays, reference: Arrays) -> list[Agreement]:
             status = AgreementStatus.NOT_FINITE
             agreements.append(Agreement(name, 0.0, None, status=status, reason=reason))
     return agreements
+
+
+def value_types(model: onnx.ModelProto, path: Path) -> dict[str, onnx.TypeProto]:
+    """The known types of the values of ``model``, which is in the file ``path``.
+
+    onnx infers none after operators of other domains; there ONNX Runtime does.
+    """
+    main = graph.inferred(model)
+    types = {value.name: value.type for value in (*main.value_info, *main.output)}
+    if all(node.domain in graph.STANDARD for node in main.node):
+        return types
+    names = dict.fromkeys(name for node in main.node for name in node.output if name)
+    unknown = [name for name in names if name not in types]
+    return types | types_of_runtime(model, path, unknown)
+
+
+def types_of_runtime(
+    model: onnx.ModelProto, path: Path, names: Iterable[str]
+) -> dict[str, onnx.TypeProto]:
+    """The types of the values ``names`` of ``model`` as ONNX Runtime, with its own operators, infers them.
+
+    Empty if it cannot open the model, which is in the file ``path``.
+    """
+    # It reports the types of outputs only, so all values become outputs.
+    extended = onnx.ModelProto()
+    extended.CopyFrom(model)
+    names = list(names)
+    own = {value.name for value in (*model.graph.input, *model.graph.output)}
+    extended.graph.output.extend(
+        onnx.ValueInfoProto(name=name) for name in names if name not in own
+    )
+    try:
+        session = open_unoptimized(extended.SerializeToString(), path)
+    except Exception:
+        # The types stay unknown, and running the model reports why it does not open.
+        return {}
+    outputs = {output.name: output for output in session.get_outputs()}
+    return {
+        # It reports no dimensions for an unknown rank too.
+        name: onnx.helper.make_tensor_type_proto(number, outputs[name].shape or None)
+        for name in names
+        if name in outputs and (number := elem_type(outputs[name].type)) is not None
+    }

@@ -53,7 +53,7 @@ from hatch_epcontext.worker.requests import Prepared, RewriteRequest
 from hatch_epcontext.worker.results import GAIN, NOTHING, SENSITIVE
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.source import data_of
-from hatch_epcontext.worker.value_types import value_types
+from hatch_epcontext.worker.tensors import value_types
 
 _REMEDIED = Tolerance(snr=60, cosine=0.999)
 """Decibels that a rewrite for more accuracy in a short number format keeps in float32."""

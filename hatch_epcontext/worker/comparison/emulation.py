@@ -47,7 +47,7 @@ from hatch_epcontext.worker.results import (
     Emulation,
 )
 from hatch_epcontext.worker.session import open_unoptimized
-from hatch_epcontext.worker.value_types import value_types
+from hatch_epcontext.worker.tensors import value_types
 
 _WORTH_RUNNING = 45.0
 """Decibels of an emulated sample above which a run on the target shows nothing more."""
