@@ -15,9 +15,7 @@ import os
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -60,9 +58,6 @@ _devices: dict[str, threading.Lock] = {}
 
 _NAME = "hatch-epcontext"
 """Of this distribution, and in the names of tasks."""
-
-_warn = logging.getLogger(_NAME).warning
-"""Writes to the log of a worker."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +108,8 @@ class Cluster:
         self._transport = build.cache.shared.transport
         self._client = _connect(settings.scheduler)
         threads = sum(self._client.nthreads().values())
-        self.jobs_at_once = (
-            min(max(4, 2 * threads), 1000) if settings.jobs == "auto" else settings.jobs
-        )
+        # Workers may come later.
+        self.jobs_at_once = max(4, 2 * threads) if settings.jobs == "auto" else settings.jobs
 
     def run(self, job: Job) -> Built:
         """The job's result: from the cache, if it has that of the versions on a worker; or from a worker.
@@ -126,8 +120,10 @@ class Cluster:
             return run_job(self._build, job)
         with job.locating():
             try:
-                address = self._find_worker(job)
-                own = {_NAME: hatch_epcontext.__version__}
+                address, own = (
+                    self._find_worker(job, threading.Event()),
+                    {_NAME: hatch_epcontext.__version__},
+                )
                 versions = self._client.run(look, to_json(job), own, workers=[address])[address]
                 return self._known(job, versions) or self._run(job, versions)
             except Exception as error:
@@ -166,7 +162,6 @@ class Cluster:
             run_task,
             to_json(task),
             [*sent, *named],
-            key=f"{_NAME}-{uuid.uuid4().hex}",
             resources=dict(job.target.resources) or None,
             pure=False,
         )
@@ -184,7 +179,8 @@ class Cluster:
         record, folder = outcome.record, self._build.staging / PACKAGE / job.folder
         if record is None:
             raise BuildError(*outcome.problems)
-        _fetch(self._transport, {folder / name: file for name, file in record.files.items()})
+        for name, file in record.files.items():
+            self._transport.fetch_file(file.sha256, file.size, folder / name)
         artifact, form = Artifact(folder, record), record.recipe.form_of(job)
         built = Built(form, artifact, outcome.validations, cached=False)
         if outcome.search is not None:
@@ -203,12 +199,11 @@ class Cluster:
                     raise changed_error(file)
         return record
 
-    def _find_worker(self, job: Job, ended: threading.Event | None = None) -> str:
+    def _find_worker(self, job: Job, ended: threading.Event) -> str:
         """The address of a worker with the job's resources; empty if the job's task has ``ended`` first.
 
         Raises BuildError if none comes in time: dask lets tasks wait for ever.
         """
-        ended = ended or threading.Event()
         resources, end = job.target.resources, time.monotonic() + WORKER_SECONDS
         while not self._workers.stopped:
             workers = self._client.scheduler_info(n_workers=-1)["workers"]
@@ -216,12 +211,8 @@ class Cluster:
                 if all(worker["resources"].get(name, 0) >= n for name, n in resources.items()):
                     return str(address)
             if time.monotonic() > end:
-                needs = _text(resources)
-                offers = sorted({_text(worker["resources"]) for worker in workers.values()})
-                message = (
-                    f"the job needs a worker with {needs}, and none came in {WORKER_SECONDS:g} s. "
-                    f"The cluster has {' or '.join(offers) or 'no workers'}."
-                )
+                needs = ",".join(f"{name}={number:g}" for name, number in resources.items())
+                message = f"no worker with {needs or 'any resources'} came in {WORKER_SECONDS:g} s."
                 hint = f'Start one: dask worker <scheduler> --resources "{needs}"'
                 raise BuildError(Problem(Kind.NO_WORKER, "", message, hint))
             if ended.wait(_POLL_SECONDS):
@@ -232,28 +223,14 @@ class Cluster:
 def _connect(address: str) -> Any:
     # It has no types.
     client = importlib.import_module("distributed").Client
-    opened: Future[Any] = Future()
-
-    def connect() -> None:
-        try:
-            opened.set_result(client(address, timeout=CONNECT_SECONDS, set_as_default=False))
-        except BaseException as error:
-            opened.set_exception(error)
-
-    # It waits for ever for a server that never answers.
-    threading.Thread(target=connect, daemon=True).start()
     try:
-        return opened.result(CONNECT_SECONDS + 1)
+        return client(address, timeout=CONNECT_SECONDS, set_as_default=False)
     # Any exception: another kind of server may answer at that address.
     except Exception as error:
         text = f"the scheduler {address} cannot be reached: {str(error) or type(error).__name__}"
         hint = "Start it, or correct the address. An empty HATCH_EPCONTEXT_SCHEDULER builds here."
         key, kind = Key() / "build" / "scheduler", Kind.UNREACHABLE_SCHEDULER
         raise BuildError(Problem.at(key, kind, hide_credentials(text), hint)) from None
-
-
-def _text(resources: Mapping[str, float]) -> str:
-    return ",".join(f"{name}={number:g}" for name, number in resources.items()) or "no resources"
 
 
 def _problems(error: Exception, who: str, url: str) -> tuple[Problem, ...]:
@@ -274,35 +251,27 @@ def _problems(error: Exception, who: str, url: str) -> tuple[Problem, ...]:
     return (Problem(Kind.WORKER_LOST, "", message, hint),)
 
 
-def _fetch(transport: Transport, files: Mapping[Path, FileRecord]) -> None:
-    for path, file in files.items():
-        with writing("a file of a job", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            transport.fetch_file(file.sha256, file.size, path)
-
-
 def look(text: str, build: Mapping[str, str], dask_worker: Any) -> Mapping[str, str]:
     """The versions of this package, and of those that compile a `Job`, on this worker.
 
-    Raises BuildError if it cannot compile the job, or lacks versions that the ``build`` began with.
+    Raises BuildError if it cannot compile the job, or lacks a library or versions that the ``build`` has.
     """
     job = from_json(text, Job)
-    plugin, sha256 = job.target.provider.plugin, job.target.settings.library_sha256
-    library = Path(plugin.path) if plugin is not None and plugin.path else None
     where = f"the worker {dask_worker.name} ({dask_worker.address})"
     try:
-        if library is not None and not (library.is_file() and file_sha256(library) == sha256):
-            message = f"the library {library} is missing, or differs from the build's."
-            hint = "Install it at the same path, or use a package with get_library_path()."
-            raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint))
         installed = check_environment((job.target,), requirements((job.target,)))
     except EpcontextError as error:
         raise BuildError(
             *(replace(p, location="", message=f"on {where}: {p.message}") for p in error.problems)
         ) from None
     versions = {_NAME: hatch_epcontext.__version__, **versions_of(job.target, installed)}
-    if not build.items() <= versions.items():
-        message = f"{where} has {pairs(versions)}, and the build began with {pairs(build)}."
+    present, needed = versions, build
+    if (plugin := job.target.provider.plugin) and (library := plugin.path):
+        sha256 = file_sha256(Path(library)) if Path(library).is_file() else "missing"
+        present = {**versions, library: sha256}
+        needed = {**build, library: str(job.target.settings.library_sha256)}
+    if not needed.items() <= present.items():
+        message = f"{where} has {pairs(present)}, and the build began with {pairs(needed)}."
         raise BuildError(Problem(Kind.VERSION_MISMATCH, "", message))
     return versions
 
@@ -312,10 +281,7 @@ def run_task(text: str, paths: Sequence[str]) -> str:
     from distributed import get_worker
 
     worker = get_worker()
-    # Dask removes its folder when the worker ends, or when the next one starts.
-    parent = Path(worker.local_directory).resolve() / _NAME
-    parent.mkdir(parents=True, exist_ok=True)
-    with temp_dir(parent) as folder:
+    with temp_dir() as folder:
         root = (folder / "files").as_posix()
         for path in paths:
             place = f"{root}/{path.lstrip('/')}".replace("\\", "/")
@@ -343,9 +309,12 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
     threading.Thread(target=watch, args=[worker.get_current_task()], daemon=True).start()
     try:
         versions = look(to_json(task.job), task.versions, worker)
-        _fetch(transport, {Path(path): record for path, record in task.files.items()})
+        for path, file in task.files.items():
+            transport.fetch_file(file.sha256, file.size, Path(path))
         own_cache = os.environ.get(f"{PREFIX}CACHE_DIR")
-        cache = Cache(Path(own_cache) if own_cache else default_root(), _warn)
+        cache = Cache(
+            Path(own_cache) if own_cache else default_root(), logging.getLogger(_NAME).warning
+        )
         sources = {source.model.name: source for source in task.sources}
         workers.expect([task.job.target.provider])
         with workers:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -73,6 +72,7 @@ class Cluster:
         self.folder, self.slow = folder, folder / "slow"
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
         self.slow.mkdir()
+        (folder / "temporary").mkdir()
         (self.slow / "slow_qnn.py").write_text(SLOW_LIBRARY, encoding="utf-8")
         (folder / "preload.py").write_text(PRELOAD, encoding="utf-8")
         # It has no types.
@@ -85,6 +85,7 @@ class Cluster:
             return
         paths = filter(None, [environ.pop("PYTHONPATH", ""), str(REPOSITORY), *sys.path])
         environ["HATCH_EPCONTEXT_CACHE_DIR"] = str(self.folder / "caches" / name)
+        environ["TMPDIR"] = str(self.folder / "temporary")
         options = [f"--name={name}", f"--resources={resources}", "--nthreads=2", "--no-nanny"]
         options += [f"--local-directory={self.folder}", f"--preload={self.folder / 'preload.py'}"]
         address = self.scheduler.scheduler_address
@@ -120,7 +121,7 @@ class Cluster:
 
     def left(self) -> set[Path]:
         """What workers keep of tasks; workers that were killed leave theirs."""
-        return set(self.folder.glob("dask-scratch-space/*/hatch-epcontext/*"))
+        return set((self.folder / "temporary").iterdir())
 
     def kill(self, name: str) -> None:
         self.workers[name].kill()
@@ -328,7 +329,7 @@ def test_errors_and_their_logs_are_as_locally(run: Builder) -> None:
         ('"cpu"', '"cpu"\nrequirements = ["only-there>=1"]', Kind.MISSING_REQUIREMENT,
          r"on the worker board \(tcp://.*\): 1 build requirement is missing"),
         ("NPU = 1", "NPU = 3, TPU = 1", Kind.NO_WORKER,
-         r"needs a worker with NPU=3,TPU=1, and none .* The cluster has GPU=1 or NPU=2 or OLD=1"),
+         r"no worker with NPU=3,TPU=1 came in"),
     ],
 )  # fmt: skip
 def test_a_job_without_a_worker_that_fits_fails_and_the_others_run(
@@ -353,14 +354,12 @@ def test_a_worker_whose_packages_have_changed_refuses_the_job(
     assert re.search(message, run.problem(CPU).message)
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "nothing://host:1", "silent"])
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "nothing://host:1"])
 def test_a_scheduler_that_cannot_be_reached_is_an_error(
     run: Builder, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = address.replace("silent", f"tcp://127.0.0.1:{silent.getsockname()[1]}")
-        problem = run.problem(CPU, {"SCHEDULER": address})
+    problem = run.problem(CPU, {"SCHEDULER": address})
     assert problem.kind is Kind.UNREACHABLE_SCHEDULER
     assert problem.location == "tool.epcontext.build.scheduler"
     # Without a cluster, and from the cache alone, nobody is contacted.
@@ -457,4 +456,4 @@ def test_a_job_whose_workers_are_lost_fails(
     run.cluster.kill(name)
     problem = building.result()
     assert (problem.kind, problem.where()) == (kind, "a -> npu")
-    assert (name if failures == 0 else "needs a worker with SLOW=1") in problem.message
+    assert (name if failures == 0 else "no worker with SLOW=1") in problem.message

@@ -113,6 +113,7 @@ class Transport:
         Raises OSError, and DamagedError if it is missing or has other content: then it is sent again.
         """
         is_intact = False
+        path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(MissingError):
             self.fetch(f"{_FILES}/{sha256}", path, size)
             is_intact = record_file(path) == FileRecord(size, sha256)
@@ -287,7 +288,6 @@ class SharedCache:
             record = self._record(kind, key, type_)
             for name, file in files_of(record).items():
                 if folder is not None:
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     self.transport.fetch_file(file.sha256, file.size, folder / name)
             self._known[kind, key] = record
             return record
