@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -219,21 +219,11 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
         verb = "is" if len(missing) == 1 else "are"
         install = pip_install(requirement for requirement, _ in missing)
         message = f"{count(len(missing), 'build requirement')} {verb} missing: {states}."
-        hint = f"Run: {install}{_installed_only(targets, {name for name, _ in missing})}"
+        hint = f"Run: {install}"
+        if len(targets) > 1:
+            hint += "\nOr build only targets without these: HATCH_EPCONTEXT_TARGETS=<names>."
         raise MissingError(Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))
     return versions
-
-
-def _installed_only(targets: Iterable[Target], missing: Collection[str]) -> str:
-    """A line that selects those of ``targets`` that need nothing of ``missing``, if there are any."""
-    absent = {_name(requirement) for requirement in missing}
-    ready = [t.name for t in targets if absent.isdisjoint(map(_name, requirements((t,))))]
-    if not ready:
-        return ""
-    flags = " ".join(f"--target {name}" for name in ready)
-    return (
-        f"\nOr build only what is installed: {flags}, or HATCH_EPCONTEXT_TARGETS={','.join(ready)}"
-    )
 
 
 def _name(requirement: str) -> str:

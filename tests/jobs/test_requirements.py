@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hatch_epcontext.errors import ConfigError, MissingError, RequirementError
+from hatch_epcontext.errors import ConfigError, RequirementError
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import (
     INSPECTION,
@@ -248,22 +248,6 @@ def test_missing_and_old_packages_are_reported_with_the_pip_command(
     assert "onnxruntime>=1.23 (1.20.0 is installed)" in text
     assert "onnx>=1.19 (not installed)" in text
     assert f'{sys.executable} -m pip install "onnxruntime>=1.23" "onnx>=1.19"' in text
-
-
-@newer_python
-def test_a_missing_compiler_names_the_targets_that_can_be_built(
-    project: Path, installed: dict[str, str]
-) -> None:
-    installed |= {"onnxruntime": "1.31.1", **OF_TOOLS}
-    planned = plan(config(project))
-    with pytest.raises(MissingError) as raised:
-        check_environment(planned.config.targets, planned.requirements)
-    hint = str(raised.value.problems[0].hint)
-    assert "--target cpu, or HATCH_EPCONTEXT_TARGETS=cpu" in hint
-    del installed["numpy"]
-    with pytest.raises(MissingError) as raised:
-        check_environment(planned.config.targets, planned.requirements)
-    assert "--target" not in str(raised.value.problems[0].hint)
 
 
 def test_a_missing_package_is_named_without_the_credentials_of_its_address() -> None:
