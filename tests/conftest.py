@@ -20,7 +20,7 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Times
-from hatch_epcontext.jobs.processes import forks, process
+from hatch_epcontext.jobs.processes import process, running
 from hatch_epcontext.worker.results import Context
 from tests.kept_server import KeptServers, inherited
 
@@ -141,7 +141,7 @@ def one_server(kept_servers: KeptServers, monkeypatch: pytest.MonkeyPatch) -> It
     # Fixtures of a module may have set some, for all of its tests.
     before = inherited()
     monkeypatch.setattr(process, "ForkServer", kept_servers.get)
-    if forks.is_supported():
+    if running.CAN_FORK:
         monkeypatch.setattr(process, "Interpreter", kept_servers.fork)
     yield
     kept_servers.end(_USUAL, before)

@@ -10,8 +10,7 @@ import threading
 from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.jobs.processes.forks import Fork, ForkServer
-from hatch_epcontext.jobs.processes.running import worker_environment
+from hatch_epcontext.jobs.processes.running import Fork, ForkServer, worker_environment
 
 Variables = frozenset[tuple[str, str]]
 """Names of environment variables with their values."""

@@ -1,6 +1,6 @@
 """``python -m hatch_epcontext.worker.fork_server FD [PROVIDER...]``: fork a worker for each connection.
 
-`hatch_epcontext.jobs.processes.forks` describes both sides.
+`hatch_epcontext.jobs.processes.running` describes both sides.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.processes.failures import (
+    LOG_LIMIT,
+    WorkerLog,
     explained,
     failed,
     flooded,
@@ -28,9 +30,14 @@ from hatch_epcontext.jobs.processes.failures import (
     not_started,
     too_slow,
 )
-from hatch_epcontext.jobs.processes.forks import Fork, ForkServer, is_supported
-from hatch_epcontext.jobs.processes.running import Interpreter, NotStartedError, WorkerProcess
-from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT, WorkerLog
+from hatch_epcontext.jobs.processes.running import (
+    CAN_FORK,
+    Fork,
+    ForkServer,
+    Interpreter,
+    NotStartedError,
+    WorkerProcess,
+)
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import removed_problem, writing
@@ -57,13 +64,7 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._start = time.monotonic()
-        self._next = self._start + _FIRST_BEAT
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._start
+        self._next = time.monotonic() + _FIRST_BEAT
 
     def due(self) -> bool:
         """Whether a report is due; after True, not until the next one."""
@@ -101,7 +102,7 @@ class _Processes:
             if self.stopped:
                 raise interrupted()
             try:
-                if alone or not (self.is_open and is_supported()):
+                if alone or not (self.is_open and CAN_FORK):
                     process: WorkerProcess = Interpreter(log_path, memory_limit)
                 else:
                     self.server = self.server or ForkServer(self.simulated)

@@ -1,4 +1,13 @@
-"""A process that answers requests, and how a fresh interpreter becomes one."""
+"""Processes that answer requests: forks of one that has imported what all need, and fresh interpreters.
+
+A fresh interpreter needs about half a second for the imports, a fork some milliseconds. Only Linux has forks:
+the frameworks of macOS do not survive one, and Windows has none.
+
+The build process and the server (`hatch_epcontext.worker.fork_server`) share a socket. For each worker the
+build process sends one end of a new connection over it, through which the worker gets its requests; the
+server sends the exit code when the worker and all its children have ended. Closing the connection earlier
+ends the worker, so no worker outlives the build, however that ends.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +15,12 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
@@ -30,6 +42,10 @@ def worker_environment() -> dict[str, str]:
     # Only the user decides what a build sends: ONNX Runtime's wheels send telemetry by default.
     telemetry = {NO_TELEMETRY: os.environ.get(NO_TELEMETRY) or "1"}
     return {**inherited, **_ADDED, **telemetry}
+
+
+CAN_FORK = sys.platform == "linux"
+"""Whether this system can start workers as forks."""
 
 
 class NotStartedError(Exception):
@@ -192,3 +208,91 @@ def _contain(process: subprocess.Popen[bytes], memory_limit: int | None) -> cont
         kernel.AssignProcessToJobObject(job, ctypes.c_void_p(int(process._handle)))  # noqa: SLF001
         stack.callback(kernel.CloseHandle, job)
     return stack
+
+
+_GRACE = 10.0
+"""Seconds in which the server must end a worker, and itself. If it does not end one, it starts no more."""
+
+
+class Fork(WorkerProcess):
+    """A worker that ``server`` forks; raises OSError, and NotStartedError when the server cannot."""
+
+    def __init__(self, server: ForkServer) -> None:
+        if server.is_stuck:
+            raise NotStartedError
+        self._server = server
+        with contextlib.ExitStack() as stack:
+            self._connection, workers_end = socket.socketpair()
+            stack.callback(self._connection.close)
+            with workers_end:
+                socket.send_fds(server.control, [b"+"], [workers_end.fileno()])
+            super().__init__(self._connection.makefile("wb"), self._connection.makefile("rb"))
+            stack.pop_all()
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.kill()
+        end = time.monotonic() + _GRACE
+        # One that is not ready yet does nothing.
+        with contextlib.suppress(NotStartedError):
+            while self._was_ready and not self._has_ended:
+                if (left := end - time.monotonic()) <= 0:
+                    self._server.is_stuck = True
+                    break
+                self.answer(b"", left)
+        with self._connection, contextlib.suppress(OSError):
+            # The thread that reads from it ends.
+            self._connection.shutdown(socket.SHUT_RDWR)
+            self._orders.close()
+
+    def _exit_code(self) -> int:
+        # The server sends it, so the server itself has ended, or could not start the worker.
+        if not self._was_ready:
+            raise NotStartedError
+        return -signal.SIGKILL
+
+
+class ForkServer:
+    """The process that forks workers; closing it ends all of them.
+
+    It loads the simulators of ``providers``. ``is_stuck``: it, or one of its workers, is suspended and does
+    not end. It starts no more, and ends with the build: its other workers still run.
+    """
+
+    def __init__(self, providers: Iterable[str] = ()) -> None:
+        self.is_stuck = False
+        with contextlib.ExitStack() as stack:
+            control, servers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(control.close)
+            with servers_end:
+                self._process = subprocess.Popen(
+                    (
+                        *(sys.executable, "-m", "hatch_epcontext.worker.fork_server"),
+                        *(str(servers_end.fileno()), *providers),
+                    ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    # OpenBLAS would start threads, which forks lack. Workers multiply nothing large with it.
+                    env={"OPENBLAS_NUM_THREADS": "1", **worker_environment()},
+                    pass_fds=(servers_end.fileno(),),
+                    # Ctrl-C goes to the build process only, which ends its workers itself.
+                    start_new_session=True,
+                    # Not in the project's folder: Python 3.10 would import its modules before all others.
+                    cwd="/",
+                )
+            stack.pop_all()
+        self.control = control
+
+    def close(self) -> None:
+        """End the server and all its workers, and wait for them."""
+        self.control.close()
+        try:
+            self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            # Suspended, or stuck in an import: its workers end with it.
+            self._process.kill()
+            self._process.wait()

@@ -11,8 +11,8 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Problem
 from hatch_epcontext.jobs.processes import process
-from hatch_epcontext.jobs.processes.forks import is_supported
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.processes.running import CAN_FORK
 from hatch_epcontext.worker.requests import CheckRequest
 from tests.altered_workers import write_start_code
 from tests.kept_server import KeptServers
@@ -79,7 +79,7 @@ def check(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site / "body.py"
 
 
-@pytest.fixture(params=[*(["forks"] if is_supported() else []), "interpreters"])
+@pytest.fixture(params=[*(["forks"] if CAN_FORK else []), "interpreters"])
 def workers(
     request: pytest.FixtureRequest, kept_servers: KeptServers, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Workers]:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.errors import Kind
-from hatch_epcontext.jobs.processes.forks import Fork, ForkServer
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.processes.running import Fork, ForkServer
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json, to_plain
 from hatch_epcontext.worker.protocol import Order
@@ -240,7 +240,7 @@ def test_a_worker_that_the_system_does_not_start_fails_alone(
 def test_a_worker_that_does_not_end_leaves_the_others_alone(
     tmp_path: Path, check: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.jobs.processes.forks._GRACE", 1.0)
+    monkeypatch.setattr("hatch_epcontext.jobs.processes.running._GRACE", 1.0)
     with another_job(workers, tmp_path, check):
         check.write_text(
             f"import os, time\nos.kill({server_of(workers)}, 19)\ntime.sleep(600)\n",

@@ -16,8 +16,8 @@ from packaging.version import Version
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.jobs.processes import failures
+from hatch_epcontext.jobs.processes.failures import TAIL
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.processes.worker_log import TAIL
 from hatch_epcontext.worker.protocol import LOG, STEP
 from hatch_epcontext.worker.requests import PrepareRequest
 from tests.conftest import wait_for
@@ -410,19 +410,6 @@ def test_a_lack_of_memory_is_an_error_of_its_own_that_names_the_limit(
     assert words in short.text()
     assert ("memory-limit" in short.text()) == (limit is not None)
     assert (short.location == "models[0]") == (body == REFUSING)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
-def test_a_shell_that_limits_the_address_space_is_named(
-    tmp_path: Path, check: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import resource
-
-    check.write_text("raise ValueError('the EP says something else')", encoding="utf-8")
-    assert "ulimit" not in problem(workers, tmp_path / "without").advice()
-    limit = (2 * 10**9, resource.RLIM_INFINITY)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limit)
-    assert "ulimit -v allows 2.0 GB" in problem(workers, tmp_path).advice()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hatch_epcontext.jobs.processes.worker_log import TAIL, WorkerLog
+from hatch_epcontext.jobs.processes.failures import TAIL, WorkerLog
 
 STANDING = (
     "2026-01-01 10:00 [W:onnxruntime:, qnn_ep.cc:933 QnnEp] File mapped weights feature is only available",
