@@ -109,19 +109,21 @@ class Attempt:
     def _try(self, flags: Sequence[str]) -> Try:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            command = [*self._command(), "--output", folder, *flags]
+            report = Path(folder, "report.json")
+            command = [*self._command(), "--output", folder, "--report", str(report), *flags]
             printed = run_limited(command, self.timeout, self.cache)
+            text = report.read_text(encoding="utf-8") if report.is_file() else ""
         seconds = time.perf_counter() - start
         if printed is None:
             why = f"not done in {self.timeout:.0f} s"
             return Try(self.model.name, self.target, "timeout", seconds, why=why)
-        return outcome(self.model.name, self.target, seconds, printed)
+        return outcome(self.model.name, self.target, seconds, replace(printed, report=text))
 
     def _command(self) -> Iterator[str]:
         model = self.model
         keys = {**TARGETS[self.target], **model.keys.get(self.target, {})}
         start = "from hatch_epcontext.cli import main; main()"
-        yield from (sys.executable, "-c", start, "compile", str(self.path), "--json", "--overwrite")
+        yield from (sys.executable, "-c", start, "compile", str(self.path), "--overwrite")
         yield from ("--provider", str(keys.pop("provider")))
         for name, value in dict(keys.pop("provider-options", {})).items():
             yield from ("--option", f"{name}={value}")
@@ -136,9 +138,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Printed:
-    """What a command printed."""
+    """The report of a command, and what it printed as errors."""
 
-    stdout: str
+    report: str
     stderr: str
 
 
@@ -168,7 +170,7 @@ def run_limited(command: Sequence[str], seconds: float, cache: Path) -> Printed 
 def outcome(model: str, target: str, seconds: float, printed: Printed) -> Try:
     """What a command's output says of ``model`` on ``target``."""
     try:
-        report = json.loads(printed.stdout)
+        report = json.loads(printed.report)
     except ValueError:
         return _without_report(model, target, seconds, printed.stderr)
     if not report["jobs"]:

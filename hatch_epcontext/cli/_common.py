@@ -21,7 +21,6 @@ from hatch_epcontext.jobs.report import make_report
 from hatch_epcontext.jobs.report_file import write_report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.package.manifest import FILE
-from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import count, printable, show_size
 
@@ -63,17 +62,11 @@ def log(line: str) -> None:
 class Verbosity:
     """How much a command prints while it runs.
 
-    ``verbose`` is how often ``--verbose`` was given. ``quiet``: errors only.
+    ``verbose`` is how often ``--verbose`` was given.
     """
 
     verbose: int = 0
-    quiet: bool = False
     _pulse: Heartbeat = field(default_factory=Heartbeat, compare=False, repr=False)
-
-    @classmethod
-    def beside_json(cls, verbose: int, *, as_json: bool) -> Verbosity:
-        """The verbosity of a command that prints JSON with ``as_json``: quiet unless it is verbose."""
-        return cls(verbose, as_json and not verbose)
 
     def workers(self, timeout: float, memory_limit: int | None = None) -> Workers:
         """Workers with these limits, in seconds and bytes.
@@ -86,10 +79,9 @@ class Verbosity:
         )
 
     def log(self, line: str) -> None:
-        """Print a line about a step, unless it is quiet."""
+        """Print a line about a step."""
         self._pulse.mark_reported()
-        if not self.quiet:
-            log(line)
+        log(line)
 
 
 def open_store() -> Store:
@@ -124,36 +116,23 @@ def _report_path(ctx: click.Context, param: click.Parameter, path: Path | None) 
     return path
 
 
-def report_options(command: Command) -> Command:
-    """``--json`` and ``--report``."""
-    as_json = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-    report = click.option(
-        "--report",
-        type=click.Path(dir_okay=False, path_type=Path),
-        callback=_report_path,
-        metavar="F.html",
-        help="Write a report: .html or .json.",
-    )
-    return report(as_json(command))
+report_option = click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_report_path,
+    metavar="F.html",
+    help="Write a report: .html or .json.",
+)
 
 
-def show_written(package: Path, files: Sequence[Path], *, as_json: bool) -> None:
+def show_written(package: Path, files: Sequence[Path]) -> None:
     """Print that the folder ``package`` was written with ``files``; the manifest does not count."""
     sizes = [file.stat().st_size for file in files if file != package / FILE]
-    echo(
-        f"wrote {package} ({count(len(sizes), 'file')}, {show_size(sum(sizes))})",
-        err=as_json,
-    )
+    echo(f"wrote {package} ({count(len(sizes), 'file')}, {show_size(sum(sizes))})")
 
 
-def run_plan(
-    planned: Plan, staging: Path, verbosity: Verbosity, title: str, *, as_json: bool
-) -> Result:
-    """Run all jobs, and report on them; raises as `build` does.
-
-    With ``as_json`` the report is printed. It is written if the plan's configuration has a
-    path for it.
-    """
+def run_plan(planned: Plan, staging: Path, verbosity: Verbosity, title: str) -> Result:
+    """Run all jobs, and write a report if the configuration has a path for it; raises as `build` does."""
     config = planned.config
     if config.report is not None:
         check_folder(config.report.parent)
@@ -162,15 +141,12 @@ def run_plan(
     try:
         result = build(planned, staging, cache, verbosity.log, workers, warn)
     except IncompleteError as error:
-        _report(error.result, planned, title, as_json=as_json)
+        _report(error.result, config.report, title)
         raise
-    _report(result, planned, title, as_json=as_json)
+    _report(result, config.report, title)
     return result
 
 
-def _report(result: Result, planned: Plan, title: str, *, as_json: bool) -> None:
-    report = make_report(result)
-    if as_json:
-        click.echo(to_json(report), nl=False)
-    if planned.config.report is not None:
-        write_report(report, title, planned.config.report)
+def _report(result: Result, path: Path | None, title: str) -> None:
+    if path is not None:
+        write_report(make_report(result), title, path)

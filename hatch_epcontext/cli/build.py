@@ -10,7 +10,7 @@ import click
 from hatch_epcontext.cli._common import (
     Verbosity,
     echo,
-    report_options,
+    report_option,
     run_plan,
     show_table,
     verbose_option,
@@ -21,21 +21,19 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import begin, open_cache
-from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import hide_credentials
 
 
 @click.command("build")
 @project_options
 @click.option("--dry-run", "only_plan", is_flag=True, help="Show the jobs, and compile nothing.")
-@report_options
+@report_option
 @verbose_option
 def command(
     project: Path,
     targets: tuple[str, ...],
     models: tuple[str, ...],
     only_plan: bool,
-    as_json: bool,
     report: Path | None,
     verbose: int,
 ) -> None:
@@ -49,21 +47,15 @@ def command(
     planned = plan(config)
     with temp_dir() as staging:
         if only_plan:
-            _show_plan(planned, staging, as_json=as_json)
+            _show_plan(planned, staging)
             return
-        verbosity = Verbosity.beside_json(verbose, as_json=as_json)
-        run_plan(planned, staging, verbosity, Project.read(config.root).name, as_json=as_json)
+        run_plan(planned, staging, Verbosity(verbose), Project.read(config.root).name)
 
 
-def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
+def _show_plan(planned: Plan, staging: Path) -> None:
     workers = Workers(planned.config.build.timeout)
     # Reads the models, whose problems the build would have too.
     jobs = begin(planned, staging, open_cache(planned.config, warn), workers).jobs
     rows = [(job.location, job.target.provider.name) for job in jobs]
-    requires = tuple(map(hide_credentials, planned.requirements))
-    if as_json:
-        named = [{"job": job, "provider": provider} for job, provider in rows]
-        click.echo(to_json({"jobs": named, "requirements": requires}), nl=False)
-        return
     show_table(("job", "provider"), rows)
-    echo(f"requires: {', '.join(requires)}")
+    echo(f"requires: {', '.join(map(hide_credentials, planned.requirements))}")

@@ -12,7 +12,7 @@ import click
 from hatch_epcontext.cli._common import (
     Verbosity,
     echo,
-    report_options,
+    report_option,
     run_plan,
     show_written,
     verbose_option,
@@ -64,7 +64,7 @@ Examples:
     is_flag=True,
     help="Replace files; of folders only epcontext's own.",
 )
-@report_options
+@report_option
 @verbose_option
 def command(
     models: tuple[Path, ...],
@@ -72,7 +72,6 @@ def command(
     provider: str,
     settings: dict[str, Any],
     overwrite: bool,
-    as_json: bool,
     report: Path | None,
     verbose: int,
 ) -> None:
@@ -89,14 +88,10 @@ def command(
     use_flag_names(named, _HEADLINE)
     config = configure(named, provider, settings)
     config = dataclasses.replace(config, report=report or config.report)
-    verbosity = Verbosity.beside_json(verbose, as_json=as_json)
-
-    run = partial(run_plan, verbosity=verbosity, title=output.name, as_json=as_json)
+    run = partial(run_plan, verbosity=Verbosity(verbose), title=output.name)
     compiled = compile_models(config, output, run, overwrite=overwrite)
-    if verbosity.quiet:
-        return
     if is_package(output):
-        show_written(output, compiled.files, as_json=as_json)
+        show_written(output, compiled.files)
         return
     for path in compiled.files:
-        echo(f"wrote {path} ({show_size(path.stat().st_size)})", err=as_json)
+        echo(f"wrote {path} ({show_size(path.stat().st_size)})")

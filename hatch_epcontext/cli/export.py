@@ -10,7 +10,7 @@ import click
 
 from hatch_epcontext.cli._common import (
     Verbosity,
-    report_options,
+    report_option,
     run_plan,
     show_written,
     verbose_option,
@@ -41,7 +41,7 @@ Examples:
     is_flag=True,
     help="Replace the whole folder, if it is a model package that epcontext wrote.",
 )
-@report_options
+@report_option
 @verbose_option
 def command(
     project: Path,
@@ -49,7 +49,6 @@ def command(
     models: tuple[str, ...],
     output: Path,
     overwrite: bool,
-    as_json: bool,
     report: Path | None,
     verbose: int,
 ) -> None:
@@ -64,9 +63,7 @@ def command(
     """
     config = project_config(project.absolute(), targets, models)
     config = dataclasses.replace(config, report=report or config.report)
-    verbosity = Verbosity.beside_json(verbose, as_json=as_json)
     title = Project.read(config.root).name
-    run = partial(run_plan, verbosity=verbosity, title=title, as_json=as_json)
+    run = partial(run_plan, verbosity=Verbosity(verbose), title=title)
     written = export(config, output, run, loader=True, overwrite=overwrite)
-    if not verbosity.quiet:
-        show_written(output, written.files, as_json=as_json)
+    show_written(output, written.files)

@@ -68,7 +68,7 @@ def command(
     it. --set validate=structure runs nothing.
     """
     use_flag_names({path.stem: source or path}, _HEADLINE)
-    verbosity = Verbosity.beside_json(verbose, as_json=as_json)
+    verbosity = Verbosity(verbose)
     if not path.is_dir():
         validated = validate_context(path, provider, source, settings, verbosity.workers)
         if as_json:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -50,18 +49,17 @@ def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> N
     assert "a_ctx.onnx: is a context model already" in printed.stderr
     assert "damaged.onnx: is not an ONNX model" in printed.stderr
     assert "epcontext build --dry-run" in printed.stdout
-    planned = json.loads(cli("build", new_project, "--dry-run", "--json").stdout)
+    lines = cli("build", new_project, "--dry-run").stdout.splitlines()[1:-1]
     # Of the EPs whose packages are installed, those that offer a device on this machine.
-    targets = {job["job"].split(" -> ")[1] for job in planned["jobs"]}
+    targets = {line.split()[2] for line in lines}
     assert {"qnn", "cpu"} <= targets <= set(PROVIDERS) - {"cuda", "directml"}
-    assert {job["job"].split(" -> ")[0] for job in planned["jobs"]} == {"a", "b"}
+    assert {line.split(" -> ")[0] for line in lines} == {"a", "b"}
     assert "has all models already" in cli("init").stdout
 
 
 def test_chosen_models_for_several_providers(cli: Cli, new_project: Path) -> None:
     cli("init", "models/b.onnx", "-p", "cpu", "-p", "cuda")
-    planned = json.loads(cli("build", "--target", "cpu", "--dry-run", "--json").stdout)
-    assert [job["job"] for job in planned["jobs"]] == ["b -> cpu"]
+    assert cli("build", "--target", "cpu", "--dry-run").stdout.splitlines()[1] == "b -> cpu  cpu"
     cli("init", "models/a.onnx")
     assert cli("build", "--target", "cpu").stderr.count("ran and agrees") == 2
 
