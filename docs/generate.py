@@ -191,7 +191,6 @@ def _values(option: Option) -> str:
         "int": f"number from {option.minimum}" if option.minimum else "number",
         "json": "table",
         "text": "string",
-        "pointer": "address, which only the app can give",
     }
     taken = ", ".join(option.choices) or kinds.get(option.kind, option.kind)
     return f"{taken}, or a list" if option.several else taken

@@ -32,10 +32,6 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
     for name in _SIZES:
         if isinstance(value := getattr(table, name), tuple):
             yield from _check_list(key / name, value)
-    for name in (name for shapes in _tables(table.shapes) for name in shapes):
-        if name in table.constants:
-            message = "is frozen, and has the shape of its value."
-            yield Problem.at(key / "constants" / name, Kind.CONFLICTING_KEYS, message)
     if table.cut is not None and not table.cut.inputs and not table.cut.outputs:
         message = "names no tensor."
         hint = "Name the tensors where the part begins, or those where it ends."
@@ -118,13 +114,7 @@ def _forms(model: Model, table: ModelTable) -> Iterator[Model]:
                 sizes = {key: size, **others, "listed": Listed(key, index)}
                 yield dataclasses.replace(model, name=name, **sizes)
             return
-    single = next((key for key in _SIZES if isinstance(getattr(table, key), tuple)), None)
-    yield dataclasses.replace(
-        model,
-        dims=_first(table.dims),
-        shapes=_first(table.shapes),
-        listed=None if single is None else Listed(single, 0),
-    )
+    yield dataclasses.replace(model, dims=_first(table.dims), shapes=_first(table.shapes))
 
 
 def _tables(value: _Table | tuple[_Table, ...]) -> tuple[_Table, ...]:

@@ -111,18 +111,16 @@ def _check_values(
         if option is None:
             yield _unknown(place, name, provider, unchecked)
             continue
-        app_sets_it = f"The app can set it: load(..., provider_options={{{name!r}: ...}})."
         try:
             rendered = option.render(value)
         except ValueError as allowed:
             message = f"must be {allowed}, not {show(value)}."
-            is_pointer = option.kind == "pointer"
-            hint, *setting = (app_sets_it,) if is_pointer else (_NEWER, unchecked)
-            yield Problem.at(place, Kind.INVALID_OPTION, message, hint, *setting)
+            yield Problem.at(place, Kind.INVALID_OPTION, message, _NEWER, unchecked)
             continue
         if option.kind == "json" and (path := _ABSOLUTE.search(rendered)):
             message = f"has the path {show(path[1])}, and the app has places of its own."
-            yield Problem.at(place, Kind.INVALID_OPTION, message, f"Leave it out. {app_sets_it}")
+            hint = "Leave it out. The app can set it: load(..., provider_options={...})."
+            yield Problem.at(place, Kind.INVALID_OPTION, message, hint)
 
 
 _NEWER = "If the EP is newer than this package:"
@@ -130,10 +128,7 @@ _NEWER = "If the EP is newer than this package:"
 
 def _unknown(place: Key, name: str, provider: Provider, unchecked: Setting) -> Problem:
     message = f"is not an option of the {provider.name} provider."
-    if not provider.options:
-        hint = f"The {provider.name} provider has no options."
-        return Problem.at(place, Kind.UNKNOWN_OPTION, message, hint)
-    hint = f"{suggestion(name, sorted(provider.options))}\n{_NEWER}"
+    hint = f"{suggestion(name, sorted(provider.options))}\n{_NEWER}".lstrip()
     return Problem.at(place, Kind.UNKNOWN_OPTION, message, hint, unchecked)
 
 

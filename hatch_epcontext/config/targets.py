@@ -98,11 +98,9 @@ def check_target_name(key: Key, name: str, provider: str) -> Iterator[Problem]:
     """The name of the target at ``key``, and that of its provider."""
     yield from check_name(key, name)
     # On Windows, names that differ only in case share a folder.
-    if name.casefold() == SOURCE:
-        message = f'"{SOURCE}" is reserved for the source model.'
-        yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
-    if name == ALL:
-        message = f'"{ALL}" is reserved: HATCH_EPCONTEXT_FROM_CACHE={ALL} means all targets.'
+    if name == ALL or name.casefold() == SOURCE:
+        what = "the source model" if name != ALL else f"HATCH_EPCONTEXT_FROM_CACHE={ALL}"
+        message = f"{show(name)} is reserved for {what}."
         yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
     if find(provider) is None:
         kind, message = Kind.UNKNOWN_PROVIDER, f"{show(provider)} is not a known provider."

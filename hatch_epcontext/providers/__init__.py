@@ -9,51 +9,22 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import (
-    HEADER,
-    QUANTIZED,
-    CompilerLibrary,
-    MoreCoverage,
-    Plugin,
-    Product,
-    Profile,
-    Provider,
-    Tolerance,
-)
-from hatch_epcontext.providers.messages import MissingLibrary, is_benign, missing
-from hatch_epcontext.providers.option import (
-    Option,
-    OptionValue,
-    Scalar,
-    render,
-)
+from hatch_epcontext.providers.base import HEADER as HEADER
+from hatch_epcontext.providers.base import QUANTIZED as QUANTIZED
+from hatch_epcontext.providers.base import Plugin as Plugin
+from hatch_epcontext.providers.base import Product as Product
+from hatch_epcontext.providers.base import Profile as Profile
+from hatch_epcontext.providers.base import Provider as Provider
+from hatch_epcontext.providers.base import Tolerance as Tolerance
+from hatch_epcontext.providers.messages import MissingLibrary as MissingLibrary
+from hatch_epcontext.providers.messages import is_benign as is_benign
+from hatch_epcontext.providers.messages import missing as missing
+from hatch_epcontext.providers.option import Option as Option
+from hatch_epcontext.providers.option import OptionValue as OptionValue
+from hatch_epcontext.providers.option import render as render
 
 # The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
-from hatch_epcontext.shipped import Device
-
-__all__ = [
-    "DISTRIBUTIONS",
-    "HEADER",
-    "PROVIDERS",
-    "QUANTIZED",
-    "CompilerLibrary",
-    "Device",
-    "MissingLibrary",
-    "MoreCoverage",
-    "Option",
-    "OptionValue",
-    "Plugin",
-    "Product",
-    "Profile",
-    "Provider",
-    "Scalar",
-    "Tolerance",
-    "configured",
-    "find",
-    "is_benign",
-    "missing",
-    "render",
-]
+from hatch_epcontext.shipped import Device as Device
 
 
 def _registered() -> dict[str, Provider]:

@@ -26,6 +26,9 @@ HEADER = 64
 IN_PROFILES = "write the shapes into profiles"
 """Why an option for the shapes of optimization profiles is reserved."""
 
+OF_THE_APP = "an address in memory, which only the app can give: load(..., provider_options={...})"
+"""Why an option for an address is reserved."""
+
 KEEPS_NO_FILES = "it writes files beside the artifact, and a build keeps none of them"
 """Why an option for debugging is reserved."""
 
@@ -78,31 +81,27 @@ Profile = Mapping[str, Mapping[str, Sequence[int]]]
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """The names of an EP's options for optimization profiles.
+    """An EP's options for optimization profiles, whose names begin with ``prefix``.
 
     ``several`` is the option that allows more than one profile, if the EP has one.
     """
 
-    min: str
-    opt: str
-    max: str
+    prefix: str
     several: str | None = None
 
     @property
-    def names(self) -> frozenset[str]:
-        """The options that `render` sets for one profile."""
-        return frozenset({self.min, self.opt, self.max})
+    def names(self) -> tuple[str, ...]:
+        """The options for the smallest, the best and the largest shapes."""
+        return tuple(f"{self.prefix}_{bound}_shapes" for bound in ("min", "opt", "max"))
 
     def render(self, profiles: Sequence[Profile]) -> dict[str, str]:
         """The options for ``profiles``: ``x:1x3,y:1x4,x:8x3,y:8x4`` for two profiles of two inputs."""
-        bounds = ((self.min, "min"), (self.opt, "opt"), (self.max, "max"))
+        inputs = [item for profile in profiles for item in profile.items()]
         rendered = {
             option: ",".join(
-                f"{name}:{'x'.join(map(str, shapes[bound]))}"
-                for profile in profiles
-                for name, shapes in profile.items()
+                f"{name}:{'x'.join(map(str, shapes[bound]))}" for name, shapes in inputs
             )
-            for option, bound in bounds
+            for option, bound in zip(self.names, ("min", "opt", "max"), strict=True)
         }
         return {**rendered, self.several: "1"} if self.several and len(profiles) > 1 else rendered
 

@@ -27,8 +27,10 @@ class Cpu(Provider):
     hardware = "Verified on x86-64."
     notes = (
         '`optimization = "extended"` or `"all"` adds operators that only the CPU can run.',
-        "Other EPs that compile nothing ahead of time, such as MIGraphX and WebGPU, run the same graph: your app "
-        "opens it by its `path`.",
+        (
+            "Other EPs that compile nothing ahead of time, such as MIGraphX and WebGPU, run the same graph: "
+            "your app opens it by its `path`."
+        ),
     )
 
 

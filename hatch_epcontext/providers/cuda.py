@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import Provider, Tolerance
+from hatch_epcontext.providers.base import OF_THE_APP, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, named
 
 _OPTIONS: Mapping[str, Option] = {
@@ -28,13 +28,13 @@ _OPTIONS: Mapping[str, Option] = {
     ),
     "arena_extend_strategy": choice("kNextPowerOfTwo kSameAsRequested", "load"),
     "cudnn_conv_algo_search": choice("EXHAUSTIVE HEURISTIC DEFAULT", "load"),
-    **named(
-        """
-        user_compute_stream gpu_external_alloc gpu_external_free gpu_external_empty_cache
-        """,
-        "pointer",
-        "load",
-    ),
+}
+
+_RESERVED: Mapping[str, str] = {
+    "user_compute_stream": OF_THE_APP,
+    "gpu_external_alloc": OF_THE_APP,
+    "gpu_external_free": OF_THE_APP,
+    "gpu_external_empty_cache": OF_THE_APP,
 }
 
 
@@ -53,6 +53,7 @@ class Cuda(Provider):
     hardware = "Verified on an NVIDIA H200."
     systems = ("linux", "win32")
     options = _OPTIONS
+    reserved = _RESERVED
     sources = (
         "onnxruntime.ai",
         "onnxruntime-gpu 1.31.1",

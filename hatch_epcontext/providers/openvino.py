@@ -17,8 +17,6 @@ from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, named
 from hatch_epcontext.shipped import Device
 
-_CONFIG = "load_config = {{ {} }}"
-
 _OPTIONS: Mapping[str, Option] = {
     **named("load_config", "json", "both"),
     **named("reshape_input", "text"),
@@ -41,23 +39,14 @@ _NOT_CONVERTED = re.compile(
 )
 
 
-_REPLACED: Mapping[str, str] = {
-    "device_type": 'device = "npu", "gpu" or "cpu"',
-    "device_id": "device-filter",
-    "device_luid": "device-filter",
-    "precision": _CONFIG.format('CPU = { INFERENCE_PRECISION_HINT = "f32" }'),
-    "num_of_threads": _CONFIG.format('CPU = { INFERENCE_NUM_THREADS = "1" }'),
-    "num_streams": _CONFIG.format('CPU = { NUM_STREAMS = "1" }'),
-    "cache_dir": _CONFIG.format('CPU = { CACHE_DIR = "..." }'),
-    "model_priority": _CONFIG.format('NPU = { MODEL_PRIORITY = "LOW" }'),
-    "enable_qdq_optimizer": _CONFIG.format('NPU = { NPU_QDQ_OPTIMIZATION = "YES" }'),
-    "enable_opencl_throttling": _CONFIG.format('GPU = { PLUGIN_THROTTLE = "1" }'),
-    "disable_dynamic_shapes": "static-shapes = true, with dims or shapes in the model's table",
-    "layout": "a model that is exported with this layout",
+_RESERVED: Mapping[str, str] = {
+    "device_type": 'the EP ignores it: use device = "npu", "gpu" or "cpu"',
+    "precision": "the EP ignores it: use load_config = "
+    '{ CPU = { INFERENCE_PRECISION_HINT = "f32" } }',
+    "num_of_threads": "the EP ignores it: use load_config = { CPU = { INFERENCE_NUM_THREADS = 1 } }",
+    "cache_dir": "the EP ignores it: the build has its own cache",
 }
-"""Options of older releases, which the EP ignores."""
-
-_RESERVED = {name: f"the EP ignores it: use {instead}" for name, instead in _REPLACED.items()}
+"""Options of older releases that many projects have."""
 
 
 class OpenVINO(Provider):

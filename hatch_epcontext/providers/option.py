@@ -12,7 +12,7 @@ from hatch_epcontext.frozen import dataclass
 Scalar = bool | int | float | str
 OptionValue = Scalar | Mapping[str, Any] | tuple[Scalar, ...]
 Scope = Literal["compile", "load", "both"]
-Kind = Literal["bool", "int", "text", "json", "file", "pointer"]
+Kind = Literal["bool", "int", "text", "json", "file"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class Option:
     """The values of a provider option. What it means, and its default, are in the EP's documentation.
 
     ``scope``: an option of scope ``"compile"`` counts when a model is compiled, and is not shipped;
-    ``"load"`` counts when a session is opened; ``"both"`` counts for both. A ``"file"`` is read by the EP. A
-    ``"pointer"`` is an address in memory: a configuration cannot contain one.
+    ``"load"`` counts when a session is opened; ``"both"`` counts for both. A ``"file"`` is read by the EP.
     """
 
     kind: Kind = "text"
@@ -45,7 +44,6 @@ class Option:
             "text": "a string",
             "json": "a table, or a string of JSON",
             "file": "the path of a file",
-            "pointer": "an address in the app's memory, which only the app knows",
         }[self.kind] + lists
 
     def render(self, value: OptionValue) -> str:
@@ -73,7 +71,6 @@ class Option:
             and re.fullmatch(r"-?\d+", text) is not None
             and int(text) >= self.minimum,
             "json": isinstance(value, Mapping) or _is_json_object(text),
-            "pointer": False,
             **dict.fromkeys(("text", "file"), isinstance(value, str)),
         }[self.kind]
 

@@ -9,6 +9,7 @@ from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, NumberFormat
 from hatch_epcontext.providers.base import (
     IN_PROFILES,
     KEEPS_NO_FILES,
+    OF_THE_APP,
     ProfileOptions,
     Provider,
     Tolerance,
@@ -16,9 +17,8 @@ from hatch_epcontext.providers.base import (
 from hatch_epcontext.providers.option import Option, choice, named
 from hatch_epcontext.shipped import Device
 
-_PROFILES = ProfileOptions(
-    "trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes"
-)
+_PROFILES = ProfileOptions("trt_profile")
+
 _OPTIONS: Mapping[str, Option] = {
     **named(
         """
@@ -49,14 +49,6 @@ _OPTIONS: Mapping[str, Option] = {
     "trt_extra_plugin_lib_paths": Option("file", "both", paths=r"[^;]+"),
     **named("trt_engine_decryption_lib_path", "file", "both"),
     **named("has_user_compute_stream trt_load_user_initializer", "bool", "load"),
-    **named(
-        """
-        user_compute_stream trt_onnx_bytestream trt_onnx_bytestream_size
-        trt_external_data_bytestream trt_external_data_bytestream_size
-        """,
-        "pointer",
-        "load",
-    ),
 }
 
 _FIXED = "the paths of the files in the wheel are fixed"
@@ -75,6 +67,11 @@ _RESERVED: Mapping[str, str] = {
     "trt_timing_cache_path": KEEPS_NO_FILES,
     "trt_dump_subgraphs": KEEPS_NO_FILES,
     **dict.fromkeys(_PROFILES.names, IN_PROFILES),
+    "user_compute_stream": OF_THE_APP,
+    "trt_onnx_bytestream": OF_THE_APP,
+    "trt_onnx_bytestream_size": OF_THE_APP,
+    "trt_external_data_bytestream": OF_THE_APP,
+    "trt_external_data_bytestream_size": OF_THE_APP,
 }
 
 

@@ -12,6 +12,7 @@ from hatch_epcontext.providers.base import (
     HEADER,
     IN_PROFILES,
     KEEPS_NO_FILES,
+    OF_THE_APP,
     CompilerLibrary,
     Plugin,
     ProfileOptions,
@@ -20,12 +21,8 @@ from hatch_epcontext.providers.base import (
 )
 from hatch_epcontext.providers.option import Option, choice, named
 
-_PROFILES = ProfileOptions(
-    "nv_profile_min_shapes",
-    "nv_profile_opt_shapes",
-    "nv_profile_max_shapes",
-    "nv_multi_profile_enable",
-)
+_PROFILES = ProfileOptions("nv_profile", several="nv_multi_profile_enable")
+
 _CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 """The compute capabilities that an engine can be for, in the order of their bits in its header."""
 
@@ -65,17 +62,15 @@ _OPTIONS: Mapping[str, Option] = {
     ),
     **named("nv_length_aux_stream_array", "int", "load"),
     **named("nv_runtime_cache_path nv_profiling_output_file", "text", "load"),
-    **named(
-        "user_compute_stream user_aux_stream_array VkExternalComputeQueueDataParamsNV_data",
-        "pointer",
-        "load",
-    ),
 }
 
 _RESERVED: Mapping[str, str] = {
     "nv_weight_stripped_engine_enable_experimental": "an engine without weights can only be opened "
     "together with the source model",
     "nv_dump_subgraphs": KEEPS_NO_FILES,
+    "user_compute_stream": OF_THE_APP,
+    "user_aux_stream_array": OF_THE_APP,
+    "VkExternalComputeQueueDataParamsNV_data": OF_THE_APP,
     **dict.fromkeys(_PROFILES.names, IN_PROFILES),
     **dict.fromkeys(
         ("profile_min_shapes", "profile_opt_shapes", "profile_max_shapes"), IN_PROFILES

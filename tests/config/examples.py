@@ -98,7 +98,7 @@ targets.intel = { external-initializers = true, virtual-devices = false, provide
 path = "models/b.onnx"
 name = "c"
 share-weights = "group"
-targets = ["intel"]
+targets = ["other"]
 """
 
 

@@ -18,7 +18,7 @@ NEWER = 'session-options = { "session.newer" = true }'
 INVALID: list[tuple[str, str, str, str]] = [
     ("qnn", "load-options = { soc_model = 60 }", "load-options.soc_model",
      "tool.epcontext.targets.qnn.provider-options.soc_model = 60"),
-    ("cpu", "provider-options = { x = 1 }", "provider-options.x", "The cpu provider has no options."),
+    ("cpu", "provider-options = { x = 1 }", "provider-options.x", "is not an option of the cpu provider"),
     ("openvino", 'provider-options = { device_type = "x" }', "provider-options.device_type",
      'use device = "npu", "gpu" or "cpu".'),
     ("openvino", 'provider-options = { precision = "x" }', "provider-options.precision",
@@ -29,7 +29,7 @@ INVALID: list[tuple[str, str, str, str]] = [
      "provider-options.trt_engine_cache_path", "the paths of the files in the wheel are fixed"),
     # Only the app can give an address.
     ("tensorrt-rtx", "load-options = { user_compute_stream = 12345 }",
-     "load-options.user_compute_stream", "load(..., provider_options={'user_compute_stream': ...})"),
+     "load-options.user_compute_stream", "only the app can give"),
     # Engines without weights cannot be opened alone.
     ("tensorrt", "provider-options = { trt_weight_stripped_engine_enable = true }",
      "provider-options.trt_weight_stripped_engine_enable", "only be opened together with the source model"),

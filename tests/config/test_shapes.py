@@ -134,8 +134,6 @@ def test_one_model_with_several_shapes_can_be_a_group(project: Path) -> None:
         ("dims = [{ n = 1 }, {}]", "models[0].dims[1]", "is for nothing, and the first table for n"),
         ("dims = [{ n = 1 }, { n = 0 }]", "models[0].dims[1].n", "must be at least 1"),
         ("shapes = [{ x = [1] }, { x = [-1] }]", "models[0].shapes[1].x[0]", "must be at least 0"),
-        ("shapes = [{ x = [1] }, { x = [2] }], constants = { x = 1 }",
-         "models[0].constants.x", "is frozen"),
         ("dims = [{ n = 1 }, 2]", "models[0].dims[1]", "must be a table"),
         ('shapes = [{ x = [1] }, { x = ["a"] }]', "models[0].shapes[1].x[0]", "must be a whole number"),
         ('dims = { n = "a" }', "models[0].dims.n", "must be a whole number"),
