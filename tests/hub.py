@@ -34,7 +34,7 @@ class Hub:
     The hub's large files, all but text, are at a server of their own, as those of the real one. ``faults``
     of paths below ``/web/``, or of the hub's large files by their names: a status code, ``"cut"``,
     ``"cut-once"``, ``"reset-once"``, ``"pieces-no-range"``, ``"slow"`` (a byte at a time),
-    ``"wrong"`` (other bytes of the same size), ``"html"``, ``"no-range"``, ``"no-length"``,
+    ``"wrong"`` (other bytes of the same size), ``"html"``, ``"no-length"``,
     ``"other-range"`` (from the next byte), ``"unasked"`` (a 206 to a request without a range), or a URL to
     redirect to. With ``private`` the hub wants the token. ``answer``: that to questions about the repository.
     ``requests``: the method, path and headers of each.
@@ -150,7 +150,7 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
         data = b"<!DOCTYPE html><title>Log in</title>"
     start, status, headers = 0, 200, {}
     asked = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-    if asked and fault not in ("no-range", "no-length", "pieces-no-range"):
+    if asked and fault not in ("no-length", "pieces-no-range"):
         start, status = int(asked[1]), 206
         if start >= len(data):
             _send(handler, 416, {"Content-Range": f"bytes */{len(data)}"})

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.tools.inspecting import inspect, verify
-from tests.conftest import needs_qnn, printed_json
+from tests.conftest import printed_json
 from tests.front_ends import page
 from tests.front_ends.front_ends import FRONT_ENDS, FrontEnd
 from tests.integration.conftest import Environment, make_environment, run
@@ -352,21 +352,3 @@ def test_the_page_says_what_each_front_end_does(
         page.write(cells)
         cells = page.read()
     assert {row: cells[front_end.name][row] for row in seen} == seen
-
-
-@needs_qnn
-def test_a_context_for_an_npu_is_built_in_isolation(env: dict[str, str], tmp_path: Path) -> None:
-    (uv,) = (each for each in FRONT_ENDS if each.name == "uv")
-    tools = make_environment(tmp_path / "tools", os.environ)
-    tools.install(*uv.packages)
-    env |= {"HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
-    trial = Trial(uv, tools, env, "", tmp_path / "projects", tmp_path)
-    toml = PROJECT.replace(
-        'provider = "cpu"',
-        'provider = "qnn"\nprovider-options.soc_model = 60',
-    )
-    project = trial.project("npu", toml)
-    printed = trial.run(uv.ways["wheel"][0], project)
-    assert "a -> any (qnn): 4/4 nodes in 1 context" in printed
-    with zipfile.ZipFile(trial.built(project)) as archive:
-        assert "my_app/epcontext/a/any/a_ctx_qnn.bin" in archive.namelist()

@@ -130,10 +130,8 @@ def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build_wheel(folder: Path) -> None:
     """Build the wheel of this checkout into ``folder``."""
-    run(
-        sys.executable, "-m", "build", "-n", "-w", "-o", folder, REPOSITORY,
-        cwd=REPOSITORY, env=os.environ,
-    )  # fmt: skip
+    command = ("-m", "hatchling", "build", "-t", "wheel", "-d", folder)
+    run(sys.executable, *command, cwd=REPOSITORY, env=os.environ)
 
 
 def environment_without(*prefixes: str) -> dict[str, str]:
