@@ -200,10 +200,6 @@ class Builder:
         name = self.fresh(f"{self._stem_of_nodes}/Identity")
         self.append(helper.make_node("Identity", [value], [output], name))
 
-    def scaled(self, value: str, factor: float) -> str:
-        """``value`` times ``factor``."""
-        return value if factor == 1 else self.add("Mul", value, self.number(factor))
-
     def reduced(self, op: str, value: str, axes: Sequence[int], keepdims: int) -> str:
         """``op``, such as ReduceSum or ReduceMean, of ``value`` over ``axes``."""
         inputs = _AXES_AS_INPUTS if op == "ReduceSum" else _AXES_OF_MEAN_AS_INPUTS
@@ -224,12 +220,6 @@ class Builder:
     def reshape(self, value: str, shape: Sequence[int]) -> str:
         """``value`` with a static shape."""
         return self.add("Reshape", value, self.integers(shape))
-
-    def unsqueeze(self, value: str, axis: int) -> str:
-        """``value`` with a dimension of 1 at ``axis`` of the result."""
-        if self.opset < _AXES_AS_INPUTS:
-            return self.add("Unsqueeze", value, axes=[axis])
-        return self.add("Unsqueeze", value, self.integers([axis]))
 
     def split(self, value: str, axis: int, sizes: Sequence[int]) -> list[str]:
         """``value`` in parts of the given ``sizes`` along ``axis``; itself if there is one."""
@@ -255,7 +245,12 @@ class Builder:
 
     def stack(self, values: Sequence[str], axis: int) -> str:
         """``values`` one after another along a new ``axis``."""
-        return self.concat([self.unsqueeze(value, axis) for value in values], axis)
+        if self.opset < _AXES_AS_INPUTS:
+            return self.concat(
+                [self.add("Unsqueeze", value, axes=[axis]) for value in values], axis
+            )
+        axes = self.integers([axis])
+        return self.concat([self.add("Unsqueeze", value, axes) for value in values], axis)
 
     def store_all(self, body: onnx.GraphProto, renamed: dict[str, str]) -> None:
         """Store the tensors of ``body``, a graph inside another one; ``renamed`` gets their new names."""

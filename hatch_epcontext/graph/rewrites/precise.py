@@ -24,31 +24,15 @@ _BROADCASTING = 8
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
-def _number(name: str, scope: Scope) -> float | None:
-    """The stored number ``name``, also in a tensor of one value; None for anything else."""
+def _number_beside(value: str, name: str, scope: Scope) -> float | None:
+    """The stored number ``name``, also in a tensor of one value, if ``value`` keeps its shape beside it."""
+    rank, value_rank = (len(scope.sizes(operand) or ()) for operand in (name, value))
     tensor = scope.stored.get(name)
     # Skips weights.
-    array = graph.array_of(tensor) if tensor is not None and math.prod(tensor.dims) == 1 else None
+    if tensor is None or math.prod(tensor.dims) != 1 or rank > value_rank:
+        return None
+    array = graph.array_of(tensor)
     return None if array is None else float(array.item())
-
-
-def _number_beside(value: str, name: str, scope: Scope) -> float | None:
-    """The number ``name``, if ``value`` keeps its shape beside it."""
-    rank, value_rank = (len(scope.sizes(operand) or ()) for operand in (name, value))
-    return _number(name, scope) if rank <= value_rank else None
-
-
-def _value_and_number(node: onnx.NodeProto, scope: Scope) -> tuple[str, float] | None:
-    """The operands of a ``node`` that computes a value with a number, in any order."""
-    names = list(node.input)
-    # The upper bound of a Clip may be infinite.
-    while names and (not names[-1] or (_number(names[-1], scope) or 0) >= _FLOAT_MAX):
-        names.pop()
-    for value, name in (names, names[::-1]) if len(names) == 2 else ():
-        number = _number_beside(value, name, scope)
-        if number is not None and scope.stored.get(value) is None:
-            return value, number
-    return None
 
 
 def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -63,21 +47,19 @@ def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A sum that is read only by its division by the number of its values."""
-    operands = _value_and_number(node, scope)
-    if operands is None or builder.dtype.kind != "f":
-        return None
-    name, number = operands
-    total = scope.maker(name)
+    name, other = node.input
+    if node.op_type == "Mul" and scope.stored.get(name) is not None:
+        name, other = other, name
+    total, number = scope.maker(name), _number_beside(name, other, scope)
     if total is None or graph.operator(total) != "ReduceSum" or not _is_read_once(name, scope):
         return None
     sizes, axes = scope.sizes(total.input[0]), scope.axes(total)
-    summed = [sizes[axis] for axis in axes] if sizes is not None and axes is not None else [None]
+    if not number or sizes is None or axes is None or builder.dtype.kind != "f":
+        return None
+    summed = [sizes[axis] for axis in axes]
     known = [size for size in summed if size is not None]
-    if node.op_type == "Div":
-        if name != node.input[0] or not number:
-            return None
-        number = 1 / number
-    if axes is None or known != summed or abs(number * math.prod(known) - 1) > 1e-6:
+    factor = 1 / number if node.op_type == "Div" else number
+    if known != summed or abs(factor * math.prod(known) - 1) > 1e-6:
         return None
     keepdims = graph.number(total, "keepdims", 1)
     return [builder.reduced("ReduceMean", total.input[0], axes, keepdims)]
@@ -121,9 +103,6 @@ def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     return [builder.add(node.op_type, builder.add("Max", value, builder.number(-60000)))]
 
 
-_MEANS = frozenset({"ReduceMean"})
-
-
 def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
     """The value of which ``node`` is the square."""
     value, other = graph.operands(node, 2)
@@ -137,12 +116,12 @@ def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
 def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The mean of squares less the square of the mean: for nearly equal values both are nearly equal."""
     squares, square = (scope.maker(name) for name in graph.operands(node, 2))
-    if squares is None or square is None or squares.op_type not in _MEANS:
+    if squares is None or square is None or squares.op_type != "ReduceMean":
         return None
     inner, mean = scope.maker(squares.input[0]), _squared(square, scope)
     value = inner and _squared(inner, scope)
     maker = scope.maker(mean) if mean else None
-    if not value or not mean or maker is None or maker.op_type not in _MEANS:
+    if not value or not mean or maker is None or maker.op_type != "ReduceMean":
         return None
     axes, keeps = scope.axes(squares), graph.number(squares, "keepdims", 1)
     if maker.input[0] != value or axes is None or scope.axes(maker) != axes:
