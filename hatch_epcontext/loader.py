@@ -104,6 +104,7 @@ def load(
     package: Folder | None = None,
     session_options: SessionOptions | Callable[[], SessionOptions] | None = None,
     provider_options: Mapping[str, object] | None = None,
+    fallback_providers: Sequence[Any] | None = None,
     windows_ml: bool = False,
 ) -> InferenceSession:
     """Open the model ``name`` on the first target that this machine can run.
@@ -120,27 +121,23 @@ def load(
     ``session_options``: the app's own, for this call alone, to which those of the target are added; or a
     function that creates them, for each target that is tried.
     ``provider_options``: more options for all targets except the source model.
+    ``fallback_providers``: the providers of the source model, as ``InferenceSession`` takes them, in place of
+    the CPU's; those that this onnxruntime lacks are left out.
     ``windows_ml``: first register the EPs that the package windowsml has ready on this machine, if any.
 
     Raises LoadError, whose ``attempts`` have the reasons, when no target could be opened, and when the
     package is damaged, or has no such model, target or input.
     """
-    if windows_ml:
-        _register_ready()
-    if device not in (None, *get_args(Device)):
-        raise LoadError(f"device must be None or one of {get_args(Device)}, not {device!r}")
-    _use_once(session_options)
-    options = (session_options, provider_options or {})
-    sizes_of = {name: tuple(map(operator.index, sizes)) for name, sizes in (shapes or {}).items()}
-    request = Request(device, sizes_of, fallback, recompile, verify, *options)
+    arguments = (target, device, shapes, fallback, recompile, verify, package, session_options)
+    ways, request = _prepare(name, *arguments, provider_options, fallback_providers, windows_ml)
     attempts: list[TargetAttempt] = []
     session = None
-    for sizes, way in _choose(_package(package, verify), name, target, request):
+    for sizes, way in ways:
         if session is not None:
             if attempts[-1].target != sizes[0].target:
                 attempts.append(TargetAttempt(sizes[0].target, Outcome.NOT_TRIED))
             continue
-        attempt, session = _try(way, sizes, request)
+        attempt, session = open_variant(way, sizes, request)
         # Without its device a target can be compiled as little as opened.
         if attempt not in attempts:
             log("warning" if attempt.outcome is Outcome.FAILED else "info", f"{name} on {attempt}")
@@ -154,6 +151,39 @@ def load(
     return session
 
 
+def _prepare(
+    name: str,
+    target: str | None = None,
+    device: str | None = None,
+    shapes: Shapes | None = None,
+    fallback: bool = True,
+    recompile: bool = False,
+    verify: bool = False,
+    package: Folder | None = None,
+    session_options: Any = None,
+    provider_options: Mapping[str, object] | None = None,
+    fallback_providers: Sequence[Any] | None = None,
+    windows_ml: bool = False,
+) -> tuple[list[tuple[list[Variant], Any]], Request]:
+    """What `_choose` returns for the arguments of `load`, and the request."""
+    if windows_ml:
+        _register_ready()
+    device = os.environ.get("EPCONTEXT_DEVICE") or device
+    if device not in (None, *get_args(Device)):
+        raise LoadError(f"device must be None or one of {get_args(Device)}, not {device!r}")
+    _use_once(session_options)
+    sizes = {name: tuple(map(operator.index, shape)) for name, shape in (shapes or {}).items()}
+    options = (session_options, provider_options or {}, fallback_providers)
+    request = Request(device, sizes, fallback, recompile, verify, *options)
+    read = _package(package, verify)
+    if override := os.environ.get("EPCONTEXT_TARGET"):
+        if any(override in (v.target, *v.configured) for v in read.models.get(name, ())):
+            target = override
+        else:
+            log("warning", f"{name} has no target {override!r} (EPCONTEXT_TARGET)")
+    return _choose(read, name, target, request), request
+
+
 def _use_once(session_options: SessionOptions | Callable[[], SessionOptions] | None) -> None:
     """Raise LoadError for options of an earlier session: its execution provider would open no second one."""
     if session_options is None or callable(session_options):
@@ -165,6 +195,18 @@ def _use_once(session_options: SessionOptions | Callable[[], SessionOptions] | N
 
 def _typed_as(_: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
     return lambda function: function
+
+
+@_typed_as(load)
+def runner(name: str, **arguments: Any) -> Any:
+    """Open the model as `load` does with these arguments, to run it with each of its sizes and any batch.
+
+    It has ``run``, ``get_inputs`` and ``get_outputs`` of a session, and ``explain``. ``session_options`` must
+    be a function if several sizes run. Raises LoadError as `load` does.
+    """
+    ways, request = _prepare(name, **arguments)
+    module = importlib.import_module("._runner", __package__)
+    return module.Runner(sys.modules[__name__], ways, request)
 
 
 @_typed_as(load)
@@ -208,6 +250,7 @@ class Request(NamedTuple):
     verify: bool = False
     session_options: Any = None
     provider_options: Any = None
+    fallback_providers: Sequence[Any] | None = None
 
 
 class Package:
@@ -348,6 +391,10 @@ class Variant:
         self.elements = sum(map(math.prod, sizes))
         self.plugin = texts(about, "plugin")
         self.group = get(about, "group", str, "")
+        # The axis of the batch in each input and output, if the build has seen that it can be split.
+        self.batch: dict[str, dict[str, int]] = get(model, "batch", dict, {})
+        # In an editable install: the EPs of the configured targets, of which it has the source alone.
+        self.configured = texts(model, "targets")
 
     def fits(self, request: Request) -> bool:
         """Whether the shapes are large enough in every dimension; open dimensions are."""
@@ -452,6 +499,11 @@ def _choose(
     variants = package.models[name]
     # All components of a model list their targets in the same order.
     known = list(dict.fromkeys(variant.target for variant in variants))
+    if target not in known and target in (configured := variants[0].configured if variants else {}):
+        if configured[target] != CPU_EP:
+            hint = 'install it with editable = "compile"'
+            raise LoadError(f"this editable install has no compiled target {target!r}: {hint}")
+        target = SOURCE
     if target is not None and target not in known:
         raise LoadError(f"unknown target {target!r}. Known: {', '.join(known) or 'none'}.")
     # An editable install may have source models alone.
@@ -483,7 +535,7 @@ def log(level: str, message: str) -> None:
     getattr(logging.getLogger(__name__), level)(message, stacklevel=2)
 
 
-def _try(way: Any, sizes: list[Variant], request: Request) -> tuple[TargetAttempt, Any]:
+def open_variant(way: Any, sizes: list[Variant], request: Request) -> tuple[TargetAttempt, Any]:
     """Open the first of these ``sizes``; return the attempt, and the session or None."""
     variant = sizes[0]
     try:
@@ -560,8 +612,18 @@ class Opener:
         # onnxruntime also counts a registered library among its own.
         is_library = variant.plugin or any("library_path" in e.ep_metadata for e in self._devices())
         is_built_in = not is_library and variant.ep in ort.get_available_providers()
-        providers = [(variant.ep, provider_options)] if is_built_in else None
+        providers: Any = [(variant.ep, provider_options)] if is_built_in else None
         runs_on = f"{variant.ep} on {variant.device}"
+        is_source = variant.target == SOURCE
+        if is_source and self.request.fallback_providers:
+            wanted = [
+                name if isinstance(name, str) else name[0]
+                for name in self.request.fallback_providers
+            ]
+            known = ort.get_available_providers()
+            pairs = zip(wanted, self.request.fallback_providers, strict=True)
+            providers = [provider for name, provider in pairs if name in known]
+            providers += [] if CPU_EP in wanted else [CPU_EP]
         had_others = is_built_in and getattr(options, "has_providers", bool)()
         ignoring = warnings.catch_warnings() if had_others else contextlib.nullcontext()
         with self.lock if variant.group or not is_built_in else contextlib.nullcontext(), ignoring:
@@ -585,7 +647,7 @@ class Opener:
         providers = session.get_providers()
         if variant.ep not in providers and providers[:1] == [CPU_EP]:
             raise SkipTargetError(f"onnxruntime opened it without {variant.ep}: its log has why")
-        return session, runs_on
+        return session, providers[0] if self.request.fallback_providers and is_source else runs_on
 
     def _provider_options(self) -> dict[str, str]:
         """The variant's provider options, and those of the app unless it is the source."""

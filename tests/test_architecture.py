@@ -26,6 +26,7 @@ LAYERS = [
         "files",
         "frozen",
         "_recompile",
+        "_runner",
         "loader",
         "recorder",
         "serialize",
@@ -171,7 +172,7 @@ def test_only_workers_import_onnxruntime_and_they_and_graph_onnx() -> None:
             allowed = HEAVY - {"onnxruntime"}
             assert parts_imported(module) <= {"errors", "files", "graph", "text"}, name_of(module)
         # They run in apps, and not in a build. onnxruntime brings numpy along.
-        elif module.stem in {"loader", "recorder"}:
+        elif module.stem in {"_runner", "loader", "recorder"}:
             allowed = {"onnxruntime", "numpy"}
         roots = {name.split(".")[0] for name in imported(module)}
         if found := roots & HEAVY - allowed:
@@ -179,12 +180,12 @@ def test_only_workers_import_onnxruntime_and_they_and_graph_onnx() -> None:
     assert not refused
 
 
-@pytest.mark.parametrize("name", ["loader", "_recompile", "recorder"])
+@pytest.mark.parametrize("name", ["loader", "_recompile", "_runner", "recorder"])
 def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(name: str) -> None:
     shipped = PACKAGE / f"{name}.py"
     roots = {each.split(".")[0] for each in imported(shipped)}
     # Types of the loader, which are not imported where it is shipped.
-    roots -= {"hatch_epcontext"} if name == "_recompile" else set()
+    roots -= {"hatch_epcontext"} if name in ("_recompile", "_runner") else set()
     assert roots <= {*sys.stdlib_module_names, "onnxruntime", "numpy"}
     at_once = {each.split(".")[0] for each in imported_at_once(shipped)}
     assert "numpy" not in at_once, "importing it must be fast: import numpy in a function"
@@ -193,7 +194,7 @@ def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(nam
 def test_nothing_imports_the_loader() -> None:
     importing = {name_of(m) for m in MODULES if "hatch_epcontext.loader" in imported(m)}
     # It imports types of the loader, beside which it is shipped.
-    assert importing == {"_recompile.py"}, "put into `shipped` what both need"
+    assert importing == {"_recompile.py", "_runner.py"}, "put into `shipped` what both need"
 
 
 def test_the_tests_mirror_the_folders() -> None:

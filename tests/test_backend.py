@@ -142,7 +142,7 @@ def test_a_wheel_from_an_sdist_has_the_models(name: str, package: str, tmp_path:
     assert changed == {"my_app-1.0.dist-info/RECORD"}
     assert set(with_models.keys() - plain.keys()) == {
         f"my_app/epcontext/{path}"
-        for path in ("__init__.py", "manifest.json", "a/cpu/a_optimized.onnx")
+        for path in ("__init__.py", "_runner.py", "manifest.json", "a/cpu/a_optimized.onnx")
     }
     run(tool("check-wheel-contents"), wheels[0], cwd=tmp_path, env={})
     run(tool("twine"), "check", *wheels, sdist, cwd=tmp_path, env={})

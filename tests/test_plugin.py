@@ -124,6 +124,7 @@ def test_the_wheel_has_the_package(
     names = wheel.namelist()
     assert {name for name in names if name.startswith("my_app/epcontext/")} == {
         "my_app/epcontext/__init__.py",
+        "my_app/epcontext/_runner.py",
         "my_app/epcontext/manifest.json",
         "my_app/epcontext/a/cpu/a_optimized.onnx",
         "my_app/epcontext/a/source/a.onnx",
@@ -131,7 +132,7 @@ def test_the_wheel_has_the_package(
     assert files(root) == before, "the build changed the project"
     text = capsys.readouterr().err
     assert "epcontext: a -> cpu (cpu): optimized graph, ran and agrees with the CPU" in text
-    assert "epcontext: verified the wheel: 3 files as in the manifest, by RECORD" in text
+    assert "epcontext: verified the wheel: 4 files as in the manifest, by RECORD" in text
     wheel.extractall(tmp_path / "installed")
     package = opened(tmp_path / "installed" / "my_app" / "epcontext")
     variants = {name: list(model.variants) for name, model in package.components.items()}
@@ -336,6 +337,7 @@ def test_an_editable_install_uses_the_source_models_in_place(
     assert files(root / "my_app" / "epcontext") == {
         ".gitignore",
         "__init__.py",
+        "_runner.py",
         "manifest.json",
     }
     assert f"epcontext: wrote {root / 'my_app' / 'epcontext'}" in capsys.readouterr().err

@@ -154,7 +154,7 @@ def modules(import_name: str | None, models: Collection[Model]) -> Mapping[str, 
 
     With ``import_name``, the package's name, also the hook for PyInstaller, which finds it by that name.
     """
-    shipped = {"__init__.py": loader_file()}
+    shipped = {"__init__.py": loader_file(), "_runner.py": loader_file().with_name("_runner.py")}
     if any(target.settings.recompile for model in models for target in model.targets):
         shipped["_recompile.py"] = loader_file().with_name("_recompile.py")
     if import_name is not None:

@@ -58,6 +58,7 @@ class ComponentMetadata:
 
     ``inputs`` and ``outputs`` are those of the source, with the configured shapes. ``shapes``: in the first
     component of a model with several shapes, the shapes of the inputs of each component, by its name.
+    ``targets``: in an editable install, the EPs of the configured targets, whether it has them or not.
     """
 
     model: str
@@ -65,6 +66,7 @@ class ComponentMetadata:
     inputs: tuple[TensorFacts, ...]
     outputs: tuple[TensorFacts, ...]
     shapes: Mapping[str, Mapping[str, tuple[Size, ...] | None]] = field(default_factory=dict)
+    targets: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def make(
         # A model with several shapes is no component itself: each shape has its variants with open shapes.
         if shape_set is None or name != shape_set.name:
             variants = _variants(source, source_files.get(name), result.built)
-            about = {METADATA: _about(source, sources)}
+            about = {METADATA: _about(source, sources, layout)}
             components[name] = Component(variants=variants, additional_metadata=about)
     return ModelPackage(
         schema_version="1.0",
@@ -245,7 +247,7 @@ def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dic
     return variants
 
 
-def _about(source: Source, sources: Mapping[str, Source]) -> ComponentMetadata:
+def _about(source: Source, sources: Mapping[str, Source], layout: Layout) -> ComponentMetadata:
     model, facts = source.model, source.facts
     members = model.shape_set.members if model.shape_set else ()
     return ComponentMetadata(
@@ -258,6 +260,9 @@ def _about(source: Source, sources: Mapping[str, Source]) -> ComponentMetadata:
             for member in members
             if model.name == members[0]
         },
+        {target.name: target.settings.ep for target in model.targets}
+        if layout == "installed"
+        else {},
     )
 
 

@@ -22,11 +22,12 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
     out = app_project / "my_app" / "epcontext"
     printed = cli("export", app_project, "-o", out)
     assert printed.stderr.count("optimized graph, ran and agrees with the CPU") == 4
-    assert printed.stdout.startswith(f"wrote {out} (7 files, ")
+    assert printed.stdout.startswith(f"wrote {out} (8 files, ")
     assert files(out) == [
         "__init__.py",
         "__pyinstaller/__init__.py",
         "__pyinstaller/hook-my_app.epcontext.py",
+        "_runner.py",
         "a/one/a_optimized.onnx",
         "a/two/a_optimized.onnx",
         "b/one/b_optimized.onnx",
@@ -38,7 +39,7 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
     done = subprocess.run(command, cwd=app_project, capture_output=True, text=True, check=True)
     assert done.stdout == "one\n"
     inspected = cli("inspect", out, "--verify").stdout
-    assert inspected.endswith("verified: 7 files\n")
+    assert inspected.endswith("verified: 8 files\n")
     # As the manifest records them.
     assert printed.stdout.partition("(")[2].rstrip(")\n") in inspected.splitlines()[0]
 
@@ -73,7 +74,12 @@ def test_only_the_chosen_target_and_model_are_exported(
         tmp_path / "out",
     )
     assert cli(*arguments).stderr.startswith("b -> two (cpu): ")
-    assert files(tmp_path / "out") == ["__init__.py", "b/two/b_optimized.onnx", "manifest.json"]
+    assert files(tmp_path / "out") == [
+        "__init__.py",
+        "_runner.py",
+        "b/two/b_optimized.onnx",
+        "manifest.json",
+    ]
     assert "exists already" in cli(*arguments, code=1).stderr
     cli(*arguments, "--overwrite")
 

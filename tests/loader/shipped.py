@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hatch_epcontext import _recompile
+from hatch_epcontext import _recompile, _runner
 from hatch_epcontext.files import record_files
 from hatch_epcontext.package.bundle import loader_file
 from hatch_epcontext.package.manifest import UNSEALED, seal
@@ -172,7 +172,8 @@ class Shipper:
             if not (self.folder / file).is_file():
                 save(network(), self.folder / file)
         (self.folder / "__init__.py").write_bytes(loader_file().read_bytes())
-        shutil.copy(str(_recompile.__file__), self.folder)
+        for module in (_recompile, _runner):
+            shutil.copy(str(module.__file__), self.folder)
         files = {
             name: {"size": each.size, "sha256": each.sha256}
             for name, each in record_files(self.folder).items()

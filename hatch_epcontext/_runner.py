@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+# Copyright (c) 2026 The hatch-epcontext developers
+"""Runs a model with inputs of each size that was compiled, for ``runner(...)`` of the loader beside it.
+
+A copy of ``hatch_epcontext/_runner.py`` in hatch-epcontext, under the MIT licence.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from hatch_epcontext.loader import Request, TargetAttempt, Variant
+
+
+class Value(NamedTuple):
+    """An input or an output of a session. ``shape`` has None in place of each size that can vary."""
+
+    name: str
+    type: str
+    shape: list[int | str | None]
+
+
+class Runner:
+    """Runs a model as an InferenceSession does, on the first target that has the size of the inputs.
+
+    A batch is split into batches that were compiled, if the build has seen that its rows are independent.
+    Nothing is padded: what fits no compiled size runs where sizes are open, as in the source model.
+    """
+
+    def __init__(
+        self, loader: Any, ways: Sequence[tuple[list[Variant], Any]], request: Request
+    ) -> None:
+        self._loader, self._ways, self._request = loader, ways, request
+        self._lock, self._runs = threading.Lock(), Counter[str]()
+        self._opened: dict[tuple[int, Any], tuple[TargetAttempt, Any]] = {}
+        # The axis of the batch in each input and output; empty if it is not split.
+        self._axes: Mapping[str, Mapping[str, int]] = ways[0][0][0].batch
+        sessions = (self._open(sizes[0], way) for sizes, way in ways)
+        if (first := next(filter(None, sessions), None)) is None:
+            raise self._error("it cannot be opened on this machine")
+        self._first: Any = first
+
+    def run(
+        self, output_names: Sequence[str] | None, feeds: Mapping[str, Any], run_options: Any = None
+    ) -> list[Any]:
+        """The outputs with these names, or all. Raises LoadError for a size that no target has."""
+        import numpy as np
+
+        arrays = {name: np.asarray(value) for name, value in feeds.items()}
+        axes = self._axes.get("inputs", {})
+        batches = {arrays[name].shape[axis] for name, axis in axes.items() if name in arrays}
+        # Without a batch, or with one that is broadcast, all is one row.
+        axes, total = (axes, *batches) if len(batches) == 1 else ({}, 1)
+        parts, start = list[list[Any]](), 0
+        while start < total or not parts:
+            variant, session, rows = self._choose(arrays, axes, total - start)
+            part = {
+                name: arrays[name].take(range(start, start + rows), axis)
+                for name, axis in axes.items()
+                if rows < total and name in arrays
+            }
+            parts.append(session.run(output_names, arrays | part, run_options))
+            start += rows
+            with self._lock:
+                self._runs[variant.target] += 1
+        if len(parts) == 1:
+            return parts[0]
+        names = output_names or [value.name for value in self._first.get_outputs()]
+        return [
+            np.concatenate(values, self._axes["outputs"][name])
+            for name, values in zip(names, zip(*parts, strict=True), strict=True)
+        ]
+
+    def get_inputs(self) -> list[Value]:
+        """The inputs, with None for the sizes that can vary."""
+        return [self._value(value, "inputs") for value in self._first.get_inputs()]
+
+    def get_outputs(self) -> list[Value]:
+        """The outputs, with None for a batch that is split."""
+        return [self._value(value, "outputs") for value in self._first.get_outputs()]
+
+    def explain(self) -> list[TargetAttempt]:
+        """The targets that were tried, each with its reason and the number of its runs."""
+        tried = dict.fromkeys(attempt for attempt, _ in self._opened.values())
+        return [
+            one._replace(reason=f"{one.reason}, runs: {self._runs[one.target]}") for one in tried
+        ]
+
+    def _value(self, value: Any, kind: str) -> Value:
+        shapes = [v.inputs.get(value.name) or value.shape for sizes, _ in self._ways for v in sizes]
+        batch = self._axes.get(kind, {}).get(value.name)
+        shape = [
+            sizes[0] if len({*sizes}) == 1 and axis != batch else None
+            for axis, sizes in enumerate(zip(*shapes, strict=False))
+        ]
+        return Value(value.name, value.type, shape)
+
+    def _choose(
+        self, arrays: Mapping[str, Any], axes: Mapping[str, int], rows: int
+    ) -> tuple[Variant, Any, int]:
+        """What runs next: the variant, its session, and how many of the ``rows`` that are left it takes."""
+        for sizes, way in self._ways:
+            fitting = [(variant, _rows(variant, arrays, axes, rows)) for variant in sizes]
+            for variant, taken in sorted(fitting, key=lambda pair: -pair[1]):
+                if taken >= 0 and (session := self._open(variant, way)):
+                    return variant, session, taken
+        shapes = {name: array.shape for name, array in arrays.items()}
+        raise self._error(f"no target takes {shapes}")
+
+    def _open(self, variant: Variant, way: Any) -> Any:
+        key = id(variant), way
+        with self._lock:
+            if key not in self._opened:
+                self._opened[key] = self._loader.open_variant(way, [variant], self._request)
+            return self._opened[key][1]
+
+    def _error(self, reason: str) -> Any:
+        lines = "".join(f"\n  {attempt}" for attempt in self.explain())
+        return self._loader.LoadError(f"{reason}:{lines}")
+
+
+def _rows(variant: Variant, arrays: Mapping[str, Any], axes: Mapping[str, int], rows: int) -> int:
+    """How many of the ``rows`` that are left one run of ``variant`` takes; -1 if the sizes do not fit."""
+    taken = rows
+    for name, array in arrays.items():
+        for axis, size in enumerate(variant.inputs.get(name) or ()):
+            needed = rows if axis == axes.get(name) else array.shape[axis : axis + 1]
+            if isinstance(size, int) and needed not in (size, (size,)):
+                if axis != axes.get(name) or not 0 < size < rows:
+                    return -1
+                taken = size
+    return taken
