@@ -83,7 +83,9 @@ def compare_runs(
             level = replace(Level.of(run, agreeing, reference.facts, limits), ran=True)
             levels.append(level)
             emulated = emulator.level(run).margin
-            gap = max(0.0, min(emulated, _reachable(emulator)) - level.margin)
+            # Above that exact kernels gain nothing: it agrees, or the format leaves other samples less.
+            reachable = SENSITIVE + GAIN if emulator.margin >= SENSITIVE else SENSITIVE
+            gap = max(0.0, min(emulated, reachable) - level.margin)
             compared += (replace(a, gap=gap) if a is level.nearest else a for a in agreeing)
             is_first = run is reference.runs[0]
             if not is_first and _is_as_emulated(level, emulated, runs, subject.model):
@@ -131,11 +133,6 @@ def refuse_differences(agreements: Iterable[Agreement]) -> None:
     """Raise RefusedError if some of the ``agreements``, of a form that a worker made, differ."""
     if problems := differences(agreements):
         raise RefusedError(*problems)
-
-
-def _reachable(emulator: Emulator) -> float:
-    """Decibels above which exact kernels gain nothing: it agrees, or the format leaves other samples less."""
-    return SENSITIVE + GAIN if emulator.margin >= SENSITIVE else SENSITIVE
 
 
 def _with_cause(

@@ -1,4 +1,4 @@
-"""What a graph shows about its outputs: the nature of their values, which of them are scores, randomness."""
+"""What a graph shows about its outputs: the nature of their values, and which of them are scores."""
 
 from __future__ import annotations
 
@@ -200,14 +200,3 @@ def _without_type(node: onnx.NodeProto) -> onnx.NodeProto:
     if graph.operator(node) in operators.MOVES | _JOINS:
         return node
     return helper.make_node("Identity", node.input[:1], node.output[:1])
-
-
-def depend_on_chance(main: onnx.GraphProto) -> bool:
-    """Whether there is a random operator in ``main`` or the graphs inside it."""
-    return any(map(graph.is_random, main.node))
-
-
-def depend_on_inputs(main: onnx.GraphProto) -> frozenset[str]:
-    """The outputs of ``main`` that depend on the values of its inputs, and not only on their shapes."""
-    flow = Scope(main)
-    return frozenset(value.name for value in main.output if flow.depends([value.name]))

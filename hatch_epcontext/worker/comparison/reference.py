@@ -27,15 +27,11 @@ from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import dequantize, is_quantized
 from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.graph.external import load_whole, save_whole
-from hatch_epcontext.graph.scope import multiply_adds
+from hatch_epcontext.graph.scope import Scope, multiply_adds
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.compare import refuse_differences
 from hatch_epcontext.worker.comparison.measures import OutputFacts
-from hatch_epcontext.worker.comparison.natures import (
-    depend_on_chance,
-    depend_on_inputs,
-    output_facts,
-)
+from hatch_epcontext.worker.comparison.natures import output_facts
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
@@ -122,7 +118,7 @@ def reference(
         raise
     except Exception as error:
         raise ModelError(source_failed(model, fixed, error)) from error
-    reasons = dict(_inconclusive(runs, depend_on_inputs(fixed.graph)))
+    reasons = dict(_inconclusive(runs, Scope(fixed.graph)))
     facts = Facts(
         states,
         {
@@ -186,7 +182,7 @@ class _SourceSession:
 
     def random(self, sample: Sample, first: ReferenceRun) -> frozenset[str]:
         """The outputs that differ between ``first`` and another run of ``sample``."""
-        if not depend_on_chance(self.source.graph):
+        if not any(map(graph.is_random, self.source.graph.node)):
             return frozenset()
         again = self.run(sample).outputs[0]
         return frozenset(
@@ -268,9 +264,7 @@ def _choose(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
     return [replace(run, on_target=run.name in names) for run in runs]
 
 
-def _inconclusive(
-    runs: Sequence[ReferenceRun], depending: frozenset[str]
-) -> Iterator[tuple[str, str]]:
+def _inconclusive(runs: Sequence[ReferenceRun], scope: Scope) -> Iterator[tuple[str, str]]:
     """The outputs whose comparison is inconclusive, each with the reason."""
     for name in runs[0].outputs[0]:
         values = values_of(name, runs)
@@ -280,7 +274,7 @@ def _inconclusive(
             yield name, "it has no values"
         elif is_nowhere_finite(values_of(name, (run for run in runs if run.usual))):
             yield name, "the CPU's values are NaN or Inf everywhere"
-        elif name in depending and is_constant(values):
+        elif scope.depends([name]) and is_constant(values):
             value = next(array[finite(array)][0] for array in values if finite(array).any())
             yield name, f"the CPU's value is {value} everywhere, for all inputs"
 

@@ -8,11 +8,7 @@ import pytest
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.comparison.measures import Nature, OutputFacts, Scores
-from hatch_epcontext.worker.comparison.natures import (
-    depend_on_chance,
-    depend_on_inputs,
-    output_facts,
-)
+from hatch_epcontext.worker.comparison.natures import output_facts
 from tests.models import parsed
 
 
@@ -173,16 +169,3 @@ def test_a_quantized_output_has_steps_and_the_nature_of_what_was_quantized() -> 
     steps = {name: facts.step for name, facts in facts_of(made).items()}
     assert steps == {"quantized": 0.25, "others": 0, "integers": 1}
     assert natures(made) == {"quantized": "unit", "others": "any", "integers": "unit"}
-
-
-def test_what_depends_on_inputs_is_no_shape() -> None:
-    made = parsed(
-        """(float[1, 4] x) => (int64[2] shape, float[1, 4] y) {
-            shape = Shape (x)
-            y = Add (x, one)
-            noise = RandomNormalLike (x) }""",
-        one=np.ones((1, 4), np.float32),
-    )
-    assert depend_on_inputs(made.graph) == {"y"}
-    assert depend_on_chance(made.graph)
-    assert not depend_on_chance(chain("Relu").graph)
