@@ -54,7 +54,7 @@ def info() -> None:
     echo(f"{store.root}: {_summarize(entries)}")
     rows = []
     for entry in (entry for entry in entries if _NOUNS[entry.kind] != "record"):
-        files = "damaged" if entry.files is None else ", ".join(entry.files)
+        files = ", ".join(entry.files)
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         rows.append((_NOUNS[entry.kind], files, show_size(entry.size), used, entry.key[:12]))
     if rows:

@@ -30,7 +30,7 @@ from hatch_epcontext.config.pyproject import FILE, tool_table
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Key, Kind, Problem
 from hatch_epcontext.files import is_portable, is_sha256, write_atomically
 from hatch_epcontext.jobs import web
-from hatch_epcontext.jobs.downloads import Downloads, described, download_models
+from hatch_epcontext.jobs.downloads import Downloads, download_models
 from hatch_epcontext.package.external_data import external_data
 from hatch_epcontext.text import count, show, suggestion, to_toml
 
@@ -187,7 +187,7 @@ def _download(
     try:
         names = external_data(folder / model)
     except ValueError as error:
-        message = f"{url} is no ONNX model: {error}.{described(folder / model)}"
+        message = f"{url} is no ONNX model: {error}."
         raise DownloadError(message, _OTHER, Kind.INVALID_MODEL) from error
     for name in names:
         if not is_portable(name) or name == model:

@@ -19,7 +19,6 @@ from hatch_epcontext.files import (
     MAX_BYTES,
     FileRecord,
     file_sha256,
-    is_lfs_pointer,
 )
 from hatch_epcontext.jobs.cache.store import DamagedError, Files, Store, untrusted
 from hatch_epcontext.jobs.processes.process import Heartbeat
@@ -119,7 +118,7 @@ class Downloads:
         if digest is None or actual == digest:
             return actual
         raise DownloadError(
-            f"{url} has the sha256 {actual}, and not {digest}.{described(file)}",
+            f"{url} has the sha256 {actual}, and not {digest}.",
             "Find out why. If the new file is wanted: remove sha256 and data, and run epcontext fetch --pin.",
             Kind.OTHER_CONTENT,
         )
@@ -136,12 +135,3 @@ class Downloads:
         address, token = (web.hub_url(hub), web.hub_token()) if hub else (url, "")
         web.download(address, part, MAX_BYTES, progress, token, pinned=pinned)
         self._log(f"downloaded {url} ({show_size(part.stat().st_size)})")
-
-
-def described(file: Path) -> str:
-    """What a file looks like that is not the expected one; empty if it may be anything."""
-    if is_lfs_pointer(file):
-        return " It is a Git LFS pointer, and not the file itself."
-    with file.open("rb") as opened:
-        is_page = opened.read(64).lstrip().startswith(b"<")
-    return " It is a web page: the server may want a login." if is_page else ""

@@ -261,8 +261,7 @@ def test_nothing_is_added_that_is_no_model(cli: Cli, app: Path, hub: Hub) -> Non
     (app / "pyproject.toml").write_text(HEAD, encoding="utf-8")
     before = (app / "pyproject.toml").read_bytes()
     hub.faults = {"b.onnx": "html"}
-    result = cli("add", hub.web("b.onnx"), code=1)
-    assert "web page" in result.stderr
+    assert "is no ONNX model" in cli("add", hub.web("b.onnx"), code=1).stderr
     assert (app / "pyproject.toml").read_bytes() == before
 
 

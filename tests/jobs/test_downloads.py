@@ -171,16 +171,13 @@ def test_a_refusal_is_final_and_what_may_pass_is_tried_again(
     assert len(hub.downloads) == tries
 
 
-@pytest.mark.parametrize("fault", ["wrong", "html"])
-def test_other_bytes_are_never_used(hub: Hub, tmp_path: Path, fault: str) -> None:
+def test_other_bytes_are_never_used(hub: Hub, tmp_path: Path) -> None:
     for name, download in (
         ("m.onnx", Download(hub.web("m.onnx"), sha256(MODEL))),
         ("onnx/m.onnx", with_data(hub)),
     ):
-        hub.faults = {name: fault}
-        error = failure(download, tmp_path)
-        assert error.kind is Kind.OTHER_CONTENT
-        assert ("web page" in str(error)) == (fault == "html")
+        hub.faults = {name: "wrong"}
+        assert failure(download, tmp_path).kind is Kind.OTHER_CONTENT
     hub.faults = {"onnx/m.onnx_data": "wrong"}
     with pytest.raises(DownloadError) as raised:
         run(with_data(hub), tmp_path)

@@ -117,11 +117,9 @@ class Entry:
         return self.folder.name
 
     @property
-    def files(self) -> Mapping[str, FileRecord] | None:
-        """Its files, which are not checked, by name; None if its record has none, or cannot be read."""
-        with contextlib.suppress(OSError, DamagedError):
-            return read_record(read_regular(self.folder / _RECORD), Files).files
-        return None
+    def files(self) -> list[str]:
+        """The names of its files."""
+        return sorted(file.name for file in (self.folder / _FILES).rglob("*") if file.is_file())
 
 
 class Store:
