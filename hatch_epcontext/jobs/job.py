@@ -91,7 +91,7 @@ class _JobRun:
         self._key = value_sha256([self.settings, self._build.versions(self._job.target)])
         self._search = self.stored(self._key)
         step = next_recipe(self._search)
-        has_won = step.winner and self._artifact(step.winner, is_last=True)
+        has_won = step.winner and self._artifact(step.winner)
         if not has_won and (step.recipe or step.attempt or step.winner):
             self._check_embeddable()
             with self._cache.lock(self._key, self._wait):
@@ -164,7 +164,7 @@ class _JobRun:
                 elif attempt is None:
                     self._keep(most_complete(step.tried))
                     return step
-                elif not (artifact := self._artifact(attempt, is_last=attempt is step.winner)):
+                elif not (artifact := self._artifact(attempt)):
                     others = {k: a for k, a in self._search.attempts.items() if k != attempt.key}
                     self._search = replace(self._search, attempts=others)
                 elif step.winner is not None:
@@ -203,14 +203,12 @@ class _JobRun:
             folder = self._artifacts[attempt.key].folder
             self._cache.put("artifacts", attempt.key, attempt.record, folder)
 
-    def _artifact(self, attempt: Attempt, *, is_last: bool) -> Artifact | None:
-        """The artifact of ``attempt``: of this build, or of the cache if it is the same there.
-
-        That of the ``is_last`` attempt goes straight to its place in the package.
-        """
+    def _artifact(self, attempt: Attempt) -> Artifact | None:
+        """The artifact of ``attempt``: of this build, or of the cache if it is the same there."""
         if attempt.record is None or attempt.key in self._artifacts:
             return self._artifacts.get(attempt.key)
-        folder = self._place if is_last else self._build.scratch("artifact")
+        # Mostly it is the winner, whose place this is.
+        folder = self._build.scratch("artifact") if self._place.exists() else self._place
         if self._take(attempt.key, folder) == attempt.record:
             return self._artifacts[attempt.key]
         shutil.rmtree(folder, ignore_errors=True)

@@ -121,18 +121,14 @@ def describe_coverage(coverage: Coverage | None) -> str:
     return f"{coverage.compiled}/{coverage.nodes} nodes in {contexts}"
 
 
-def summarize(built: Built, sources: Mapping[str, Source]) -> str:
-    """A finished job in one line; ``sources``: those of its models, by name."""
+def summarize(built: Built) -> str:
+    """A finished job in one line."""
     record = built.artifact.record
     parts = []
     for preparation, context in zip(record.preparations, record.contexts, strict=True):
         name = f"{context.model} " if built.job.group else ""
         parts.append(name + ", ".join(_summarize_model(built, preparation, context)))
-    size = show_size(built.artifact.size)
-    if record.recipe.dequantize:
-        before = sum(sources[model.name].size for model in built.job.models)
-        size = f"{size}, its quantized source {show_size(before)}"
-    parts.append(size)
+    parts.append(show_size(built.artifact.size))
     loads = [v.load for v in built.validations.values() if v.load is not None]
     if loads:
         parts.append(f"opens in {sum(loads):.3f} s")

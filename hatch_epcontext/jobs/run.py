@@ -153,7 +153,7 @@ def _run(
                     log(f"{job.location} ({job.target.provider.name}): FAILED")
                 else:
                     built.append(finished)
-                    log(summarize(finished, begun.sources))
+                    log(summarize(finished))
                     for name, validation in finished.validations.items():
                         for line in validation_warnings(f"{job.target.name}: {name}", validation):
                             warn(line)
