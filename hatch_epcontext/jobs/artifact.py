@@ -102,11 +102,6 @@ class Recipe:
         groups = (frozenset(self.remedies).intersection(group) for group in reversed(REMEDIES))
         return next(filter(None, groups), frozenset())
 
-    @property
-    def unrolls(self) -> bool:
-        """Whether something is unrolled."""
-        return any(change.kind == "unroll" for change in self.changes)
-
     def with_change(
         self, kind: Literal["rewrite", "unroll"], refused: tuple[Operators, ...] | None
     ) -> Recipe:

@@ -62,19 +62,17 @@ class Job:
         """Give the job's location to problems of BuildErrors that have none, and its target to those with the
         key of a model with several.
         """
-        has_others = any(len(model.targets) > 1 for model in self.models)
-
-        def with_target(problem: Problem) -> Problem:
-            is_general = has_others and problem.key is not None and not problem.targets
-            return (
-                dataclasses.replace(problem, targets=(self.target.name,)) if is_general else problem
-            )
-
         try:
             yield
         except BuildError as error:
-            problems = error.located(*self._place).problems
-            raise type(error)(*map(with_target, problems)) from error
+            problems: Iterable[Problem] = error.located(*self._place).problems
+            if any(len(model.targets) > 1 for model in self.models):
+                own = (self.target.name,)
+                problems = (
+                    dataclasses.replace(p, targets=p.targets or own) if p.key is not None else p
+                    for p in problems
+                )
+            raise type(error)(*problems) from error
 
     @property
     def reason_not_to_open(self) -> str:

@@ -169,7 +169,8 @@ class Attempt:
     @property
     def may_ship(self) -> bool:
         """Whether it has an artifact that may be shipped: an unrolled one only if it is whole."""
-        return self.is_whole or (self.record is not None and not self.recipe.unrolls)
+        unrolls = any(change.kind == "unroll" for change in self.recipe.changes)
+        return self.is_whole or (self.record is not None and not unrolls)
 
     @property
     def may_improve(self) -> bool:

@@ -7,7 +7,7 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
 from pathlib import Path
@@ -43,7 +43,7 @@ from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import Context, Precision, Validation
 
 if TYPE_CHECKING:
-    from hatch_epcontext.worker.requests import Prepared, PrepareRequest, RewriteRequest
+    from hatch_epcontext.worker.requests import Prepared
 
 _SMALL = 10 * 10**6
 """The most bytes of a model with which starting a process takes a good part of the time."""
@@ -89,13 +89,13 @@ class Build:
 class Steps:
     """The steps of one job of ``build`` in workers, and of those whose results are run instead.
 
-    They keep what they prepare, by model, form and the steps of a recipe, or why that failed, until they are
-    closed; and the file with the outputs of each source on the CPU.
+    Until they are closed they keep what they prepare, by model, form and the steps of a recipe; and the file
+    with the outputs of each source on the CPU.
     """
 
     def __init__(self, build: Build) -> None:
         self._build, self._folder = build, build.scratch("prepared")
-        self._prepared: dict[Hashable, Prepared | BuildError] = {}
+        self._prepared: dict[Hashable, Prepared] = {}
         self._references: dict[Hashable, str] = {}
         self._numbers = itertools.count()
 
@@ -199,17 +199,9 @@ class Steps:
         form = _form(job, job.models[index])
         steps = (form, recipe.simplifier, recipe.fuse, *changes, recipe.remedies)
         if steps not in self._prepared:
-            try:
-                made: Prepared | BuildError = self._make(
-                    job, index, recipe, worker or self._build.workers
-                )
-            except BuildError as error:
-                made = error
+            made = self._make(job, index, recipe, worker or self._build.workers)
             self._prepared[steps] = made
-        prepared = self._prepared[steps]
-        if isinstance(prepared, BuildError):
-            raise prepared
-        return prepared
+        return self._prepared[steps]
 
     def _prepare_all(
         self, job: Job, recipe: Recipe, worker: Worker
@@ -232,7 +224,8 @@ class Steps:
         is_other_form = not recipe.dequantize or any(model.precision for model in changed)
         if is_other_form and any(model.changed for model in changed):
             return changed
-        problems = (Problem(Kind.COMPILE_FAILED, "", text) for text in _not_taken(changed))
+        dropped = (text for model in changed for text in model.dropped)
+        problems = (Problem(Kind.COMPILE_FAILED, "", text) for text in dropped)
         declined = (reason for model in changed for reason in model.declined)
         return Refused("change", tuple(problems), declined=tuple(declined))
 
@@ -267,18 +260,20 @@ class Steps:
         """Fix and simplify the model."""
         from hatch_epcontext.worker.requests import PrepareRequest
 
-        model = job.models[index]
+        model, folder = job.models[index], self._folder / str(next(self._numbers))
         form = _form(job, model)
         request = PrepareRequest(
             model.on(job.target),
             recipe.simplifier,
-            self._new_folder(),
+            str(folder),
             model.is_compared,
             self._references.get(form),
             precision=_precision(job, model),
             fuse=recipe.fuse,
         )
-        prepared = self._call(job, request, worker)
+        # Which makes both folders.
+        call = folder / "call"
+        prepared = worker.call(request, call, location=job.location, step="preparation")
         if prepared.reference is not None:
             self._references[form] = prepared.reference
         return prepared
@@ -293,12 +288,13 @@ class Steps:
         refused = None if last is None or last.refused is None else last.refused[index]
         if refused == ():
             return replace(before, changed=False, dropped=())
-        model, limit = job.models[index], job.target.settings.unroll_limit
+        model, folder = job.models[index], self._folder / str(next(self._numbers))
+        limit = job.target.settings.unroll_limit
         request = RewriteRequest(
             model.on(job.target),
             before,
             refused,
-            self._new_folder(),
+            str(folder),
             simplify=recipe.simplifier != "none",
             compare=model.is_compared,
             precision=_precision(job, model) if before.precision else None,
@@ -306,17 +302,8 @@ class Steps:
             remedies=recipe.remedies,
             target=job.target if recipe.remedies else None,
         )
-        return self._call(job, request, worker)
-
-    def _call(
-        self, job: Job, request: PrepareRequest | RewriteRequest, worker: Worker | Workers
-    ) -> Prepared:
-        # Which makes both folders.
-        call = Path(request.folder) / "call"
+        call = folder / "call"
         return worker.call(request, call, location=job.location, step="preparation")
-
-    def _new_folder(self) -> str:
-        return str(self._folder / str(next(self._numbers)))
 
     def _purpose(self, job: Job, recipe: Recipe, task: str) -> Hashable:
         """What small jobs of one target use the same processes for; None if this one has its own."""
@@ -330,10 +317,6 @@ def _form(job: Job, model: Model) -> Hashable:
     return model.name, job.target.settings.dequantize
 
 
-def _not_taken(prepared: Iterable[Prepared]) -> tuple[str, ...]:
-    return tuple(f"{name} (not taken)" for model in prepared for name in model.dropped)
-
-
 def _preparations(recipe: Recipe, prepared: Sequence[Prepared]) -> tuple[Preparation, ...]:
     """How ``prepared`` models were prepared, for the record of their artifact."""
     return tuple(
@@ -345,7 +328,7 @@ def _preparations(recipe: Recipe, prepared: Sequence[Prepared]) -> tuple[Prepara
             precision=model.precision,
             rewrites=model.rewrites,
             options=tuple(f"{name} = {value}" for name, value in recipe.options),
-            tried=_not_taken(prepared),
+            tried=model.dropped,
             declined=model.declined,
         )
         for model in prepared
