@@ -290,7 +290,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     ),
     "folder as data": (
         external(lambda folder: (folder / "data.bin").mkdir()),
-        "is a folder, and not a file",
+        "is a folder, a pipe or a device, and not a file",
     ),
     "data that is too short": (
         external(_sparse("data.bin", 3)),
@@ -314,7 +314,7 @@ if sys.platform != "win32":
         ),
         "pipe as data": (
             external(lambda folder: os.mkfifo(folder / "data.bin")),
-            "is a pipe or a device, and not a file",
+            "is a folder, a pipe or a device, and not a file",
         ),
     }
 

@@ -207,6 +207,7 @@ _RULES: Mapping[str, _Rule] = {
     # The limits of a detector's results.
     "NonMaxSuppression": _all(_length(2, 1), _fixed(Bound(3, 0, 1), Bound(4, 0, 1))),
     "RotaryEmbedding": _positions(3, 1),
+    "Attention": _length(6, -2, 1),
     "OneHot": _one_hot,
     "Equal": _equal,
     "ReverseSequence": _length(1, ("time_axis", 0)),
