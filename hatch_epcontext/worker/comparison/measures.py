@@ -157,7 +157,6 @@ class Elsewhere:
 
     def __init__(self, samples: Sequence[Array] = ()) -> None:
         self._samples = samples
-        self._numbers: dict[tuple[int, ...], list[Numbers]] = {}
         self._signals: dict[tuple[tuple[int, ...], _Axes], Numbers] = {}
         self._parts: dict[bool, Elsewhere] = {}
 
@@ -169,7 +168,7 @@ class Elsewhere:
         """The largest of the mean squares over ``axes`` in samples of this ``shape``; empty without any."""
         key = shape, axes
         if key not in self._signals:
-            means = [(sample**2).mean(axis=axes) for sample in self._of(shape)]
+            means = [power.mean(axis=axes) for power in self._powers if power.shape == shape]
             self._signals[key] = np.asarray(np.maximum.reduce(means) if means else np.zeros(0))
         return self._signals[key]
 
@@ -181,14 +180,10 @@ class Elsewhere:
             self._parts[are_scores] = Elsewhere(own)
         return self._parts[are_scores]
 
-    def _of(self, shape: tuple[int, ...]) -> list[Numbers]:
-        if shape not in self._numbers:
-            self._numbers[shape] = [
-                np.nan_to_num(np.asarray(sample, np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-                for sample in self._samples
-                if sample.shape == shape
-            ]
-        return self._numbers[shape]
+    @cached_property
+    def _powers(self) -> list[Numbers]:
+        numbers = (np.asarray(sample, np.float64) for sample in self._samples)
+        return [np.nan_to_num(array, nan=0.0, posinf=0.0, neginf=0.0) ** 2 for array in numbers]
 
 
 @dataclass
