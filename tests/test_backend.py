@@ -251,7 +251,7 @@ def test_what_the_wrapped_back_end_makes_is_checked(
         ('backend = "no such"', "build.backend: EPC005\n    must be a module"),
         (
             'backend = "a"\nbackend-path = ["../b"]',
-            "build.backend-path: EPC005\n    must be folders",
+            "build.backend-path[0]: EPC005\n    must be a folder",
         ),
     ],
 )

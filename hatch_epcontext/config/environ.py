@@ -8,7 +8,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from hatch_epcontext.config.location import private_bytes
+from hatch_epcontext.config.location import PRIVATE, key_bytes
 from hatch_epcontext.config.settings import CREDENTIALS
 from hatch_epcontext.config.tables import (
     BuildTable,
@@ -56,7 +56,7 @@ def _switch(text: str) -> bool:
 
 
 def _private_key(text: str) -> str:
-    private_bytes(text)
+    key_bytes(PRIVATE, text)
     return text
 
 

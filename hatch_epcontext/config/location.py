@@ -188,34 +188,26 @@ def key_text(prefix: str, key: bytes) -> str:
     return prefix + base64.b64encode(key).decode("ascii")
 
 
-def public_bytes(text: str) -> bytes:
-    """The 32 bytes of a public key; raises ValueError with a description of a valid one."""
-    if text.startswith(PRIVATE):
+def key_bytes(prefix: str, text: str) -> bytes:
+    """The 32 bytes of a key as text; raises ValueError with a description of a valid one."""
+    if prefix == PUBLIC and text.startswith(PRIVATE):
         raise ValueError(
             "a public key (this is a private one, which is no longer secret: make a new pair)"
         )
-    return _bytes(text, PUBLIC, "public")
-
-
-def private_bytes(text: str) -> bytes:
-    """The 32 bytes of a private key; raises ValueError with a description of a valid one."""
-    return _bytes(text, PRIVATE, "private")
-
-
-def check_public_key(key: str) -> str | None:
-    """A description of a valid public key; None if ``key`` is one."""
-    try:
-        public_bytes(key)
-    except ValueError as allowed:
-        return str(allowed)
-    return None
-
-
-def _bytes(text: str, prefix: str, kind: str) -> bytes:
     try:
         key = base64.b64decode(text.removeprefix(prefix), validate=True)
     except (binascii.Error, ValueError):
         key = b""
     if not text.startswith(prefix) or len(key) != _BYTES:
+        kind = "public" if prefix == PUBLIC else "private"
         raise ValueError(f"a {kind} key as `epcontext cache new-key` prints it ({prefix}...)")
     return key
+
+
+def check_public_key(key: str) -> str | None:
+    """A description of a valid public key; None if ``key`` is one."""
+    try:
+        key_bytes(PUBLIC, key)
+    except ValueError as allowed:
+        return str(allowed)
+    return None

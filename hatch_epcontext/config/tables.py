@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from hatch_epcontext.config.location import check_cache_url, check_public_key, check_url
 from hatch_epcontext.files import is_portable, is_sha256
@@ -123,31 +122,18 @@ def _size(value: int | str) -> str | None:
     return None
 
 
-def _address(value: str) -> str | None:
-    if "@" in value:
-        return "an address without a user and a password (TLS certificates come from dask's configuration)"
-    valid = re.fullmatch(r"[a-z]+://\S+", value) and _has_valid_port(value)
-    return None if valid else 'the address of a scheduler, such as "tcp://host:8786"'
-
-
-def _has_valid_port(url: str) -> bool:
-    """Whether the URL has a number as its port, or none."""
-    try:
-        return urlsplit(url).port != 0
-    except ValueError:
-        return False
-
-
-_backend = _must_be(
+_ADDRESS = _must_be(
+    'the address of a scheduler without a user and a password, such as "tcp://host:8786" (TLS certificates '
+    "come from dask's configuration)",
+    lambda value: re.fullmatch(r"[a-z]+://(\[[^]@]+\]|[^\s@:\[\]/]+)(:\d+)?(/[^\s@]*)?", value),
+)
+_BACKEND = _must_be(
     'a module, or a module and an object, such as "flit_core.buildapi"',
     lambda value: (
         all(name.isidentifier() for name in re.split(r"[.:]", value)) and value.count(":") < 2
     ),
 )
-_folders = _must_be(
-    "folders inside the project",
-    lambda value: all(path == "." or is_portable(path) for path in value),
-)
+_FOLDER = _must_be("a folder inside the project", lambda value: value == "." or is_portable(value))
 _sha256 = _must_be("64 hexadecimal digits in lower case", is_sha256)
 _data = _must_be(
     "names of files beside the model, each with 64 hexadecimal digits",
@@ -499,20 +485,20 @@ class BuildTable:
         'The scheduler of a dask cluster, which runs the jobs: such as `"tcp://host:8786"`, see '
         "`docs/ci.md`.",
         when_missing="jobs run here",
-        check=_address,
+        check=_ADDRESS,
         empty_switches_off=True,
         is_url=True,
     )
     backend: str | None = _key(
         'The build back end that `build-backend = "hatch_epcontext.backend"` calls, such as '
         '`"setuptools.build_meta"`: see `docs/adopting.md`.',
-        check=_backend,
+        check=_BACKEND,
         has_variable=False,
     )
     backend_path: tuple[str, ...] = _key(
         "Folders of the project that Python searches for `backend`, as `backend-path` in `[build-system]`.",
         (),
-        check=_folders,
+        items=_FOLDER,
         has_variable=False,
     )
 

@@ -7,8 +7,7 @@ import pytest
 from hatch_epcontext.config.location import (
     check_cache_url,
     check_public_key,
-    private_bytes,
-    public_bytes,
+    key_bytes,
 )
 from hatch_epcontext.errors import Kind
 from hatch_epcontext.jobs.cache.signing import new_keys, public_key
@@ -21,7 +20,7 @@ SHARED = f'{CPU}build = {{ shared-cache = "s3://bucket/team", %s }}'
 
 
 def test_a_pair_of_keys() -> None:
-    assert len(private_bytes(PRIVATE)) == len(public_bytes(PUBLIC)) == 32
+    assert len(key_bytes("ed25519-private:", PRIVATE)) == len(key_bytes("ed25519:", PUBLIC)) == 32
     assert public_key(PRIVATE) == PUBLIC
     assert new_keys() != (PRIVATE, PUBLIC)
     assert check_public_key(PUBLIC) is None
@@ -33,7 +32,7 @@ def test_a_pair_of_keys() -> None:
 def test_what_is_no_key(project: Path, key: str) -> None:
     assert "a public key as `epcontext cache new-key` prints it" in str(check_public_key(key))
     with pytest.raises(ValueError, match="a private key as"):
-        private_bytes(key)
+        key_bytes("ed25519-private:", key)
     if key:
         (problem,) = problems(project, CPU, SHARED_CACHE_KEY=key).values()
         assert problem.kind is Kind.INVALID_VARIABLE

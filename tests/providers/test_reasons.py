@@ -45,7 +45,7 @@ def test_qnn_logs_why_it_refuses_nodes() -> None:
     reasons = PROVIDERS["qnn"].reasons
     assert reasons is not None
     assert reasons(QNN) == {
-        "lstm 4": "the EP supports only the default activations",
+        "lstm 4": "QNN EP doesn't support non-default activations for LSTM",
         "dq": "",
         "/Cast": "",
         "mod": "QNN Mod Op doesn't support fmod",

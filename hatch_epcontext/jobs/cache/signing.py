@@ -14,9 +14,8 @@ from hatch_epcontext.config.location import (
     PRIVATE,
     PUBLIC,
     SIGNATURES,
+    key_bytes,
     key_text,
-    private_bytes,
-    public_bytes,
 )
 from hatch_epcontext.jobs.cache.store import DamagedError
 from hatch_epcontext.jobs.requirements import pip_install
@@ -50,7 +49,7 @@ def verify(statement: bytes, kind: str, key: str, trust: tuple[str, ...] | None)
 
 
 def _is_signed(content: bytes, signature: bytes, public: str) -> bool:
-    key = _ed25519().Ed25519PublicKey.from_public_bytes(public_bytes(public))
+    key = _ed25519().Ed25519PublicKey.from_public_bytes(key_bytes(PUBLIC, public))
     from cryptography.exceptions import InvalidSignature
 
     try:
@@ -73,7 +72,7 @@ def public_key(private: str) -> str:
 
 
 def _private(text: str) -> Any:
-    return _ed25519().Ed25519PrivateKey.from_private_bytes(private_bytes(text))
+    return _ed25519().Ed25519PrivateKey.from_private_bytes(key_bytes(PRIVATE, text))
 
 
 def _ed25519() -> Any:
