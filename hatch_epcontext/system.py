@@ -135,17 +135,12 @@ def full_disk_problem(folder: Path, location: str, output: str) -> Problem | Non
 
 
 def _room(folder: Path) -> str:
-    """The free space on the file system of ``folder``, and its mount point."""
+    """The free space on the file system of ``folder``."""
     try:
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        mount = next(path for path in (existing, *existing.parents) if os.path.ismount(path))
-        usage = shutil.disk_usage(existing)
+        usage = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
     except (OSError, StopIteration):
         return "The file system does not report its free space."
-    left = f"The file system {mount} has {show_size(usage.free)} of {show_size(usage.total)} left."
-    if usage.free < _NO_ROOM:
-        return left
-    return f"{left} Perhaps it had no inodes left, or the build has already removed what filled it."
+    return f"The file system has {show_size(usage.free)} of {show_size(usage.total)} left."
 
 
 def _advice(folder: Path, *, full: bool) -> str:

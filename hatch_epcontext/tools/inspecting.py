@@ -181,22 +181,12 @@ def _read_all(manifests: Mapping[str, Callable[[], bytes]], path: Path) -> dict[
         raise InspectionError(*problems)
     if not packages:
         message = f"has no {FILE} of a model package that hatch-epcontext wrote."
-        hint = _hint(path, is_foreign=bool(manifests))
+        hint = "Name a wheel or a package that was built with models, or an ONNX file."
+        if path.suffix == _WHEEL:
+            hint = (
+                "The build left them out: check that pyproject.toml switches the hook on "
+                f"([{HOOK}]) or names the build back end hatch_epcontext.backend, and that "
+                f"{PREFIX}SKIP was not set."
+            )
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
     return packages
-
-
-def _hint(path: Path, *, is_foreign: bool) -> str:
-    if is_foreign:
-        return (
-            "ONNX Runtime's C API opens the model packages of other tools, and onnxruntime-genai those with "
-            "a genai_config.json. A single context model in them can be named here."
-        )
-    if path.suffix == _WHEEL:
-        return (
-            "The models were not there when it was built, or the build backend left them out. Without "
-            "Hatch, write them into the import package before the build (epcontext export -o DIR), and "
-            f"let the build backend pack DIR. With Hatch, check that pyproject.toml has "
-            f"[{HOOK}], and that {PREFIX}SKIP was not set."
-        )
-    return "Name a wheel or a package that was built with models, or an ONNX file."
