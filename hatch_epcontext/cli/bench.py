@@ -66,7 +66,6 @@ class Bench:
     generator: str
     provider: str
     versions: Mapping[str, str]
-    from_memory: bool
     openings: Sequence[Opening]
 
 
@@ -85,7 +84,6 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @provider_option(required=False)
 @short_flags
 @click.option("--target", help="The target of the project, without MODEL.")
-@click.option("--from-memory", is_flag=True, help="Open the models from memory, not from disk.")
 @click.option("-n", "--runs", type=click.IntRange(1), default=5, help="How often; 5 by default.")
 @click.option("--json", "json_path", type=_FILE, metavar="F.json", help="Write all measurements.")
 @click.option(
@@ -98,7 +96,6 @@ def command(
     provider: str | None,
     settings: dict[str, Any],
     target: str | None,
-    from_memory: bool,
     runs: int,
     json_path: Path | None,
     plot_path: Path | None,
@@ -133,7 +130,7 @@ def command(
         raise click.UsageError(f"Choose one target: --target {' or '.join(names) or 'NAME'}.")
     workers = Verbosity().workers(config.build.timeout)
     with temp_dir() as staging:
-        bench = measure(planned, staging, workers, runs, from_memory)
+        bench = measure(planned, staging, workers, runs)
     if json_path is not None:
         write_atomically(json_path.resolve(), to_json(bench))
     if plot_path is not None:
@@ -149,7 +146,7 @@ def command(
     ctx.exit(1 if any(opening.error for opening in bench.openings) else 0)
 
 
-def measure(planned: Plan, staging: Path, workers: Workers, runs: int, from_memory: bool) -> Bench:
+def measure(planned: Plan, staging: Path, workers: Workers, runs: int) -> Bench:
     """Compile the models of ``planned`` without the cache, and open each of them ``runs`` times in each way.
 
     The ways take turns, so that changes on the machine affect all alike, after a run that only fills caches.
@@ -170,7 +167,7 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int, from_memo
         versions |= artifact.record.versions
         folder = staging / f"cache-{len(requests)}"
         folder.mkdir()
-        for way, request in _requests(job, prepared, artifact, folder, from_memory):
+        for way, request in _requests(job, prepared, artifact, folder):
             seconds = artifact.record.times.compile if way in ("compiled", "cached") else 0.0
             requests.append((Opening(job.name, way, seconds), request))
     numbers = itertools.count()
@@ -193,19 +190,18 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int, from_memo
         f"{GENERATOR} {hatch_epcontext.__version__}",
         planned.jobs[0].target.provider.name,
         versions,
-        from_memory,
         [opening for opening, _ in requests],
     )
 
 
 def _requests(
-    job: Job, prepared: Prepared, artifact: Artifact, cache: Path, from_memory: bool
+    job: Job, prepared: Prepared, artifact: Artifact, cache: Path
 ) -> Iterator[tuple[str, TimeOpeningRequest]]:
     """Each way to open the model of ``job``, with the request to do it."""
     model, target, record = job.models[0], job.target, artifact.record
     context, option = record.contexts[0], target.provider.runtime_cache
     compiled = str(artifact.folder / context.model_file)
-    inputs = from_memory, model.to_run_on(target), context.inputs, prepared.ranges
+    inputs = model.to_run_on(target), context.inputs, prepared.ranges
     yield "cpu", TimeOpeningRequest(str(model.path), None, None, *inputs)
     yield "source", TimeOpeningRequest(prepared.path, target, None, *inputs)
     yield "compiled", TimeOpeningRequest(compiled, target, record.product, *inputs)
@@ -237,8 +233,7 @@ def draw(bench: Bench, path: Path) -> None:
             capsize=2,
         )
         axes.bar_label(bars, [f"{middle:.3f} s"], padding=6)
-    origin = "memory" if bench.from_memory else "disk"
-    axes.set_xlabel(f"seconds until the session is open, from {origin}")
+    axes.set_xlabel("seconds until the session is open")
     # Space for the numbers beside the bars.
     axes.margins(x=0.18)
     axes.invert_yaxis()

@@ -195,7 +195,7 @@ class TimeOpeningReply:
 
 @dataclass(frozen=True)
 class TimeOpeningRequest(WorkerRequest[TimeOpeningReply], action="time_opening"):
-    """Open the model at ``path`` on ``target``, from a ``buffer`` or from disk, and run it once.
+    """Open the model at ``path`` on ``target``, and run it once.
 
     ``target`` is None for the source model on the CPU, and ``product`` for a prepared one. ``inputs`` are the
     model's, and ``model`` describes the dummy inputs, which are within ``ranges``.
@@ -204,7 +204,6 @@ class TimeOpeningRequest(WorkerRequest[TimeOpeningReply], action="time_opening")
     path: str
     target: Target | None
     product: Product | None
-    buffer: bool
     model: Model
     inputs: tuple[TensorFacts, ...]
     ranges: Mapping[str, Range]

@@ -20,17 +20,13 @@ from tests.conftest import needs_qnn
 from tests.models import network, parsed, save, unknown_operator
 
 
-@pytest.mark.parametrize("origin", [(), ("--from-memory",)])
-def test_a_table_a_chart_and_all_measurements(
-    cli: Cli, source: Path, tmp_path: Path, origin: tuple[str, ...]
-) -> None:
+def test_a_table_a_chart_and_all_measurements(cli: Cli, source: Path, tmp_path: Path) -> None:
     file, chart = tmp_path / "b.json", tmp_path / "b.png"
     before = set(source.parent.iterdir())
-    result = cli("bench", source, "-p", "cpu", "-n", "2", "--json", file, "--plot", chart, *origin)
+    result = cli("bench", source, "-p", "cpu", "-n", "2", "--json", file, "--plot", chart)
     rows = [line for line in result.stdout.splitlines() if line.startswith("net ")]
     assert [row.count(" s (") for row in rows] == [2, 2, 2]
     measured = json.loads(file.read_text(encoding="utf-8"))
-    assert measured["from_memory"] == bool(origin)
     assert [opening["way"] for opening in measured["openings"]] == ["cpu", "source", "compiled"]
     for opening in measured["openings"]:
         assert (len(opening["load"]), len(opening["first"])) == (2, 2)
@@ -67,7 +63,7 @@ def test_a_runtime_cache_is_filled_before_it_is_measured(
     staging.mkdir()
     with Workers(120) as workers:
         planned = plan(load(project, parse(toml), {}))
-        bench = measure(planned, staging, workers, 1, False)
+        bench = measure(planned, staging, workers, 1)
     assert sent == [None, None, str(staging / "cache-0")] * 2
     assert [(opening.way, len(opening.load)) for opening in bench.openings] == [
         ("cpu", 1),

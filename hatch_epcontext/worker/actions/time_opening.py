@@ -11,28 +11,22 @@ from hatch_epcontext.worker.session import (
     cpu_options,
     open_session,
     options,
-    set_model_path,
 )
 
 
 def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
     """Open the request's model on its target, and run it once on dummy inputs.
 
-    The time does not include registering the EP's library, nor reading the file of a buffer.
+    The time does not include registering the EP's library.
     """
-    path = Path(request.path)
     if request.target is None:
         session_options = cpu_options()
     elif request.product is None:
         session_options = options(request.target, request.target.settings.provider_options)
     else:
         session_options = context_options(request.target, request.product)
-    contents = None
-    if request.buffer:
-        set_model_path(path, session_options)
-        contents = path.read_bytes()
     start = time.perf_counter()
-    session = open_session(path if contents is None else contents, session_options)
+    session = open_session(Path(request.path), session_options)
     load = time.perf_counter() - start
 
     # Imported after the measurement, because importing is no part of it.
