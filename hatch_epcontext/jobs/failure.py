@@ -138,19 +138,7 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[
     if is_quantized and target.settings.dequantize != "all" and not target.settings.quantize:
         hint = "Undo the quantization of the weights, which makes the model larger (not tried)."
         return hint, (Setting(target.place("dequantize"), "all"),)
-    if any(node.dynamic for node in nodes):
-        hint = (
-            "An EP for fixed shapes cannot compile shapes that depend on the data: cut the model "
-            "before them (not tried)."
-        )
-        return hint, ()
-    hint = "Change the model at these nodes, or cut it there (not tried)."
-    if not all(node.reason for node in nodes):
-        hint = (
-            f"{target.provider.ep} does not support these operators, or only with other types or "
-            "attributes: change the model there."
-        )
-    return hint, ()
+    return "Change the model at these nodes, or cut it before them (not tried).", ()
 
 
 def _describe_nodes(nodes: Sequence[NodeFacts], declined: Sequence[Declined]) -> Iterator[str]:

@@ -33,14 +33,13 @@ def test_uncovered_operators_are_named(project: Path) -> None:
         "compiled 2 of 3 nodes (66.7%), and min-coverage is 100.0%. Left to the CPU: GRU rnn."
         in text
     )
-    assert "change the model there" in text
+    assert "Change the model at these nodes, or cut it before them (not tried)." in text
 
 
 def test_shapes_that_depend_on_the_data_are_named_as_the_reason(project: Path) -> None:
     uncovered = (NodeFacts("", "NonZero", "the shape of its output 'y' depends on the data", True),)
     text = failure(Coverage(2, 1, 1, uncovered), project)
     assert "NonZero (the shape of its output 'y' depends on the data)" in text
-    assert "cut the model before them" in text
 
 
 def test_why_no_rewrite_applied_is_named_of_the_nodes_that_are_left(project: Path) -> None:
@@ -64,7 +63,6 @@ def test_a_reason_is_given_once_for_all_nodes_that_it_is_about(project: Path) ->
     uncovered = tuple(NodeFacts(name, "LSTM", "no clip") for name in ("a", "b"))
     text = failure(Coverage(3, 1, 1, uncovered), project)
     assert "2 LSTM a, b (no clip)." in text
-    assert "change the model there" not in text
 
 
 def test_inputs_that_decide_are_to_be_frozen(project: Path) -> None:
