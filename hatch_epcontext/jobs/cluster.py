@@ -120,10 +120,8 @@ class Cluster:
             return run_job(self._build, job)
         with job.locating():
             try:
-                address, own = (
-                    self._find_worker(job, threading.Event()),
-                    {_NAME: hatch_epcontext.__version__},
-                )
+                address = self._find_worker(job, threading.Event())
+                own = {_NAME: hatch_epcontext.__version__}
                 versions = self._client.run(look, to_json(job), own, workers=[address])[address]
                 return self._known(job, versions) or self._run(job, versions)
             except Exception as error:

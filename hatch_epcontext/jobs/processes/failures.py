@@ -40,9 +40,6 @@ TAIL = 40
 _TAIL_BYTES = 64 << 10
 """Bytes at the end of a log that are searched for these lines."""
 
-_PIECE = 1 << 20
-"""Bytes of a log that are forwarded at once."""
-
 _MAX_LINE = 2000
 """The most characters that are shown of a line of a log."""
 
@@ -64,7 +61,7 @@ class WorkerLog:
     ) -> None:
         self.folder, self.path = folder, folder / LOG
         self._label, self._listener = label, listener
-        self._offset, self._rest = 0, b""
+        self._offset = 0
 
     @property
     def size(self) -> int:
@@ -84,26 +81,15 @@ class WorkerLog:
                 return f" while {text} (for {seconds:.0f} s)"
         return ""
 
-    def forward(self) -> None:
-        """Pass the new lines to the listener."""
-        end = self.size if self._listener else 0
-        while self._offset < end and (piece := self._read(self._offset, _PIECE)):
-            self._offset += len(piece)
-            *lines, rest = (self._rest + narrow(piece)).split(b"\n")
-            if len(rest) > _PIECE:
-                lines, rest = [*lines, rest], b""
-            self._rest = rest
-            self._pass(lines)
-
-    def finish(self) -> None:
-        """Pass the last lines to the listener."""
-        if self._listener:
-            self.forward()
-            self._pass([self._rest] if self._rest else [])
-
-    def _pass(self, lines: Iterable[bytes]) -> None:
-        assert self._listener is not None, "it gets them"
-        for line in lines:
+    def forward(self, *, is_last: bool = False) -> None:
+        """Pass the new lines to the listener; of an incomplete one what there is, if it ``is_last``."""
+        if self._listener is None:
+            return
+        text = self._read(self._offset, LOG_LIMIT)
+        text = text if is_last else text[: text.rfind(b"\n") + 1]
+        self._offset += len(text)
+        *lines, rest = narrow(text).split(b"\n")
+        for line in (*lines, rest) if rest else lines:
             self._listener(f"{self._label} | {self._shown(line)}")
 
     def tail(self, *, only_errors: bool = False) -> str:

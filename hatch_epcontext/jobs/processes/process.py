@@ -341,7 +341,7 @@ class Worker:
         finally:
             if message is None or message[0] != REPLY:
                 self.close()
-            log.finish()
+            log.forward(is_last=True)
             if workers.log is not None:
                 workers.log(f"{label} took {time.monotonic() - start:.1f} s")
         return message
