@@ -146,8 +146,7 @@ def _section(provider: Provider) -> Iterator[str]:
 
 def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
     if provider.ep:
-        names = [provider.ep, *provider.aliases]
-        yield "Names", _code(names)
+        yield "ONNX Runtime's name", _code([provider.ep])
     yield "Runs on", _code(provider.distributions)
     if provider.requirements:
         python = f" (Python {'.'.join(map(str, provider.python))} or newer)"

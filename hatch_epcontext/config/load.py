@@ -135,12 +135,7 @@ def _with_model(problem: Problem, table: Any) -> Problem:
         text if isinstance(text := keys.get(key), str) and text else None
         for key in ("path", "name")
     )
-
-    def named(key: Key) -> Key:
-        return replace(key, model=path, name=name)
-
-    settings = tuple(replace(one, key=named(one.key)) for one in problem.settings)
-    return replace(problem, key=named(problem.key), settings=settings)
+    return replace(problem, key=replace(problem.key, model=path, name=name))
 
 
 def _is_about(problem: Problem, others: list[Problem]) -> bool:

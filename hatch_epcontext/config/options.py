@@ -109,7 +109,9 @@ def _check_values(
             continue
         option = provider.options.get(name)
         if option is None:
-            yield _unknown(place, name, provider, unchecked)
+            message = f"is not an option of the {provider.name} provider."
+            hint = f"{suggestion(name, sorted(provider.options))}\n{_NEWER}".lstrip()
+            yield Problem.at(place, Kind.UNKNOWN_OPTION, message, hint, unchecked)
             continue
         try:
             rendered = option.render(value)
@@ -124,12 +126,6 @@ def _check_values(
 
 
 _NEWER = "If the EP is newer than this package:"
-
-
-def _unknown(place: Key, name: str, provider: Provider, unchecked: Setting) -> Problem:
-    message = f"is not an option of the {provider.name} provider."
-    hint = f"{suggestion(name, sorted(provider.options))}\n{_NEWER}".lstrip()
-    return Problem.at(place, Kind.UNKNOWN_OPTION, message, hint, unchecked)
 
 
 def _check_session_options(

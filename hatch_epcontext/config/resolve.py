@@ -68,7 +68,7 @@ class Resolver:
         self._targets = yield from self._read_targets()
         for names, location in (
             (self._environment.targets, f"{PREFIX}TARGETS"),
-            (_without_all(self._environment.from_cache), f"{PREFIX}FROM_CACHE"),
+            ({*(self._environment.from_cache or ())} - {ALL}, f"{PREFIX}FROM_CACHE"),
         ):
             yield from self._check_names(names, location)
         models: list[tuple[Model, ModelTable]] = []
@@ -312,10 +312,6 @@ def _download(table: ModelTable) -> Download | None:
     if table.url is None or table.sha256 is None or check_url(table.url) is not None:
         return None
     return Download(table.url, table.sha256, table.data)
-
-
-def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:
-    return tuple(name for name in names or () if name != ALL)
 
 
 def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:

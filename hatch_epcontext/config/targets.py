@@ -17,7 +17,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import PROVIDERS, Plugin, Provider, configured, find
 from hatch_epcontext.shipped import SOURCE
 from hatch_epcontext.system import LIBRARIES
-from hatch_epcontext.text import is_device, listing, show, suggestion, toml_key
+from hatch_epcontext.text import is_device, show, suggestion, toml_key
 
 _MAX = 150
 """The most characters of a name: file names with suffixes then fit every file system."""
@@ -136,14 +136,6 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
     if provider.by_library:
         yield from _check_for_library(target)
     for index, profile in enumerate(table.profiles or ()):
-        place = key / "profiles" / index
-        if profile.keys() != (first := table.profiles or ({},))[0].keys():
-            named, others = (
-                listing(names) if names else "no input" for names in (profile, first[0])
-            )
-            message = f"is for {named}, and the first profile for {others}."
-            hint = "Name the same inputs in each profile."
-            yield Problem.at(place, Kind.INVALID_PROFILE, message, hint)
         for name, shapes in profile.items():
             if not _is_profile(name, shapes):
                 message = (
@@ -151,7 +143,7 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
                     f"in the input's name: min {show(shapes.min)}, opt {show(shapes.opt)}, "
                     f"max {show(shapes.max)}."
                 )
-                yield Problem.at(place / name, Kind.INVALID_PROFILE, message)
+                yield Problem.at(key / "profiles" / index / name, Kind.INVALID_PROFILE, message)
 
 
 _END = 2**31

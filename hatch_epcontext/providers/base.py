@@ -147,9 +147,6 @@ class Provider:
     ep: str
     """ONNX Runtime's name of the EP."""
 
-    aliases: tuple[str, ...] = ()
-    """Other names. Spellings of ``name`` and ``ep`` need not be listed."""
-
     product: Product
     """``"context"``: models become EP-context models. ``"optimized"``: the EP compiles nothing
     ahead of time, so ONNX Runtime's optimized graph is shipped."""
@@ -431,7 +428,7 @@ class Provider:
 
     def has_name(self, name: str) -> bool:
         """Whether ``name`` is one of its names, in any case and with or without "ExecutionProvider"."""
-        own = {_normalized(spelling) for spelling in (self.name, self.ep, *self.aliases)} - {""}
+        own = {_normalized(spelling) for spelling in (self.name, self.ep)} - {""}
         return _normalized(name) in own
 
 

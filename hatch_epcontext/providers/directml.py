@@ -26,7 +26,6 @@ class DirectML(Provider):
     tolerance = Tolerance(snr=30, cosine=0.999)
     needs = "Windows and a GPU or NPU with a DirectX 12 driver"
     verified = "Only the options."
-    aliases = ("dml", "directml")
     systems = ("win32",)
     options = _OPTIONS
     sources = ("onnxruntime.ai",)

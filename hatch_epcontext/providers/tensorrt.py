@@ -90,7 +90,6 @@ class TensorRT(Provider):
     verified = (
         "On Linux x86-64 up to the error that the libraries of TensorRT and CUDA are missing."
     )
-    aliases = ("trt",)
     systems = ("linux", "win32")
     options = _OPTIONS
     reserved = _RESERVED

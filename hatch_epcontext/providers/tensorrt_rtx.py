@@ -97,7 +97,6 @@ class TensorRTRTX(Provider):
         "On Linux x86-64 without an RTX GPU: on an H100 that was reported to it as one, the EP read "
         "every context, up to the loading of GPU code."
     )
-    aliases = ("nv-tensorrt-rtx", "trt-rtx", "trtrtx")
     requirements = ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5",)
     conflicts = (
         frozenset({"onnxruntime-ep-nv-tensorrt-rtx-cu12", "onnxruntime-ep-nv-tensorrt-rtx-cu13"}),

@@ -70,7 +70,6 @@ def test_an_invalid_target_is_reported_with_its_key(
             "min [2], opt [1], max [3]",
         ),
         ('[{ "x:0" = { min = [1], opt = [1], max = [3] } }]', 'profiles[0]."x:0"', "',' or ':'"),
-        (f"[{PROFILE}, {PROFILE.replace('{ x =', '{ y =')}]", "profiles[1]", "is for y, and the"),
         ("[{ x = 3 }]", "profiles[0].x", "must be a table"),
     ],
 )

