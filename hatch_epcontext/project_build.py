@@ -101,12 +101,9 @@ class ProjectBuild:
         """
         from hatch_epcontext.package.sdist import Sdist
 
-        sdist = Sdist(config, self.hooks, wheel_hooks)
-        files = sdist.additions(builder_config, packed)
+        files = Sdist(config, self.hooks, wheel_hooks).additions(builder_config, packed)
         for path, file in files.items():
             self.terminal.info(f"added to the sdist: {path} ({show_size(file.stat().st_size)})")
-        if line := sdist.not_contained():
-            self.terminal.info(line)
         return files
 
     def compile(self, config: Config, project: Project, staging: Path) -> Result:

@@ -17,7 +17,7 @@ from hatch_epcontext.files import is_lfs_pointer, is_portable, is_regular, known
 from hatch_epcontext.jobs.validation import input_files
 from hatch_epcontext.package.external_data import external_data
 from hatch_epcontext.package.wheel import Tree
-from hatch_epcontext.text import listing, to_toml
+from hatch_epcontext.text import to_toml
 
 RECORDED_IGNORE = "# What an app saw, from epcontext record: it may contain personal data.\n*\n"
 """The ``.gitignore`` in a folder of recorded samples."""
@@ -45,17 +45,6 @@ class Sdist:
     config: Config
     hooks: BuildHooks
     wheel_hooks: BuildHooks
-
-    def not_contained(self) -> str | None:
-        """A line about the models from elsewhere, which the sdist does not contain, if there are any."""
-        models = self.config.models
-        names = dict.fromkeys(model.configured_name for model in models if model.download)
-        if not names:
-            return None
-        return (
-            f"not in the sdist, because it comes from elsewhere: {listing(list(names))}. A build from the "
-            "sdist needs the network, or epcontext fetch before it."
-        )
 
     def additions(self, builder_config: Any, packed: Tree) -> dict[str, Path]:
         """The files to add to those that are ``packed``, by their path in the sdist.

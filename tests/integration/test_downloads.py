@@ -138,8 +138,7 @@ def test_the_wheel_is_that_of_a_local_model_also_from_an_sdist(hub: Hub, tmp_pat
     build(ours, cache)
     theirs = remote(tmp_path / "remote", hub)
     env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(cache)}
-    printed = run(sys.executable, "-m", "build", "-n", theirs, cwd=theirs, env=env)
-    assert "not in the sdist, because it comes from elsewhere: encoder." in printed
+    run(sys.executable, "-m", "build", "-n", theirs, cwd=theirs, env=env)
     assert not any("onnx" in name or "data" in name for name in names(theirs))
     first = wheel(theirs)
     assert without_sbom(first, tmp_path) == without_sbom(wheel(ours), tmp_path)
