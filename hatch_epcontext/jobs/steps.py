@@ -300,7 +300,6 @@ class Steps:
             precision=_precision(job, model) if before.precision else None,
             unroll_limit=limit if last and last.kind == "unroll" else None,
             remedies=recipe.remedies,
-            target=job.target if recipe.remedies else None,
         )
         call = folder / "call"
         return worker.call(request, call, location=job.location, step="preparation")

@@ -16,7 +16,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.external import load_whole, put_data
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
+from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
 from hatch_epcontext.graph.rewrites.branches import (
     assignments,
@@ -34,7 +34,6 @@ from hatch_epcontext.worker.comparison.compare import (
     compare_runs,
     refuse_differences,
 )
-from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import (
     reference_of_artifact,
     round_weights,
@@ -50,7 +49,7 @@ from hatch_epcontext.worker.comparison.runs import (
 from hatch_epcontext.worker.compiler import optimize
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
-from hatch_epcontext.worker.results import GAIN, NOTHING, SENSITIVE
+from hatch_epcontext.worker.results import GAIN, NOTHING
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.source import data_of
 from hatch_epcontext.worker.tensors import value_types
@@ -78,19 +77,20 @@ def handle(request: RewriteRequest) -> Prepared:
         return _unroll(_RewriteSession.begin(request), request.unroll_limit)
     step("rewriting what the EP refuses, or computes wrong")
     work, before = _RewriteSession.begin(request), request.before
-    candidates, notes = work.candidates()
+    candidates = work.candidates()
     model = work.read()
     names, declined = apply(model, candidates, work.refused, work.types)
     if not names:
-        return replace(before, changed=False, declined=declined, dropped=notes)
+        return replace(before, changed=False, declined=declined, dropped=())
     try:
-        return replace(work.write(model, names), declined=declined, dropped=notes)
+        return replace(work.write(model, names), declined=declined, dropped=())
     except Exception as error:
         if len(names) == 1:
-            notes = (*notes, _dropped(names[0], error))
-            return replace(before, changed=False, declined=declined, dropped=notes)
+            note = _dropped(names[0], error)
+            return replace(before, changed=False, declined=declined, dropped=(note,))
     # One after the other: those that change results are left out.
     best = replace(before, changed=False)
+    dropped: tuple[str, ...] = ()
     kept: tuple[Rewrite, ...] = ()
     for rewrite in candidates:
         if rewrite.name not in names:
@@ -100,10 +100,10 @@ def handle(request: RewriteRequest) -> Prepared:
         try:
             best = work.write(model, applied)
         except Exception as error:
-            notes = (*notes, _dropped(rewrite.name, error))
+            dropped = (*dropped, _dropped(rewrite.name, error))
         else:
             kept = (*kept, rewrite)
-    return replace(best, declined=declined, dropped=notes)
+    return replace(best, declined=declined, dropped=dropped)
 
 
 def _unroll(work: _RewriteSession, limit: int) -> Prepared:
@@ -193,75 +193,16 @@ class _RewriteSession:
     def read(self) -> onnx.ModelProto:
         return onnx.load(self.request.before.path, load_external_data=False)
 
-    def candidates(self) -> tuple[tuple[Rewrite, ...], tuple[str, ...]]:
-        """The rewrites that may change the model, and why some of the request's are not worthwhile."""
+    def candidates(self) -> tuple[Rewrite, ...]:
+        """The rewrites that may change the model."""
         if not self.request.remedies:
             # Only a comparison shows that both branches are right.
             compares = self.request.compare
-            return tuple(r for r in REWRITES if compares or r is not if_as_where), ()
+            return tuple(r for r in REWRITES if compares or r is not if_as_where)
         names = remedy(self.read(), self.types, self.request.remedies)
-        names, notes = self._worth(names)
         if not set(self.request.remedies).issubset(ALWAYS) and set(names).issubset(ALWAYS):
-            names = ()
-        return tuple(PRECISE[name] for name in names), notes
-
-    def _worth(
-        self, names: tuple[RewriteName, ...]
-    ) -> tuple[tuple[RewriteName, ...], tuple[str, ...]]:
-        """``names`` without rewrites for the range of numbers that do not help, and why they do not.
-
-        Whether the others help, only a run shows.
-        """
-        format_ = self._format()
-        ranges = [name for name in names if name in FOR_RANGES]
-        if format_ is None or not ranges:
-            return names, ()
-        kept = tuple(name for name in names if name not in ranges)
-        try:
-            before = self._emulated(kept, format_)
-            if before.margin >= SENSITIVE:
-                text = "agrees without it"
-            else:
-                # The other runs have more to spare than a gain, and so cannot be the worst.
-                near = [level.run for level in before.levels if level.spare < before.margin + GAIN]
-                gained = self._emulated(names, format_, near).margin - before.margin
-                if gained >= GAIN:
-                    return names, ()
-                text = f"has {gained:.1f} dB more with it"
-        except Exception:
-            # A model that cannot be emulated is tried on the target.
-            return names, ()
-        return kept, tuple(
-            f"{name}: {format_.name}, emulated on the CPU, {text}" for name in ranges
-        )
-
-    def _format(self) -> NumberFormat | None:
-        """The target's number format, if results in it can be compared."""
-        target = self.request.target
-        if target is None or self.expected is None or self.request.precision:
-            return None
-        settings = target.settings
-        return target.provider.number_format(settings.device, settings.provider_options)
-
-    def _emulated(
-        self,
-        names: tuple[RewriteName, ...],
-        format_: NumberFormat,
-        runs: Sequence[ReferenceRun] | None = None,
-    ) -> Emulator:
-        """The model after the remedies ``names`` in ``format_``, for ``runs`` of the reference."""
-        request, expected = self.request, self.expected
-        assert expected is not None, "only what is compared is emulated"
-        assert request.target is not None, "it has the number format"
-        limits = request.model.tolerance_for(request.target)
-        assert limits is not None, "there is a reference to compare with"
-        model = self.read()
-        remedy(model, self.types, names)
-        folder = Path(tempfile.mkdtemp(prefix="emulated-", dir=request.folder))
-        path = self._save(model, folder / "emulated.onnx", Path(request.before.path).parent)
-        emulator = Emulator(request.model, path, format_, expected, limits)
-        emulator.emulate(runs)
-        return emulator
+            return ()
+        return tuple(PRECISE[name] for name in names)
 
     def write(self, model: onnx.ModelProto, names: Iterable[str]) -> Prepared:
         """Write ``model`` after the rewrites ``names``; raises an exception if its results changed."""

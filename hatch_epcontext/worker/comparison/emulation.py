@@ -126,8 +126,8 @@ class Emulator:
         self._reference, self._limits = reference, limits
         self._prepared = onnx.load(path, load_external_data=False)
 
-    def emulate(self, runs: Sequence[ReferenceRun] | None = None) -> None:
-        """Run it on ``runs`` of the reference, by default on all."""
+    def emulate(self) -> None:
+        """Run it on all runs of the reference."""
         step(f"emulating {self._format.name} on the CPU")
         read_data(self._prepared, self._path.parent)
         widen(self._prepared)
@@ -136,7 +136,7 @@ class Emulator:
         if (rest := self._reference.facts.selections.rest) is not None:
             expose_reads(emulated, rest)
         session = open_unoptimized(emulated.SerializeToString())
-        self.levels = [self._level(session, run) for run in runs or self._reference.runs]
+        self.levels = [self._level(session, run) for run in self._reference.runs]
         self._emulated = (*self.levels,)
 
     @property

@@ -14,7 +14,6 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.builder import Builder, copy_of
-from hatch_epcontext.graph.number_format import FOR_RANGES
 from hatch_epcontext.graph.rewrites import REWRITES
 from hatch_epcontext.graph.rewriting import Rewrite, Rewritten, apply
 from hatch_epcontext.graph.scope import Scope
@@ -51,31 +50,6 @@ def rewritten(
     return rewrite.handle(request)
 
 
-def for_ranges(model: onnx.ModelProto, tmp_path: Path) -> Prepared:
-    """``model`` after the rewrites for the range of float16, where an emulation gains by them."""
-    source, npu = save(model, tmp_path / "a.onnx"), target("qnn", X_ELITE)
-    return rewritten(source, tmp_path, None, remedies=FOR_RANGES, target=npu)
-
-
-@needs_qnn
-@pytest.mark.parametrize(("mean", "kept"), [(4.0, ("variance",)), (0.0, ())])
-def test_a_rewrite_for_the_range_of_float16_is_kept_where_an_emulation_gains(
-    tmp_path: Path, mean: float, kept: tuple[str, ...]
-) -> None:
-    text = f"""(float[1, 64] x) => (float[1, 1] y) <float offset = {{{mean}}}> {{
-        part = Tanh(x)
-        near = Add(part, offset)
-        square = Mul(near, near)
-        squares = ReduceMean<axes = [1]>(square)
-        middle = ReduceMean<axes = [1]>(near)
-        less = Mul(middle, middle)
-        y = Sub(squares, less) }}"""
-    reply = for_ranges(parsed(text), tmp_path)
-    assert reply.rewrites == kept
-    assert reply.changed == bool(kept)
-    assert len(reply.dropped) == 1 - len(kept)
-
-
 @pytest.mark.parametrize(("factor", "kept"), [(1.003, ("square",)), (1.02, ())])
 def test_a_rewrite_is_as_near_to_the_source_as_what_is_rewritten(
     tmp_path: Path, factor: float, kept: tuple[str, ...]
@@ -96,7 +70,6 @@ def test_a_rewrite_is_as_near_to_the_source_as_what_is_rewritten(
         None,
         path=str(squares(factor, "other.onnx")),
         remedies=("square",),
-        target=target("qnn", X_ELITE),
     )
     assert reply.rewrites == kept
     assert bool(reply.dropped) is not bool(kept)
