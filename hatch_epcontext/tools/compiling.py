@@ -132,39 +132,26 @@ def export(
     when the folder is a file, exists already, has other files or source models, cannot be written, or would
     have no model.
     """
-    # A link is kept, and its target replaced.
-    place = folder.resolve()
-    _check_place(config, folder, place, overwrite=overwrite)
-    with temp_dir() as staging:
-        result = run(plan(config), staging)
-        shipped = modules(import_name_in_tree(place), config.models) if loader else {}
-        package = bundle(result, staging, shipped)
-        _refuse_sources(result, lambda file: file.is_relative_to(place))
-        # Compiling is slow: another program may have written there.
-        _refuse_others(folder, overwrite=overwrite)
-        with writing("the model package", place.parent, str(place), OutputError):
-            publish(package, folder, edited=False)
-    return CompileResult(tuple(folder / name for name in package.files), make_report(result))
-
-
-def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) -> None:
-    """Raise the errors that are known before compiling."""
     if not config.models:
         message = (
             "no model would be in it: none has one of the selected targets, or ships its source."
         )
         hint = 'Select other targets, or set fallback = "source".'
         raise OutputError(Problem(Kind.UNKNOWN_TARGET, str(folder), message, hint))
+    # A link is kept, and its target replaced.
+    place = folder.resolve()
     check_folder(place)
-    check_folder(place.parent)
-    _refuse_others(folder, overwrite=overwrite)
-
-
-def _refuse_others(folder: Path, *, overwrite: bool) -> None:
-    """Raise OutputError unless ``folder`` is new, empty, or a package that may be replaced."""
     refuse_others(folder, edited=False)
     if not overwrite and folder.exists() and any(folder.iterdir()):
         _refuse_existing([folder])
+    with temp_dir() as staging:
+        result = run(plan(config), staging)
+        shipped = modules(import_name_in_tree(place), config.models) if loader else {}
+        package = bundle(result, staging, shipped)
+        _refuse_sources(result, lambda file: file.is_relative_to(place))
+        with writing("the model package", place.parent, str(place), OutputError):
+            publish(package, folder, edited=False)
+    return CompileResult(tuple(folder / name for name in package.files), make_report(result))
 
 
 def compile_to_bytes(

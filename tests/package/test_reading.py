@@ -119,18 +119,13 @@ OLIVE = {"schema_version": "1.0", "components": {"decoder": "models/decoder"}}
         {**OLIVE, "additional_metadata": "text"},
     ],
 )
-def test_what_others_wrote_is_one_error_that_says_who_opens_it(
-    content: Any, tmp_path: Path
-) -> None:
+def test_what_others_wrote_is_one_error(content: Any, tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps(content), encoding="utf-8")
     assert read((tmp_path / FILE).read_bytes(), "package") is None
     with pytest.raises(InspectionError) as raised:
         inspect(tmp_path)
     (problem,) = raised.value.problems
     assert "a model package that hatch-epcontext wrote" in problem.message
-    assert problem.hint is not None
-    assert "ONNX Runtime's C API" in problem.hint
-    assert "onnxruntime-genai" in problem.hint
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
