@@ -149,7 +149,8 @@ class Steps:
                 return replace(_refused("compile", error, recipe), rewrites=names)
         files, times = record_files(folder), Times(prepare_seconds, reply.seconds)
         versions = self._build.versions(job.target)
-        return Record(recipe, reply.product, preparations, reply.contexts, files, versions, times)
+        product = job.target.provider.product
+        return Record(recipe, product, preparations, reply.contexts, files, versions, times)
 
     def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
         """Run a moved copy of the artifact in a process that has compiled nothing."""

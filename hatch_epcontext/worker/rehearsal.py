@@ -43,7 +43,7 @@ def rehearse(folder: Path) -> Validation:
             ValidateRequest(
                 model,
                 target,
-                artifact.product,
+                "optimized",
                 artifact.contexts[0],
                 str(compiled),
                 Tolerance(snr=60, cosine=0.99),

@@ -140,7 +140,6 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
 
 @dataclass(frozen=True)
 class CompileReply:
-    product: Product
     contexts: tuple[Context, ...]
     seconds: float
 

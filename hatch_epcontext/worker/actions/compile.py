@@ -41,7 +41,7 @@ def handle(request: CompileRequest) -> CompileReply:
     start = time.monotonic()
     if request.buffers is not None:
         _compile_buffers(request, request.buffers)
-        return CompileReply("context", (), time.monotonic() - start)
+        return CompileReply((), time.monotonic() - start)
     paths = (
         str(_at_fixed_path(model, Path(path)))
         for model, path in zip(request.models, request.prepared, strict=True)
@@ -57,10 +57,9 @@ def handle(request: CompileRequest) -> CompileReply:
     for model, context in zip(request.models, contexts, strict=True):
         result = Path(request.folder) / context.model_file
         _finish(onnx.load(result, load_external_data=False), model, result)
-    product = request.target.provider.product
     if request.target.settings.recompile:
         _add_prepared(request)
-    return CompileReply(product, contexts, time.monotonic() - start)
+    return CompileReply(contexts, time.monotonic() - start)
 
 
 def _at_fixed_path(model: Model, prepared: Path) -> Path:

@@ -121,22 +121,12 @@ def _unroll(work: _RewriteSession, limit: int) -> Prepared:
             folder = Path(tempfile.mkdtemp(prefix="unrolled-", dir=request.folder))
             path, session = work.write_model(model, path.parent, folder)
         if not names:
-            note = _on_open_shapes(model.graph) if declined else ()
-            return replace(before, changed=False, declined=declined, dropped=note)
+            return replace(before, changed=False, declined=declined, dropped=())
         work.compare(session, path)
     except Exception as error:
         note = (_dropped("; ".join(names) or "unrolling", error),)
         return replace(before, changed=False, declined=(), dropped=note)
     return replace(_rewritten(before, path, names), declined=declined, dropped=())
-
-
-def _on_open_shapes(main: onnx.GraphProto) -> tuple[str, ...]:
-    """Which key fixes the shapes of the inputs of ``main``, if some are open."""
-    if all(graph.facts(value).is_fixed for value in graph.inputs(main)):
-        return ()
-    return (
-        "the shapes of inputs are open, and with them lengths: static-shapes = true fixes them",
-    )
 
 
 def _rewritten(before: Prepared, path: Path, names: Iterable[str]) -> Prepared:
