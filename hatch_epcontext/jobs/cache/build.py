@@ -184,14 +184,14 @@ class Cache:
             shutil.rmtree(folder, ignore_errors=True)
         elif self.shared is not None and record is not None and not latest:
             # Another build may have made it that could not write to the shared cache.
-            self.shared.put(kind, key, _shareable(record), folder)
+            self.shared.put(kind, key, record, folder)
         return record
 
     def put(self, kind: EntryKind, key: str, record: object, folder: Path | None = None) -> None:
         """Store ``record``, which names the files in ``folder`` that no longer change."""
         self._keep(kind, key, record, folder)
         if self.shared is not None:
-            self.shared.put(kind, key, _shareable(record), folder)
+            self.shared.put(kind, key, record, folder)
 
     def lock(self, key: str, on_wait: Callable[[], None]) -> AbstractContextManager[object]:
         """Hold the right to make what ``key`` identifies: see `Store.lock`."""
@@ -223,12 +223,6 @@ class Cache:
                 f"the cache folder {root} cannot be written ({refusal(error, root)}); this "
                 f"build does not store its artifacts. {PREFIX}CACHE_DIR names another folder."
             )
-
-
-def _shareable(record: object) -> object:
-    """What other machines may use of ``record``."""
-    to_share: Callable[[], object] = getattr(record, "to_share", lambda: record)
-    return to_share()
 
 
 def _digest(status: os.stat_result) -> str:

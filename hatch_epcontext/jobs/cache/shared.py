@@ -78,7 +78,7 @@ class Transport:
         self.url = url.rstrip("/")
         self.stopped = ""
         self._scheme = url.partition("://")[0]
-        self._timeout = timeout
+        self.timeout = timeout
         # Whether the file with a hash is there and intact, if known.
         self._intact: dict[str, bool] = {}
 
@@ -179,11 +179,11 @@ class Transport:
         if not self.stopped:
             threading.Thread(target=run, daemon=True, name="shared cache").start()
         # Twice a second, because an interrupted build stops it.
-        while not futures.wait([answer], min(self._timeout, 0.5)).done:
-            if size - size_before >= _SLOWEST * self._timeout:
+        while not futures.wait([answer], min(self.timeout, 0.5)).done:
+            if size - size_before >= _SLOWEST * self.timeout:
                 size_before, since = size, time.monotonic()
-            elif not self.stopped and time.monotonic() - since >= self._timeout:
-                self.stop(f"{self._timeout:g} s without an answer")
+            elif not self.stopped and time.monotonic() - since >= self.timeout:
+                self.stop(f"{self.timeout:g} s without an answer")
             if self.stopped:
                 raise TransportError(self.stopped)
         try:
@@ -258,15 +258,13 @@ class _Folder:
 class SharedCache:
     """The entries at ``settings.shared_cache``, for all threads of one build.
 
-    A fault of it never fails a build: ``warn`` gets a line for each, once. ``timeout``: as in `Transport`.
+    A fault of it never fails a build: ``warn`` gets a line for each, once.
     ``sent``: the store of this machine, which knows for a day what is there, so that it costs no request.
     """
 
-    def __init__(
-        self, settings: BuildSettings, warn: Callable[[str], None], timeout: float = _TIMEOUT
-    ) -> None:
+    def __init__(self, settings: BuildSettings, warn: Callable[[str], None]) -> None:
         assert settings.shared_cache is not None, "there is one"
-        self.transport = Transport(settings.shared_cache, timeout)
+        self.transport = Transport(settings.shared_cache)
         self.sent: Store | None = None
         self._can_write = settings.shared_cache_write
         self._warn, self._trust, self._key = warn, settings.trust, settings.shared_cache_key
@@ -298,6 +296,7 @@ class SharedCache:
 
     def put(self, kind: str, key: str, record: object, folder: Path | None = None) -> None:
         """Send an entry with its files in ``folder``, if the build may write; a whole artifact stays."""
+        record = record.to_share() if isinstance(record, Growing) else record
         files, text = files_of(record), to_json(record, indent=None)
         if not self._can_write or (files and folder is None):
             return

@@ -78,6 +78,9 @@ class Growing(Protocol):
     def joined(self, other: Any) -> Any:
         """This record, with what only the ``other`` one of the same entry has."""
 
+    def to_share(self) -> object:
+        """What other machines may use of it."""
+
 
 def read_record(text: str | bytes, type_: type[T]) -> T:
     """The record of an entry; raises DamagedError if it is invalid, or names files outside of the entry."""

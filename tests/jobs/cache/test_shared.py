@@ -57,7 +57,9 @@ class Team:
             "shared_cache_write": True,
         }
         build = BuildSettings(**{**keys, **settings}, shared_cache=url or self.folder.as_uri())
-        return SharedCache(build, self.warnings.append, timeout)
+        cache = SharedCache(build, self.warnings.append)
+        cache.transport.timeout = timeout
+        return cache
 
     def statement(self, kind: str = "artifacts", key: str = KEY) -> Path:
         return self.folder / LAYOUT / kind / key

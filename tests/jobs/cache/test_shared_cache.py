@@ -104,7 +104,7 @@ def machine(project: Path, tmp_path: Path) -> Callable[[str], Machine]:
 def test_a_build_that_needs_a_cache_that_is_dead_names_it(
     machine: Callable[[str], Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "SharedCache", partial(shared.SharedCache, timeout=0.5))
+    monkeypatch.setattr(shared, "Transport", partial(shared.Transport, timeout=0.5))
     first = machine("first")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/cache"
