@@ -27,15 +27,11 @@ class Part:
 
 @dataclass(frozen=True)
 class WrongCut:
-    """Why a cut keeps no part of a graph, at its ``end``, ``"inputs"`` or ``"outputs"``; and what to do.
-
-    ``names``: those to name there instead, if that helps.
-    """
+    """Why a cut keeps no part of a graph, at its ``end``, ``"inputs"`` or ``"outputs"``; and what to do."""
 
     end: str
     message: str
     hint: str | None
-    names: tuple[str, ...] = ()
 
 
 def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> Part | WrongCut:
@@ -64,21 +60,18 @@ def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> Pa
     }
     needed = {name for names in reached.values() for name in names}
     named = set(cut.inputs) if cut.inputs else set(own)
-    kept = tuple(name for name in cut.inputs if name in needed)
     if lacking := sorted(needed - named - set(frozen)):
         without = [repr(name) for name, its in reached.items() if its.intersection(lacking)]
         message = (
             f"the cut removes {listing(map(repr, lacking))}, which {listing(without)} depends on."
         )
-        return WrongCut(
-            "inputs", message, "Keep what is needed, or cut after it:", (*kept, *lacking)
-        )
+        return WrongCut("inputs", message, "Name it among the inputs too, or cut after it.")
     if alone := [repr(name) for name, its in reached.items() if not its & named]:
         message = f"no input of the cut decides {listing(alone)}."
         return WrongCut("outputs", message, "Name outputs after the inputs.")
     if needless := [repr(name) for name in cut.inputs if name not in needed]:
         message = f"no output depends on {listing(needless)}."
-        return WrongCut("inputs", message, "Remove it from the inputs:", kept)
+        return WrongCut("inputs", message, "Remove it from the inputs.")
     begin = cut.inputs or tuple(name for name in own if name in needed)
     also = tuple(name for name in own if name in needed and name in frozen and name not in begin)
     return Part((*begin, *also), outputs, tuple(sorted(nodes)))

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Key, ModelError, Problem
+from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.worker.actions.cut import handle
@@ -108,25 +108,6 @@ def test_a_cut_that_is_no_model_is_an_error(
         cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", inputs, outputs)
     assert message in str(raised.value)
     assert "models[0].cut." in str(raised.value)
-
-
-def refused(tmp_path: Path, inputs: str, outputs: tuple[str, ...]) -> tuple[Problem, ...]:
-    with pytest.raises(ModelError) as raised:
-        cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", (inputs,), outputs)
-    return raised.value.problems
-
-
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "needed"),
-    [("b", ("a",), ("x",)), ("total", ("a", "z", "y"), None)],
-)
-def test_what_is_proposed_is_needed_and_enough_for_all_outputs(
-    tmp_path: Path, inputs: str, outputs: tuple[str, ...], needed: tuple[str, ...] | None
-) -> None:
-    problems = refused(tmp_path, inputs, outputs)
-    (proposed,) = {tuple(each.value) for problem in problems for each in problem.settings}
-    assert needed in (None, proposed)
-    cut(tmp_path / "a.onnx", tmp_path / "other", proposed, outputs)
 
 
 def test_an_output_that_depends_on_no_input_is_an_error(tmp_path: Path) -> None:

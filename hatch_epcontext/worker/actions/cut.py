@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.parts import WrongCut, extract, part_between
 from hatch_epcontext.worker.protocol import step
@@ -47,8 +47,7 @@ def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
     part = part_between(onnx_model.graph, model.cut, model.constants)
     if isinstance(part, WrongCut):
         place = key / part.end
-        better = [Setting(place, list(part.names))] if part.names else []
-        raise ModelError(Problem.at(place, Kind.INVALID_CUT, part.message, part.hint, *better))
+        raise ModelError(Problem.at(place, Kind.INVALID_CUT, part.message, part.hint))
     names = (*part.inputs, *part.outputs)
     values = _values(onnx_model, model.path, names)
     if unknown := [name for name in names if not _is_typed(values.get(name))]:
