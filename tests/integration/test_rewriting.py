@@ -26,15 +26,16 @@ def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
             a = Sigmoid (x)
             b = ReverseSequence <batch_axis = 0, time_axis = 1> (a, n)
             c = Flatten <axis = 2> (b)
-            y = {BLOCKS} (c, w, s) }}""",
+            d = {BLOCKS} (c, w, s)
+            y = Erf (d) }}""",
     )
     lines: list[str] = []
     compiled = compile_for_qnn(refused, tmp_path, log=lines.append)
     assert compiled.coverage is not None
     assert compiled.coverage.uncovered == ()
-    names = ("reverse_sequence_as_gather", "batch_matmul_nbits")
+    names = ("reverse_sequence_as_gather", "batch_matmul_nbits", "erf_as_tanh")
     assert compiled.preparation.rewrites == names
-    assert compiled.preparation.tried == ("unmodified: 2 nodes on the CPU",)
+    assert compiled.preparation.tried == ("unmodified: 3 nodes on the CPU",)
     assert compiled.validation.status is ValidationStatus.RAN
     assert any(f"rewritten ({'; '.join(names)})" in line for line in lines)
     assert onnx.load(tmp_path / "a.onnx") == refused
@@ -65,11 +66,23 @@ def test_a_node_that_stays_is_named_with_the_reason_why_no_rewrite_applied(
         assert problem.tried == ("slice_as_gather does not apply to 1 Slice: its start has 2 axes",)
 
 
-def test_a_function_of_onnx_that_qnn_refuses_is_compiled_in_another_form(tmp_path: Path) -> None:
-    text = """(float[1, 2, 1, 8] x, float[1, 2, 9, 8] k, int64[1] n) => (float[1, 2, 1, 8] y) {
-        a = Sigmoid (x) y = Attention (a, k, k, , , , n) }"""
-    compiled = compile_for_qnn(parsed(text, 24), tmp_path)
+ATTENDING = """(float[1, 2, 1, 8] x, float[1, 2, 9, 8] k, int64[1] n) => (float[1, 2, 1, 8] y) {
+    a = Sigmoid (x) y = Attention (a, k, k, , , , n) }"""
+MESSAGES = """(float[9, 8] x, int64[9, 1] i) => (float[4, 8] y)
+<int64[2] n = {9, 8}, float[1, 8] s = {0, 0, 0, 0, 0, 0, 0, 0}, int64[2] m = {4, 8}> {
+    a = Sigmoid (x) w = Expand (i, n) z = Expand (s, m)
+    y = ScatterElements <reduction = "add"> (z, w, a) }"""
+
+
+@pytest.mark.parametrize(
+    ("opset", "text", "rewrite"),
+    [(24, ATTENDING, "inline_function"), (18, MESSAGES, "scatter_as_matmul")],
+)
+def test_what_qnn_refuses_is_compiled_in_another_form(
+    tmp_path: Path, opset: int, text: str, rewrite: str
+) -> None:
+    compiled = compile_for_qnn(parsed(text, opset), tmp_path)
     assert compiled.coverage is not None
     assert compiled.coverage.uncovered == ()
-    assert compiled.preparation.rewrites == ("inline_function",)
+    assert compiled.preparation.rewrites == (rewrite,)
     assert compiled.validation.status is ValidationStatus.RAN

@@ -13,8 +13,10 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     decompose_fused_conv,
     decompose_normalization,
     decompose_softplus,
+    erf_as_tanh,
     inline_function,
     reverse_sequence_as_gather,
+    scatter_as_matmul,
     slice_as_gather,
 )
 from hatch_epcontext.graph.rewrites.loops import unroll_loop
@@ -30,8 +32,10 @@ REWRITES: tuple[Rewrite, ...] = (
     batch_matmul_nbits,
     decompose_softplus,
     inline_function,
+    scatter_as_matmul,
     slice_as_gather,
     decompose_comparison,
+    erf_as_tanh,
     cast_as_dequantize,
 )
 """All but `UNROLLS`, in the order in which they are applied: later ones may replace what earlier ones add."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,6 +17,15 @@ from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
 _SMALL = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16})
+
+_ERF = (4.51351884, 6.57699078, -0.188808943, -10.2517888, 23.5176118, -25.1057926, 10.6676264)
+"""The polynomial p for which tanh(x p(x²)) is erf(4x) up to 1, where that is 1 in float32."""
+
+_MAX_VALUES = 2**24
+"""The most values of a mask: 16 MB."""
+
+_NEUTRAL = {"add": 0, "max": -np.inf}
+"""The neutral value of each way to join rows."""
 
 _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
@@ -107,6 +117,21 @@ def decompose_comparison(node: onnx.NodeProto, scope: Scope, builder: Builder) -
     return [builder.add("Or", strict, builder.add("Equal", *node.input))]
 
 
+@rewrites("Erf")
+def erf_as_tanh(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """An Erf as the Tanh of a polynomial, whose factors float16 can represent.
+
+    EPs without it fuse that of a Gelu in float32, but not that of a quantized transformer.
+    """
+    value = builder.add("Mul", node.input[0], builder.number(0.25))
+    value = builder.clip(value, -1.0, 1.0)
+    square = builder.add("Mul", value, value)
+    *coefficients, factor = map(builder.number, _ERF)
+    for coefficient in reversed(coefficients):
+        factor = builder.add("Add", builder.add("Mul", square, factor), coefficient)
+    return [builder.add("Tanh", builder.add("Mul", value, factor))]
+
+
 @rewrites("Cast")
 def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A cast of small integers to float32 as their dequantization with the scale 1.
@@ -163,6 +188,50 @@ def slice_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     # Starts may be negative: a slice beyond the end would be shorter.
     indices = builder.add("Add", start, builder.store(offsets))
     return [builder.add("Gather", value, indices, axis=axis)]
+
+
+@rewrites("ScatterElements")
+def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Rows that are added to those of ``data``, or whose maximum is taken, as in graph networks."""
+    data, indices, rows = node.input
+    expand = scope.maker(indices)
+    if expand is not None and expand.op_type == "Expand":
+        indices = expand.input[0]
+    data_shape, shape, places = map(scope.shape, (data, rows, indices))
+    kind, dtype = graph.text(node, "reduction") or "none", scope.dtype(indices)
+    if kind not in _NEUTRAL:
+        return Declined(f"its reduction is {kind}")
+    if not data_shape or not shape or places is None or dtype is None:
+        return Declined("a shape is not fixed")
+    count, *inner = shape
+    # All values of a row have one index, and are a whole row.
+    wide = [*[1] * (len(shape) - len(places)), *places]
+    is_whole = wide == [count, *[1] * len(inner)] and inner == [*data_shape[1:]]
+    if graph.number(node, "axis", 0) or not is_whole or builder.dtype.kind != "f":
+        return Declined("it does not scatter whole rows of floats along the first axis")
+    size = math.prod(inner)
+    mask = data_shape[0] * count * (size if kind == "max" else 1)
+    if not size or not 0 < mask <= _MAX_VALUES:
+        return Declined(f"its mask has {mask:,} values")
+    numbers = np.arange(data_shape[0], dtype=dtype).reshape(-1, 1)
+    index = builder.reshape(indices, [1, count])
+    # Indices may count from the end.
+    sides = (numbers, numbers - numbers.size)
+    hit = builder.add("Or", *(builder.add("Equal", index, builder.store(side)) for side in sides))
+    if kind == "add":
+        ones = builder.add("Cast", hit, to=scope.elem_type(rows))
+        result = builder.add("MatMul", ones, builder.reshape(rows, [count, size]))
+    else:
+        hit = builder.reshape(hit, [data_shape[0], count, 1])
+        row = builder.reshape(rows, [1, count, size])
+        other = builder.reshape(data, [data_shape[0], 1, size])
+        joined = builder.add("Where", hit, row, other)
+        result = builder.reduced("ReduceMax", joined, [1], keepdims=0)
+    result = builder.reshape(result, data_shape)
+    start = scope.constant(data)
+    if start is not None and (start == _NEUTRAL[kind]).all():
+        return [result]
+    return [builder.add(kind.capitalize(), data, result)]
 
 
 @rewrites("Attention", "RotaryEmbedding")

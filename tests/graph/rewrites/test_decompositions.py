@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
@@ -11,13 +13,15 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     decompose_fused_conv,
     decompose_normalization,
     decompose_softplus,
+    erf_as_tanh,
     inline_function,
     reverse_sequence_as_gather,
+    scatter_as_matmul,
     slice_as_gather,
 )
 from hatch_epcontext.graph.rewriting import Rewrite
 from tests.conftest import newer_runtime
-from tests.graph.rewrites.equal import operators, reasons, rewritten
+from tests.graph.rewrites.equal import check_equal, operators, reasons, rewritten
 from tests.models import parsed
 
 RNG = np.random.default_rng(3)
@@ -123,6 +127,23 @@ def test_a_comparison_has_a_shape_behind_what_has_none() -> None:
         assert after == [expected, "Equal", "Or", "Where"]
 
 
+@pytest.mark.parametrize("opset", [9, 17])
+@pytest.mark.parametrize(("elem_type", "tolerance"), [(1, 2e-7), (10, 1e-3)])
+def test_an_error_function_is_exact_in_its_dtype(
+    opset: int, elem_type: int, tolerance: float
+) -> None:
+    """Casts give it either dtype in a model of float32."""
+    model = parsed(
+        f"""(float[9999] x) => (float[9999] y)
+        {{ a = Cast <to = {elem_type}> (x) b = Erf (a) y = Cast <to = 1> (b) }}""",
+        opset,
+    )
+    after = rewritten(model, erf_as_tanh, tolerance=tolerance)
+    assert {"Tanh", "Clip"} < {*operators(after)}
+    for scale in (0.01, 1, 9, 6e4):
+        check_equal(model, after, tolerance, scale)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
 def test_a_cast_of_small_integers_is_their_dequantization(dtype: str) -> None:
     model = parsed(f"({dtype}[99] x) => (float[99] y) {{ y = Cast <to = 1> (x) }}")
@@ -143,6 +164,45 @@ REVERSING = """(float[2, 4, 3] x) => (float[2, 4, 3] y) <int64[%d] lengths = {%s
 def test_a_sequence_is_reversed_by_a_gather(lengths: tuple[int, str, int, int]) -> None:
     after = rewritten(parsed(REVERSING % lengths), reverse_sequence_as_gather)
     assert operators(after) == ["Gather"]
+
+
+def scattering(
+    wide: str, shape: list[int], rows: list[int], kind: str, data: Any = None, axis: int = 0
+) -> onnx.ModelProto:
+    """Rows joined with those at computed indices, which count from both ends; ``wide`` makes them wide."""
+    stored: dict[str, Any] = {} if data is None else {"x": np.full(shape, data, np.float32)}
+    return parsed(
+        f"""(int64[{rows[0]}] i, float{rows} u{"" if stored else f", float{shape} x"}) => (float{shape} y) {{
+            near = Mod <fmod = 1> (i, count)
+            column = Unsqueeze (near, last)
+            wide = {wide} (column, counts)
+            y = ScatterElements <axis = {axis}, reduction = "{kind}"> (x, wide, u) }}""",
+        18,
+        count=[shape[axis]],
+        last=np.arange(1, len(rows)),
+        counts=rows,
+        **stored,
+    )
+
+
+@pytest.mark.parametrize("wide", ["Expand", "Reshape"])
+@pytest.mark.parametrize(("kind", "neutral"), [("add", 0), ("max", -np.inf)])
+@pytest.mark.parametrize(("shape", "rows"), [([4, 3], [9, 3]), ([2, 3, 2], [5, 3, 2]), ([4], [9])])
+def test_rows_are_scattered_by_a_product_or_a_maximum(
+    wide: str, kind: str, neutral: float, shape: list[int], rows: list[int]
+) -> None:
+    if wide == "Reshape":
+        shape, rows = [*shape[:1], *[1] * len(shape[1:])], [*rows[:1], *[1] * len(rows[1:])]
+    for data in (None, 0.5, neutral):
+        model = scattering(wide, shape, rows, kind, data)
+        after = operators(rewritten(model, scatter_as_matmul))
+        joining = {"add": ("MatMul", "Add"), "max": ("ReduceMax", "Max")}[kind]
+        assert "ScatterElements" not in after
+        assert joining[0] in after
+        assert (joining[1] in after) == (data != neutral)
+
+
+NO_ROWS = ["it does not scatter whole rows of floats along the first axis"]
 
 
 def slicing(offset: int, step: int = 1, shape: str = "2, 3") -> onnx.ModelProto:
@@ -181,6 +241,14 @@ TWO_AXES = """(float[2, 9] x, int64[2] i) => (float[1, 3] y) <int64[2] n = {1, 3
         (cast_as_dequantize, parsed("(int32[9] x) => (float[9] y) { y = Cast <to = 1> (x) }"), []),
         (cast_as_dequantize, parsed("(int16[9] x) => (int32[9] y) { y = Cast <to = 6> (x) }"), []),
         (decompose_comparison, parsed("(float[9] x) => (bool[9] y) { y = Greater (x, x) }"), []),
+        *((scatter_as_matmul, scattering("Expand", [4, 3], [9, 3], kind), [f"its reduction is {kind}"])
+          for kind in ("none", "mul")),
+        (scatter_as_matmul, scattering("Expand", [4, 3], [9, 2], "add"), NO_ROWS),
+        (scatter_as_matmul, scattering("Expand", [4, 3], [4, 3], "add", axis=1), NO_ROWS),
+        (scatter_as_matmul, parsed("""(float[4, 3] x, int64[9, 3] i, float[9, 3] u) => (float[4, 3] y)
+            { y = ScatterElements <reduction = "add"> (x, i, u) }""", 18), NO_ROWS),
+        (scatter_as_matmul, scattering("Expand", [9999, 9], [9999, 9], "add"),
+         ["its mask has 99,980,001 values"]),
         (reverse_sequence_as_gather, parsed(REVERSING % (2, "4, 3", 0, 1)), ["its lengths differ"]),
         (slice_as_gather, slicing(1, shape="2, n"), ["the length of its result is not fixed"]),
         *((slice_as_gather, parsed(TWO_AXES.replace("{}", stored, 1).replace("{}", axes)),

@@ -84,6 +84,12 @@ FORMS: Mapping[str, Forms] = {
     },
     "RMSNormalization": {23: f"{NORMALIZED} {{ y = RMSNormalization <axis = -1> (x, v) }}"},
     "Softplus": unary("Softplus"),
+    "Erf": unary("Erf", 9),
+    "ScatterElements": {
+        16: """(float[3, 2] x, float[3, 2] u) => (float[3, 2] y)
+        <int64[3, 1] i = {2, 0, 2}, int64[2] n = {3, 2}>
+        { w = Expand (i, n) y = ScatterElements <reduction = "add"> (x, w, u) }"""
+    },
     "Attention": {23: f"{HEADS} => (float[2, 2, 5, 4] y) {{ y = Attention (q, k, v) }}"},
     "RotaryEmbedding": {
         23: "(float[1, 2, 3, 4] x, float[1, 3, 2] c, float[1, 3, 2] s) => (float[1, 2, 3, 4] y) "
