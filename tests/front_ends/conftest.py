@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import importlib.util
 import os
 import shutil
 import threading
@@ -29,9 +28,7 @@ def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ours,) = folder.glob("*.whl")
     pip = make_environment(tmp_path_factory.mktemp("download") / "venv", os.environ)
     pip.install("pip")
-    # The compiler of an NPU has no wheels for some platforms.
-    npu = ["onnxruntime-qnn"] if importlib.util.find_spec("onnxruntime_qnn") else []
-    needed = [f"{ours}[cpu]", *NEEDED, *npu]
+    needed = [f"{ours}[cpu]", *NEEDED]
     pip.python("-m", "pip", "download", "-q", "--only-binary=:all:", "-d", folder, *needed)
     return folder
 
