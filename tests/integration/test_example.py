@@ -24,6 +24,7 @@ pytestmark = [needs_qnn, pytest.mark.network]
 WHEEL = "digits_app-1.0.0-py3-none-any.whl"
 SHIPPED = {
     "__init__.py",
+    "_runner.py",
     "manifest.json",
     "digits/cpu/digits_optimized.onnx",
     "digits/x-elite/digits_ctx.onnx",

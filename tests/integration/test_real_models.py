@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +55,13 @@ def test_a_real_model_becomes_one_context(models: dict[str, Any], name: str) -> 
     assert models[name]["validation"]["status"] == "ran"
 
 
-def test_onnxslim_is_used_where_onnx_runtime_fails_and_the_build_says_so(
-    models: dict[str, Any], printed: str
+def test_onnxslim_is_used_where_onnx_runtime_fails_and_the_report_says_so(
+    models: dict[str, Any],
 ) -> None:
     preparation = models["voice"]["preparation"]
     assert preparation["simplifier"] == "onnxslim"
     # It crashes, or reports its own graph as invalid: both happen.
-    (failed,) = preparation["failed"]
-    assert failed.startswith(("onnxruntime crashes ", "onnxruntime failed: "))
-    # Long reasons are shortened.
-    shown = textwrap.shorten(failed.rstrip("."), 90, placeholder=" ...")
-    assert f"prepared with onnxslim, because {shown}" in printed
+    assert preparation["tried"][0].startswith(("onnxruntime crashes ", "onnxruntime failed: "))
 
 
 def test_the_sources_are_unchanged(models: dict[str, Any], root: Path) -> None:
