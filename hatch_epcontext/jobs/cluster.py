@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -221,8 +222,18 @@ class Cluster:
 def _connect(address: str) -> Any:
     # It has no types.
     client = importlib.import_module("distributed").Client
+    opened: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            opened.set_result(client(address, timeout=CONNECT_SECONDS, set_as_default=False))
+        except BaseException as error:
+            opened.set_exception(error)
+
+    # In a thread: despite its timeout it waits for ever for a server that accepts and never answers.
+    threading.Thread(target=connect, daemon=True).start()
     try:
-        return client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+        return opened.result(CONNECT_SECONDS + 1)
     # Any exception: another kind of server may answer at that address.
     except Exception as error:
         text = f"the scheduler {address} cannot be reached: {str(error) or type(error).__name__}"

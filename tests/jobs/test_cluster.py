@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -354,12 +355,14 @@ def test_a_worker_whose_packages_have_changed_refuses_the_job(
     assert re.search(message, run.problem(CPU).message)
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "nothing://host:1"])
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "nothing://host:1", "silent"])
 def test_a_scheduler_that_cannot_be_reached_is_an_error(
     run: Builder, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 0.5)
-    problem = run.problem(CPU, {"SCHEDULER": address})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = address.replace("silent", f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        problem = run.problem(CPU, {"SCHEDULER": address})
     assert problem.kind is Kind.UNREACHABLE_SCHEDULER
     assert problem.location == "tool.epcontext.build.scheduler"
     # Without a cluster, and from the cache alone, nobody is contacted.
