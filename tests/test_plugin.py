@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import hatchling.build
 import onnx
 import pytest
 from hatchling.builders.wheel import WheelBuilder
@@ -207,6 +208,21 @@ def test_a_skipped_build_says_so_and_has_no_models(
     names = zipfile.ZipFile(make(root)).namelist()
     assert not any("epcontext" in name for name in names)
     assert "epcontext: skipped: HATCH_EPCONTEXT_SKIP is set" in capsys.readouterr().err
+
+
+def test_an_editable_install_of_the_sources_asks_for_no_compiler(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(root, '[tool.epcontext.targets.npu]\nprovider = "qnn"\n')
+    monkeypatch.chdir(root)
+    eps = [
+        [name for name in names if name.startswith("onnxruntime-")]
+        for names in (
+            hatchling.build.get_requires_for_build_wheel(),
+            hatchling.build.get_requires_for_build_editable(),
+        )
+    ]
+    assert eps == [["onnxruntime-qnn>=2.7"], []]
 
 
 @needs("tensorrt_rtx_bindings")
