@@ -220,16 +220,11 @@ class _Build(ProjectBuild):
 
     def _folder_of(self, output: PurePosixPath) -> Path:
         """Where ``output`` is in the project; raises ConfigError if its parent is in no usual place."""
-        if (parent := self._source_of(str(output.parent))).is_dir():
-            return parent / output.name
-        message = (
-            f'an editable install cannot write to "{output}": the project has no {output.parent}.'
-        )
-        hint = "Name a folder in one of the project's packages, or skip the models in editable installs."
-        skip = Setting(Key() / "editable", "skip")
-        raise ConfigError(
-            Problem.at(OUTPUT, Kind.NO_OUTPUT_PACKAGE, message, hint, Setting(OUTPUT), skip)
-        )
+        from hatch_epcontext.package.folder import project_folder
+
+        parent = self._source_of(str(output.parent))
+        files = {f"{output.parent}/__init__.py": parent / "__init__.py"} if parent.is_dir() else {}
+        return project_folder(output, files)
 
     def _earlier(self, output: PurePosixPath, place: PurePosixPath) -> frozenset[str]:
         """The files of an editable install, which no archive contains; ``place``: their folder in it."""
