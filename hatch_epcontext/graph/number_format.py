@@ -13,7 +13,9 @@ RewriteName = Literal[
     "square",
     "mean",
     "clip-inputs",
+    "log-power",
     "variance",
+    "scaled-square",
     "unfuse-activation",
 ]
 """The rewrites of nodes that EPs compute wrong, or inexactly, in float16: see `rewrites.precise`."""
@@ -21,7 +23,7 @@ RewriteName = Literal[
 ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
-FOR_RANGES: tuple[RewriteName, ...] = ("variance",)
+FOR_RANGES: tuple[RewriteName, ...] = ("log-power", "variance", "scaled-square")
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
 FOR_KERNELS: tuple[RewriteName, ...] = ("unfuse-activation",)

@@ -103,8 +103,11 @@ def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     return [builder.add(node.op_type, builder.add("Max", value, builder.number(-60000)))]
 
 
-def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
-    """The value of which ``node`` is the square."""
+def _squared(name: str, scope: Scope) -> str | None:
+    """The value whose square is ``name``."""
+    node = scope.maker(name)
+    if node is None:
+        return None
     value, other = graph.operands(node, 2)
     if (operator := graph.operator(node)) == "Pow":
         is_square = _number_beside(value, other, scope) == 2
@@ -113,13 +116,79 @@ def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
     return value if is_square else None
 
 
+def _beside_number(name: str, operator: str, scope: Scope) -> tuple[str, float] | None:
+    """What ``operator`` makes ``name`` of: a value, and a stored number that is not negative."""
+    node = scope.maker(name)
+    if node is None or node.op_type != operator or len(node.input) != 2:
+        return None
+    number, value = sorted(node.input, key=lambda operand: scope.stored.get(operand) is None)
+    least = _number_beside(value, number, scope)
+    return None if least is None or least < 0 else (value, least)
+
+
+def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """``Log(Max(a² + b², number))`` as twice that of the root, whose exponent is half as large.
+
+    Spectra of audio, such as DNSMOS computes, have powers that float16 does not have.
+    """
+    limited = _beside_number(node.input[0], "Max", scope)
+    if limited is None:
+        return None
+    power, number = limited
+    # Some square a root again.
+    root = scope.maker(_squared(power, scope) or "")
+    total = scope.maker(root.input[0] if root is not None and root.op_type == "Sqrt" else power)
+    if total is None or total.op_type != "Add":
+        return None
+    values = [value for name in total.input if (value := _squared(name, scope))]
+    if len(values) != 2:
+        return None
+    least = math.sqrt(number)
+    largest = builder.add("Max", *(builder.add("Abs", value) for value in values))
+    scale = _scale(largest, least, builder)
+    power = builder.add("Add", *(_scaled_square(value, scale, builder) for value in values))
+    result = builder.add("Mul", builder.add("Sqrt", power), scale)
+    result = builder.add("Log", builder.add("Max", result, builder.number(least)))
+    return [builder.add("Mul", result, builder.number(2))]
+
+
+def _root_mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """``Sqrt(ReduceMean(x²) + number)``, as in an RMSNorm, of values whose squares float16 has.
+
+    Language models such as T5 have values whose squares it does not have.
+    """
+    shifted = _beside_number(node.input[0], "Add", scope)
+    mean = scope.maker(shifted[0]) if shifted else None
+    if shifted is None or mean is None or mean.op_type != "ReduceMean":
+        return None
+    value, axes = _squared(mean.input[0], scope), scope.axes(mean)
+    if not value or axes is None or not graph.number(mean, "keepdims", 1):
+        return None
+    least = math.sqrt(shifted[1])
+    largest = builder.reduced("ReduceMax", builder.add("Abs", value), axes, keepdims=1)
+    scale = _scale(largest, least, builder)
+    square = builder.reduced("ReduceMean", _scaled_square(value, scale, builder), axes, keepdims=1)
+    square = builder.add("Add", square, _scaled_square(builder.number(least), scale, builder))
+    return [builder.add("Mul", builder.add("Sqrt", square), scale)]
+
+
+def _scale(largest: str, least: float, builder: Builder) -> str:
+    """A part of the larger of both: QNN's Div is right for divisors from 1.53e-5 to 16384 alone."""
+    part = builder.add("Mul", largest, builder.number(1 / 8))
+    return builder.add("Max", part, builder.number(max(2**-14, least / 8)))
+
+
+def _scaled_square(value: str, scale: str, builder: Builder) -> str:
+    part = builder.add("Div", value, scale)
+    return builder.add("Mul", part, part)
+
+
 def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The mean of squares less the square of the mean: for nearly equal values both are nearly equal."""
-    squares, square = (scope.maker(name) for name in graph.operands(node, 2))
-    if squares is None or square is None or squares.op_type != "ReduceMean":
+    squares, mean = scope.maker(node.input[0]), _squared(node.input[1], scope)
+    if squares is None or squares.op_type != "ReduceMean":
         return None
-    inner, mean = scope.maker(squares.input[0]), _squared(square, scope)
-    value = inner and _squared(inner, scope)
+    value = _squared(squares.input[0], scope)
     maker = scope.maker(mean) if mean else None
     if not value or not mean or maker is None or maker.op_type != "ReduceMean":
         return None
@@ -136,7 +205,9 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "square": (_power, ("Pow",)),
     "mean": (_mean, ("Mul", "Div")),
     "clip-inputs": (_clip, ("Clip",)),
+    "log-power": (_log_power, ("Log",)),
     "variance": (_variance, ("Sub",)),
+    "scaled-square": (_root_mean, ("Sqrt",)),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh")),
 }
 

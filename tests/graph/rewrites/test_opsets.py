@@ -136,12 +136,16 @@ REMEDIED: Mapping[str, Forms] = {
     "square": {7: f"{X} <{NUMBERS}> {{ y = Pow (x, two) }}"},
     "mean": reducing("a = Neg (x)", "ReduceSum", "y = Div (b, six)"),
     "clip-inputs": {7: f"{X} {{ y = Clip <min = -1.0, max = 0.5> (x) }}", 11: ""},
+    "log-power": {
+        8: f"{X} <{NUMBERS}> {{ a = Mul (x, x) b = Add (a, a) c = Max (half, b) y = Log (c) }}"
+    },
     "variance": {
         7: """(float[2, 3, 4] x) => (float[1, 1, 4] y) { a = Mul (x, x) m = ReduceMean <axes = [0, 1]> (x)
         b = ReduceMean <axes = [0, 1]> (a) n = Mul (m, m) y = Sub (b, n) }""",
         18: """(float[2, 3, 4] x) => (float[1, 1, 4] y) <int64[2] i = {0, 1}>
         { a = Mul (x, x) m = ReduceMean (x, i) b = ReduceMean (a, i) n = Mul (m, m) y = Sub (b, n) }""",
     },
+    "scaled-square": reducing("a = Mul (x, x)", "ReduceMean", "c = Add (b, half) y = Sqrt (c)"),
     "unfuse-activation": {7: f"{X} <{NUMBERS}> {{ a = Add (x, two) y = Tanh (a) }}"},
 }
 """By the id of the rewrite."""

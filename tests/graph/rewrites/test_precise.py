@@ -188,7 +188,20 @@ def test_a_number_keeps_an_activation_apart_from_what_is_before_it(
 
 
 PAIR = "float[3, 8] x, float[3, 8] z"
-STORED = "float two = {2}, float one = {1}"
+STORED = "float two = {2}, float one = {1}, float least = {1e-10}, float[1] below = {-1}"
+
+SQUARES = "a = Mul(x, x) b = Pow(z, two) power = Add(a, b)"
+LOGARITHMS = [
+    f"{SQUARES} c = Max(least, power) y = Log(c)",
+    f"{SQUARES} r = Sqrt(power) s = Pow(r, two) c = Max(s, least) y = Log(c)",
+]
+
+
+@pytest.mark.parametrize("body", LOGARITHMS)
+def test_a_logarithm_of_a_power_is_that_of_a_scaled_root(body: str) -> None:
+    found = mended(of(body, STORED, given=PAIR), "log-power")
+    assert found[-3:] == ["Max", "Log", "Mul"]
+
 
 VARIANCES = [
     """square = Mul(x, x) a = ReduceMean<axes = [-1]>(square) m = ReduceMean<axes = [-1]>(x)
@@ -202,6 +215,14 @@ VARIANCES = [
 def test_a_variance_is_that_of_differences(body: str) -> None:
     found = mended(of(body, STORED), "variance")
     assert found.index("Sub") < len(found) - 1
+
+
+NORM = """square = Pow(x, two) mean = ReduceMean<axes = [-1]>(square) higher = Add(mean, least)
+    root = Sqrt(higher) y = Div(x, root)"""
+
+
+def test_a_norm_is_that_of_scaled_values() -> None:
+    assert "ReduceMax" in mended(of(NORM, STORED), "scaled-square")
 
 
 STAYING = {
@@ -223,10 +244,23 @@ STAYING = {
         "a = MatMul(x, w) t = Transpose(a) y = Tanh(t)",
         "a = MatMul(x, w) m = Max(a, bias) y = Tanh(m)",
     ],
+    "log-power": [
+        "y = Log(x)",
+        "power = Mul(x, z) c = Max(power, least) y = Log(c)",
+        "a = Mul(x, x) power = Add(a, z) c = Max(power, least) y = Log(c)",
+        *(f"{SQUARES} c = {limited} y = Log(c)"
+          for limited in ("Max(power, below)", "Max(power, row)", "Max(power)", "Min(power, one)")),
+    ],
     "variance": [
         "square = Mul(x, x) a = ReduceMean(square) b = Mul(z, z) y = Sub(a, b)",
         "square = Mul(x, z) a = ReduceMean(square) m = ReduceMean(x) b = Mul(m, m) y = Sub(a, b)",
         VARIANCES[0].replace("ReduceMean<axes = [-1]>(x)", "ReduceMean<axes = [0]>(x)"),
+    ],
+    "scaled-square": [
+        "y = Sqrt(x)",
+        *(NORM.replace(*change) for change in (
+            ("square = Pow(x, two)", "square = Mul(x, z)"), ("Add(mean, least)", "Add(mean, below)"),
+            ("ReduceMean<axes = [-1]>", "ReduceSum"), ("[-1]", "[0], keepdims = 0"))),
     ],
 }  # fmt: skip
 
@@ -297,6 +331,8 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
             of("a = MatMul(x, w) y = Sigmoid(a)", WEIGHTS),
             RNG.uniform(-0.5, 0, (3, 8)),
         ),
+        ("log-power", of(LOGARITHMS[0].replace("z", "x"), STORED), TOKENS / 20),
+        ("scaled-square", of(NORM, STORED), TOKENS),
         ("variance", of(VARIANCES[0], STORED), 30 + RNG.standard_normal((3, 8)) / 4),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
