@@ -19,7 +19,7 @@ from hatch_epcontext.files import remove, temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import INSPECTION, cache_requirements
-from hatch_epcontext.system import check_folder, os_error_text, writing
+from hatch_epcontext.system import os_error_text, writing
 from hatch_epcontext.text import printable, show_size
 
 if TYPE_CHECKING:
@@ -111,25 +111,18 @@ class ProjectBuild:
 
         A failed job ends no other one; at the end all problems are raised.
         """
-        from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
+        from hatch_epcontext.jobs.run import build_with_report
 
-        if config.report is not None:
-            check_folder(config.report.parent)
-        cache, workers = open_cache(config, self.terminal.warn), self._workers(config)
+        workers = self._workers(config)
 
         def print_finished(line: str) -> None:
             self.terminal.info(line)
             workers.pulse.mark_reported()
 
-        try:
-            result = build(
-                plan(config), staging, cache, print_finished, workers, self.terminal.warn
-            )
-        except IncompleteError as error:
-            self._report(error.result, config, project)
-            raise
-        self._report(result, config, project)
-        return result
+        title = f"{project.name} {project.version}"
+        return build_with_report(
+            plan(config), staging, print_finished, workers, self.terminal.warn, title
+        )
 
     def read(self, config: Config, staging: Path) -> Result:
         """The sources of an editable install that compiles nothing."""
@@ -238,15 +231,6 @@ class ProjectBuild:
         info = self.terminal.info
         log = info if verbosity > 0 else None
         return Workers(settings.timeout, log, verbosity > 1, settings.memory_limit, info)
-
-    def _report(self, result: Result, config: Config, project: Project) -> None:
-        if config.report is not None:
-            from hatch_epcontext.jobs.report import make_report
-            from hatch_epcontext.jobs.report_file import write_report
-
-            title = f"{project.name} {project.version}"
-            write_report(make_report(result), title, config.report)
-            self.terminal.info(f"report: {config.report}")
 
 
 def message_of(error: BaseException, root: Path) -> tuple[str, int] | None:

@@ -17,11 +17,8 @@ from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
-from hatch_epcontext.jobs.report import make_report
-from hatch_epcontext.jobs.report_file import write_report
-from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
+from hatch_epcontext.jobs.run import build_with_report
 from hatch_epcontext.package.manifest import FILE
-from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import count, printable, show_size
 
 Command = Callable[..., Any]
@@ -132,21 +129,7 @@ def show_written(package: Path, files: Sequence[Path]) -> None:
 
 
 def run_plan(planned: Plan, staging: Path, verbosity: Verbosity, title: str) -> Result:
-    """Run all jobs, and write a report if the configuration has a path for it; raises as `build` does."""
-    config = planned.config
-    if config.report is not None:
-        check_folder(config.report.parent)
-    cache = open_cache(config, warn)
-    workers = verbosity.workers(config.build.timeout, config.build.memory_limit)
-    try:
-        result = build(planned, staging, cache, verbosity.log, workers, warn)
-    except IncompleteError as error:
-        _report(error.result, config.report, title)
-        raise
-    _report(result, config.report, title)
-    return result
-
-
-def _report(result: Result, path: Path | None, title: str) -> None:
-    if path is not None:
-        write_report(make_report(result), title, path)
+    """Run all jobs, and write a report; raises as `build_with_report` does."""
+    settings = planned.config.build
+    workers = verbosity.workers(settings.timeout, settings.memory_limit)
+    return build_with_report(planned, staging, verbosity.log, workers, warn, title)

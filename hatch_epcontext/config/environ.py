@@ -150,7 +150,8 @@ class Environment:
         "Wins over the `validate` mode of all models.", _validate, "require"
     )
     report: Path | None = _variable(
-        "Writes a report of the build as `.html` or `.json`, also when jobs fail.",
+        "Writes a report of the build as `.html` or `.json`, also when jobs fail. Of existing files "
+        "only reports are replaced.",
         _report,
         "/DIR/F.html",
     )

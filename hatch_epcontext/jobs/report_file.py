@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import Template
 
-from hatch_epcontext.errors import OutputError, Problem
-from hatch_epcontext.files import write_atomically
+from hatch_epcontext.errors import Kind, OutputError, Problem
+from hatch_epcontext.files import known_text, write_atomically
 from hatch_epcontext.jobs.artifact import FailureReport
 from hatch_epcontext.jobs.report import (
     JobReport,
@@ -18,9 +19,23 @@ from hatch_epcontext.jobs.report import (
 )
 from hatch_epcontext.jobs.validation import describe_emulation, validation_warnings
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.system import writing
+from hatch_epcontext.system import check_folder, writing
 from hatch_epcontext.text import count, pairs, printable, show_size
 from hatch_epcontext.worker.results import Agreement, Validation, ValidationStatus
+
+_OWN = re.compile(
+    '<!DOCTYPE html>\n.*<meta name="generator" content="hatch-epcontext '
+    '|{\n(?s:.*)\n  "generator": "hatch-epcontext '
+)
+"""How a report begins; in JSON the keys are sorted, so its failures come before the generator."""
+
+
+def check_report(path: Path) -> None:
+    """Raise OutputError if ``path`` cannot be written, or is a file and not a report, which stays."""
+    check_folder(path.parent)
+    if path.exists() and not _OWN.match(known_text(path) or ""):
+        message, hint = "exists already, and is not a report.", "Choose another name, or remove it."
+        raise OutputError(Problem(Kind.FILE_EXISTS, str(path), message, hint))
 
 
 def write_report(report: Report, title: str, path: Path) -> None:

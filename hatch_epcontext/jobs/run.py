@@ -19,7 +19,7 @@ from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.report import summarize
+from hatch_epcontext.jobs.report import make_report, summarize
 from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Build
@@ -122,6 +122,37 @@ def build(
         (warn or log)(warning)
     if result.failures:
         raise IncompleteError(result)
+    return result
+
+
+def build_with_report(
+    plan: Plan,
+    staging: Path,
+    log: Callable[[str], None],
+    workers: Workers,
+    warn: Callable[[str], None],
+    title: str,
+) -> Result:
+    """`build` with the cache of the plan's configuration; writes its report, also when jobs fail.
+
+    Raises OutputError before anything is compiled if the report cannot be written.
+    """
+    # Imported here: few builds write one.
+    from hatch_epcontext.jobs.report_file import check_report, write_report
+
+    path = plan.config.report
+    if path is not None:
+        check_report(path)
+    failed: IncompleteError | None = None
+    try:
+        result = build(plan, staging, open_cache(plan.config, warn), log, workers, warn)
+    except IncompleteError as error:
+        failed, result = error, error.result
+    if path is not None:
+        write_report(make_report(result), title, path)
+        log(f"report: {path}")
+    if failed is not None:
+        raise failed
     return result
 
 

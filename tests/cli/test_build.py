@@ -43,7 +43,8 @@ def test_a_report_is_html_or_json_and_replaced(cli: Cli, app_project: Path, tmp_
         text = page.read_text(encoding="utf-8")
         assert "ran and agrees" in text
         assert f"<h1>{name}</h1>" in text
-        cli("build", app_project, "--target", "one", "--report", file)
+        flags = ("build", app_project, "--target", "one", "--report", file)
+        assert f"report: {file}" in cli(*flags).stderr
         jobs = json.loads(file.read_text(encoding="utf-8"))["jobs"]
         assert [job["models"][0]["model"] for job in jobs] == ["a", "b"]
 
@@ -51,10 +52,15 @@ def test_a_report_is_html_or_json_and_replaced(cli: Cli, app_project: Path, tmp_
 def test_a_report_that_cannot_be_written_is_an_error_before_anything_is_compiled(
     cli: Cli, app_project: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").touch()
-    place = tmp_path / "file" / "r.html"
-    result = cli("build", app_project, "--target", "one", "--report", place, code=1)
-    assert "EPC501" in result.stderr
+    page, table = tmp_path / "mine.html", tmp_path / "mine.json"
+    page.write_text("<!DOCTYPE html>\n<html>mine: hatch-epcontext 1</html>", encoding="utf-8")
+    manifest = {"metadata": {"generator": "hatch-epcontext 1"}}
+    table.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    before = page.read_bytes(), table.read_bytes()
+    for place in (page / "r.html", page, table):
+        result = cli("build", app_project, "--target", "one", "--report", place, code=1)
+        assert "EPC501" in result.stderr
+    assert (page.read_bytes(), table.read_bytes()) == before
     model = app_project / "models" / "a.onnx"
     result = cli("build", app_project, "--target", "one", "--report", model, code=2)
     assert "a.onnx must end in .html or .json." in result.stderr
