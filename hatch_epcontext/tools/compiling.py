@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import glob
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,19 +65,30 @@ def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -
     folder, name = (output.parent, output.name) if file else (output, None)
     check_folder(folder)
     sweep(folder)
-    if file and not overwrite:
-        _refuse_existing([output])
+    planned = plan(config)
+    if not overwrite:
+        _refuse_existing(_expected(planned, folder, name))
     with temp_dir() as staging:
-        result = run(plan(config), staging)
+        result = run(planned, staging)
         files = _destinations(result.built, name)
         written = tuple(folder / name for name in files)
         replaced = {path.resolve() for path in written}
         _refuse_sources(result, replaced.__contains__)
         if not overwrite:
+            # Few EPs choose other names, and compiling takes long.
             _refuse_existing(written)
         with writing("a result", folder, str(output), OutputError):
             replace_files(folder, files)
     return CompileResult(written, make_report(result))
+
+
+def _expected(planned: Plan, folder: Path, name: str | None) -> Iterator[Path]:
+    """The files in ``folder`` that the results would replace, as far as their names are known before."""
+    for job in planned.jobs:
+        for result in (job.target.provider.result_file(model.name) for model in job.models):
+            yield folder / (name or result)
+            sidecars = folder.glob(f"{glob.escape(Path(result).stem)}[_.]*")
+            yield from (path for path in sidecars if path.suffix != ".onnx")
 
 
 def _destinations(built: Iterable[Built], name: str | None) -> dict[str, Path]:
