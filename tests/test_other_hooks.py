@@ -35,6 +35,8 @@ class Hook(BuildHookInterface):
 
 OURS, OTHER = "[tool.hatch.build.hooks.epcontext]\n", "[tool.hatch.build.hooks.custom]\n"
 
+ORDER = "a later build hook makes it (custom), write the table of that hook above this one's."
+
 GLOB = 'targets.cpu.provider = "cpu"\nmodels = ["my_app/models/*.onnx"]\n'
 PATH = 'targets.cpu.provider = "cpu"\nmodels = ["my_app/models/a.onnx"]\n'
 
@@ -134,7 +136,6 @@ def test_what_the_other_hook_makes_is_built(root: Path, capsys: pytest.CaptureFi
     assert (root / "my_app" / "epcontext" / "manifest.json").is_file()
     list(builder(root).build(directory=str(root / "dist"), clean_only=True))
     assert not (root / "my_app" / "models" / "a.onnx").exists()
-    assert not (root / "my_app" / "epcontext").exists()
 
 
 def test_the_wrong_order_is_named_with_the_right_one(
@@ -144,7 +145,7 @@ def test_the_wrong_order_is_named_with_the_right_one(
     assert builder(root).config.dependencies
     text = failure(root, capsys)
     assert 'no file matches "my_app/models/*.onnx"' in text
-    assert f"move {OURS.strip()} below {OTHER.strip()}." in text
+    assert ORDER in text
 
 
 def test_an_old_model_is_not_shipped_when_a_later_hook_makes_a_new_one(
@@ -160,7 +161,7 @@ def test_an_old_model_is_not_shipped_when_a_later_hook_makes_a_new_one(
     save(changed, root / "a.bin")
     text = failure(root, capsys)
     assert f"{old}: EPC211\n    was changed or removed after it had been compiled." in text
-    assert f"move {OURS.strip()} below {OTHER.strip()}." in text
+    assert ORDER in text
     assert list((root / "dist").iterdir()) == []
 
 
@@ -168,9 +169,7 @@ def test_a_hook_that_makes_no_model_is_named(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure(root, OTHER + OURS, PATH.replace("a.onnx", "b.onnx"))
-    assert "The build hook custom ran before this one, and did not make it." in failure(
-        root, capsys
-    )
+    assert "Hooks that ran before did not make it: custom." in failure(root, capsys)
 
 
 @pytest.mark.parametrize("hooks", [OTHER + OURS, OURS + OTHER])

@@ -37,7 +37,7 @@ class BuildHooks:
         if not self.run:
             return (
                 f"If a build hook makes it ({listing(self.before + self.after)}), run the hooks first, which "
-                "this command does not: hatch build --hooks-only"
+                "this command does not: hatch build -t wheel --hooks-only"
             )
         lines = []
         if self.after:
