@@ -119,9 +119,9 @@ class ProjectBuild:
             self.terminal.info(line)
             workers.pulse.mark_reported()
 
-        title = f"{project.name} {project.version}"
+        about = project.name, project.version
         return build_with_report(
-            plan(config), staging, print_finished, workers, self.terminal.warn, title
+            plan(config), staging, print_finished, workers, self.terminal.warn, *about
         )
 
     def read(self, config: Config, staging: Path) -> Result:

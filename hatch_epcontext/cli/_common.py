@@ -128,8 +128,8 @@ def show_written(package: Path, files: Sequence[Path]) -> None:
     echo(f"wrote {package} ({count(len(sizes), 'file')}, {show_size(sum(sizes))})")
 
 
-def run_plan(planned: Plan, staging: Path, verbosity: Verbosity, title: str) -> Result:
-    """Run all jobs, and write a report; raises as `build_with_report` does."""
+def run_plan(planned: Plan, staging: Path, verbosity: Verbosity, name: str) -> Result:
+    """Run all jobs of the project ``name``, and write a report; raises as `build_with_report` does."""
     settings = planned.config.build
     workers = verbosity.workers(settings.timeout, settings.memory_limit)
-    return build_with_report(planned, staging, verbosity.log, workers, warn, title)
+    return build_with_report(planned, staging, verbosity.log, workers, warn, name)

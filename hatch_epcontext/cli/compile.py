@@ -88,7 +88,7 @@ def command(
     use_flag_names(named, _HEADLINE)
     config = configure(named, provider, settings)
     config = dataclasses.replace(config, report=report or config.report)
-    run = partial(run_plan, verbosity=Verbosity(verbose), title=output.name)
+    run = partial(run_plan, verbosity=Verbosity(verbose), name=output.name)
     compiled = compile_models(config, output, run, overwrite=overwrite)
     if is_package(output):
         show_written(output, compiled.files)

@@ -63,7 +63,7 @@ def command(
     """
     config = project_config(project.absolute(), targets, models)
     config = dataclasses.replace(config, report=report or config.report)
-    title = Project.read(config.root).name
-    run = partial(run_plan, verbosity=Verbosity(verbose), title=title)
+    name = Project.read(config.root).name
+    run = partial(run_plan, verbosity=Verbosity(verbose), name=name)
     written = export(config, output, run, loader=True, overwrite=overwrite)
     show_written(output, written.files)

@@ -24,6 +24,7 @@ from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.jobs.validation import validation_warnings
+from hatch_epcontext.serialize import to_json
 
 _STEP = 0.5
 """Seconds that a build waits for a job before it checks for an interruption."""
@@ -131,25 +132,31 @@ def build_with_report(
     log: Callable[[str], None],
     workers: Workers,
     warn: Callable[[str], None],
-    title: str,
+    name: str,
+    version: str = "",
 ) -> Result:
-    """`build` with the cache of the plan's configuration; writes its report, also when jobs fail.
+    """`build` with the cache of the plan's configuration, for the project ``name``.
 
-    Raises OutputError before anything is compiled if the report cannot be written.
+    Its report, also when jobs fail, is where the configuration says, else in the cache. Raises OutputError
+    before anything is compiled if it cannot be written.
     """
-    # Imported here: few builds write one.
+    # Imported here: few builds write a page.
     from hatch_epcontext.jobs.report_file import check_report, write_report
 
-    path = plan.config.report
+    path, cache = plan.config.report, open_cache(plan.config, warn)
     if path is not None:
         check_report(path)
     failed: IncompleteError | None = None
     try:
-        result = build(plan, staging, open_cache(plan.config, warn), log, workers, warn)
+        result = build(plan, staging, cache, log, workers, warn)
     except IncompleteError as error:
         failed, result = error, error.result
+    report = make_report(result)
     if path is not None:
-        write_report(make_report(result), title, path)
+        write_report(report, f"{name} {version}".rstrip(), path)
+    else:
+        path = cache.put_report(name, to_json(report))
+    if path is not None:
         log(f"report: {path}")
     if failed is not None:
         raise failed

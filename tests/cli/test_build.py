@@ -49,6 +49,19 @@ def test_a_report_is_html_or_json_and_replaced(cli: Cli, app_project: Path, tmp_
         assert [job["models"][0]["model"] for job in jobs] == ["a", "b"]
 
 
+def test_without_being_asked_the_report_is_in_the_cache(
+    cli: Cli, app_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "user-cache" / LAYOUT / "reports" / f"{app_project.name}.json"
+    for command in (("build",), ("export", "-o", tmp_path / "out")):
+        printed = cli(command[0], app_project, *command[1:], "--target", "one").stderr
+        assert printed.count("report: ") == printed.count(f"report: {file}\n") == 1
+        jobs = json.loads(file.read_text(encoding="utf-8"))["jobs"]
+        assert [job["models"][0]["model"] for job in jobs] == ["a", "b"]
+    monkeypatch.setenv("HATCH_EPCONTEXT_NO_CACHE", "1")
+    assert "report: " not in cli("build", app_project, "--target", "one").stderr
+
+
 def test_a_report_that_cannot_be_written_is_an_error_before_anything_is_compiled(
     cli: Cli, app_project: Path, tmp_path: Path
 ) -> None:
@@ -88,7 +101,7 @@ def test_verbose_prints_the_steps_of_workers(cli: Cli, app_project: Path) -> Non
     printed = cli("build", app_project, "-v", "--target", "one", "-m", "a").stderr.splitlines()
     assert "a -> one: compile ..." in printed
     assert "a -> one: validation: validate ..." in printed
-    assert printed[-1].startswith("a -> one (cpu): optimized graph")
+    assert printed[-2].startswith("a -> one (cpu): optimized graph")
 
 
 @pytest.mark.parametrize(

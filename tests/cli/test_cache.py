@@ -82,8 +82,14 @@ def test_artifacts_that_were_not_used_for_long_are_removed(
     refs = entries(filled, "refs")
     for path in unused:
         age(path, 31)
+    report = filled / LAYOUT / "reports" / f"{app_project.name}.json"
+    age(report, 29)
     printed = cli("cache", "prune", "--older-than", "30d").stdout
     assert printed.startswith("removed 1 artifact, ")
+    assert report.exists()
+    age(report, 31)
+    cli("cache", "prune", "--older-than", "30d")
+    assert not report.exists()
     assert "record" in printed
     assert entries(filled) == [new]
     assert not any(path.exists() for path in unused)

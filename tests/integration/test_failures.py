@@ -49,12 +49,12 @@ class Project:
         text = run(*command, cwd=self.root, env=self.env, fails=True)
         assert "Traceback (most recent call last)" not in text.split("the worker's log:")[0]
         assert self.files() == before
-        # What was read of the models and what was refused stay in the cache, and no artifact.
+        # The report, what was read of the models and what was refused stay in the cache, and no artifact.
         kept = {
             path.relative_to(self.cache).parts for path in self.cache.rglob("*") if path.is_file()
         }
         kinds = {parts[1] for parts in kept}
-        assert kinds <= {"facts", "searches", "index", "locks"}
+        assert kinds <= {"facts", "searches", "index", "locks", "reports"}
         assert not list(self.temporary.glob("hatch-epcontext-*"))
         return text
 

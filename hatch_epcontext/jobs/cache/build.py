@@ -193,6 +193,13 @@ class Cache:
         if self.shared is not None:
             self.shared.put(kind, key, record, folder)
 
+    def put_report(self, name: str, text: str) -> Path | None:
+        """Store the report of the project ``name``; returns its path, or None without a cache."""
+        if self._store is not None and self._is_writable:
+            with contextlib.suppress(OSError):
+                return self._store.put_report(name, text)
+        return None
+
     def lock(self, key: str, on_wait: Callable[[], None]) -> AbstractContextManager[object]:
         """Hold the right to make what ``key`` identifies: see `Store.lock`."""
         return contextlib.nullcontext() if self._store is None else self._store.lock(key, on_wait)

@@ -4,6 +4,7 @@ Several builds may use the folder at once. Below ``<root>/<LAYOUT>/``, where key
 
 - ``<kind>/<key>/``: an entry: ``record.json``, ``files/``, and their status when they were intact;
 - ``locks/<key>``: locked by the build that makes an entry;
+- ``reports/<name>.json``: the report of the last build of a project;
 - ``staging/``: entries that are not yet published, or being removed.
 
 Only a folder that no other user can write to is used (`untrusted`), so its contents come from this user's
@@ -44,6 +45,7 @@ from hatch_epcontext.files import (
     write_atomically,
 )
 from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.text import file_name
 
 T = TypeVar("T")
 
@@ -193,6 +195,13 @@ class Store:
                 patiently(lambda: self._discard(entry))
             patiently(lambda: staged.rename(entry))
 
+    def put_report(self, name: str, text: str) -> Path:
+        """Store the report of the last build of the project ``name``; returns its path."""
+        file = self.layout / "reports" / f"{file_name(name, '_')}.json"
+        if known_text(file) != text:
+            write_atomically(file, text, durable=False)
+        return file
+
     @contextlib.contextmanager
     def lock(self, key: str, on_wait: Callable[[], None]) -> Iterator[None]:
         """Hold the right to make the entry of ``key``, in this process and all others with this store.
@@ -262,9 +271,10 @@ class Store:
                 self._discard(entry.folder)
             except OSError as error:
                 refused.append(error)
-        for file in (self.layout / "locks").glob("*"):
+        locks = (file for file in (self.layout / "locks").glob("*") if is_sha256(file.name))
+        for file in (*locks, *(self.layout / "reports").glob("*.json")):
             with contextlib.suppress(OSError):
-                if is_sha256(file.name) and file.stat().st_mtime < before:
+                if file.stat().st_mtime < before:
                     file.unlink()
         sweep(self.layout / "staging")
         if refused:
