@@ -9,6 +9,7 @@ from hatch_epcontext.graph.rewrites.branches import if_as_where
 from hatch_epcontext.graph.rewrites.decompositions import (
     batch_matmul_nbits,
     cast_as_dequantize,
+    clip_as_max_min,
     decompose_comparison,
     decompose_fused_conv,
     decompose_normalization,
@@ -36,6 +37,7 @@ REWRITES: tuple[Rewrite, ...] = (
     slice_as_gather,
     decompose_comparison,
     erf_as_tanh,
+    clip_as_max_min,
     cast_as_dequantize,
 )
 """All but `UNROLLS`, in the order in which they are applied: later ones may replace what earlier ones add."""

@@ -117,6 +117,20 @@ def decompose_comparison(node: onnx.NodeProto, scope: Scope, builder: Builder) -
     return [builder.add("Or", strict, builder.add("Equal", *node.input))]
 
 
+@rewrites("Clip")
+def clip_as_max_min(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Clip with computed bounds, such as that of a mel spectrogram by its largest value."""
+    value, low, high = graph.operands(node, 3)
+    if len(node.input) < 2:
+        return Declined("its bounds are attributes")
+    if builder.dtype.kind != "f":
+        return Declined(f"it clips {builder.dtype}")
+    for operator, bound, limit in (("Max", low, -np.inf), ("Min", high, np.inf)):
+        if bound and scope.constant(bound) != limit:
+            value = builder.add(operator, value, bound)
+    return [value]
+
+
 @rewrites("Erf")
 def erf_as_tanh(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """An Erf as the Tanh of a polynomial, whose factors float16 can represent.

@@ -129,7 +129,7 @@ def _beside_number(name: str, operator: str, scope: Scope) -> tuple[str, float] 
 def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """``Log(Max(a² + b², number))`` as twice that of the root, whose exponent is half as large.
 
-    Spectra of audio, such as DNSMOS computes, have powers that float16 does not have.
+    Spectra of audio, as in DNSMOS, have powers that float16 does not have; openWakeWord filters them.
     """
     limited = _beside_number(node.input[0], "Max", scope)
     if limited is None:
@@ -138,6 +138,12 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     # Some square a root again.
     root = scope.maker(_squared(power, scope) or "")
     total = scope.maker(root.input[0] if root is not None and root.op_type == "Sqrt" else power)
+    weights = ""
+    if total is not None and total.op_type == "MatMul":
+        power, weights = total.input
+        filters, total = scope.constant(weights), scope.maker(power)
+        if filters is None or (filters < 0).any():
+            return None
     if total is None or total.op_type != "Add":
         return None
     values = [value for name in total.input if (value := _squared(name, scope))]
@@ -145,17 +151,21 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return None
     least = math.sqrt(number)
     largest = builder.add("Max", *(builder.add("Abs", value) for value in values))
-    scale = _scale(largest, least, builder)
+    if weights:
+        largest = builder.reduced("ReduceMax", largest, [-1], keepdims=1)
+    scale = _scale(largest, least, 64, builder)
     power = builder.add("Add", *(_scaled_square(value, scale, builder) for value in values))
+    if weights:
+        power = builder.add("MatMul", power, weights)
     result = builder.add("Mul", builder.add("Sqrt", power), scale)
     result = builder.add("Log", builder.add("Max", result, builder.number(least)))
     return [builder.add("Mul", result, builder.number(2))]
 
 
 def _root_mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """``Sqrt(ReduceMean(x²) + number)``, as in an RMSNorm, of values whose squares float16 has.
+    """``Sqrt(ReduceMean(x²) + number)`` of values that are first scaled by the largest.
 
-    Language models such as T5 have values whose squares it does not have.
+    The RMSNorm of language models such as T5 has values whose squares float16 does not have.
     """
     shifted = _beside_number(node.input[0], "Add", scope)
     mean = scope.maker(shifted[0]) if shifted else None
@@ -166,16 +176,17 @@ def _root_mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return None
     least = math.sqrt(shifted[1])
     largest = builder.reduced("ReduceMax", builder.add("Abs", value), axes, keepdims=1)
-    scale = _scale(largest, least, builder)
+    scale = _scale(largest, least, 8, builder)
     square = builder.reduced("ReduceMean", _scaled_square(value, scale, builder), axes, keepdims=1)
     square = builder.add("Add", square, _scaled_square(builder.number(least), scale, builder))
     return [builder.add("Mul", builder.add("Sqrt", square), scale)]
 
 
-def _scale(largest: str, least: float, builder: Builder) -> str:
-    """A part of the larger of both: QNN's Div is right for divisors from 1.53e-5 to 16384 alone."""
-    part = builder.add("Mul", largest, builder.number(1 / 8))
-    return builder.add("Max", part, builder.number(max(2**-14, least / 8)))
+def _scale(largest: str, least: float, factor: int, builder: Builder) -> str:
+    """By what values are divided so that the largest, or at least ``least``, is about ``factor``."""
+    part = builder.add("Mul", largest, builder.number(1 / factor))
+    # QNN's Div is right for divisors from 1.53e-5 to 16384 alone.
+    return builder.add("Max", part, builder.number(max(2**-14, least / factor)))
 
 
 def _scaled_square(value: str, scale: str, builder: Builder) -> str:

@@ -9,6 +9,7 @@ import pytest
 from hatch_epcontext.graph.rewrites.decompositions import (
     batch_matmul_nbits,
     cast_as_dequantize,
+    clip_as_max_min,
     decompose_comparison,
     decompose_fused_conv,
     decompose_normalization,
@@ -127,6 +128,27 @@ def test_a_comparison_has_a_shape_behind_what_has_none() -> None:
         assert after == [expected, "Equal", "Or", "Where"]
 
 
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ("low, high", ["Max", "Min"]),
+        (", high", ["Min"]),
+        ("low, infinity", ["Max"]),
+        (",", ["Identity"]),
+    ],
+)
+def test_computed_bounds_become_max_and_min(bounds: str, expected: list[str]) -> None:
+    model = parsed(
+        f"""(float[2, 9] x) => (float[2, 9] y) {{
+            low = ReduceMin <keepdims = 0> (x)
+            high = Neg (low)
+            y = Clip (x, {bounds}) }}""",
+        infinity=np.float32(np.inf),
+    )
+    after = operators(rewritten(model, clip_as_max_min))
+    assert [name for name in after if name in ("Max", "Min", "Identity")] == expected
+
+
 @pytest.mark.parametrize("opset", [9, 17])
 @pytest.mark.parametrize(("elem_type", "tolerance"), [(1, 2e-7), (10, 1e-3)])
 def test_an_error_function_is_exact_in_its_dtype(
@@ -241,6 +263,10 @@ TWO_AXES = """(float[2, 9] x, int64[2] i) => (float[1, 3] y) <int64[2] n = {1, 3
         (cast_as_dequantize, parsed("(int32[9] x) => (float[9] y) { y = Cast <to = 1> (x) }"), []),
         (cast_as_dequantize, parsed("(int16[9] x) => (int32[9] y) { y = Cast <to = 6> (x) }"), []),
         (decompose_comparison, parsed("(float[9] x) => (bool[9] y) { y = Greater (x, x) }"), []),
+        (clip_as_max_min, parsed("""(float[9] x) => (float[9] y)
+            { y = Clip <min = 0.0, max = 6.0> (x) }""", 6), ["its bounds are attributes"]),
+        (clip_as_max_min, parsed("(int32[9] x, int32 n) => (int32[9] y) { y = Clip (x, n) }"),
+         ["it clips int32"]),
         *((scatter_as_matmul, scattering("Expand", [4, 3], [9, 3], kind), [f"its reduction is {kind}"])
           for kind in ("none", "mul")),
         (scatter_as_matmul, scattering("Expand", [4, 3], [9, 2], "add"), NO_ROWS),

@@ -85,6 +85,7 @@ FORMS: Mapping[str, Forms] = {
     "RMSNormalization": {23: f"{NORMALIZED} {{ y = RMSNormalization <axis = -1> (x, v) }}"},
     "Softplus": unary("Softplus"),
     "Erf": unary("Erf", 9),
+    "Clip": {11: "(float[9] x, float z) => (float[9] y) { y = Clip (x, z) }"},
     "ScatterElements": {
         16: """(float[3, 2] x, float[3, 2] u) => (float[3, 2] y)
         <int64[3, 1] i = {2, 0, 2}, int64[2] n = {3, 2}>

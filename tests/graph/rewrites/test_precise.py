@@ -194,12 +194,14 @@ SQUARES = "a = Mul(x, x) b = Pow(z, two) power = Add(a, b)"
 LOGARITHMS = [
     f"{SQUARES} c = Max(least, power) y = Log(c)",
     f"{SQUARES} r = Sqrt(power) s = Pow(r, two) c = Max(s, least) y = Log(c)",
+    f"{SQUARES} bank = MatMul(power, bands) c = Max(bank, least) y = Log(c)",
 ]
+BANDS = "float[8, 2] bands = {" + ", ".join(f"{i % 3}" for i in range(16)) + "}"
 
 
 @pytest.mark.parametrize("body", LOGARITHMS)
 def test_a_logarithm_of_a_power_is_that_of_a_scaled_root(body: str) -> None:
-    found = mended(of(body, STORED, given=PAIR), "log-power")
+    found = mended(of(body, f"{STORED}, {BANDS}", given=PAIR), "log-power")
     assert found[-3:] == ["Max", "Log", "Mul"]
 
 
@@ -248,6 +250,7 @@ STAYING = {
         "y = Log(x)",
         "power = Mul(x, z) c = Max(power, least) y = Log(c)",
         "a = Mul(x, x) power = Add(a, z) c = Max(power, least) y = Log(c)",
+        f"{SQUARES} bank = MatMul(power, w) c = Max(bank, least) y = Log(c)",
         *(f"{SQUARES} c = {limited} y = Log(c)"
           for limited in ("Max(power, below)", "Max(power, row)", "Max(power)", "Min(power, one)")),
     ],
