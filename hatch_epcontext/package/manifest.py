@@ -58,6 +58,7 @@ class ComponentMetadata:
 
     ``inputs`` and ``outputs`` are those of the source, with the configured shapes. ``shapes``: in the first
     component of a model with several shapes, the shapes of the inputs of each component, by its name.
+    ``batch``: the axis of the batch, as in `Validation`; a target's own validation here has none.
     ``targets``: in an editable install, the EPs of the configured targets, whether it has them or not.
     """
 
@@ -67,6 +68,7 @@ class ComponentMetadata:
     outputs: tuple[TensorFacts, ...]
     shapes: Mapping[str, Mapping[str, tuple[Size, ...] | None]] = field(default_factory=dict)
     targets: Mapping[str, str] = field(default_factory=dict)
+    batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def make(
         # A model with several shapes is no component itself: each shape has its variants with open shapes.
         if shape_set is None or name != shape_set.name:
             variants = _variants(source, source_files.get(name), result.built)
-            about = {METADATA: _about(source, sources, layout)}
+            about = {METADATA: _about(source, sources, result.built, layout)}
             components[name] = Component(variants=variants, additional_metadata=about)
     return ModelPackage(
         schema_version="1.0",
@@ -247,9 +249,12 @@ def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dic
     return variants
 
 
-def _about(source: Source, sources: Mapping[str, Source], layout: Layout) -> ComponentMetadata:
+def _about(
+    source: Source, sources: Mapping[str, Source], built: tuple[Built, ...], layout: Layout
+) -> ComponentMetadata:
     model, facts = source.model, source.facts
     members = model.shape_set.members if model.shape_set else ()
+    validations = (job.validations[model.name] for job in built if model.name in job.validations)
     return ComponentMetadata(
         model.configured_name,
         source.sha256,
@@ -263,6 +268,7 @@ def _about(source: Source, sources: Mapping[str, Source], layout: Layout) -> Com
         {target.name: target.settings.ep for target in model.targets}
         if layout == "installed"
         else {},
+        next((v.batch for v in validations if v.batch), {}),
     )
 
 
@@ -294,7 +300,7 @@ def _variant(built: Built, model: str) -> Variant:
         preparation=dataclasses.replace(record.preparations[index], tried=(), declined=()),
         coverage=context.coverage,
         # The same for equal files: a wheel does not depend on the clock.
-        validation=dataclasses.replace(built.validations[model], load=None, day=""),
+        validation=dataclasses.replace(built.validations[model], load=None, day="", batch={}),
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
         from_app=from_app,
         needs_device=job.needs_device,

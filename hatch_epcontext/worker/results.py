@@ -316,6 +316,8 @@ class Validation:
     ``float_form``: how near the integers of the source on the CPU are to its float form, if the comparison
     was with that.
     ``simulated``: whether a simulator of the device ran it.
+    ``batch``: the axis of the batch, by ``"inputs"`` or ``"outputs"`` and the name, if the CPU's run of two
+    samples at once equals two runs; else empty.
     ``load``: the seconds that it took to open a session on the file, after the EP's libraries were loaded;
     None if none was opened. ``day``: the day of that, such as ``"2026-11-23"``, else empty.
     """
@@ -329,6 +331,7 @@ class Validation:
     emulation: Emulation | None = None
     float_form: Agreement | None = None
     simulated: bool = False
+    batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     load: float | None = None
     day: str = ""
 

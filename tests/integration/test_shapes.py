@@ -36,6 +36,12 @@ path = "models/a.onnx"
 constants = { scale = 2.0 }
 shapes = [{ x = [1, 1, 8, 8] }, { x = [4, 1, 8, 8] }]
 fallback = "source"
+
+[[tool.epcontext.models]]
+name = "one"
+path = "models/a.onnx"
+constants = { scale = 2.0 }
+dims = { batch = 1 }
 """
 
 OPEN = """
@@ -89,10 +95,25 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "installed"
 
 
+RUN = """
+import json
+import numpy as np
+from my_app.epcontext import runner
+
+x = np.linspace(-1, 1, 64 * 5, dtype=np.float32).reshape(-1, 1, 8, 8)
+runners = [runner(name, device="any") for name in ("one", "net")]
+answers = [each.run(None, {"x": x})[0].tolist() for each in runners]
+print(json.dumps([[*map(str, each.explain())] for each in runners] + answers))
+"""
+
+
+def environment(app: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(app), "XDG_CACHE_HOME": str(app / "user")}
+
+
 def opened(app: Path, *cases: Case) -> list[dict[str, Any]]:
     """The answers of a new process that opens the model for each of ``cases``."""
-    env = {**os.environ, "PYTHONPATH": str(app), "XDG_CACHE_HOME": str(app / "user")}
-    output = run(sys.executable, "-c", OPEN, json.dumps(cases), cwd=app, env=env)
+    output = run(sys.executable, "-c", OPEN, json.dumps(cases), cwd=app, env=environment(app))
     answers: list[dict[str, Any]] = printed_json(output)
     return answers
 
@@ -102,7 +123,7 @@ def test_the_smallest_shape_that_is_large_enough_is_opened(app: Path) -> None:
     answers = opened(app, *((batch, None) for batch in expected))
     choices = [(answer["target"], answer["size"]) for answer in answers]
     assert dict(zip(expected, choices, strict=True)) == expected
-    assert all(answer["models"] == ["net"] for answer in answers)
+    assert all(answer["models"] == ["net", "one"] for answer in answers)
 
 
 def test_a_frozen_input_is_taken_and_checked_on_every_target(app: Path) -> None:
@@ -116,3 +137,13 @@ def test_a_frozen_input_is_taken_and_checked_on_every_target(app: Path) -> None:
         assert answer["inputs"] == ["x"], target
         assert "Invalid input name: scale" in answer["refused"], target
         np.testing.assert_allclose(answer["y"], expected, rtol=2e-2, atol=2e-2, err_msg=target)
+
+
+def test_a_larger_batch_runs_in_the_compiled_sizes(app: Path) -> None:
+    reference = onnxruntime.InferenceSession(app.parent / "models" / "a.onnx")
+    x = np.linspace(-1, 1, 64 * 5, dtype=np.float32).reshape(-1, 1, 8, 8)
+    (expected,) = reference.run(None, {"x": x, "scale": np.array(2, np.float32)})
+    one, net, *answers = printed_json(run(sys.executable, "-c", RUN, cwd=app, env=environment(app)))
+    assert [line.rpartition(", ")[2] for line in (*one, *net)] == ["runs: 5", "runs: 2"]
+    for answer in answers:
+        np.testing.assert_allclose(answer, expected, rtol=2e-2, atol=2e-2)

@@ -74,6 +74,21 @@ provider = "cpu"
 """
 
 
+def test_the_batch_that_a_target_has_seen_is_that_of_the_model(
+    project: Path, tmp_path: Path
+) -> None:
+    toml = '[targets]\na.provider = "cpu"\nb.provider = "cpu"\n[[models]]\npath = "models/a.onnx"\n'
+    result = compiled(configured(project, toml), tmp_path)
+    batch = {"inputs": {"x": 0}, "outputs": {"y": 0}}
+    seen = dataclasses.replace(result.built[1].validations["a"], batch=batch)
+    built = result.built[0], dataclasses.replace(result.built[1], validations={"a": seen})
+    package = package_of(dataclasses.replace(result, built=built))
+    assert package.components["a"].about.batch == batch
+    about = package.components["a"].variants["b"].about
+    assert about is not None
+    assert about.validation == built[0].validations["a"]
+
+
 def test_components_and_variants_keep_the_configured_order(project: Path, tmp_path: Path) -> None:
     package = made(project, TWO, tmp_path / "artifacts")
     order = {name: list(model.variants) for name, model in package.components.items()}

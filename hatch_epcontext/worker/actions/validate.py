@@ -132,6 +132,7 @@ def _compare(
         samples=compared.samples,
         warnings=compared.warnings,
         float_form=float_form,
+        batch=expected.facts.batch,
     )
     if validation.differs:
         return validation

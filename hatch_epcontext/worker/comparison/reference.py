@@ -25,7 +25,7 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import dequantize, is_quantized
-from hatch_epcontext.graph.dtypes import Array, Arrays
+from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.graph.scope import Scope, multiply_adds
 from hatch_epcontext.providers import QUANTIZED, Tolerance
@@ -73,6 +73,12 @@ _FEW_VALUES = 16
 _LASTS = 0.5
 """The part of a difference between states from which, after 16 steps, they are lasting: LSTMs leave less."""
 
+_SLOW = 2e10
+"""Multiply-adds from which two samples are not run at once: a run takes about a second."""
+
+_SAME = 1e-3
+"""The relative difference that another order of additions may make in float32; ten times that in float16."""
+
 _NO_LIMITS = Tolerance(snr=1000, cosine=1)
 
 _SOURCE = "the source model on the CPU"
@@ -110,6 +116,8 @@ def reference(
         }
         random = cpu.random(*tried[0])
         runs = [run for _, run in tried]
+        is_fixed = all(tensor.is_fixed for tensor in inputs)
+        batch = cpu.batch(runs) if is_fixed and cost < _SLOW else {}
         is_synthetic = model.validate.inputs in SYNTHETIC
         runs = _choose(_scoring_first(runs, outputs)) if is_synthetic else _choose_given(runs)
         longest = max(runs, key=lambda run: len(run.feeds))
@@ -132,6 +140,7 @@ def reference(
         },
         chosen,
         left > _LASTS,
+        batch=batch,
     )
     return Reference(tuple(runs), facts)
 
@@ -184,12 +193,57 @@ class _SourceSession:
         """The outputs that differ between ``first`` and another run of ``sample``."""
         if not any(map(graph.is_random, self.source.graph.node)):
             return frozenset()
-        again = self.run(sample).outputs[0]
-        return frozenset(
-            name
-            for name, array in first.outputs[0].items()
-            if not np.array_equal(array, again[name], equal_nan=array.dtype.kind == "f")
-        )
+        again = self.run(sample)
+        return _differing(first, again)
+
+    def batch(self, runs: Sequence[ReferenceRun]) -> Mapping[str, Mapping[str, int]]:
+        """The axis of the batch: see `Validation`. ``runs``: those of single samples."""
+        first = runs[0]
+        others = [run for run in runs[1:] if run.usual]
+        other = max(others, key=lambda run: len(_differing(first, run)), default=first)
+        for axes in self._batch_axes(first):
+            # The graph may reject another batch, or reversed values.
+            with contextlib.suppress(Exception):
+                if other is first:
+                    reverse = {name: np.flip(array) for name, array in first.feeds[0].items()}
+                    other = self.run(Sample("", (reverse,)))
+                feeds = {
+                    name: np.concatenate([run.feeds[0][name] for run in (first, other)], axis)
+                    for name, axis in axes["inputs"].items()
+                }
+                (both,) = self.run(Sample("", (feeds,))).outputs
+                # Outputs that are the same for all inputs show nothing.
+                if _differing(first, other) and all(
+                    _is_same(
+                        both[name],
+                        np.concatenate([run.outputs[0][name] for run in (first, other)], axis),
+                    )
+                    for name, axis in axes["outputs"].items()
+                ):
+                    return axes
+        return {}
+
+    def _batch_axes(self, run: ReferenceRun) -> list[dict[str, dict[str, int]]]:
+        """What may be the axis of the batch in all inputs and outputs of ``run``."""
+        values = {"inputs": self.session.get_inputs(), "outputs": self.session.get_outputs()}
+        names = {"inputs": run.feeds[0].keys(), "outputs": run.outputs[0].keys()}
+        symbols = [size for value in values["inputs"][:1] for size in value.shape]
+        candidates = []
+        for symbol in (*filter(lambda size: isinstance(size, str), symbols), None):
+            axes = {
+                kind: {
+                    value.name: _open_axis(value.shape, symbol)
+                    for value in values[kind]
+                    if value.name in names[kind]
+                }
+                for kind in values
+            }
+            if axes not in candidates and -1 not in (
+                *axes["inputs"].values(),
+                *axes["outputs"].values(),
+            ):
+                candidates.append(axes)
+        return candidates
 
     def left_of(self, run: ReferenceRun) -> float:
         """The part of a difference in the first states that is left after the steps of ``run``.
@@ -231,6 +285,40 @@ def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.Inf
 
 def _some(arrays: Arrays, names: frozenset[str]) -> Arrays:
     return {name: array for name, array in arrays.items() if name in names}
+
+
+def _differing(one: ReferenceRun, other: ReferenceRun) -> frozenset[str]:
+    """The outputs that differ between the first steps of two runs."""
+    return frozenset(
+        name
+        for name, array in one.outputs[0].items()
+        if not np.array_equal(array, other.outputs[0][name], equal_nan=array.dtype.kind == "f")
+    )
+
+
+def _open_axis(shape: Sequence[int | str | None], symbol: str | None) -> int:
+    """The only axis of the size ``symbol``, or without that the only open one; -1 if there is no such axis.
+
+    Converters name each tensor's batch differently, or not at all.
+    """
+    axes = [
+        axis
+        for axis, size in enumerate(shape)
+        if size == symbol or (symbol is None and not isinstance(size, int))
+    ]
+    return axes[0] if len(axes) == 1 else -1
+
+
+def _is_same(out: Array, ref: Array) -> bool:
+    """Whether values are equal within the rounding of floats, and others exactly."""
+    if out.shape != ref.shape or not is_float(ref.dtype):
+        return bool(np.array_equal(out, ref))
+    limit = _SAME if ref.dtype.itemsize > 2 else 10 * _SAME
+    out, ref = out.astype(np.float64), ref.astype(np.float64)
+    sizes = np.abs(ref[np.isfinite(ref) & (ref != 0)])
+    # What is nearly zero among larger values is rounding.
+    atol = limit * float(np.median(sizes)) if sizes.size else 0.0
+    return bool(np.allclose(out, ref, limit, atol, equal_nan=True))
 
 
 def _choose_given(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:

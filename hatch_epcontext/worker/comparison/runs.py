@@ -57,7 +57,7 @@ class Facts:
     compared like outputs; and what a TopK, an ArgMax or a NonMaxSuppression selects (``selections``).
 
     ``is_lasting``: whether states decay so slowly that errors in them add up. ``float_form``: how near
-    dynamic integers are to the float form, if that is the reference.
+    dynamic integers are to the float form, if that is the reference. ``batch``: see `Validation`.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -65,6 +65,7 @@ class Facts:
     selections: Selections = Selections()
     is_lasting: bool = False
     float_form: Agreement | None = None
+    batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def of(self, output: str) -> OutputFacts:
         """What is known of ``output``."""

@@ -13,6 +13,7 @@ from onnx import helper, numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import ModelError
+from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
@@ -26,6 +27,7 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.results import AgreementStatus, Validation, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
+from hatch_epcontext.worker.source import fix_inputs
 from tests.models import parsed, save
 from tests.worker.actions.test_compile import MODEL
 from tests.worker.test_states import lstm
@@ -275,3 +277,127 @@ def test_a_file_keeps_the_values_of_every_type(tmp_path: Path, array: Array) -> 
     assert {name: (each.dtype, each.tolist()) for name, each in found.items()} == {
         name: (each.dtype, each.tolist()) for name, each in tensors.items()
     }
+
+
+X_TO_Y = {"inputs": {"x": 0}, "outputs": {"y": 0}}
+
+ROWS = "(float[N, 4, 8] x) => (float[N, 4, 8] y)"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{ROWS} {{ y = MatMul (x, w) }}", X_TO_Y),
+        # Each sample is a column.
+        (
+            (
+                "(float[8, N] x, int64[1, N] i) => (float[1, 8, N] y, int64[N] z) "
+                "{ t = MatMul (w, x) zero = Constant <value = int64[1] {0}> () y = Unsqueeze (t, zero) "
+                "z = Squeeze (i, zero) }"
+            ),
+            {"inputs": {"x": 1, "i": 1}, "outputs": {"y": 2, "z": 0}},
+        ),
+        # The second of two symbols: the axis of time is mixed.
+        (
+            "(float[T, N, 8] x) => (float[T, N, 8] y) { y = Softmax <axis = 0> (x) }",
+            {"inputs": {"x": 1}, "outputs": {"y": 1}},
+        ),
+        # As converters from TensorFlow write it: each tensor has an own symbol, or none.
+        (
+            (
+                "(float[unk1, 8] x, float[unk2, 8] h) => (float[?, 16] y) "
+                "{ y = Concat <axis = 1> (x, h) }"
+            ),
+            {"inputs": {"x": 0, "h": 0}, "outputs": {"y": 0}},
+        ),
+        # A state is an input too.
+        (
+            (
+                "(float[N, 8] x, float[N, 8] h) => (float[N, 8] y, float[N, 8] h_out) "
+                "{ y = Add (x, h) h_out = Tanh (y) }"
+            ),
+            {"inputs": {"x": 0, "h": 0}, "outputs": {"y": 0, "h_out": 0}},
+        ),
+        (f"{ROWS} {{ y = Softmax <axis = 0> (x) }}", {}),
+        (f"{ROWS} {{ m = ReduceMean <axes = [0]> (x) y = Sub (x, m) }}", {}),
+        (f"{ROWS} {{ y, m, v = BatchNormalization <training_mode = 1> (x, s, b, m0, v0) }}", {}),
+        (
+            f"{ROWS} {{ k = Shape <start = 0, end = 1> (x) y, i = TopK <axis = 0> (x, k) }}",
+            {},
+        ),
+        (
+            (
+                "(float[N, 8] x) => (float[N, 8] y) { t = Transpose (x) a = MatMul (x, t) "
+                "p = Softmax (a) y = MatMul (p, x) }"
+            ),
+            {},
+        ),
+        # Rows of the first sample reach the second.
+        (f"{ROWS} {{ zero = Constant <value = int64 {{0}}> () y = CumSum (x, zero) }}", {}),
+        # It depends on the size alone.
+        (
+            f"{ROWS} {{ n = Shape <start = 0, end = 1> (x) f = Cast <to = 1> (n) y = Div (x, f) }}",
+            {},
+        ),
+        # Other batches fail.
+        (
+            (
+                "(float[N, 8] x) => (float[N, 2, 4] y) { sizes = Constant <value = int64[3] {2, 2, 4}> () "
+                "y = Reshape (x, sizes) }"
+            ),
+            {},
+        ),
+        ("(float[N, 8] x, float[8] c) => (float[N, 8] y) { y = Add (x, c) }", {}),
+        ("(float[N, 8] x) => (float[1, 8] y) { y = ReduceMax <axes = [0]> (x) }", {}),
+        ("(float[N, N] x) => (float[N, N] y) { y = Relu (x) }", {}),
+        ("(float[1, 8] x) => (float[1, 8] y) { y = Relu (x) }", {}),
+        # Every sample has the same outputs, which shows nothing.
+        (
+            (
+                "(float[N, 8] x) => (float[N, 8] y) { l = Constant <value = float {0}> () a = Abs (x) "
+                "n = Neg (a) y = Max (n, l) }"
+            ),
+            {},
+        ),
+        # It is random.
+        (f"{ROWS} {{ r = RandomNormalLike (x) y = Add (x, r) }}", {}),
+    ],
+)
+def test_a_batch_is_an_axis_whose_rows_do_not_mix(
+    tmp_path: Path, text: str, expected: dict[str, dict[str, int]]
+) -> None:
+    stored: dict[str, Any] = {
+        "w": (8, 8),
+        "s": (4,),
+        "b": (4,),
+        "m0": np.zeros(4, "f"),
+        "v0": np.ones(4, "f"),
+    }
+    used = {name: value for name, value in stored.items() if re.search(rf"\b{name}\b", text)}
+    assert batch_of(parsed(text, **used), tmp_path) == expected
+
+
+def batch_of(source: onnx.ModelProto, folder: Path, **validate: Any) -> Any:
+    """The batch of a model that is compiled for sizes of 2."""
+    path = save(source, folder / "a.onnx")
+    symbols = {
+        size
+        for value in source.graph.input
+        for size in graph.facts(value).sizes
+        if isinstance(size, str)
+    }
+    model = Model(
+        "a", path, MODEL, dims=dict.fromkeys(symbols, 2), validate=ValidateTable(**validate)
+    )
+    fix_inputs(source, model)
+    return reference(model, source).facts.batch
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, X_TO_Y), (0.0, {})])
+def test_one_given_sample_is_reversed_for_the_batch(
+    tmp_path: Path, value: float | None, expected: dict[str, dict[str, int]]
+) -> None:
+    given = np.arange(64, dtype=np.float32) if value is None else np.full(64, value, np.float32)
+    np.savez(tmp_path / "given.npz", x=given.reshape(2, 4, 8))
+    source = parsed(f"{ROWS} {{ y = MatMul (x, w) }}", w=(8, 8))
+    assert batch_of(source, tmp_path, inputs=str(tmp_path / "given.npz")) == expected
