@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,11 @@ def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -
     sweep(folder)
     planned = plan(config)
     if not overwrite:
-        _refuse_existing(_expected(planned, folder, name))
+        _refuse_existing(
+            folder / (name or job.target.provider.result_file(model.name))
+            for job in planned.jobs
+            for model in job.models
+        )
     with temp_dir() as staging:
         result = run(planned, staging)
         files = _destinations(result.built, name)
@@ -75,20 +78,11 @@ def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -
         replaced = {path.resolve() for path in written}
         _refuse_sources(result, replaced.__contains__)
         if not overwrite:
-            # Few EPs choose other names, and compiling takes long.
+            # Sidecars, whose names an EP chooses.
             _refuse_existing(written)
         with writing("a result", folder, str(output), OutputError):
             replace_files(folder, files)
     return CompileResult(written, make_report(result))
-
-
-def _expected(planned: Plan, folder: Path, name: str | None) -> Iterator[Path]:
-    """The files in ``folder`` that the results would replace, as far as their names are known before."""
-    for job in planned.jobs:
-        for result in (job.target.provider.result_file(model.name) for model in job.models):
-            yield folder / (name or result)
-            sidecars = folder.glob(f"{glob.escape(Path(result).stem)}[_.]*")
-            yield from (path for path in sidecars if path.suffix != ".onnx")
 
 
 def _destinations(built: Iterable[Built], name: str | None) -> dict[str, Path]:

@@ -99,19 +99,14 @@ def test_existing_files_are_only_replaced_with_overwrite(
     assert (tmp_path / "a_ctx.onnx").read_bytes() == b"context"
 
 
-@pytest.mark.parametrize("place", ["out", "out/a.onnx"])
-@pytest.mark.parametrize("name", ["", "a_ctx_qnn.bin", "a_ctx.data"])
-def test_existing_files_are_refused_before_anything_is_compiled(
+@pytest.mark.parametrize(("place", "name"), [("", "a_ctx.onnx"), ("any.onnx", "any.onnx")])
+def test_existing_models_are_refused_before_anything_is_compiled(
     project: Path, tmp_path: Path, place: str, name: str
 ) -> None:
     config = configured(project, TOML.replace('"cpu"', '"qnn"'))
-    output, out = tmp_path / place, tmp_path / "out"
-    existing = out / (name or ("a_ctx.onnx" if output == out else output.name))
-    out.mkdir()
-    (out / "a_ctx2.onnx").touch()
-    existing.write_bytes(b"theirs")
-    with pytest.raises(OutputError, match=f"{existing.name}: EPC501"):
-        compile_models(config, output, never, overwrite=False)
+    (tmp_path / name).write_bytes(b"theirs")
+    with pytest.raises(OutputError, match=f"{name}: EPC501"):
+        compile_models(config, tmp_path / place, never, overwrite=False)
 
 
 def test_a_context_that_cannot_be_replaced_keeps_its_sidecar(
