@@ -88,6 +88,18 @@ class Recipe:
         changed = self.changes or self.options or self.last_remedies or self.dequantize
         return self.fuse and not changed
 
+    @property
+    def name(self) -> str:
+        """What it does with the models, in a few words."""
+        words = {"rewrite": "rewriting", "unroll": "unrolling"}
+        parts = ["dequantized"] if self.dequantize else []
+        parts += [] if self.fuse else ["without fusing"]
+        parts += (f"with {name} = {value}" for name, value in self.options)
+        parts += dict.fromkeys(words[change.kind] for change in self.changes)
+        parts += ["rewriting for accuracy"] if self.last_remedies else []
+        simplified = f"simplified by {self.simplifier}" if self.simplifier != "none" else "as it is"
+        return ", ".join(parts) or simplified
+
     def key(self, search: str) -> str:
         """The key of an attempt with it, in the search with that key."""
         return value_sha256([search, self])

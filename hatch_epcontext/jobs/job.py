@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -40,6 +41,9 @@ from hatch_epcontext.jobs.validation import (
 )
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
+
+_ANNOUNCED = 10.0
+"""Seconds after which a job prints a line for each recipe."""
 
 
 def run_job(build: Build, job: Job) -> Built:
@@ -77,7 +81,7 @@ class _JobRun:
         self.settings = job.key(sha256, inputs_digest(inputs, self._index) if inputs else "")
         self._place = build.staging / PACKAGE / job.folder
         self._search = Search(job.target.settings)
-        self._key = ""
+        self._key, self._start = "", time.monotonic()
         self._artifacts: dict[str, Artifact] = {}
         self._alone: dict[str, Built] = {}
 
@@ -184,6 +188,7 @@ class _JobRun:
             attempt = Attempt(recipe, key, record, day=_today())
             self._search = self._validated(self._search, attempt)
             return
+        self._announce(recipe)
         with self._unchanged():
             result = self._steps.compile(recipe.form_of(self._job), recipe, folder)
         if isinstance(result, Record):
@@ -196,6 +201,16 @@ class _JobRun:
             required = "" if result.step == "compile" else self._search.required
             attempt = Attempt(recipe, key, refused=result, required=required)
         self._search = self._search.adding(attempt)
+
+    def _announce(self, recipe: Recipe) -> None:
+        """Let progress name a ``recipe`` that is not the first; a job that takes long does so at once."""
+        workers, place = self._build.workers, self._job.location
+        if self._search.attempts:
+            line = f"recipe {len(self._search.attempts) + 1}: {recipe.name}"
+            workers.recipes[place] = line
+            if workers.progress and time.monotonic() > self._start + _ANNOUNCED:
+                workers.progress(f"{place}: {line} ...")
+                workers.pulse.mark_reported()
 
     def _keep(self, attempt: Attempt) -> None:
         """Store the artifact of ``attempt``, if it may be shipped and this build has compiled it."""

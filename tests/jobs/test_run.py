@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -64,9 +65,23 @@ def test_a_context_is_compiled_and_validated_once(run: Run, log: list[str]) -> N
     assert validation.cosine is not None
     assert validation.cosine > 0.999
     assert log[0].startswith(
-        "a -> qnn (qnn): 4/4 nodes in 1 context, for soc_model 60, htp_arch 73, ran on the simulator and "
+        "a -> qnn (qnn): ok, 4/4 nodes, agrees on synthetic inputs, simulator ("
     )
     assert log[1].endswith("from the cache")
+
+
+@needs_qnn
+def test_a_long_search_names_each_recipe(
+    run: Run, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(interrupted(), project / "models" / "a.onnx")
+    monkeypatch.setattr(job_module, "_ANNOUNCED", 0)
+    monkeypatch.setattr(Heartbeat, "due", lambda self: True)
+    lines: list[str] = []
+    with pytest.raises(BuildError, match="EPC302"):
+        run(QNN.replace(", dims = { batch = 1 }", ""), workers=Workers(120, progress=lines.append))
+    assert lines.count("a -> qnn: recipe 2: rewriting ...") == 1
+    assert "a -> qnn: recipe 2: rewriting: rewrite begins" in lines
 
 
 @needs_qnn
@@ -267,7 +282,7 @@ def test_an_optimized_graph_runs_on_the_cpu_where_its_ep_is_missing(
     assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ON_CPU, 1)
     assert validation.reason is not None
     assert validation.reason.endswith("has no CUDAExecutionProvider")
-    assert f"ran on the CPU only ({validation.reason}) and agrees with the CPU" in log[0]
+    assert f"agrees on synthetic inputs, on the CPU only ({validation.reason})" in log[0]
     # The EP may be installed now: the next build tries again.
     assert run(toml).built[0].cached
     required = toml.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
@@ -453,9 +468,11 @@ def test_a_group_is_one_artifact_and_its_members_are_run_alone(run: Run, log: li
         assert validation.reason == (
             "QNNExecutionProvider cannot open contexts that share weights on this machine"
         )
-    assert "lm (prefill + decode) -> qnn (qnn): prefill 8/8 nodes in 1 context" in log[0]
-    assert "structure checked (QNNExecutionProvider cannot open" in log[0]
-    assert "compiled separately, it ran and agrees with the CPU" in log[0]
+    each = r"8/8 nodes, agrees on synthetic inputs, compiled alone, simulator \(\d+ dB\), "
+    line = (
+        rf"lm \(prefill \+ decode\) -> qnn \(qnn\): compiled, prefill {each}decode {each}\d+\.\d s"
+    )
+    assert re.fullmatch(line, log[0])
     # That is stored like any other validation, but is no run of the artifact itself.
     (third,) = run(SHARED, {"HATCH_EPCONTEXT_FROM_CACHE": "all"}).built
     assert third.validations == first.validations
@@ -500,7 +517,7 @@ def test_each_shape_of_a_model_is_compiled_and_validated(run: Run, log: list[str
         "net.1x1x8x8_ctx.onnx",
         "net.1x1x8x8_ctx_qnn.bin",
     ]
-    assert log[1].startswith("net.4x1x8x8 -> npu (qnn): 4/4 nodes in 1 context")
+    assert log[1].startswith("net.4x1x8x8 -> npu (qnn): ok, 4/4 nodes, ")
     # A new shape compiles only itself.
     again = run(SHAPES.replace(" }]", " }, { x = [2, 1, 8, 8] }]"))
     assert [built.cached for built in again.built] == [True, True, False, True]
@@ -554,8 +571,7 @@ def test_one_context_for_several_chips_is_run_for_each_chip_alone(run: Run, log:
     reason = "QNNExecutionProvider cannot open contexts for several chips on this machine"
     assert validation.reason == reason
     assert validation.load is None
-    assert f"for soc_model 60,57, htp_arch 73,75, structure checked ({reason})" in log[0]
-    assert "compiled separately, it ran and agrees with the CPU" in log[0]
+    assert "compiled, 4/4 nodes, agrees on synthetic inputs, compiled alone, simulator (" in log[0]
     (cached,) = run(CHIPS, {"HATCH_EPCONTEXT_FROM_CACHE": "qnn"}).built
     assert cached.validations == first.validations
 

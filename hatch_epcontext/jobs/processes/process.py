@@ -138,7 +138,8 @@ class Workers:
 
     ``timeout``: seconds for each request. ``log``, if given, gets each request and every line that a worker
     prints while it runs; with ``verbose`` ONNX Runtime prints more than its warnings. ``memory_limit``: bytes
-    of memory for each. ``progress`` gets a line about what runs whenever ``pulse`` is due.
+    of memory for each. ``progress`` gets a line about what runs whenever ``pulse`` is due; ``recipes``: what
+    is tried of jobs then, by their locations.
 
     As a context manager it starts one process that has imported what workers need, where the system can
     fork it; otherwise each worker is a fresh interpreter. And only then processes are kept for other tasks.
@@ -150,6 +151,7 @@ class Workers:
     memory_limit: int | None = None
     progress: Callable[[str], None] | None = None
     pulse: Heartbeat = field(default_factory=Heartbeat)
+    recipes: dict[str, str] = field(default_factory=dict)
     _processes: _Processes = field(default_factory=_Processes)
 
     def __enter__(self) -> Workers:
@@ -287,9 +289,10 @@ class Worker:
             with writing("a folder for a worker", folder):
                 folder.mkdir(parents=True)
                 log.path.touch(exist_ok=False)
-            message = self._exchange(
-                line.encode(), log, f"{label}: {order.action.replace('_', ' ')}"
-            )
+            action = order.action.replace("_", " ")
+            recipe = workers.recipes.get(location)
+            task = f"{location}: {recipe}: {action}" if recipe else f"{label}: {action}"
+            message = self._exchange(line.encode(), log, task)
             if self._processes.stopped:
                 raise interrupted()
             if not log.path.is_file():
