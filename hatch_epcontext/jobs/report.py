@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 
 import hatch_epcontext
@@ -18,11 +17,8 @@ from hatch_epcontext.jobs.artifact import (
     Times,
 )
 from hatch_epcontext.jobs.validation import describe_validation
-from hatch_epcontext.text import count, pairs, show_size
-from hatch_epcontext.worker.results import Context, Coverage, Validation
-
-_MAX_CHARACTERS = 90
-"""Characters of a failed preparation's message in a summary; the report has the whole message."""
+from hatch_epcontext.text import count
+from hatch_epcontext.worker.results import Context, Coverage, Validation, ValidationStatus
 
 
 @dataclass(frozen=True)
@@ -121,36 +117,31 @@ def describe_coverage(coverage: Coverage | None) -> str:
     return f"{coverage.compiled}/{coverage.nodes} nodes in {contexts}"
 
 
-def summarize(built: Built) -> str:
-    """A finished job in one line."""
-    record = built.artifact.record
-    parts = []
+def summarize(built: Built, seconds: float) -> str:
+    """A job that took ``seconds``, in one line with what a user must know; the report has the rest."""
+    record, validations = built.artifact.record, built.validations.values()
+    is_ok = all(
+        v.status is ValidationStatus.RAN and v.compared and not v.sensitive for v in validations
+    )
+    parts = ["ok" if is_ok else "compiled"]
     for preparation, context in zip(record.preparations, record.contexts, strict=True):
         name = f"{context.model} " if built.job.group else ""
-        parts.append(name + ", ".join(_summarize_model(built, preparation, context)))
-    parts.append(show_size(built.artifact.size))
-    loads = [v.load for v in built.validations.values() if v.load is not None]
-    if loads:
-        parts.append(f"opens in {sum(loads):.3f} s")
-    parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")
+        validation = describe_validation(built.validations[context.model])
+        parts.append(name + ", ".join([*_summarize_model(preparation, context), validation]))
+    parts.append("from the cache" if built.cached else f"{seconds:.1f} s")
     return f"{built.job.location} ({built.job.target.provider.name}): {', '.join(parts)}"
 
 
-def _summarize_model(built: Built, preparation: Preparation, context: Context) -> Iterator[str]:
+def _summarize_model(preparation: Preparation, context: Context) -> Iterator[str]:
+    coverage = context.coverage
+    if coverage is None:
+        yield "optimized graph"
+    else:
+        contexts = f" in {coverage.partitions} contexts" if coverage.partitions > 1 else ""
+        yield f"{coverage.compiled}/{coverage.nodes} nodes{contexts}"
     if preparation.precision:
-        is_last = built.artifact.record.recipe.dequantize
-        because = ", because nodes are left to the CPU otherwise" if is_last else ""
-        yield f"{preparation.precision}{because}"
+        yield preparation.precision
     if preparation.rewrites:
-        yield f"rewritten ({_short('; '.join(preparation.rewrites))})"
+        yield count(len(preparation.rewrites), "rewrite")
     if preparation.options:
-        options = ", ".join(preparation.options)
-        yield f"compiled with {options}, because without it nodes are left to the CPU"
-    yield describe_coverage(context.coverage)
-    if chip := built.job.target.provider.compiled_for(context.compatibility):
-        yield f"for {pairs(chip)}"
-    yield describe_validation(built.validations[context.model])
-
-
-def _short(text: str) -> str:
-    return textwrap.shorten(text.rstrip("."), _MAX_CHARACTERS, placeholder=" ...")
+        yield f"with {', '.join(preparation.options)}"

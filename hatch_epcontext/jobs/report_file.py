@@ -147,6 +147,10 @@ def _model(model: ModelReport, job: JobReport) -> list[_Html]:
         "also tried": prepared.tried,
         "synthetic inputs" if validation.synthetic else "given inputs": validation.samples,
         "emulated on the CPU": map(describe_emulation, filter(None, [validation.emulation])),
+        "the source on the CPU": (
+            f"differs from its float form by {form.snr or 0:.0f} dB"
+            for form in filter(None, [validation.float_form])
+        ),
         "warning": validation_warnings(model.model, validation),
     }
     head = [_tag("h4", model.model)] if len(job.models) > 1 else []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.config.settings import Config
@@ -25,6 +26,8 @@ from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.jobs.validation import validation_warnings
 from hatch_epcontext.serialize import to_json
+
+T = TypeVar("T")
 
 _STEP = 0.5
 """Seconds that a build waits for a job before it checks for an interruption."""
@@ -177,21 +180,26 @@ def _run(
     warn: Callable[[str], None],
 ) -> Result:
     """``run`` all jobs, several ``at_once``."""
+
+    def timed(job: Job) -> tuple[Built, float]:
+        start = time.monotonic()
+        return run(job), time.monotonic() - start
+
     built: list[Built] = []
     failures: list[FailureReport] = []
     # Its threads only wait for workers.
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            running = [(job, pool.submit(run, job)) for job in begun.jobs]
+            running = [(job, pool.submit(timed, job)) for job in begun.jobs]
             for job, future in running:
                 try:
-                    finished = _result(future)
+                    finished, seconds = _result(future)
                 except BuildError as error:
                     failures.append(FailureReport.of(job, error.problems))
                     log(f"{job.location} ({job.target.provider.name}): FAILED")
                 else:
                     built.append(finished)
-                    log(summarize(finished))
+                    log(summarize(finished, seconds))
                     for name, validation in finished.validations.items():
                         for line in validation_warnings(f"{job.target.name}: {name}", validation):
                             warn(line)
@@ -204,7 +212,7 @@ def _run(
     return Result(tuple(begun.sources.values()), tuple(built), tuple(failures))
 
 
-def _result(future: Future[Built]) -> Built:
+def _result(future: Future[T]) -> T:
     # On Windows Ctrl-C does not interrupt a wait, and takes effect at its end.
     while not future.done():
         wait([future], _STEP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -26,40 +27,30 @@ from hatch_epcontext.worker.results import (
 
 
 def describe_validation(validation: Validation) -> str:
-    """The validation for a summary."""
+    """The validation in a few words; the report has the numbers."""
     reason = f" ({validation.reason})" if validation.reason else ""
     if validation.status is ValidationStatus.NOT_VALIDATED:
         return "NOT validated (validate = false)"
     if validation.status is ValidationStatus.STRUCTURE:
         return f"structure checked, NOT run{reason}"
-    ran = {
-        ValidationStatus.RAN: "ran on the simulator" if validation.simulated else "ran",
-        ValidationStatus.RAN_ON_CPU: f"ran on the CPU only{reason}",
-        ValidationStatus.RAN_ALONE: f"structure checked{reason}; compiled separately, it ran",
-    }[validation.status]
-    if not validation.agreements:
-        why = reason if validation.status is ValidationStatus.RAN else ""
-        return f"{ran}, outputs finite, not compared{why}"
-    on = f" on {count(len(validation.samples), 'synthetic input')}" if validation.synthetic else ""
-    others = "".join(
-        f"; {agreement.output!r} is {agreement.status.value}"
-        for agreement in validation.agreements
-        if agreement not in validation.compared
-    )
-    if not validation.compared:
-        return f"{ran}{on}, NOT compared{others}"
-    largest = max(agreement.max_abs for agreement in validation.compared)
-    cosine = f"cosine {validation.cosine:.5f}, " if validation.cosine is not None else ""
-    snr = f"{validation.snr:.0f} dB, " if validation.snr is not None else ""
-    reference = "the CPU" if validation.float_form is None else "its float form"
-    emulated = ""
-    if validation.emulation is not None:
+    snr = validation.snr if validation.simulated or validation.emulation else None
+    decibels = "" if snr is None else f" ({snr:.0f} dB)"
+    parts = [f"ran, NOT compared{reason if validation.status is ValidationStatus.RAN else ''}"]
+    if validation.compared:
+        number = count(len(validation.samples), "given input")
+        reference = "" if validation.float_form is None else " with its float form"
         but = ", but is SENSITIVE" if validation.sensitive else ""
-        emulated = f"{but}; {describe_emulation(validation.emulation)}"
-    return (
-        f"{ran} and agrees with {reference}{on} ({snr}{cosine}largest difference {largest:.2g})"
-        f"{emulated}{others}"
-    )
+        on = "synthetic inputs" if validation.synthetic else number
+        parts = [f"agrees{reference} on {on}{but}{'' if validation.simulated else decibels}"]
+    others = [a.status.value for a in validation.agreements if a not in validation.compared]
+    parts += (f"{count(n, 'output')} {status}" for status, n in Counter(others).items())
+    if validation.status is ValidationStatus.RAN_ON_CPU:
+        parts.append(f"on the CPU only{reason}")
+    if validation.status is ValidationStatus.RAN_ALONE:
+        parts.append("compiled alone")
+    if validation.simulated:
+        parts.append(f"simulator{decibels}")
+    return ", ".join(parts)
 
 
 def describe_emulation(emulation: Emulation) -> str:

@@ -140,7 +140,7 @@ def _pattern(line: str) -> str:
 def _general(line: str) -> str:
     # Windows has other separators.
     line = re.sub(r"\d+(\.\d+)*( (bytes|kB|MB))?", "0", line.replace("\\", "/"))
-    line = line.replace(", compiled in 0 s", ", from the cache")
+    line = re.sub(r", 0 s$", ", from the cache", line)
     return re.sub(r"([━─═])\1+|\s+", lambda match: match[1] or " ", line).strip()
 
 

@@ -41,9 +41,8 @@ def built(tmp_path_factory: pytest.TempPathFactory, env: Env) -> Path:
     project = copy_example(folder / "digits-app")
     command = ("-m", "build", UV, "-o", folder / "dist", project)
     text = run(sys.executable, *command, cwd=project, env=env)
-    compiled = "digits -> x-elite (qnn): 10/10 nodes in 1 context, for soc_model 60, htp_arch 73, "
-    assert f"{compiled}ran on the simulator and agrees" in text
-    assert "digits -> cpu (cpu): optimized graph, ran and agrees with the CPU" in text
+    assert "digits -> x-elite (qnn): ok, 10/10 nodes, agrees on " in text
+    assert "digits -> cpu (cpu): ok, optimized graph, agrees on " in text
     return folder / "dist" / WHEEL
 
 

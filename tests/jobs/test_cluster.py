@@ -341,7 +341,7 @@ def test_a_job_without_a_worker_that_fits_fails_and_the_others_run(
     problem = run.problem(CPU + other)
     assert (problem.kind, problem.where()) == (kind, "a -> y")
     assert re.search(message, problem.message)
-    assert run.log[0].startswith("a -> x (cpu): optimized graph")
+    assert run.log[0].startswith("a -> x (cpu): ok, optimized graph")
 
 
 def test_a_worker_whose_packages_have_changed_refuses_the_job(
