@@ -37,7 +37,7 @@ def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
     assert compiled.preparation.rewrites == names
     assert compiled.preparation.tried == ("unmodified: 3 nodes on the CPU",)
     assert compiled.validation.status is ValidationStatus.RAN
-    assert any(f"rewritten ({'; '.join(names)})" in line for line in lines)
+    assert any("3 rewrites" in line for line in lines)
     assert onnx.load(tmp_path / "a.onnx") == refused
 
 
