@@ -41,7 +41,7 @@ class Runner:
         self._axes: Mapping[str, Mapping[str, int]] = ways[0][0][0].batch
         sessions = (self._open(sizes[0], way) for sizes, way in ways)
         if (first := next(filter(None, sessions), None)) is None:
-            raise self._error("it cannot be opened on this machine")
+            raise loader.LoadError("it cannot be opened on this machine:", self.explain())
         self._first: Any = first
 
     def run(
@@ -50,48 +50,46 @@ class Runner:
         """The outputs with these names, or all. Raises LoadError for a size that no target has."""
         import numpy as np
 
-        arrays = {name: np.asarray(value) for name, value in feeds.items()}
-        axes = self._axes.get("inputs", {})
-        batches = {arrays[name].shape[axis] for name, axis in axes.items() if name in arrays}
+        values = {n: v.numpy() if hasattr(v, "numpy") else v for n, v in feeds.items()}
+        arrays = {name: np.asarray(value) for name, value in values.items()}
+        names = output_names or [value.name for value in self._first.get_outputs()]
+        axes = {n: axis for n, axis in self._axes.get("inputs", {}).items() if n in arrays}
+        batches = {arrays[n].shape[axis] for n, axis in axes.items() if axis < arrays[n].ndim}
         # Without a batch, or with one that is broadcast, all is one row.
         axes, total = (axes, *batches) if len(batches) == 1 else ({}, 1)
         parts, start = list[list[Any]](), 0
         while start < total or not parts:
             variant, session, rows = self._choose(arrays, axes, total - start)
-            part = {
-                name: arrays[name].take(range(start, start + rows), axis)
-                for name, axis in axes.items()
-                if rows < total and name in arrays
-            }
-            parts.append(session.run(output_names, arrays | part, run_options))
+            if rows < total:
+                part = range(start, start + rows)
+                values |= {name: arrays[name].take(part, axis) for name, axis in axes.items()}
+            parts.append(session.run(names, values, run_options))
             start += rows
             with self._lock:
                 self._runs[variant.target] += 1
         if len(parts) == 1:
             return parts[0]
-        names = output_names or [value.name for value in self._first.get_outputs()]
-        return [
-            np.concatenate(values, self._axes["outputs"][name])
-            for name, values in zip(names, zip(*parts, strict=True), strict=True)
-        ]
+        outputs = zip(names, zip(*parts, strict=True), strict=True)
+        return [np.concatenate(arrays, self._axes["outputs"][name]) for name, arrays in outputs]
 
     def get_inputs(self) -> list[Value]:
         """The inputs, with None for the sizes that can vary."""
         return [self._value(value, "inputs") for value in self._first.get_inputs()]
 
     def get_outputs(self) -> list[Value]:
-        """The outputs, with None for a batch that is split."""
+        """The outputs, with None for the sizes that can vary."""
         return [self._value(value, "outputs") for value in self._first.get_outputs()]
 
     def explain(self) -> list[TargetAttempt]:
         """The targets that were tried, each with its reason and the number of its runs."""
-        tried = dict.fromkeys(attempt for attempt, _ in self._opened.values())
-        return [
-            one._replace(reason=f"{one.reason}, runs: {self._runs[one.target]}") for one in tried
-        ]
+        with self._lock:
+            tried = dict.fromkeys(attempt for attempt, _ in self._opened.values())
+            runs = {a: f", runs: {self._runs[a.target]}" for a in tried if a.outcome == "opened"}
+        return [a._replace(reason=f"{a.reason}{runs.get(a, '')}") for a in tried]
 
     def _value(self, value: Any, kind: str) -> Value:
-        shapes = [v.inputs.get(value.name) or value.shape for sizes, _ in self._ways for v in sizes]
+        variants = [variant for sizes, _ in self._ways for variant in sizes]
+        shapes = [getattr(variant, kind).get(value.name) or value.shape for variant in variants]
         batch = self._axes.get(kind, {}).get(value.name)
         shape = [
             sizes[0] if len({*sizes}) == 1 and axis != batch else None
@@ -109,7 +107,7 @@ class Runner:
                 if taken >= 0 and (session := self._open(variant, way)):
                     return variant, session, taken
         shapes = {name: array.shape for name, array in arrays.items()}
-        raise self._error(f"no target takes {shapes}")
+        raise self._loader.LoadError(f"no target takes {shapes}:", self.explain())
 
     def _open(self, variant: Variant, way: Any) -> Any:
         key = id(variant), way
@@ -118,18 +116,14 @@ class Runner:
                 self._opened[key] = self._loader.open_variant(way, [variant], self._request)
             return self._opened[key][1]
 
-    def _error(self, reason: str) -> Any:
-        lines = "".join(f"\n  {attempt}" for attempt in self.explain())
-        return self._loader.LoadError(f"{reason}:{lines}")
-
 
 def _rows(variant: Variant, arrays: Mapping[str, Any], axes: Mapping[str, int], rows: int) -> int:
     """How many of the ``rows`` that are left one run of ``variant`` takes; -1 if the sizes do not fit."""
     taken = rows
     for name, array in arrays.items():
         for axis, size in enumerate(variant.inputs.get(name) or ()):
-            needed = rows if axis == axes.get(name) else array.shape[axis : axis + 1]
-            if isinstance(size, int) and needed not in (size, (size,)):
+            needed = (rows,) if axis == axes.get(name) else array.shape[axis : axis + 1]
+            if isinstance(size, int) and needed != (size,):
                 if axis != axes.get(name) or not 0 < size < rows:
                     return -1
                 taken = size

@@ -58,7 +58,9 @@ _groups: dict[tuple[str, str, str], weakref.WeakSet[Any]] = {}
 class LoadError(RuntimeError):
     """No session could be opened, or a file is damaged. ``attempts`` are the targets that were tried."""
 
-    attempts: Sequence[TargetAttempt] = ()
+    def __init__(self, message: str, attempts: Sequence[TargetAttempt] = ()) -> None:
+        super().__init__("\n  ".join((message, *map(str, attempts))))
+        self.attempts = attempts
 
 
 class Outcome(str, Enum):
@@ -143,10 +145,7 @@ def load(
             log("warning" if attempt.outcome is Outcome.FAILED else "info", f"{name} on {attempt}")
             attempts.append(attempt)
     if session is None:
-        lines = "\n".join(f"  {attempt}" for attempt in attempts)
-        error = LoadError(f"the model {name!r} cannot be opened on this machine:\n{lines}")
-        error.attempts = attempts
-        raise error
+        raise LoadError(f"the model {name!r} cannot be opened on this machine:", attempts)
     session.epcontext_attempts = attempts
     return session
 
@@ -384,8 +383,10 @@ class Variant:
         self.compatibility = get(body, "compatibility_string", str, "")
         # Of the files that its provider options name.
         self.option_files: Path = package.root / self.folder / OPTION_FILES
-        inputs: list[Any] = get(about, "inputs", list, [])
-        self.inputs = {get(entry, "name", str): _shape(entry) for entry in inputs}
+        self.inputs, self.outputs = (
+            {get(entry, "name", str): _shape(entry) for entry in get(about, kind, list, [])}
+            for kind in ("inputs", "outputs")
+        )
         shapes = [[None] if shape is None else shape for shape in self.inputs.values()]
         sizes = [[n if isinstance(n, int) else math.inf for n in shape] for shape in shapes]
         self.elements = sum(map(math.prod, sizes))

@@ -72,7 +72,8 @@ def _source(model: Model, facts: ModelFacts) -> Source:
 
 def _facts(model: Model) -> ModelFacts:
     own = TensorFacts("x", "float32", ("batch", 4))
-    return ModelFacts((_input(model),), (own,), (), (own,))
+    outputs = (TensorFacts("y", "float32", ("batch", 4)),)
+    return ModelFacts((_input(model),), outputs, (), (own,), own_outputs=outputs)
 
 
 def _input(model: Model) -> TensorFacts:

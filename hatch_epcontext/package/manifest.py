@@ -109,6 +109,7 @@ class SourceMetadata:
     """The source model, which has its ``constants`` in it."""
 
     inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...] = ()
     product: str = field(default=SOURCE)
 
 
@@ -228,7 +229,7 @@ def make(
 
 def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dict[str, Variant]:
     """The variants of a model in the order of its targets; ``file``: where its source is, if it is one."""
-    model, shape_set = source.model, source.model.shape_set
+    model, facts, shape_set = source.model, source.facts, source.model.shape_set
     names = {model.name, model.configured_name}
     order = shape_set.targets if shape_set else tuple(target.name for target in model.targets)
     compiled = {
@@ -244,7 +245,7 @@ def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dic
             variant_directory=folder,
             ep=CPU_EP,
             executor_info={"ort": OrtInfo(model_file=name)},
-            additional_metadata={METADATA: SourceMetadata(source.facts.own_inputs)},
+            additional_metadata={METADATA: SourceMetadata(facts.own_inputs, facts.own_outputs)},
         )
     return variants
 

@@ -35,8 +35,8 @@ class ModelFacts:
     """Facts of an ONNX file: inputs and outputs with what the configuration fixes, and the files that
     hold its external data, relative to its folder, with forward slashes.
 
-    ``own_inputs`` are those of the file itself. ``license`` is that of the file's metadata;
-    ``dynamic``: whether it is dynamically quantized.
+    ``own_inputs`` and ``own_outputs`` are those of the file itself. ``license`` is that of the file's
+    metadata; ``dynamic``: whether it is dynamically quantized.
     """
 
     inputs: tuple[TensorFacts, ...]
@@ -45,6 +45,7 @@ class ModelFacts:
     own_inputs: tuple[TensorFacts, ...] = ()
     license: str | None = None
     dynamic: bool = False
+    own_outputs: tuple[TensorFacts, ...] = ()
 
 
 @dataclass(frozen=True)

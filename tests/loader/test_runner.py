@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from tests.loader.shipped import CPU_EP, SOURCE, Shipper, changed, component, outcomes, variant
-from tests.models import network, save
+from tests.models import network, parsed, save
 
 BATCH = {"inputs": {"x": 0}, "outputs": {"y": 0}}
 
@@ -76,3 +78,86 @@ def test_a_runner_of_nothing_is_an_error(ship: Shipper) -> None:
     )
     with pytest.raises(app.LoadError, match="it cannot be opened on this machine"):
         app.runner("a")
+
+
+def test_no_rows_run_where_the_batch_is_open(ship: Shipper, rows: Any) -> None:
+    runner = write(ship, 1, batch=BATCH).runner("a")
+    assert runner.run(None, {"x": rows[:0]})[0].shape == (0, 10)
+    assert [step.reason.rpartition(" ")[2] for step in runner.explain()] == ["0", "1"]
+
+
+def test_threads_share_the_sessions(ship: Shipper, rows: Any) -> None:
+    runner = write(ship, 1, 4, batch=BATCH).runner("a")
+    shapes: list[Any] = []
+
+    def run() -> None:
+        shapes.extend(out.shape for out in runner.run(None, {"x": rows}))
+        runner.explain()
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert shapes == [(7, 10)] * 8
+    assert runner.explain()[0].reason == f"{CPU_EP} on cpu, runs: 32"
+
+
+class TestSeveralSizes:
+    """A model whose rows are in the second axis, with two inputs, for batches and lengths."""
+
+    @pytest.fixture
+    def app(self, ship: Shipper) -> Any:
+        axes = {"inputs": {"x": 1, "b": 0}, "outputs": {"y": 1, "z": 0}}
+        components: dict[str, Any] = {}
+        for length, batch in ((4, 1), (8, 1), (8, 4), ("S", "N")):
+            of_x, of_b = f"float[{length}, {batch}]", f"float[{batch}]"
+            text = f"({of_x} x, {of_b} b) => ({of_x} y, {of_b} z)"
+            name = "source" if length == "S" else f"fixed{length}x{batch}"
+            save(
+                parsed(f"{text} {{ y = Add (x, b) z = Neg (b) }}"), ship.folder / f"a/{name}/a.onnx"
+            )
+            shapes = {"x": [length, batch], "b": [batch], "y": [length, batch], "z": [batch]}
+            facts = [{"name": n, "dtype": "float32", "shape": s} for n, s in shapes.items()]
+            about: dict[str, Any] = {"inputs": facts[:2], "outputs": facts[2:]}
+            if length == "S":
+                source = variant("a/source", "a.onnx", product="source", **about)
+                components["a.4x1"]["variants"]["source"] = source
+            else:
+                variants = {"fixed": variant(f"a/{name}", "a.onnx", **about)}
+                components[f"a.{length}x{batch}"] = component(variants, batch=axes)
+        return ship.write(components)
+
+    @pytest.mark.parametrize(
+        ("length", "batch", "runs"), [(4, 5, ["5"]), (8, 5, ["2"]), (6, 5, ["0", "1"])]
+    )
+    def test_each_batch_runs_in_the_largest_that_fit(
+        self, app: Any, length: int, batch: int, runs: list[str]
+    ) -> None:
+        runner = app.runner("a")
+        x = np.arange(length * batch, dtype=np.float32).reshape(length, batch)
+        b = np.arange(batch, dtype=np.float32)
+        # ONNX Runtime's own values too; and outputs in another order.
+        feeds = {"x": onnxruntime.OrtValue.ortvalue_from_numpy(x), "b": b}
+        z, y = runner.run(["z", "y"], feeds)
+        np.testing.assert_array_equal(y, x + b)
+        np.testing.assert_array_equal(z, -b)
+        assert [step.reason.rpartition(" ")[2] for step in runner.explain()] == runs
+
+    def test_a_batch_that_is_broadcast_runs_whole(self, app: Any) -> None:
+        x, runner = np.ones((8, 4), np.float32), app.runner("a")
+        y, _ = runner.run(None, {"x": x, "b": np.ones(1, np.float32)})
+        np.testing.assert_array_equal(y, x + 1)
+        assert runner.explain()[-1].reason.endswith("runs: 1")
+
+    def test_what_no_session_takes_is_the_error_of_onnx_runtime(self, app: Any) -> None:
+        with pytest.raises(Exception, match="Invalid rank for input: x"):
+            app.runner("a").run(None, {"x": np.ones(8, np.float32), "b": np.ones(1, np.float32)})
+
+    def test_sizes_that_differ_are_open(self, app: Any) -> None:
+        runner = app.runner("a", target="fixed")
+        values = [*runner.get_inputs(), *runner.get_outputs()]
+        assert [value.shape for value in values] == [[None, None], [None], [None, None], [None]]
+        with pytest.raises(app.LoadError) as raised:
+            runner.run(None, {"x": np.ones((5, 1), np.float32), "b": np.ones(1, np.float32)})
+        assert outcomes(raised.value.attempts) == [("fixed", "opened")]

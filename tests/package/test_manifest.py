@@ -162,7 +162,9 @@ def test_the_source_is_a_variant_of_the_cpu(project: Path, tmp_path: Path) -> No
         None,
         None,
     )
-    assert source.metadata == SourceMetadata((TensorFacts("x", "float32", ("batch", 4)),))
+    assert source.metadata == SourceMetadata(
+        (TensorFacts("x", "float32", ("batch", 4)),), (TensorFacts("y", "float32", ("batch", 4)),)
+    )
     (component,) = make(result, {}, {}).components.values()
     assert list(component.variants) == ["cpu"]
 

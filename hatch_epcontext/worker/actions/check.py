@@ -55,6 +55,7 @@ def _check_model(model: Model) -> ModelFacts:
     onnx_model = read_source(model.path, model.key)
     data = data_of(onnx_model, model.path, model.key)
     own_inputs = _inputs(onnx_model)
+    own_outputs = tuple(map(graph.facts, onnx_model.graph.output))
     fix_constants(onnx_model, model)
     open_inputs = _inputs(onnx_model)
     if model.static_shapes:
@@ -97,6 +98,7 @@ def _check_model(model: Model) -> ModelFacts:
         own_inputs,
         graph.license_of(onnx_model),
         is_dynamic(onnx_model),
+        own_outputs,
     )
 
 
