@@ -196,7 +196,9 @@ class _Build(ProjectBuild):
                 place = self._source_of(str(config.output)).relative_to(self.root)
                 earlier = self._earlier(config.output, PurePosixPath(place))
         with writing("the sdist", folder):
-            return write_sdist(sdist, folder, files, earlier).name
+            written = write_sdist(sdist, folder, files, earlier)
+        self.check_size(written)
+        return written.name
 
     def install_editable(self) -> None:
         """Write the models' package of an editable install into the project."""

@@ -55,6 +55,7 @@ class HatchBuild(ProjectBuild):
         packed, hooks = packed_files(self._selection, build_data), hooks_of_project(self.root)
         additions = self.sdist_additions(config, self._selection, packed, hooks)
         build_data["force_include"].update({str(file): path for path, file in additions.items()})
+        self._finish = self.check_size
 
     def fill_wheel(self, build_data: dict[str, Any]) -> None:
         """Compile all models, and add their package to the wheel, with its SBOM and its tag."""
@@ -100,7 +101,7 @@ class HatchBuild(ProjectBuild):
             self.finish(folder)
 
     def finish(self, path: Path) -> None:
-        """Verify the wheel at ``path``, or write the package of an editable install."""
+        """Check the wheel or the sdist at ``path``, or write the package of an editable install."""
         if self._finish is not None:
             self._finish(path)
         self.close()

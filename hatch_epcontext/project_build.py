@@ -106,6 +106,13 @@ class ProjectBuild:
             self.terminal.info(f"added to the sdist: {path} ({show_size(file.stat().st_size)})")
         return files
 
+    def check_size(self, archive: Path) -> None:
+        """Warn of a wheel or an sdist that package indexes refuse by default."""
+        from hatch_epcontext.package.wheel import check_size
+
+        if warning := check_size(archive):
+            self.terminal.warn(warning)
+
     def compile(self, config: Config, project: Project, staging: Path) -> Result:
         """Run all jobs of ``config``: `jobs.run` starts them, and `jobs.job` tries the recipes of each.
 
@@ -148,8 +155,10 @@ class ProjectBuild:
         """
         from hatch_epcontext.package.bundle import bundle, import_name, modules
         from hatch_epcontext.package.dependencies import too_new_files
-        from hatch_epcontext.package.wheel import repeated_models
+        from hatch_epcontext.package.wheel import repeated_models, unused_platforms
 
+        if line := unused_platforms(config):
+            self.terminal.info(line)
         staging = self.temp_dir()
         result = self.compile(config, project, staging)
         name = import_name(output) if project.freezes else None
@@ -200,11 +209,10 @@ class ProjectBuild:
         ``output``: the package's folder in it.
         """
         from hatch_epcontext.jobs.sources import check_unchanged
-        from hatch_epcontext.package.wheel import check_size, verify
+        from hatch_epcontext.package.wheel import verify
 
         try:
             verify(wheel, output, package.files)
-            warning = check_size(wheel)
             if self.hooks.after:
                 # A hook that ran after this one may have changed a model.
                 check_unchanged(result.sources, self.hooks.advice() or "")
@@ -217,8 +225,7 @@ class ProjectBuild:
         self.terminal.info(
             f"verified the wheel: {len(package.files) - 1} files as in the manifest, by RECORD"
         )
-        if warning:
-            self.terminal.warn(warning)
+        self.check_size(wheel)
 
     def temp_dir(self) -> Path:
         """A folder that is there until `close`."""

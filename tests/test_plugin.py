@@ -11,12 +11,14 @@ from typing import Any
 import hatchling.build
 import onnx
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs.requirements import TOOLS
 from hatch_epcontext.package import bundle as package_bundle
+from hatch_epcontext.package import wheel
 from hatch_epcontext.plugin import EpcontextBuildHook
 from hatch_epcontext.text import printable
 from tests import projects
@@ -279,6 +281,23 @@ def test_the_tag_is_set_for_the_targets_platforms(root: Path) -> None:
     text = zipfile.ZipFile(path).read("my_app-1.0.dist-info/WHEEL").decode()
     assert "Root-Is-Purelib: false" in text
     assert "Tag: py3-none-win_arm64" in text
+
+
+def test_platforms_of_some_targets_only_leave_the_tag_as_it_is(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(root, 'targets.more = { provider = "cpu", platforms = ["win_arm64"] }\n')
+    assert make(root).name.endswith("-any.whl")
+    line = 'the wheel\'s tag stays "any", or that of the build back end: cpu has no platforms'
+    assert line in capsys.readouterr().err
+
+
+def test_a_large_sdist_is_a_warning(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheel, "_WARN_AT", 1000)
+    [*SdistBuilder(str(root), plugin_manager=PluginManager()).build(directory=str(root / "dist"))]
+    assert "or let builds download models (url)" in capsys.readouterr().err
 
 
 def other_hook(root: Path, initialize: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import click
 
 from hatch_epcontext.config.environ import PREFIX, REPORT_SUFFIXES, read_environment
 from hatch_epcontext.config.paths import NO_HOME, default_root
-from hatch_epcontext.errors import ConfigError, Kind, Problem, collect
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem, collect
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.store import Store
-from hatch_epcontext.jobs.plan import Plan
+from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
-from hatch_epcontext.jobs.run import build_with_report
+from hatch_epcontext.jobs.run import IncompleteError, build_with_report
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.text import count, printable, show_size
 
@@ -133,3 +135,24 @@ def run_plan(planned: Plan, staging: Path, verbosity: Verbosity, name: str) -> R
     settings = planned.config.build
     workers = verbosity.workers(settings.timeout, settings.memory_limit)
     return build_with_report(planned, staging, verbosity.log, workers, warn, name)
+
+
+def failed_jobs(config: Config, name: str) -> Mapping[tuple[str, str], Problem]:
+    """Run all jobs of ``config``: the first problem of each that fails, by its model and its target."""
+    try:
+        with temp_dir() as staging:
+            run_plan(plan(config), staging, Verbosity(), name)
+    except IncompleteError as error:
+        failures = error.result.failures
+        return {(model, job.target): job.problems[0] for job in failures for model in job.models}
+    except BuildError as error:
+        # A model cannot be read, which ends the build of all.
+        jobs = [(model, target) for model in config.models for target in model.targets]
+        if len(jobs) == 1:
+            return {(model.name, target.name): error.problems[0] for model, target in jobs}
+        problems = dict[tuple[str, str], Problem]()
+        for model, target in jobs:
+            alone = (replace(model, targets=(target,)),)
+            problems |= failed_jobs(replace(config, models=alone), name)
+        return problems
+    return {}

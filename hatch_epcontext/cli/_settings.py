@@ -271,26 +271,50 @@ class Project:
         return table if isinstance(table, dict) else {}
 
     @property
+    def is_of_poetry(self) -> bool:
+        """Whether its dependencies are in Poetry's own table."""
+        in_own_table = "dependencies" in self.table("tool", "poetry")
+        return in_own_table and "dependencies" not in self.table("project")
+
+    @property
     def dependencies(self) -> list[str]:
-        """The valid requirements of the app and of its extras."""
+        """The valid requirements of the app and of its extras; without versions in Poetry's own table."""
         extras = self.table("project", "optional-dependencies").values()
-        lists = self.table("project").get("dependencies"), *extras
+        own = list(self.table("tool", "poetry", "dependencies")) if self.is_of_poetry else []
+        lists = self.table("project").get("dependencies"), *extras, own
         return [str(requirement) for listed in lists for requirement in requirements(listed)]
+
+    @property
+    def requires_python(self) -> str:
+        """The releases of Python that it is for; of Poetry's operators only the lower bound is kept."""
+        own = self.table("tool", "poetry", "dependencies").get("python", "")
+        text = self.table("project").get("requires-python", own)
+        return re.sub(r"\^|~(?!=)", ">=", str(text))
 
     @property
     def name(self) -> str:
         """The project's name, or that of its folder."""
-        name = self.table("project").get("name")
-        return name if isinstance(name, str) else self.root.name
+        names = (self.table(*table).get("name") for table in (("project",), ("tool", "poetry")))
+        return next((name for name in names if isinstance(name, str)), self.root.name)
 
     @property
     def backend(self) -> str:
-        """The import name of the build backend; without any it is hatchling, for a new project."""
+        """The object path of its build back end; that of hatchling for a new project."""
         name = self.table("build-system").get("build-backend")
         if isinstance(name, str):
-            return re.split(r"[.:]", name)[0]
+            return name
         old = any((self.root / file).is_file() for file in ("setup.py", "setup.cfg"))
-        return "setuptools" if self.table("build-system") or old else HATCHLING
+        # As PEP 517 says.
+        return (
+            "setuptools.build_meta:__legacy__"
+            if self.table("build-system") or old
+            else "hatchling.build"
+        )
+
+    @property
+    def is_hatchling(self) -> bool:
+        """Whether hatchling builds it, which runs the hook."""
+        return self.backend.partition(".")[0] == HATCHLING
 
 
 def requirements(listed: Any) -> Iterator[Requirement]:

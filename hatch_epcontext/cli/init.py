@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from textwrap import indent
+from textwrap import indent, shorten
 from typing import Any
 
 import click
@@ -22,7 +22,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
-from hatch_epcontext.cli._common import Command, echo, existing_file, warn
+from hatch_epcontext.cli._common import Command, echo, existing_file, failed_jobs, warn
 from hatch_epcontext.cli._settings import (
     HATCHLING,
     Project,
@@ -34,10 +34,11 @@ from hatch_epcontext.cli._settings import (
 from hatch_epcontext.cli.doctor import provider_states
 from hatch_epcontext.cli.fetch import Table
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project
+from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import file_of
 from hatch_epcontext.config.pyproject import FILE, parse
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import (
     HOOK,
     ROOT,
@@ -51,19 +52,22 @@ from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
 from hatch_epcontext.package.folder import own_files
-from hatch_epcontext.package.wheel import FOLDER
+from hatch_epcontext.package.wheel import FOLDER, import_packages
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
-from hatch_epcontext.text import file_name, quoted_key, to_toml
+from hatch_epcontext.text import file_name, listing, quoted_key, to_toml
 from hatch_epcontext.tools.configure import for_model, split
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
 
-_PACKAGE, _BACKEND = "hatch-epcontext", "hatchling.build"
+_PACKAGE, _BACKEND = "hatch-epcontext", "hatch_epcontext.backend"
 
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
 
 _UNKNOWN = "size that the user knows"
 """Stands for a question mark in a value, which TOML has not."""
+
+_MAX_REASON = 120
+"""Characters of the reason why a target refuses a model."""
 
 _OUTPUTS = frozenset({"build", "dist", "node_modules", "site-packages", "__pycache__"})
 
@@ -72,13 +76,11 @@ _NOT_THE_APP = frozenset(
 )
 """Folders whose models and packages are not the app's."""
 
-_EXPORT = """\
-The build backend is {backend}, which does not run Hatch's hooks, but packs a folder. Write it before each
-build, and once after cloning, because the app imports it:
-    epcontext export -o {folder} --overwrite
-How {backend} packs it: https://hatch-epcontext.github.io/hatch-epcontext/adopting/#2-build-the-wheel
-Keep the plain models out of {parent}, or exclude them: the backend may pack them too.
-Or change to hatchling, which compiles the models in each build, and call epcontext init again."""
+_NO_NAMES = frozenset({"onnx", "model", "models"})
+"""Folders that do not say what their ``model.onnx`` is."""
+
+_SOURCE_FOLDERS = ("src", "python", "lib")
+"""Folders that have import packages, besides the project's own."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class NewModel:
     """A model to add: its path in the project, with forward slashes, the facts of its file, and suggestions.
 
     ``pinned``: the keys of a model from elsewhere; ``path`` is then its location. ``name`` and ``settings``,
-    other keys: those that the user chose.
+    other keys: those that the user chose. ``tried``: why each target refuses the model, empty if it works.
     """
 
     path: str
@@ -95,6 +97,27 @@ class NewModel:
     pinned: Table | None = None
     name: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    tried: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def plain_name(self) -> str:
+        """The name of its file; of the folder of a ``model.onnx`` in the project."""
+        file = PurePosixPath(file_of(self.path) if self.pinned else self.path)
+        folders = [name for name in file.parts[:-1] if name.casefold() not in _NO_NAMES]
+        return folders[-1] if folders and file.stem.casefold() == "model" else file.stem
+
+    @property
+    def works(self) -> list[str]:
+        """The targets that compile it."""
+        return [target for target, reason in self.tried.items() if not reason]
+
+    @property
+    def refusals(self) -> str:
+        """Why other targets do not, in one line."""
+        reasons: dict[str, list[str]] = {}
+        for target, reason in self.tried.items():
+            reasons.setdefault(reason, []).append(target)
+        return "; ".join(f"{listing(names)}: {why}" for why, names in reasons.items() if why)
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -118,18 +141,20 @@ class Pyproject:
             raise _error(FILE, f"is not TOML: {error}.") from error
         self.table = self.project.table("tool").get("epcontext")
         has_models = isinstance(self.table, dict) and self.table.get("models")
-        models = self.load(self.table).models if has_models else ()
-        self.listed = {
-            model.download.url if model.download else model.path.relative_to(root).as_posix(): (
-                model.configured_name
-            )
-            for model in models
-        }
+        models = self.load(self.text).models if has_models else ()
+        self.listed = {self.path_of(model): model.configured_name for model in models}
 
-    def load(self, table: Any) -> Config:
-        """The configuration with ``table`` as `[tool.epcontext]`."""
+    def load(self, text: str, environ: Mapping[str, str] | None = None) -> Config:
+        """The configuration in ``text``, a later version of the file."""
         # Files that another build hook makes need not exist.
-        return load(self.root, table, {}, {}, pending=bool(hooks_of_project(self.root)))
+        pending, table = bool(hooks_of_project(self.root)), parse(text)["tool"]["epcontext"]
+        return load(self.root, table, {}, environ or {}, pending=pending)
+
+    def path_of(self, model: Model) -> str:
+        """The path of ``model`` in the project, or its location elsewhere."""
+        return (
+            model.download.url if model.download else model.path.relative_to(self.root).as_posix()
+        )
 
 
 def tables_options(command: Command) -> Command:
@@ -150,9 +175,14 @@ def tables_options(command: Command) -> Command:
 @click.command("init")
 @click.argument("models", nargs=-1, type=existing_file)
 @tables_options
+@click.option("--try", "trial", is_flag=True, help="Compile the models, and write what works.")
 @short_flags
 def command(
-    models: tuple[Path, ...], providers: tuple[str, ...], settings: dict[str, Any], dry_run: bool
+    models: tuple[Path, ...],
+    providers: tuple[str, ...],
+    settings: dict[str, Any],
+    dry_run: bool,
+    trial: bool,
 ) -> None:
     """Write the tables for models into pyproject.toml.
 
@@ -160,26 +190,29 @@ def command(
     examples. Sizes that a model implies are filled in; the others are questions in a comment.
     An existing configuration gets the models that it does not list; everything else stays as it is.
 
-    A project of hatchling gets the build requirement and the hook. For other build backends the next steps
-    are printed, as are the lines for the app.
+    A project of hatchling gets the build requirement and the hook, any other one hatch_epcontext.backend
+    around its own build back end. The lines for the app are printed.
+
+    With --try each model is compiled once for each target. It gets the targets that work, with the reason
+    why others refuse it. The target cpu is added, and a model that no target takes is left out.
     """
     pyproject = Pyproject(Path.cwd())
     use_flag_names({}, "nothing is written")
     target, of_models = split(settings)
-    new = [*_read(pyproject.root, models)]
-    stems = [PurePosixPath(model.path).stem for model in new]
+    new = [*_read(pyproject, models)]
+    names = [model.plain_name for model in new]
     if pyproject.table is None:
         use_flag_names({m.path: Path(m.path) for m in new}, "nothing is written")
     else:
         use_lines(pyproject.root)
     new = [
-        replace(model, settings=for_model(stem, stems, of_models))
-        for model, stem in zip(new, stems, strict=True)
+        replace(model, settings=for_model(name, names, of_models))
+        for model, name in zip(new, names, strict=True)
     ]
     if not new:
         message, hint = "has no ONNX models.", "Name them: epcontext init MODEL..."
         raise ConfigError(Problem(Kind.FILE_NOT_FOUND, str(pyproject.root), message, hint))
-    add_tables(pyproject, new, providers, target, dry_run=dry_run)
+    add_tables(pyproject, new, providers, target, dry_run=dry_run, trial=trial)
 
 
 def add_tables(
@@ -189,14 +222,27 @@ def add_tables(
     target: Mapping[str, Any],
     *,
     dry_run: bool,
+    trial: bool = False,
 ) -> None:
     """Write the tables of ``models`` for the providers called ``names``, and show the next steps.
 
-    ``target``: keys of each new target.
+    ``target``: keys of each new target. With ``trial`` the models are compiled first.
     """
     file, before = str(pyproject.file), pyproject.raw
     new = [model for model in models if model.path not in pyproject.listed]
-    after, config = add_models(pyproject, new, _providers(pyproject, names), target)
+    if pyproject.table is not None and (names or target):
+        message = "exists already, and targets can only be chosen for a new configuration."
+        raise _error(f"[{ROOT}]", message, "Add the target to it by hand.")
+    is_new = pyproject.table is None
+    targets = dict.fromkeys(names or _usable(), target) if is_new else {}
+    tables = pyproject.project.table("tool", "epcontext", "targets").values()
+    providers = {*targets, *(table.get("provider") for table in tables if isinstance(table, dict))}
+    if trial and "cpu" not in providers:
+        targets["cpu"] = {}
+    after, config = add_models(pyproject, new, targets)
+    if trial and new:
+        new = _try(pyproject, after, new)
+        after, config = add_models(pyproject, new, targets)
     # A file with the line ends of Windows keeps them.
     text = after.replace("\n", "\r\n") if "\r\n" in before else after
     questions = [f"{model.path}: {line}" for model in new for line in model.questions]
@@ -214,6 +260,7 @@ def add_tables(
         )
     heading = 'The tables of the models need these lines, with a number for each "?":'
     for title, advice in (
+        ("Models:", [_describe(m) for m in new if m.tried or m.facts.external_data]),
         (heading, questions),
         *next_steps(Project(pyproject.root, parse(after)), config),
     ):
@@ -222,10 +269,35 @@ def add_tables(
             echo(indent("\n".join(advice), "    "), lines=True)
 
 
-def _providers(pyproject: Pyproject, names: tuple[str, ...]) -> list[Provider]:
-    """The providers called ``names``, or those that are installed if nothing is configured yet."""
-    if names or pyproject.table is not None:
-        return [PROVIDERS[name] for name in dict.fromkeys(names)]
+def _describe(model: NewModel) -> str:
+    """``model`` with the files of its data, and how it was tried."""
+    data = model.facts.external_data
+    path = f"{model.path}, with its data in {listing(data)}" if data else model.path
+    works = f"works for {listing(model.works)}" if model.works else "left out"
+    return "; ".join(filter(None, (f"{path}: {works}" if model.tried else path, model.refusals)))
+
+
+def _try(pyproject: Pyproject, text: str, new: Sequence[NewModel]) -> list[NewModel]:
+    """The ``new`` models of ``text``, compiled for its targets; raises BuildError if none works."""
+    others = (f"{PREFIX}TARGETS", f"{PREFIX}FROM_CACHE")
+    environ = {name: value for name, value in os.environ.items() if name not in others}
+    config = pyproject.load(text, environ)
+    models = tuple(m for m in config.models if pyproject.path_of(m) in {n.path for n in new})
+    problems = failed_jobs(replace(config, models=models), pyproject.project.name)
+    tried: dict[str, dict[str, str]] = {model.path: {} for model in new}
+    for model, target in ((m, t) for m in models for t in m.targets):
+        problem, reasons = problems.get((model.name, target.name)), tried[pyproject.path_of(model)]
+        reason = shorten(_one_line(problem.message), _MAX_REASON) if problem else ""
+        # A model with several shapes is several of the configuration.
+        reasons[target.name] = reasons.get(target.name) or reason
+    new = [replace(model, tried=tried[model.path]) for model in new]
+    if pyproject.table is None and not any(model.works for model in new):
+        raise BuildError(*problems.values())
+    return new
+
+
+def _usable() -> list[str]:
+    """The providers that are installed and offer a device here, or else that of the CPU."""
     states = [state for state in provider_states() if state.package]
     # A start tries the targets in their order.
     states.sort(key=lambda s: (s.provider == "cpu", PROVIDERS[s.provider].product != "context"))
@@ -234,10 +306,10 @@ def _providers(pyproject: Pyproject, names: tuple[str, ...]) -> list[Provider]:
             warn(
                 f"{state.provider}: {state.package} is installed, but {state.reason} No target for it."
             )
-    usable = [PROVIDERS[state.provider] for state in states if state.devices]
+    usable = [state.provider for state in states if state.devices]
     if not usable:
         warn("no EP is installed here, so the target is cpu; choose others with -p.")
-    return usable or [PROVIDERS["cpu"]]
+    return usable or ["cpu"]
 
 
 def _text(file: Path) -> str:
@@ -251,18 +323,25 @@ def _text(file: Path) -> str:
     raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), message, hint))
 
 
-def _read(root: Path, named: tuple[Path, ...]) -> Iterator[NewModel]:
-    """The facts of the models; those that the user did not name are skipped if they are unusable."""
+def _read(pyproject: Pyproject, named: tuple[Path, ...]) -> Iterator[NewModel]:
+    """The facts of the models.
+
+    Those that the user did not name are skipped if they are unusable, or were left out before.
+    """
+    root = pyproject.root
     with Workers(TIMEOUT) as workers:
-        for path in named or _find_models(root):
+        for path in named or _files(root, ".onnx"):
             # A link in the project is inside, wherever its target is.
             inside = path.parent.resolve() / path.name
             if not inside.is_relative_to(root):
                 message = f"is not inside the project {root}."
                 hint = "Copy it into the project."
                 raise ConfigError(Problem(Kind.OUTSIDE_PROJECT, str(path), message, hint))
+            location = inside.relative_to(root).as_posix()
+            if not named and _left_out(location) in pyproject.text:
+                continue
             try:
-                model = new_model(root, inside.relative_to(root).as_posix(), workers)
+                model = new_model(root, location, workers)
             except (InspectionError, ConfigError) as error:
                 if named:
                     raise
@@ -271,13 +350,16 @@ def _read(root: Path, named: tuple[Path, ...]) -> Iterator[NewModel]:
                 yield model
 
 
-def _find_models(root: Path) -> list[Path]:
-    """The ONNX files of the project in ``root``, in order.
+def _left_out(path: str) -> str:
+    return f"# {_one_line(path)} is left out"
+
+
+def _files(root: Path, suffix: str) -> Iterator[Path]:
+    """The files of the project in ``root`` whose names end in ``suffix``, in order.
 
     Without those in tests, docs and examples, hidden folders, virtual environments, build outputs and
     packages that this tool wrote.
     """
-    models: list[Path] = []
     for path, folders, files in os.walk(root):
         folder = Path(path)
         folders[:] = sorted(
@@ -289,8 +371,7 @@ def _find_models(root: Path) -> list[Path]:
             and not (folder / name / "pyvenv.cfg").exists()
             and own_files(folder / name) is None
         )
-        models += [folder / file for file in sorted(files) if file.casefold().endswith(".onnx")]
-    return models
+        yield from (folder / file for file in sorted(files) if file.casefold().endswith(suffix))
 
 
 def new_model(root: Path, path: str, workers: Workers) -> NewModel:
@@ -313,39 +394,49 @@ def new_model(root: Path, path: str, workers: Workers) -> NewModel:
 def add_models(
     pyproject: Pyproject,
     models: Sequence[NewModel],
-    providers: Sequence[Provider],
-    target: Mapping[str, Any],
+    targets: Mapping[str, Mapping[str, Any]],
 ) -> tuple[str, Config]:
     """The text of ``pyproject`` with all that ``models``, which it does not list, need; its configuration.
 
-    ``providers``, and ``target``, keys of their targets, must be empty if it is configured already. Projects
-    of hatchling, and those without a build backend, also get the build requirement and the hook. Raises
-    ConfigError when that is impossible.
+    The project also gets ``targets``, the keys of each by its provider, the build requirement, and the hook
+    or the build back end. Raises ConfigError when that is impossible.
     """
-    if pyproject.table is not None and (providers or target):
-        message = "exists already, and targets can only be chosen for a new configuration."
-        raise _error(f"[{ROOT}]", message, "Add the target to it by hand.")
-    document, appended = tomlkit.parse(pyproject.text), list[str]()
-    if pyproject.project.backend == HATCHLING:
-        appended += [*_build_system(document), *_hook_tables(pyproject.project)]
+    document, project = tomlkit.parse(pyproject.text), pyproject.project
+    appended = [*_build_system(document, project)]
+    # Its back end cannot say where an editable install has its packages.
+    keys = {} if project.is_hatchling else {"output": str(_output(project))}
     if pyproject.table is None:
-        appended += _head(providers, target)
-    static = pyproject.table is not None or any(provider.static_shapes for provider in providers)
-    names = _named(models, pyproject.listed.values())
+        # Models for the CPU replace the source models.
+        fallback = '# fallback = "none"  # do not ship the source models'
+        appended.append(_table(ROOT, keys, *([] if "cpu" in targets else [fallback])))
+    elif keys and "output" not in pyproject.table:
+        document["tool"]["epcontext"].update(keys)
+    if (wrapped := _wrapped(project)) and project.table("tool", "epcontext", "build"):
+        document["tool"]["epcontext"]["build"].update(wrapped)
+    elif wrapped:
+        appended.append(_table(f"{ROOT}.build", wrapped))
+    appended += [_target(PROVIDERS[name], keys) for name, keys in targets.items()]
+    static = pyproject.table is not None or any(PROVIDERS[n].static_shapes for n in targets)
+    written = [model for model in models if model.works or not model.tried]
+    names = _named(written, pyproject.listed.values())
     tables = [_model(model, name, static=static) for model, name in names]
     has_table = isinstance(pyproject.table, dict)
     existing = document["tool"]["epcontext"].get("models") if has_table else None
     if isinstance(existing, Array) and not isinstance(existing, AoT):
-        for table in map(parse, tables):
-            (model,) = table["tool"]["epcontext"]["models"]
-            is_path = model.keys() == {"path"}
-            existing.append(model["path"] if is_path else tomlkit.item(model, _parent=existing))
+        for model, table in zip(written, map(parse, tables), strict=True):
+            (values,) = table["tool"]["epcontext"]["models"]
+            is_path = values.keys() == {"path"}
+            if model.refusals:
+                existing.add_line(comment=model.refusals)
+            existing.append(values["path"] if is_path else tomlkit.item(values, _parent=existing))
         tables = []
+    left_out = [m for m in models if m not in written and _left_out(m.path) not in pyproject.text]
+    tables += [f"{_left_out(model.path)}: {model.refusals}\n" for model in left_out]
     result = tomlkit.dumps(document)
     for part in (*appended, *tables):
         result = result.rstrip("\n") + ("\n\n" if result.strip() else "") + part
     try:
-        return result, pyproject.load(parse(result)["tool"]["epcontext"])
+        return result, pyproject.load(result)
     except ValueError as error:
         raise _error(
             FILE,
@@ -358,18 +449,33 @@ def _error(location: str, message: str, hint: str | None = None) -> ConfigError:
     return ConfigError(Problem(Kind.INVALID_PYPROJECT, location, message, hint))
 
 
-def _build_system(document: tomlkit.TOMLDocument) -> Iterator[str]:
-    """Add this package to the build requirements; yield the whole table if there is none."""
+def _build_system(document: tomlkit.TOMLDocument, project: Project) -> Iterator[str]:
+    """Require this package, and let builds call it; yield the tables that are new."""
+    is_hatchling = project.is_hatchling
+    package, backend = (HATCHLING, project.backend) if is_hatchling else ("setuptools", _BACKEND)
     if "build-system" not in document:
-        yield f'[build-system]\nrequires = ["hatchling", "{_PACKAGE}"]\nbuild-backend = "{_BACKEND}"\n'
-        return
-    table: Any = document["build-system"]
-    if not isinstance(requires := table.setdefault("requires", ["hatchling"]), list):
-        raise _error(f"{FILE}: build-system.requires", "is not a list.", "Make it one.")
-    if _PACKAGE not in {canonicalize_name(listed.name) for listed in requirements(requires)}:
-        requires.append(_PACKAGE)
-    # Without one front ends take setuptools.
-    table.setdefault("build-backend", _BACKEND)
+        yield f'[build-system]\nrequires = ["{package}", "{_PACKAGE}"]\nbuild-backend = "{backend}"\n'
+    else:
+        table: Any = document["build-system"]
+        if not isinstance(requires := table.setdefault("requires", [package]), list):
+            raise _error(f"{FILE}: build-system.requires", "is not a list.", "Make it one.")
+        if _PACKAGE not in {canonicalize_name(listed.name) for listed in requirements(requires)}:
+            requires.append(_PACKAGE)
+        # Without one front ends take setuptools.
+        table["build-backend"] = backend
+        if not is_hatchling:
+            # Front ends refuse it for a back end that is not in the project.
+            table.pop("backend-path", None)
+    if is_hatchling:
+        yield from _hook_tables(project)
+
+
+def _wrapped(project: Project) -> dict[str, Any]:
+    """The keys of the back end that `_BACKEND` has to call; empty if they are there, or it is hatchling."""
+    if project.is_hatchling or project.backend == _BACKEND:
+        return {}
+    path = project.table("build-system").get("backend-path")
+    return {"backend": project.backend} | ({"backend-path": path} if path else {})
 
 
 def _hook_tables(project: Project) -> Iterator[str]:
@@ -387,26 +493,25 @@ def _hook_tables(project: Project) -> Iterator[str]:
     yield f"[{of_target.format('sdist')}.{NAME}]  # checks that sdists contain the models\n"
 
 
-def _head(providers: Sequence[Provider], target: Mapping[str, Any]) -> Iterator[str]:
-    # Models for the CPU replace the source models.
-    has_sources = all(provider.name != "cpu" for provider in providers)
-    fallback = '# fallback = "none"  # do not ship the source models\n' if has_sources else ""
-    yield f"[{ROOT}]\n{fallback}"
-    for provider in providers:
-        lines = [
-            f"[{ROOT}.targets.{quoted_key(provider.name)}]",
-            f"provider = {to_toml(provider.name)}",
-        ]
-        lines += [f"{key} = {to_toml(value)}" for key, value in target.items()]
-        if provider.example and provider.example.strip("# ").partition(" =")[0] not in target:
-            lines.append(provider.example)
-        if provider.product == "context" and "min-coverage" not in target:
-            lines.append("# min-coverage = 0.9  # accept partly compiled models")
-        if provider.name != "cpu":
-            lines.append(
-                f'# platforms = ["{provider.platform}"]  # the wheels that it is for; default: all'
-            )
-        yield "\n".join(lines) + "\n"
+def _table(name: str, keys: Mapping[str, Any], *lines: str) -> str:
+    """The text of the table ``name`` with ``keys``, and with ``lines`` after them."""
+    written = (f"{key} = {to_toml(value)}" for key, value in keys.items())
+    return "\n".join([f"[{name}]", *written, *lines, ""])
+
+
+def _target(provider: Provider, keys: Mapping[str, Any]) -> str:
+    """The table of a target for ``provider`` with ``keys``, and with comments on others."""
+    comments = []
+    if provider.example and provider.example.strip("# ").partition(" =")[0] not in keys:
+        comments.append(provider.example)
+    if provider.product == "context" and "min-coverage" not in keys:
+        comments.append("# min-coverage = 0.9  # accept partly compiled models")
+    if provider.name != "cpu":
+        comments.append(
+            f'# platforms = ["{provider.platform}"]  # the wheels that it is for; default: all'
+        )
+    name = f"{ROOT}.targets.{quoted_key(provider.name)}"
+    return _table(name, {"provider": provider.name, **keys}, *comments)
 
 
 def _named(
@@ -416,7 +521,7 @@ def _named(
     taken = {name.casefold() for name in names}
     for model in models:
         stem = PurePosixPath(file_of(model.path) if model.pinned else model.path).stem
-        name = plain = model.name or file_name(stem, "-")
+        name = plain = model.name or file_name(model.plain_name, "-")
         number = 1
         while name.casefold() in taken:
             number += 1
@@ -442,6 +547,8 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
         lines.append(f"# {line}" if is_open or (ones and not static) else line)
     if "constants" not in model.settings:
         lines += _constants(model, static=static)
+    if model.refusals:
+        lines += [f"# {model.refusals}", f"targets = {to_toml(model.works)}"]
     others = model.settings.keys() - {"dims", "shapes"}
     lines += [f"{key} = {to_toml(model.settings[key])}" for key in sorted(others)]
     return "\n".join(lines) + "\n"
@@ -498,37 +605,36 @@ def _one_line(text: str) -> str:
 
 def next_steps(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     """What is left to do in the app, in its metadata and in its build: headings with lines."""
-    parent = _import_package(project)
-    output, origin, notes = config.output or PurePosixPath(parent.name, FOLDER), "", list[str]()
-    if project.backend != HATCHLING:
-        # In a clone without the folder, a traceback shows this line.
-        output, origin = PurePosixPath(parent.name, FOLDER), "  # made by: epcontext export"
-        folder = parent / FOLDER
-        notes.append(_EXPORT.format(backend=project.backend, folder=folder, parent=parent))
-    with contextlib.suppress(InvalidSpecifier):
-        if SpecifierSet(str(project.table("project").get("requires-python", ""))).contains("3.9"):
-            notes.append("The loader needs Python 3.10 or newer: set requires-python accordingly.")
     name, *others = dict.fromkeys(to_toml(model.configured_name) for model in config.models)
     more = f"  # or {', '.join(others)}" if others else ""
-    module = ".".join(output.parts)
+    module = ".".join((config.output or _output(project)).parts)
+    notes = list[str]()
+    with contextlib.suppress(InvalidSpecifier):
+        if SpecifierSet(project.requires_python).contains("3.9"):
+            notes.append("The loader needs Python 3.10 or newer: set requires-python accordingly.")
+    place = "[tool.poetry.dependencies]" if project.is_of_poetry else "the dependencies of the app"
     return [
-        ("In the app:", [f"from {module} import load{origin}", f"session = load({name}){more}"]),
-        ("In the dependencies of the app:", [*_dependencies(project, config)]),
+        ("In the app:", [f"from {module} import load", f"session = load({name}){more}"]),
+        (f"In {place}:", [*_dependencies(project, config)]),
         ("Note:", notes),
     ]
 
 
-def _import_package(project: Project) -> PurePosixPath:
-    """The folder of the app's import package in the project; a guess unless it has the project's name."""
+def _output(project: Project) -> PurePosixPath:
+    """The folder of the models in the wheel: in the import package with the project's name, or in any."""
     name = str(canonicalize_name(project.name)).replace("-", "_")
-    packages = [
-        PurePosixPath(file.parent.relative_to(project.root).as_posix())
-        for source in ("src", "python", "lib", "")
-        for file in sorted((project.root / source).glob("*/__init__.py"))
-        if file.parent.name.casefold() not in _NOT_THE_APP
-    ]
-    named = (package for package in packages if package.name == name)
-    return next(named, (packages or [PurePosixPath("src", name)])[0])
+    files = {
+        path.relative_to(project.root).as_posix(): path for path in _files(project.root, ".py")
+    }
+    folders = sorted(folder.parts for folder in import_packages(files))
+    # Those in a folder of sources first.
+    packages = [folder[1:] for folder in folders if folder[0] in _SOURCE_FOLDERS and folder[1:]]
+    packages += [folder for folder in folders if folder[1:] not in packages]
+    named = (package for package in packages if "_".join(package) == name)
+    if any(PurePosixPath(file).parts[-1] == f"{name}.py" for file in files):
+        # A module has no room for them.
+        return PurePosixPath(f"{name}_{FOLDER}")
+    return PurePosixPath(*next(named, (packages or [(name,)])[0]), FOLDER)
 
 
 def _dependencies(project: Project, config: Config) -> Iterator[str]:
@@ -538,13 +644,25 @@ def _dependencies(project: Project, config: Config) -> Iterator[str]:
     if listed.isdisjoint(DISTRIBUTIONS):
         fitting = [set(provider.distributions) for provider in providers]
         name = next((n for n in DISTRIBUTIONS if all(n in f for f in fitting)), DISTRIBUTIONS[0])
-        yield to_toml(name + ONNX_RUNTIME)
+        yield _dependency(project, name + ONNX_RUNTIME)
     for provider in providers:
         # Those of the EP, also where the vendor's library compiles.
         for requirement in PROVIDERS[provider.name].requirements:
             if canonicalize_name(Requirement(requirement).name) not in listed:
-                text = to_toml(f"{requirement}{_marker(provider)}")
-                yield f"{text}  (for {provider.name}; or in an extra)"
+                text = _dependency(project, f"{requirement}{_marker(provider)}")
+                yield f"{text}  # for {provider.name}; or in an extra"
+
+
+def _dependency(project: Project, text: str) -> str:
+    """The requirement ``text`` as a value of TOML, or as a key of Poetry's own table."""
+    if not project.is_of_poetry:
+        return to_toml(text)
+    requirement = Requirement(text)
+    version = str(requirement.specifier) or "*"
+    marker = (
+        {"version": version, "markers": str(requirement.marker)} if requirement.marker else version
+    )
+    return f"{requirement.name} = {to_toml(marker)}"
 
 
 def _marker(provider: Provider) -> str:

@@ -201,7 +201,8 @@ def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]
 def _config(
     root: Path, table: RootTable, build: BuildTable, models: list[Model], environment: Environment
 ) -> Config:
-    limit = build.memory_limit
+    limit, used = build.memory_limit, {t.name for model in models for t in model.targets}
+    selected = table.targets if environment.targets is None else environment.targets
     return Config(
         root=root,
         # A model without any selected target may still be shipped as its source.
@@ -224,4 +225,5 @@ def _config(
         only_from_cache=ALL in (environment.from_cache or ()),
         report=environment.report,
         overrides=environment.overrides,
+        unused=tuple(Key() / "targets" / name for name in selected if name not in used),
     )

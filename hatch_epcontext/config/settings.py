@@ -320,7 +320,7 @@ class Config:
 
     ``output`` is None for ``<import package>/epcontext``. With ``only_from_cache`` the build compiles nothing
     and needs no packages; with ``offline`` it downloads no model. ``report`` is the path of the HTML report.
-    ``overrides`` are the environment variables that won over TOML.
+    ``overrides`` are the environment variables that won over TOML. ``unused``: targets that no model has.
     """
 
     root: Path
@@ -335,6 +335,7 @@ class Config:
     report: Path | None
     overrides: tuple[str, ...]
     offline: bool = False
+    unused: tuple[Key, ...] = ()
 
     @property
     def on_this_machine(self) -> Config:

@@ -122,7 +122,8 @@ def build(
             with contextlib.closing(Cluster(settings, started, begun)) as cluster:
                 run, at_once = cluster.run, cluster.jobs_at_once
                 result = _run(begun, run, at_once, log, warn or log)
-    for warning in dict.fromkeys(_missing_chips(begun.jobs)):
+    unused = (f"{key}: no model uses this target" for key in plan.config.unused)
+    for warning in dict.fromkeys((*unused, *_missing_chips(begun.jobs))):
         (warn or log)(warning)
     if result.failures:
         raise IncompleteError(result)

@@ -37,7 +37,7 @@ _MAX_NAMED = 5
 _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
 
 _WARN_AT = 100 * 10**6
-"""The size in bytes above which package indexes refuse a wheel by default."""
+"""The size in bytes above which package indexes refuse a file by default."""
 
 Tree = Mapping[str, Path]
 """Files that Hatch packs, by their path in the archive, with forward slashes."""
@@ -146,6 +146,18 @@ def tag(config: Config) -> str | None:
     return f"py3-none-{'.'.join(sorted(set().union(*platforms)))}"
 
 
+def unused_platforms(config: Config) -> str | None:
+    """A line if ``platforms`` do not change the wheel's tag, because only some targets have them."""
+    elsewhere = {target.name for target in config.targets if not target.platforms}
+    if config.wheel.tag != "auto" or not elsewhere or not any(t.platforms for t in config.targets):
+        return None
+    names = listing(sorted(elsewhere))
+    return (
+        f'the wheel\'s tag stays "any", or that of the build back end: {names} '
+        f"{'has' if len(elsewhere) == 1 else 'have'} no platforms"
+    )
+
+
 def repeated_models(result: Result, tree: Tree, selected: Tree, root: Path) -> Iterator[str]:
     """A warning for each file of a source model that is also package data of the project in ``root``.
 
@@ -233,12 +245,15 @@ def _hashes(archive: zipfile.ZipFile) -> dict[str, str]:
     }
 
 
-def check_size(wheel: Path) -> str | None:
-    """A warning about a large wheel; None for one that is not large."""
-    size = wheel.stat().st_size
+def check_size(archive: Path) -> str | None:
+    """A warning about a large wheel or sdist; None for one that is not large."""
+    size = archive.stat().st_size
     if size <= _WARN_AT:
         return None
+    remedy = (
+        "ship fewer targets" if archive.suffix == ".whl" else "let builds download models (url)"
+    )
     return (
-        f"{wheel.name} has {show_size(size)}. By default package indexes accept files of up to "
-        f"{show_size(_WARN_AT)}: request a higher limit, or ship fewer targets."
+        f"{archive.name} has {show_size(size)}. By default package indexes accept files of up to "
+        f"{show_size(_WARN_AT)}: request a higher limit, or {remedy}."
     )

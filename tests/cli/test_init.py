@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
+from pyproject_hooks import BuildBackendHookCaller
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.providers import PROVIDERS
@@ -172,3 +177,106 @@ def test_malformed_tables_are_errors_or_are_not_read(
         assert 'session = load("a")  # or "b"' in printed.stdout
     else:
         assert message in printed.stderr
+
+
+@needs_qnn
+@pytest.mark.slow
+def test_a_trial_writes_what_works(cli: Cli, new_project: Path) -> None:
+    shape = ([value("x", [4, 4])], [value("y", [4, 4])])
+    refused = model(
+        [helper.make_node("NonZero", ["x"], ["y"])],
+        shape[0],
+        [helper.make_tensor_value_info("y", TensorProto.INT64, [2, None])],
+    )
+    save(refused, new_project / "models" / "refused.onnx")
+    broken = model([helper.make_node("Relu", ["x"], ["y"])], *shape)
+    broken.graph.node[0].domain = "of.nobody"
+    broken.opset_import.append(helper.make_opsetid("of.nobody", 1))
+    save(broken, new_project / "models" / "broken.onnx")
+    file = new_project / "pyproject.toml"
+
+    printed = cli("init", "--try", "-p", "qnn", "-O", "soc_model=60").stdout
+    assert "models/a.onnx: works for qnn and cpu\n" in printed
+    assert "models/refused.onnx: works for cpu; qnn: QNNExecutionProvider cannot compile" in printed
+    assert "models/broken.onnx: left out; qnn and cpu: the source model itself" in printed
+    text = file.read_text(encoding="utf-8")
+    assert "\n# qnn: QNNExecutionProvider cannot compile 1 of the 1 nodes: NonZero" in text
+    assert "\n# models/broken.onnx is left out: qnn and cpu: the source model" in text
+    tables = parse(text)["tool"]["epcontext"]
+    assert tables["targets"]["cpu"] == {"provider": "cpu"}
+    assert [(table["path"], table.get("targets")) for table in tables["models"]] == [
+        ("models/a.onnx", None),
+        ("models/b.onnx", None),
+        ("models/refused.onnx", ["cpu"]),
+    ]
+    assert cli("build").stderr.count("from the cache") == 5
+    # The broken one is not tried again.
+    assert "has all models already" in cli("init", "--try").stdout
+
+
+PROJECT_TABLE = '[project]\nname = "my-app"\nversion = "1.0"\ndescription = "An app."\n'
+
+BACKENDS = {
+    "setuptools": (
+        ('[build-system]\nrequires = ["setuptools>=77"]\nbuild-backend = "setuptools.build_meta"\n'
+        f'{PROJECT_TABLE}[tool.setuptools.packages.find]\ninclude = ["my_app*"]\n'),
+        "my_app",
+    ),
+    "a setup.py": (None, "my_app"),
+    "no back end": (
+        f'{PROJECT_TABLE}[build-system]\nrequires = ["setuptools"]\n',
+        "src/my_app",
+    ),
+    "poetry": (
+        ('[tool.poetry]\nname = "my-app"\nversion = "1.0"\ndescription = "An app."\n'
+        'authors = ["A <a@example.org>"]\n[tool.poetry.dependencies]\npython = "^3.10"\n'
+        '[build-system]\nrequires = ["poetry-core"]\nbuild-backend = "poetry.core.masonry.api"\n'),
+        "my_app",
+    ),
+    "flit": (
+        ('[build-system]\nrequires = ["flit_core<4"]\nbuild-backend = "flit_core.buildapi"\n'
+        f"{PROJECT_TABLE}"),
+        "my_app",
+    ),
+    "flit in src": (
+        ('[build-system]\nrequires = ["flit_core<4"]\nbuild-backend = "flit_core.buildapi"\n'
+        f"{PROJECT_TABLE}"),
+        "src/my_app",
+    ),
+    "uv": (
+        ('[build-system]\nrequires = ["uv_build"]\nbuild-backend = "uv_build"\n'
+        f"{PROJECT_TABLE}"),
+        "src/my_app",
+    ),
+}  # fmt: skip
+"""The ``pyproject.toml`` of a project before ``init``, and the folder of its import package."""
+
+
+@pytest.mark.slow
+# setuptools warns of folders that have the package's name.
+@pytest.mark.filterwarnings("ignore:Editable installation")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_builds_of_any_back_end_work_without_another_edit(
+    name: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, package = BACKENDS[name]
+    project = tmp_path / "project"
+    (project / package).mkdir(parents=True)
+    (project / package / "__init__.py").write_text('"""An app."""\n', encoding="utf-8")
+    save(network(), project / "models" / "a.onnx")
+    if text is not None:
+        (project / "pyproject.toml").write_text(text, encoding="utf-8")
+    else:
+        script = 'from setuptools import setup\nsetup(name="my-app", packages=["my_app"])\n'
+        (project / "setup.py").write_text(script, encoding="utf-8")
+    monkeypatch.chdir(project)
+    scripts = sysconfig.get_path("scripts")
+    monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}{os.environ['PATH']}")
+    cli("init", "-p", "cpu")
+    hooks = BuildBackendHookCaller(str(project), "hatch_epcontext.backend")
+    with zipfile.ZipFile(tmp_path / hooks.build_wheel(str(tmp_path))) as archive:
+        assert {"my_app/__init__.py", "my_app/epcontext/manifest.json"} <= {*archive.namelist()}
+    with tarfile.open(tmp_path / hooks.build_sdist(str(tmp_path))) as sdist:
+        assert any(file.endswith("/models/a.onnx") for file in sdist.getnames())
+    hooks.build_editable(str(tmp_path))
+    assert (project / package / "epcontext" / "manifest.json").is_file()

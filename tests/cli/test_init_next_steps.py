@@ -21,7 +21,7 @@ def steps(project: Path, text: str) -> dict[str, str]:
     (project / "my_app" / "c.onnx").touch()
     (project / "pyproject.toml").write_text(text, encoding="utf-8")
     pyproject = Pyproject(project)
-    headings = next_steps(pyproject.project, pyproject.load(pyproject.table))
+    headings = next_steps(pyproject.project, pyproject.load(pyproject.text))
     return {heading: "\n".join(lines) for heading, lines in headings}
 
 
@@ -65,7 +65,16 @@ def test_what_a_wheel_of_hatchling_needs_is_noted(project: Path) -> None:
     assert "from my_app.epcontext import load" in without["In the app:"]
 
 
-def test_other_build_backends_pack_what_is_exported(project: Path) -> None:
-    advice = steps(project, head(backend="maturin") + TABLE)
-    assert "from my_app.epcontext import load  # made by: epcontext export" in advice["In the app:"]
-    assert "epcontext export -o my_app/epcontext --overwrite" in advice["Note:"]
+def test_poetry_has_tables_of_its_own(project: Path) -> None:
+    poetry = (
+        '[build-system]\nrequires = ["poetry-core"]\nbuild-backend = "poetry.core.masonry.api"\n'
+        '[tool.poetry]\nname = "my-app"\n[tool.poetry.dependencies]\npython = "{}"\n{}'
+    )
+    advice = steps(project, poetry.format("^3.9", "") + TABLE)
+    first, second = advice["In [tool.poetry.dependencies]:"].splitlines()
+    assert first == 'onnxruntime = ">=1.23"'
+    assert second.startswith('onnxruntime-qnn = { version = ">=2.7", markers = "python_version >= ')
+    assert "Python 3.10" in advice["Note:"]
+    listed = 'onnxruntime = "^1.23"\nonnxruntime-qnn = { version = "*", optional = true }\n'
+    advice = steps(project, poetry.format(">=3.10,<4", listed) + TABLE)
+    assert advice["In [tool.poetry.dependencies]:"] == advice["Note:"] == ""

@@ -30,7 +30,7 @@ def add_models(project: Path, text: str, models: list[NewModel], providers: list
     (project / "pyproject.toml").write_text(text, encoding="utf-8")
     pyproject = Pyproject(project)
     unlisted = [model for model in models if model.path not in pyproject.listed]
-    return add_unlisted_models(pyproject, unlisted, providers, {})[0]
+    return add_unlisted_models(pyproject, unlisted, {p.name: {} for p in providers})[0]
 
 
 def models_of(text: str) -> list[object]:
@@ -181,14 +181,97 @@ def test_globs_and_names_of_configured_models_count(project: Path) -> None:
     assert added == {"path": "models/b.onnx", "dims": {"batch": 1}, "name": "b-2"}
 
 
-@pytest.mark.parametrize("backend", ["setuptools.build_meta", "mine.build"])
-def test_a_project_of_another_build_backend_gets_only_the_configuration(
-    project: Path, backend: str
+@pytest.mark.parametrize(
+    ("before", "requires", "build"),
+    [
+        (
+            '[build-system]\nrequires = ["x"]\nbuild-backend = "poetry.core.masonry.api"\n',
+            ["x", "hatch-epcontext"],
+            {"backend": "poetry.core.masonry.api"},
+        ),
+        (
+            (
+                'build-system.requires = []\nbuild-system.build-backend = "mine:api"\n'
+                'build-system.backend-path = ["tools"]\n'
+            ),
+            ["hatch-epcontext"],
+            {"backend": "mine:api", "backend-path": ["tools"]},
+        ),
+        (
+            '[build-system]\nrequires = ["setuptools>=40", "wheel"]\n',
+            ["setuptools>=40", "wheel", "hatch-epcontext"],
+            {"backend": "setuptools.build_meta:__legacy__"},
+        ),
+        (
+            "",
+            ["setuptools", "hatch-epcontext"],
+            {"backend": "setuptools.build_meta:__legacy__"},
+        ),
+    ],
+    ids=["poetry", "in the project", "no back end", "only a setup.py"],
+)
+def test_another_build_back_end_is_wrapped(
+    project: Path, before: str, requires: list[str], build: dict[str, object]
 ) -> None:
-    before = f'[build-system]\nrequires = ["x"]\nbuild-backend = "{backend}"\n'
+    (project / "setup.py").touch()
     made = add_models(project, before, [new()], [CPU])
-    assert made.startswith(before)
-    assert parse(made)["tool"].keys() == {"epcontext"}
+    values = parse(made)
+    assert values["build-system"] == {
+        "requires": requires,
+        "build-backend": "hatch_epcontext.backend",
+    }
+    assert values["tool"].keys() == {"epcontext"}
+    assert values["tool"]["epcontext"]["output"] == "my_app/epcontext"
+    assert values["tool"]["epcontext"]["build"] == build
+    again = add_models(project, made, [new("models/b.onnx")], [])
+    assert again.startswith(made)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        '[tool.epcontext.targets.cpu]\nprovider = "cpu"\n[tool.other]\nx = 1\n',
+        '[tool.epcontext]\nbuild.jobs = 1\ntargets.cpu.provider = "cpu"\n',
+        '[tool.epcontext.build]\njobs = 1\n[tool.epcontext.targets.cpu]\nprovider = "cpu"\n',
+    ],
+)
+def test_a_configuration_without_the_build_back_end_gets_it(project: Path, table: str) -> None:
+    system = '[build-system]\nrequires = ["flit_core"]\nbuild-backend = "flit_core.buildapi"\n'
+    made = parse(add_models(project, system + table, [new()], []))["tool"]["epcontext"]
+    assert made["build"]["backend"] == "flit_core.buildapi"
+    assert made["output"] == "my_app/epcontext"
+    assert made["targets"] == {"cpu": {"provider": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("file", "output"),
+    [
+        ("src/other/sub/__init__.py", "other/epcontext"),
+        ("src/my/app/__init__.py", "my/app/epcontext"),
+        ("my_app.py", "my_app_epcontext"),
+        ("tests/__init__.py", "my_app/epcontext"),
+    ],
+)
+def test_the_output_is_in_the_import_package(project: Path, file: str, output: str) -> None:
+    (project / "my_app" / "__init__.py").unlink()
+    (project / file).parent.mkdir(parents=True, exist_ok=True)
+    (project / file).touch()
+    (project / "src" / "other").mkdir(parents=True, exist_ok=True)
+    if "other" in file:
+        (project / "src" / "other" / "__init__.py").touch()
+    before = '[project]\nname = "my-app"\n[build-system]\nbuild-backend = "uv_build"\n'
+    made = add_models(project, before, [new()], [CPU])
+    assert parse(made)["tool"]["epcontext"]["output"] == output
+
+
+def test_a_file_with_a_general_name_is_named_after_its_folder(project: Path) -> None:
+    files = ("models/det/model.onnx", "models/rec/onnx/model.onnx", "models/model.onnx")
+    for file in files:
+        (project / file).parent.mkdir(parents=True, exist_ok=True)
+        (project / file).touch()
+    made = add_models(project, "", [new(file) for file in files], [CPU])
+    names = [model.get("name") for model in models_of(made)]  # type: ignore[attr-defined]
+    assert names == ["det", "rec", None]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="con.onnx is a device there")
@@ -206,10 +289,6 @@ def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> Non
     ("before", "message"),
     [
         ("[tool", "is not TOML"),
-        (
-            '[tool.epcontext]\ntargets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]',
-            "exists already",
-        ),
         ("tool = { ruff = {} }", "has values to which nothing can be added"),
         (f'{HATCHLING}requires = "hatchling"', r"build-system\.requires: .*\n.*is not a list"),
     ],

@@ -90,6 +90,15 @@ def test_a_target_without_a_chip_gets_a_warning(run: Run, log: list[str]) -> Non
     assert "soc_model" in log[-1]
 
 
+def test_a_target_that_no_model_uses_is_a_warning(run: Run, log: list[str]) -> None:
+    toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", targets = ["cpu"] }')
+    toml += 'targets.more = { provider = "cpu", optimization = "all" }\n'
+    run(toml)
+    assert log[-1] == "tool.epcontext.targets.more: no model uses this target"
+    run(toml, {"HATCH_EPCONTEXT_TARGETS": "cpu"})
+    assert "no model" not in log[-1]
+
+
 def test_an_interrupted_build_stops_its_workers(project: Path, tmp_path: Path) -> None:
     save(network(), project / "models" / "a.onnx")
     workers = Workers(120)
