@@ -27,7 +27,13 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 DOCS = REPOSITORY / "docs"
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 CONFIGURATION = PAGES["configuration.md"]
-OTHERS = ("README.md", "CHANGELOG.md", "example_project/README.md")
+OTHERS = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "example_project/README.md",
+)
 TEXTS = {
     **{f"docs/{name}": text for name, text in PAGES.items()},
     **{name: (REPOSITORY / name).read_text(encoding="utf-8") for name in OTHERS},
@@ -117,7 +123,7 @@ def test_every_id_of_a_problem_is_documented_under_its_own_anchor() -> None:
     for kind in Kind:
         about = section(page, f"### {kind.id}").strip()
         # A title may say it all. What to do is never missing.
-        assert re.fullmatch(r"\*\*[A-Z][^*]+\.\*\*( .+\.)?\n\n.+\.", about, re.DOTALL), kind.id
+        assert re.fullmatch(r"\*\*[A-Z][^*]+\*\*(.*\.)?\n\n.+\.", about, re.DOTALL), kind.id
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +151,7 @@ def test_the_page_about_commands_is_up_to_date(generate: ModuleType) -> None:
 def test_every_example_is_a_valid_configuration(tmp_path: Path) -> None:
     loaded = 0
     for name, text in TEXTS.items():
-        for block in re.findall(r"```toml[^\n]*\n(.*?)```", text, re.DOTALL):
+        for block in re.findall(r"^```toml[^\n]*\n(.*?)```", text, re.DOTALL | re.MULTILINE):
             if (table := parse(block).get("tool", {}).get("epcontext")) is None:
                 continue
             loaded += 1
