@@ -220,6 +220,11 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
         install = pip_install(requirement for requirement, _ in missing)
         message = f"{count(len(missing), 'build requirement')} {verb} missing: {states}."
         hint = f"Run: {install}"
+        if targets:
+            hint += (
+                "\nOffline, HATCH_EPCONTEXT_FROM_CACHE=all takes what an earlier build compiled, and needs "
+                "no package."
+            )
         if len(targets) > 1:
             hint += "\nOr build only targets without these: HATCH_EPCONTEXT_TARGETS=<names>."
         raise MissingError(Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))

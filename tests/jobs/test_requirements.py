@@ -248,6 +248,7 @@ def test_missing_and_old_packages_are_reported_with_the_pip_command(
     assert "onnxruntime>=1.23 (1.20.0 is installed)" in text
     assert "onnx>=1.19 (not installed)" in text
     assert f'{sys.executable} -m pip install "onnxruntime>=1.23" "onnx>=1.19"' in text
+    assert "Offline, HATCH_EPCONTEXT_FROM_CACHE=all takes" in text
 
 
 def test_a_missing_package_is_named_without_the_credentials_of_its_address() -> None:
