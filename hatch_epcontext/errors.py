@@ -242,7 +242,7 @@ class Problem:
         """What to do: the hint, the other causes and the settings; may be empty."""
         names = names or KeyNames()
         lines = [*filter(None, (self.hint,)), *self.causes]
-        lines += map(names.setting, self.settings)
+        lines += filter(None, map(names.setting, self.settings))
         return "\n".join(lines)
 
     def __str__(self) -> str:

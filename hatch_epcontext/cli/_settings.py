@@ -202,7 +202,10 @@ class SettingNames(KeyNames):
         """The instruction with the flags for ``setting``; dots stand for a value that the user chooses."""
         index, parts = _split(setting.key)
         if parts in _PROVIDER:
-            return "Add --provider ..."
+            return f"Add --provider {setting.value or '...'}"
+        if parts == ("targets",):
+            # There is only one, which that flag names.
+            return ""
         values = {parts: setting.value}
         if parts in [(table,) for table in MODEL_TABLES] or isinstance(setting.value, Mapping):
             values = {(*parts, name): v for name, v in (setting.value or {"NAME": None}).items()}

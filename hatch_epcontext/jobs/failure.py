@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hatch_epcontext.config.environ import PREFIX
@@ -13,16 +13,20 @@ from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, notes
+from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.results import Coverage, NodeFacts
+
+_CPU = "cpu"
+"""The provider for the CPU, and the usual name of its target."""
 
 _MAX_NODES = 20
 """The most uncovered nodes of one operator and reason that a message names."""
 
 
-def failure(job: Job, tried: Sequence[Attempt]) -> BuildError:
+def failure(job: Job, tried: Sequence[Attempt], targets: Iterable[Target] = ()) -> BuildError:
     """Why no attempt that was ``tried`` wins: the disagreement nearest to the limits, the nodes that are left
-    to the CPU, or the EP's refusal, in that order.
+    to the CPU, or the EP's refusal, in that order. ``targets``: those of the build.
     """
     compiled = [attempt for attempt in tried if attempt.record is not None]
     if differing := [attempt for attempt in compiled if attempt.differences]:
@@ -47,7 +51,23 @@ def failure(job: Job, tried: Sequence[Attempt]) -> BuildError:
     if cause.day and not job.target.from_cache:
         again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, message=f"{first.message}\n{again}")
-    return BuildError(replace(first, tried=notes(tried, cause)), *others)
+    first = replace(first, tried=notes(tried, cause))
+    if first.kind in (Kind.LOW_COVERAGE, Kind.OUTPUT_DIFFERS):
+        first = _with_last_remedy(first, job, targets)
+    return BuildError(first, *others)
+
+
+def _with_last_remedy(problem: Problem, job: Job, targets: Iterable[Target]) -> Problem:
+    """``problem``, with the settings that leave the models of ``job`` to the CPU."""
+    by_name = {target.name: target for target in (job.target, *targets)}
+    names = [name for name, target in by_name.items() if target.provider.ep == CPU_EP]
+    if job.target.name in names or not (names or _CPU not in by_name):
+        return problem
+    missing = () if names else (Setting(Key(("targets", _CPU, "provider")), _CPU),)
+    own = {model.key: Setting(model.key / "targets", names[:1] or [_CPU]) for model in job.models}
+    remedy = "Or, at last, compile the model for the CPU alone (targets)."
+    settings = (*problem.settings, *missing, *own.values())
+    return replace(problem, causes=(*problem.causes, remedy), settings=settings)
 
 
 def _with_own_keys(job: Job, problem: Problem) -> Problem:
@@ -110,7 +130,7 @@ def low_coverage(
         f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
         f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
         f"Left to the CPU: {'; '.join(_describe_nodes(coverage.uncovered, declined))}.",
-        f"{hint} Or accept it:",
+        f"{hint} Or accept it with min-coverage.",
         settings=(
             *settings,
             Setting(target.place("min-coverage"), math.floor(100 * coverage.share) / 100),

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import is_sha256
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
@@ -103,10 +103,13 @@ class _JobRun:
                 self._search = self.stored(self._key, latest=True)
                 step = self._try_all()
         if step.winner is None:
-            raise failure(self._job, step.tried)
+            raise failure(self._job, step.tried, self._targets())
         built = self._built(step.winner)
         self._cache.put("refs", self.settings, step.winner.key)
         return built
+
+    def _targets(self) -> list[Target]:
+        return [job.target for job in self._build.jobs]
 
     def from_cache(self) -> Built:
         """The latest artifact with the job's settings, whatever is installed."""
@@ -118,11 +121,11 @@ class _JobRun:
         attempt = Attempt(record.recipe, key, record, day=_today())
         self._search = self.stored(record.search, latest=True)
         if not self._search.is_enough(attempt):
-            raise failure(self._job, [attempt])
+            raise failure(self._job, [attempt], self._targets())
         self._search = self._validated(self._search, attempt, self._artifacts[key])
         winner = self._search.attempts[key]
         if winner.differences:
-            raise failure(self._job, [winner])
+            raise failure(self._job, [winner], self._targets())
         return self._built(winner)
 
     def stored(self, key: str, *, latest: bool = False) -> Search:

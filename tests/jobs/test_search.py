@@ -78,7 +78,7 @@ AGREES = Validation(ValidationStatus.RAN, (agreement(AgreementStatus.AGREES),))
 
 
 def wrong(margin: float | None = None, gap: float | None = None) -> Validation:
-    found = agreement(AgreementStatus.DIFFERS, margin, "y is wrong.")
+    found = agreement(AgreementStatus.DIFFERS, margin, "differs from the CPU's")
     return Validation(ValidationStatus.RAN, (replace(found, gap=gap),))
 
 
@@ -407,7 +407,7 @@ def test_what_else_was_tried_is_noted() -> None:
     assert win.tried[:3] == (
         "onnxruntime failed: it fails.",
         "Clip: it differs",
-        "unroll: y is wrong",
+        "unroll: the output 'y' differs from the CPU's",
     )
 
 
@@ -531,7 +531,27 @@ def test_the_difference_that_is_nearest_to_the_limits_is_the_error(project: Path
     ep = Ep({"plain": (), "unfused": ()}, {"plain": wrong(-9), "unfused": wrong(-3)})
     problem = why(job_of(project), ep)
     assert (problem.kind, problem.step) == (Kind.OUTPUT_DIFFERS, "validation")
-    assert "unmodified: y is wrong" in problem.tried
+    assert (
+        "unmodified: the output 'y' differs from the CPU's, 9 dB beyond the limits" in problem.tried
+    )
+
+
+@pytest.mark.parametrize(
+    ("targets", "remedy"),
+    [
+        ("", ['targets.cpu.provider = "cpu"', 'models[0].targets = ["cpu"]']),
+        ('targets.any.provider = "cpu"', ['models[0].targets = ["any"]']),
+        ('targets.cpu.provider = "openvino"', []),
+    ],
+)
+def test_the_last_remedy_is_the_cpu(project: Path, targets: str, remedy: list[str]) -> None:
+    toml = f'targets.t.provider = "qnn"\n{targets}\nmodels = ["models/a.onnx"]'
+    job, *others = plan(configured(project, toml)).jobs
+    for ep in (Ep({"plain": ("GRU",)}), Ep({"plain": ()}, {"plain": wrong(-9)})):
+        tried = next_recipe(ep.finish(search_for("qnn"))).tried
+        (problem,) = failure(job, tried, [other.target for other in others]).problems
+        settings = [str(setting) for setting in problem.settings if "min-" not in str(setting)]
+        assert settings == [f"tool.epcontext.{setting}" for setting in remedy]
 
 
 @pytest.mark.parametrize(
