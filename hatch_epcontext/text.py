@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _MAX_ALLOWED = 12
@@ -226,6 +226,15 @@ def listing(names: Iterable[str], most: int | None = None) -> str:
 def pairs(values: Mapping[str, object]) -> str:
     """Names with their values in a sentence: ``"soc_model 60, htp_arch 73"``."""
     return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; the texts of each column begin at the same place."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def count(number: int, noun: str) -> str:

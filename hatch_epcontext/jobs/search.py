@@ -223,6 +223,8 @@ class Attempt:
             result = f"{count(self.uncovered, 'node')} on the CPU"
             if self.differences:
                 result = _first_line(self.differences[0].message)
+                if self.verdict and self.verdict.margin <= -1:
+                    result = f"{result}, {-self.verdict.margin:.0f} dB beyond the limits"
             elif self.verdict is not None and math.isfinite(self.verdict.margin):
                 result = f"{result}, {self.verdict.margin:.0f} dB above the limits"
         elif refused.step == "change":
@@ -242,7 +244,7 @@ class Attempt:
 
 
 def _first_line(message: str) -> str:
-    return message.split("\n", 1)[0].rstrip(".")
+    return message.split("\n", 1)[0].rstrip(".:")
 
 
 def most_complete(attempts: Iterable[Attempt]) -> Attempt:

@@ -6,7 +6,7 @@ Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from enum import Enum
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.text import count
+from hatch_epcontext.text import aligned, count
 
 Simplifier = Literal["onnxruntime", "onnxslim", "none"]
 
@@ -162,6 +162,19 @@ _DIFFERENCES = {
 }
 
 
+_ROWS = 5
+"""The most rows of a table in a message."""
+
+
+@dataclass(frozen=True)
+class Excess:
+    """What is beyond a limit, in words: ``"signal to noise"``, ``"9.5 dB"`` and ``"at least 20 dB"``."""
+
+    measure: str
+    value: str
+    limit: str
+
+
 @dataclass(frozen=True)
 class Agreement:
     """How near one output is to the CPU EP's.
@@ -170,8 +183,9 @@ class Agreement:
     ``cosine``: the cosine similarity; None for an output that is nearly zero.
     ``snr``: the signal-to-noise ratio in decibels; ``worst_snr``: that of the ``worst`` slice. They are None
     for equal outputs, and so is ``margin``.
-    ``reason``: why the status is not ``AGREES``, and which inputs to give; of a difference a whole sentence,
-    to which ``hint`` and ``settings`` say what to do.
+    ``reason``: why the status is not ``AGREES``, and which inputs to give; of a difference from what, where.
+    ``excesses``: the limits that a difference is beyond; ``cause``: a sentence about it, and ``hint`` and
+    ``settings`` say what to do.
     ``margin``: the decibels by which the ratios are above their limits, negative if one is below.
     ``gap``: the decibels by which a run was worse than the emulation of the same sample; None if there is
     none, or if that is equal to the source.
@@ -187,8 +201,15 @@ class Agreement:
     reason: str | None = None
     margin: float | None = None
     gap: float | None = None
+    excesses: tuple[Excess, ...] = ()
+    cause: str = ""
     hint: str | None = None
     settings: tuple[Setting, ...] = ()
+
+    @property
+    def excess(self) -> str:
+        """The `excesses` in one line."""
+        return "; ".join(f"{e.measure} {e.value} ({e.limit})" for e in self.excesses)
 
     @property
     def differs(self) -> bool:
@@ -204,18 +225,54 @@ class Agreement:
 
 
 def differences(agreements: Iterable[Agreement]) -> tuple[Problem, ...]:
-    """The problems of the ``agreements`` that differ."""
-    return tuple(
+    """The problems of the ``agreements`` that differ: one of all that are beyond limits, the worst first."""
+    wrong = [agreement for agreement in agreements if agreement.differs]
+    beyond = [agreement for agreement in wrong if agreement.status is AgreementStatus.DIFFERS]
+    problems = [
         Problem(
             _DIFFERENCES[agreement.status],
             "",
-            agreement.reason or "",
-            agreement.hint,
-            settings=agreement.settings,
+            "\n".join(filter(None, (agreement.reason, agreement.cause))),
         )
-        for agreement in agreements
-        if agreement.differs
+        for agreement in wrong
+        if agreement not in beyond
+    ]
+    if beyond:
+        problems.insert(0, _beyond_limits(sorted(beyond, key=lambda agreement: agreement.above)))
+    return tuple(problems)
+
+
+def _beyond_limits(agreements: Sequence[Agreement]) -> Problem:
+    first, more = agreements[0], len(agreements) - 1
+    others = (
+        f", and so {'does' if more == 1 else 'do'} {count(more, 'other output')}" if more else ""
     )
+    rows = [
+        (agreement.output, excess.measure, excess.value, excess.limit)
+        for agreement in agreements
+        for excess in agreement.excesses
+    ]
+    table = [f"  {line}" for line in aligned(rows[:_ROWS])]
+    if len(rows) > _ROWS:
+        table.append(f"  and {len(rows) - _ROWS} more")
+    causes = [agreement.cause for agreement in agreements if agreement.cause]
+    lines = [
+        f"the output {first.output!r} {first.reason or 'differs'}{others}:",
+        *table,
+        *causes[:1],
+    ]
+    limits = [
+        s.value["outputs"] for a in agreements for s in a.settings if isinstance(s.value, dict)
+    ]
+    all_limits = {name: limit for outputs in limits for name, limit in outputs.items()}
+    settings = (
+        replace(setting, value={"outputs": all_limits})
+        if isinstance(setting.value, dict)
+        else setting
+        for setting in first.settings
+    )
+    kind = _DIFFERENCES[first.status]
+    return Problem(kind, "", "\n".join(lines), first.hint, settings=tuple(settings))
 
 
 def worst_agreements(agreements: Iterable[Agreement]) -> tuple[Agreement, ...]:

@@ -142,19 +142,22 @@ def _with_cause(
     first = next(agreement for agreement in agreements if agreement.differs)
     margins = (a.margin for a in agreements if a.differs and a.margin is not None)
     margin = min(margins, default=NOTHING)
-    reason = f"{first.reason}\n{emulator.explanation(run, margin)}"
+    cause = emulator.explanation(run, margin)
     distance = emulator.level(run).margin - margin
     # None if the emulation is equal: a reply cannot contain infinity.
     gap = max(0.0, distance) if distance < math.inf else None
-    explained = replace(first, reason=reason, gap=gap)
+    explained = replace(first, cause=cause, gap=gap)
     return tuple(explained if a is first else a for a in agreements)
 
 
 def _warning(agreements: Iterable[Agreement]) -> str:
-    first, *others = (problem.message.splitlines()[0] for problem in differences(agreements))
+    first, *others = (agreement for agreement in agreements if agreement.differs)
+    text = first.reason or ""
+    if first.status is AgreementStatus.DIFFERS:
+        text = f"the output {first.output!r} {first.reason}: {first.excess}."
     verb = "does" if len(others) == 1 else "do"
     more = f" So {verb} {count(len(others), 'other output')}." if others else ""
-    return f"{first}{more} This matters only if the app can have such inputs."
+    return f"{text}{more} This matters only if the app can have such inputs."
 
 
 def _place(run: ReferenceRun, number: int) -> str:
@@ -166,15 +169,10 @@ def _place(run: ReferenceRun, number: int) -> str:
 def explain(
     agreement: Agreement, limits: Tolerance, subject: Subject, facts: Facts, place: str = ""
 ) -> Agreement:
-    """``agreement``; one that is beyond the ``limits`` says how, at which ``place``, and what to do."""
+    """``agreement``; one that is beyond the ``limits`` says from what, at which ``place``, and what to do."""
     if agreement.status is not AgreementStatus.DIFFERS:
         return agreement
-    # An index has no difference: only its score differs.
-    largest = f"; the largest difference is {agreement.max_abs:.3g}" if agreement.max_abs else ""
-    reason = (
-        f"the output {agreement.output!r} differs from {subject.reference}{place}: "
-        f"{agreement.reason}{largest}."
-    )
+    reason = f"differs from {subject.reference}{place}"
     own = facts.of(agreement.output).within(limits.of(agreement.output))
     hint, setting = _advice(agreement, own, subject)
     return replace(agreement, reason=reason, hint=hint, settings=(setting,) if setting else ())

@@ -28,6 +28,7 @@ from hatch_epcontext.worker.results import (
     NOTHING,
     Agreement,
     AgreementStatus,
+    Excess,
     Slice,
     worst_agreements,
 )
@@ -212,7 +213,6 @@ def compare_values(
 ) -> Agreement:
     """Compare an output with its reference; places where either is NaN are left out.
 
-    The ``reason`` of a difference says which limits it is beyond.
     ``elsewhere``: the same output of the reference for other inputs. A state has a lower limit, and its
     single features mean nothing. Strings, booleans and other indices are equal or not.
     """
@@ -242,8 +242,7 @@ def compare_values(
             worst = scores.whole(worst, are_scores=are_scores)
         parts.append(replace(agreement, worst=worst))
     (agreement,) = worst_agreements(parts)
-    reasons = [part.reason for part in parts if part.reason]
-    return replace(agreement, reason=" and ".join(reasons) or None)
+    return replace(agreement, excesses=tuple(excess for part in parts for excess in part.excesses))
 
 
 def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: _Row | None) -> Agreement:
@@ -275,34 +274,34 @@ def _judge(
 ) -> Agreement:
     """Judge an ``agreement`` as measured, that of ``part`` of an output, if not of all of it."""
     excesses = []
-    # Ratios, what they are at least, and in words.
+    # Ratios, what they are at least, and their names.
     ratios: list[tuple[float, float, str]] = []
     if (snr := agreement.snr) is not None:
-        ratios.append((snr, limits.snr, f"a signal-to-noise ratio of {snr:.1f} dB{part}"))
+        ratios.append((snr, limits.snr, f"signal to noise{part}"))
     if agreement.worst is not None and agreement.worst_snr is not None:
         least = limits.snr - measure.less(agreement.worst.axis)
-        text = f"{agreement.worst_snr:.1f} dB in {agreement.worst.text}{part}"
+        text = f"signal to noise in {agreement.worst.text}{part}"
         ratios.append((agreement.worst_snr, least, text))
     if row is not None:
-        ratios.append((row[0], limits.snr, f"{row[0]:.1f} dB in {row[1].text}"))
+        ratios.append((row[0], limits.snr, f"signal to noise in {row[1].text}"))
     for ratio, least, text in ratios:
         if ratio < least:
-            excesses.append(f"{text} (at least {least:g})")
+            excesses.append(Excess(text, f"{ratio:.1f} dB", f"at least {least:g} dB"))
     if agreement.cosine is not None and agreement.cosine < limits.cosine:
-        excesses.append(f"a cosine of {agreement.cosine:.5f}{part} (at least {limits.cosine:g})")
+        value, limit = f"{agreement.cosine:.5f}", f"at least {limits.cosine:g}"
+        excesses.append(Excess(f"cosine{part}", value, limit))
     if limits.atol is not None or limits.rtol is not None:
         rtol, atol = limits.rtol or 0.0, limits.atol or 0.0
         beyond = np.abs(measure.error) - (atol + rtol * np.abs(measure.ref))
         if beyond.size and beyond.max() > 0:
-            excesses.append(
-                f"a largest difference of {agreement.max_abs:.3g} (allowed: atol {atol:g}, rtol {rtol:g})"
-            )
+            value, limit = f"{agreement.max_abs:.3g}", f"at most atol {atol:g}, rtol {rtol:g}"
+            excesses.append(Excess("largest difference", value, limit))
     # JSON has no infinity.
     margin = max(min(r - least for r, least, _ in ratios), NOTHING) if ratios else None
     if not excesses:
         return replace(agreement, margin=margin)
-    status, reason = AgreementStatus.DIFFERS, " and ".join(excesses)
-    return replace(agreement, margin=margin, status=status, reason=reason)
+    status = AgreementStatus.DIFFERS
+    return replace(agreement, margin=margin, status=status, excesses=tuple(excesses))
 
 
 def _measure(name: str, measure: _Measure) -> Agreement:

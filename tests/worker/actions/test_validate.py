@@ -171,7 +171,9 @@ def test_outputs_that_differ_from_the_sources_are_a_result(tmp_path: Path) -> No
     assert validation.margin == pytest.approx(9.5 - HALF.snr, abs=0.1)
     (problem,) = validation.problems
     assert problem.kind is Kind.OUTPUT_DIFFERS
-    assert "'y' differs from the CPU's: a signal-to-noise ratio of 9.5 dB" in problem.message
+    heading, row, *_ = problem.message.splitlines()
+    assert heading == "the output 'y' differs from the CPU's:"
+    assert row.split("  ") == ["", "y", "signal to noise", *[""] * 5, "9.5 dB", "at least 20 dB"]
     (setting,) = problem.settings
     assert str(setting).startswith(
         "tool.epcontext.models[0].validate.tolerance = { outputs = { y = {"

@@ -63,7 +63,7 @@ def test_no_limits_are_suggested_for_a_slice_that_is_wrong() -> None:
     wanted = np.tile(np.array([600, 1], np.float32), (20, 1))
     wrong = wanted * np.array([1, 0], np.float32)
     agreement = differing({"y": wrong}, Tolerance(20, 0.99), wanted={"y": wanted})
-    assert "dB in [:, 1]" in (agreement.reason or "")
+    assert "signal to noise in [:, 1] " in agreement.excess
     (setting,) = agreement.settings
     assert setting.key == SPEC.key / "validate" / "inputs"
 

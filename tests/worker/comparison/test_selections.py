@@ -305,7 +305,7 @@ def test_the_message_names_the_worst_row(tmp_path: Path) -> None:
     detector = Head(tmp_path, "one output")
     table = faulty(detector.table, "wrong box")
     (agreement,) = detector.compare({"y": table[None].astype(np.float32)})
-    assert "dB in [:, 7, :] (at least 20)" in (agreement.reason or "")
+    assert "signal to noise in [:, 7, :] 8.0 dB (at least 20 dB)" in agreement.excess
 
 
 def topk(folder: Path, batch: int = 2, **attributes: int) -> Compared:
