@@ -235,14 +235,12 @@ def add_tables(
         raise _error(f"[{ROOT}]", message, "Add the target to it by hand.")
     is_new = pyproject.table is None
     targets = dict.fromkeys(names or _usable(), target) if is_new else {}
-    tables = pyproject.project.table("tool", "epcontext", "targets").values()
-    providers = {*targets, *(table.get("provider") for table in tables if isinstance(table, dict))}
-    if trial and "cpu" not in providers:
-        targets["cpu"] = {}
-    after, config = add_models(pyproject, new, targets)
     if trial and new:
-        new = _try(pyproject, after, new)
-        after, config = add_models(pyproject, new, targets)
+        existing = pyproject.project.table("tool", "epcontext", "targets").values()
+        if "cpu" not in [table.get("provider") for table in existing if isinstance(table, dict)]:
+            targets.setdefault("cpu", {})
+        new = _try(pyproject, add_models(pyproject, new, targets)[0], new)
+    after, config = add_models(pyproject, new, targets)
     # A file with the line ends of Windows keeps them.
     text = after.replace("\n", "\r\n") if "\r\n" in before else after
     questions = [f"{model.path}: {line}" for model in new for line in model.questions]
@@ -622,19 +620,16 @@ def next_steps(project: Project, config: Config) -> list[tuple[str, list[str]]]:
 
 def _output(project: Project) -> PurePosixPath:
     """The folder of the models in the wheel: in the import package with the project's name, or in any."""
-    name = str(canonicalize_name(project.name)).replace("-", "_")
-    files = {
-        path.relative_to(project.root).as_posix(): path for path in _files(project.root, ".py")
-    }
+    name, root = str(canonicalize_name(project.name)).replace("-", "_"), project.root
+    files = {path.relative_to(root).as_posix(): path for path in _files(root, ".py")}
     folders = sorted(folder.parts for folder in import_packages(files))
-    # Those in a folder of sources first.
-    packages = [folder[1:] for folder in folders if folder[0] in _SOURCE_FOLDERS and folder[1:]]
-    packages += [folder for folder in folders if folder[1:] not in packages]
-    named = (package for package in packages if "_".join(package) == name)
-    if any(PurePosixPath(file).parts[-1] == f"{name}.py" for file in files):
+    folders.sort(key=lambda parts: parts[0] not in _SOURCE_FOLDERS)
+    packages = [parts[parts[0] in _SOURCE_FOLDERS and len(parts) > 1 :] for parts in folders]
+    named = [package for package in packages if "_".join(package) == name]
+    if not named and not files.keys().isdisjoint({f"{name}.py", f"src/{name}.py"}):
         # A module has no room for them.
         return PurePosixPath(f"{name}_{FOLDER}")
-    return PurePosixPath(*next(named, (packages or [(name,)])[0]), FOLDER)
+    return PurePosixPath(*(named or packages or [(name,)])[0], FOLDER)
 
 
 def _dependencies(project: Project, config: Config) -> Iterator[str]:
@@ -659,10 +654,8 @@ def _dependency(project: Project, text: str) -> str:
         return to_toml(text)
     requirement = Requirement(text)
     version = str(requirement.specifier) or "*"
-    marker = (
-        {"version": version, "markers": str(requirement.marker)} if requirement.marker else version
-    )
-    return f"{requirement.name} = {to_toml(marker)}"
+    table = {"version": version, "markers": str(requirement.marker)}
+    return f"{requirement.name} = {to_toml(table if requirement.marker else version)}"
 
 
 def _marker(provider: Provider) -> str:

@@ -172,7 +172,7 @@ def repeated_models(result: Result, tree: Tree, selected: Tree, root: Path) -> I
     }
     for name, path in tree.items():
         if model := names.get(path.resolve()):
-            how = "Leave it out where it is added (by a build hook, or by force-include)"
+            how = "Leave it out where it is added (as package data, by a build hook, or by force-include)"
             if name in selected:
                 exclude = to_toml([path.relative_to(root).as_posix()])
                 how = f"Exclude it (exclude = {exclude} in [tool.hatch.build.targets.wheel])"

@@ -213,6 +213,19 @@ def test_a_trial_writes_what_works(cli: Cli, new_project: Path) -> None:
     # The broken one is not tried again.
     assert "has all models already" in cli("init", "--try").stdout
 
+    file.write_text(
+        '[tool.epcontext]\nmodels = [\n    { path = "models/a.onnx", dims = { batch = 1 } },\n]\n'
+        'targets.npu = { provider = "qnn", provider-options = { soc_model = 60 } }\n',
+        encoding="utf-8",
+    )
+    cli("init", "models/refused.onnx", "models/broken.onnx", "--try")
+    text = file.read_text(encoding="utf-8")
+    assert "# npu: QNNExecutionProvider cannot compile 1 of the 1 nodes: NonZero" in text
+    tables = parse(text)["tool"]["epcontext"]
+    assert tables["models"][1:] == [{"path": "models/refused.onnx", "targets": ["cpu"]}]
+    assert tables["targets"]["cpu"] == {"provider": "cpu"}
+    assert cli("build").stderr.count("from the cache") == 3
+
 
 PROJECT_TABLE = '[project]\nname = "my-app"\nversion = "1.0"\ndescription = "An app."\n'
 

@@ -249,6 +249,7 @@ def test_a_configuration_without_the_build_back_end_gets_it(project: Path, table
         ("src/other/sub/__init__.py", "other/epcontext"),
         ("src/my/app/__init__.py", "my/app/epcontext"),
         ("my_app.py", "my_app_epcontext"),
+        ("my_app/my_app.py", "my_app/epcontext"),
         ("tests/__init__.py", "my_app/epcontext"),
     ],
 )
