@@ -124,12 +124,14 @@ def low_coverage(
     if coverage is None or coverage.share >= target.min_coverage:
         return None
     hint, settings = _advice(coverage, target, model.key)
+    groups = [*_describe_nodes(coverage.uncovered, declined)]
+    left = f" {groups[0]}." if len(groups) == 1 else "".join(f"\n  {nodes}" for nodes in groups)
     return Problem(
         Kind.LOW_COVERAGE,
         "",
         f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
         f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
-        f"Left to the CPU: {'; '.join(_describe_nodes(coverage.uncovered, declined))}.",
+        f"Left to the CPU:{left}",
         f"{hint} Or accept it with min-coverage.",
         settings=(
             *settings,

@@ -53,9 +53,10 @@ def test_why_no_rewrite_applied_is_named_of_the_nodes_that_are_left(project: Pat
     ]
     text = failure(Coverage(3, 1, 1, uncovered), project, declined=declined)
     assert (
-        "If a (no branches; if_as_where does not apply: its condition is not one value); " in text
+        "\n      If a (no branches; if_as_where does not apply: its condition is not one value)\n"
+        in text
     )
-    assert "; Slice b (slice_as_gather does not apply: its start has 2 axes)." in text
+    assert "\n      Slice b (slice_as_gather does not apply: its start has 2 axes)\n" in text
     assert "lengths" not in text
 
 
@@ -107,7 +108,7 @@ def test_all_nodes_are_named_in_groups(project: Path) -> None:
         Coverage(28, 0, 1, (*uncovered, NodeFacts("last", "Op", "no"), *others)), project
     )
     assert "25 Op n0, n1," in text
-    assert "n19 and 5 more; Op last (no); 2 NonZero (no shape)." in text
+    assert "n19 and 5 more\n      Op last (no)\n      2 NonZero (no shape)\n" in text
 
 
 def test_what_is_refused_for_no_given_reason_is_one_group_of_many(project: Path) -> None:
