@@ -223,6 +223,11 @@ class Agreement:
             return NOTHING
         return math.inf if self.margin is None else self.margin
 
+    def within(self, limit: float) -> float:
+        """The largest limit in decibels that it keeps; ``limit``: the one that ``margin`` is above."""
+        # Of values that are equal or not, half of the limit counts.
+        return min(limit + self.above, math.inf if self.snr is None else self.snr)
+
 
 def differences(agreements: Iterable[Agreement]) -> tuple[Problem, ...]:
     """The problems of the ``agreements`` that differ: one of all that are beyond limits, the worst first."""

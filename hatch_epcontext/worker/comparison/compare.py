@@ -187,7 +187,7 @@ def _advice(
     are_given = validate.inputs not in SYNTHETIC
     needed = {}
     if agreement.above < 0:
-        needed["snr"] = _floor(limits.snr + agreement.above)
+        needed["snr"] = _floor(agreement.within(limits.snr))
     if agreement.cosine is not None and agreement.cosine < limits.cosine:
         needed["cosine"] = _floor(agreement.cosine)
     is_absolute = limits.atol is not None or limits.rtol is not None

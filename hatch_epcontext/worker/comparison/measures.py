@@ -248,14 +248,15 @@ def compare_values(
 def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: _Row | None) -> Agreement:
     """Compare values that are equal or not."""
     # One in ten may differ: near ties, an index changes with the rounding.
-    limits = replace(limits, snr=limits.snr / (2 if aligned.rows is None else 1), cosine=0.0)
+    limits = replace(limits, snr=limits.snr / (2 if aligned.rows is None else 1))
     ref: Numbers = np.ones(aligned.reference.shape)
     out: Numbers = (aligned.output == aligned.reference).astype(np.float64)
     measure = _Measure(out, ref, OutputFacts(), limits.unit, Elsewhere())
     agreement = _measure(name, measure)
     # Each place is right or wrong: slices show nothing more; for selected rows only their own ratios do.
     snr = agreement.snr if aligned.rows is None else None
-    return _judge(replace(agreement, worst=None, worst_snr=None, snr=snr), measure, limits, row)
+    agreement = replace(agreement, worst=None, worst_snr=None, snr=snr, cosine=None)
+    return _judge(agreement, measure, limits, row)
 
 
 def _worst_row(aligned: Aligned) -> _Row | None:

@@ -51,6 +51,17 @@ def test_the_limits_of_a_message_are_enough(difference: float) -> None:
     assert not differences(compared(outputs, limits, Subject(SPEC), WANTED))
 
 
+@pytest.mark.parametrize("wrong", [11, 15, 20])
+def test_the_limits_of_a_message_are_enough_for_values_that_are_equal_or_not(wrong: int) -> None:
+    wanted: Arrays = {"y": np.zeros(100, bool)}
+    outputs: Arrays = {"y": np.arange(100) < wrong}
+    (setting,) = differing(outputs, Tolerance(20, 0.99), wanted=wanted).settings
+    assert isinstance(setting.value, dict)
+    assert setting.value["outputs"]["y"].keys() == {"snr"}
+    limits = Tolerance(20, 0.99, outputs=setting.value["outputs"])
+    assert not differences(compared(outputs, limits, Subject(SPEC), wanted))
+
+
 def test_inputs_that_are_given_are_not_asked_for() -> None:
     outputs = {"y": np.float32(0.2) * WANTED["y"]}
     (setting,) = differing(outputs, Tolerance(20, 0.99)).settings

@@ -61,11 +61,15 @@ def test_a_source_whose_quantization_stays_has_noise(tmp_path: Path) -> None:
     # As large as it takes for some integers to change.
     nodes = "".join(f"m{i} = MatMul (r{i}, w{i}) r{i + 1} = Relu (m{i}) " for i in range(6))
     matrices: dict[str, Any] = {f"w{index}": (256, 256) for index in range(6)}
-    text = f"(float[64, 256] r0) => (float[64, 256] y) {{ {nodes} y = Identity (r6) }}"
+    text = f"""(float[64, 256] r0) => (float[64, 256] y, bool[64, 256] larger) {{
+        {nodes} y = Identity (r6) larger = Greater (r6, r5)
+    }}"""
     made = quantized(parsed(text, **matrices), tmp_path)
     path = save(made, tmp_path / "b.onnx")
     expected = reference_of_artifact(replace(spec, path=path), made, dequantized=False)
     assert 20 < expected.facts.of("y").noise < 70
+    # Of ten thousand comparisons some change.
+    assert 10 < expected.facts.of("larger").noise < 50
 
 
 def test_limits_are_no_stricter_than_the_noise() -> None:
