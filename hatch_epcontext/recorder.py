@@ -32,9 +32,12 @@ SAMPLES = _STEPS = 8
 
 
 class Recorder:
-    """Records this process. ``models``: the sha256 by name; ``folder`` has a folder for each."""
+    """Records this process. ``folder`` has a folder for each of ``models``.
 
-    def __init__(self, folder: Path, models: Mapping[str, str | None]) -> None:
+    They have by name the ``sha256``, the compiled ``dims`` and ``shapes``, and whether to ``show`` these.
+    """
+
+    def __init__(self, folder: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
         self._folder, self._models = folder, models
         self._lock = threading.RLock()
         self._random = random.Random(0)  # noqa: S311, the choice of samples is no secret
@@ -68,17 +71,24 @@ class Recorder:
     def wrap(self, class_: Any) -> None:
         """Record what sessions of ``class_`` run, and run the project's models on the CPU."""
         original_init, original_run = class_.__init__, class_.run
+        get_inputs, get_outputs = class_.get_inputs, class_.get_outputs
 
         @functools.wraps(original_init)
         def init(session: Any, path_or_bytes: Any, *arguments: Any, **options: Any) -> None:
+            model = None
             with self._safely():
                 if model := self._name(path_or_bytes):
                     # What is compiled for another EP fails here, and the loader opens the next.
                     arguments, options["provider_options"] = arguments[:1], None
                     options["providers"] = ["CPUExecutionProvider"]
-                    last = SimpleNamespace(model=model, outputs={}, sample=0, step=_STEPS)
-                    session._epcontext_last = last  # noqa: SLF001
             original_init(session, path_or_bytes, *arguments, **options)
+            with self._safely():
+                if model:
+                    inputs, outputs = get_inputs(session), get_outputs(session)
+                    shapes = _compiled((*inputs, *outputs), self._models[model])
+                    session._epcontext_last = SimpleNamespace(  # noqa: SLF001
+                        model=model, shapes=shapes, outputs={}, samples=[], step=_STEPS
+                    )
 
         @functools.wraps(original_run)
         def run(session: Any, output_names: Any, input_feed: Any, run_options: Any = None) -> Any:
@@ -88,14 +98,26 @@ class Recorder:
                     self._ran(session, last, input_feed, output_names, outputs)
             return outputs
 
+        def show(original: Any) -> Any:
+            @functools.wraps(original)
+            def get_values(session: Any) -> Any:
+                values, last = original(session), getattr(session, "_epcontext_last", None)
+                if last is None or not self._models[last.model]["show"]:
+                    return values
+                facts = ((v.name, v.type, last.shapes[v.name]) for v in values)
+                return [SimpleNamespace(name=n, type=t, shape=[*s]) for n, t, s in facts]
+
+            return get_values
+
         class_.__init__, class_.run = init, run
+        class_.get_inputs, class_.get_outputs = show(get_inputs), show(get_outputs)
 
     def _name(self, model: Any) -> str | None:
         """The name of the project's model with the bytes, or at the path, ``model``."""
         path = None if isinstance(model, bytes) else Path(os.fsdecode(model)).absolute()
         digest = hashlib.sha256(model if path is None else path.read_bytes()).hexdigest()
-        for name, sha256 in self._models.items():
-            if sha256 == digest:
+        for name, known in self._models.items():
+            if known["sha256"] == digest:
                 return name
         # Or a variant of it, in the project's model package.
         with contextlib.suppress(Exception):
@@ -126,16 +148,17 @@ class Recorder:
         last.outputs = {name: o.copy() for name, o in named if isinstance(o, np.ndarray)}
         with (self._folder / STATES).open("a", encoding="utf-8") as lines:
             lines.writelines(f"{json.dumps([last.model, *pair])}\n" for pair in states.items())
+        batches = _batches(arrays, last.shapes)
         if states and last.step < _STEPS:
             last.step += 1
         else:
-            last.sample, last.step = self._begin(last.model), 1
-        if last.sample in self._kept[last.model]:
-            name = f"{os.getpid()}-{last.sample}-{last.step}.part"
-            part = self._folder / last.model / name
-            with part.open("wb") as file:
-                np.savez(file, **arrays)
-            part.replace(part.with_suffix(".npz"))
+            last.samples, last.step = [self._begin(last.model) for _ in batches], 1
+        for sample, batch in zip(last.samples, batches, strict=True):
+            if sample in self._kept[last.model]:
+                part = self._folder / last.model / f"{os.getpid()}-{sample}-{last.step}.part"
+                with part.open("wb") as file:
+                    np.savez(file, **batch)
+                part.replace(part.with_suffix(".npz"))
 
     def _begin(self, model: str) -> int:
         """The number of a new sample; kept are the first, and a random choice of the others."""
@@ -148,6 +171,46 @@ class Recorder:
                 file.unlink()
             kept[place] = number
         return number
+
+
+def _compiled(values: Any, model: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The shapes of a session's inputs and outputs as they are compiled."""
+    dims, shapes = dict(model["dims"]), model["shapes"]
+    for value in values:
+        # A named dimension has one size in the whole model.
+        dims.update(zip(value.shape, shapes.get(value.name, ()), strict=False))
+    dims.pop(None, None)
+    return {
+        v.name: shapes.get(v.name) or [dims.get(size, size) for size in v.shape] for v in values
+    }
+
+
+def _batches(arrays: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """``arrays`` in batches of the compiled ``shapes``, without what is left; or as they are, if in none."""
+    axes = {
+        name: [
+            (axis, size)
+            for axis, (size, own) in enumerate(zip(shapes[name], array.shape, strict=False))
+            if isinstance(size, int) and size != own
+        ]
+        for name, array in arrays.items()
+    }
+    split = {name: pairs[0] for name, pairs in axes.items() if len(pairs) == 1}
+    counts = {arrays[name].shape[axis] // size for name, (axis, size) in split.items()}
+    # A state may have its batch elsewhere, but another first axis that differs is a length.
+    is_batch = any(axis == 0 for axis, _ in split.values()) and max(map(len, axes.values())) == 1
+    if not is_batch or len(counts) != 1 or counts == {0}:
+        return [arrays]
+    return [
+        {
+            **arrays,
+            **{
+                name: arrays[name].take(range(index * size, (index + 1) * size), axis)
+                for name, (axis, size) in split.items()
+            },
+        }
+        for index in range(*counts)
+    ]
 
 
 def _array(value: Any, type_: str) -> Any:

@@ -10,11 +10,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.recorder import SAMPLES, Recorder
-from tests.models import model, value
+from tests.models import model, parsed, value
 
 Array = np.ndarray[Any, Any]
 
 STATE = np.array([0.5, 1], np.float32)
+
+UNSIZED: dict[str, Any] = {"dims": {}, "shapes": {}, "show": False}
 
 
 class App:
@@ -29,7 +31,7 @@ class App:
         digest = hashlib.sha256(content).hexdigest()
         session = type("Session", (onnxruntime.InferenceSession,), {})
         (folder / "a").mkdir(parents=True)
-        Recorder(folder, {"a": digest}).wrap(session)
+        Recorder(folder, {"a": {**UNSIZED, "sha256": digest}}).wrap(session)
         self._session = session(content)
         self._folder = folder
 
@@ -97,3 +99,42 @@ def test_values_of_all_types_are_read_back(tmp_path: Path, dtype: int, values: A
     expected = values.numpy() if isinstance(values, onnxruntime.OrtValue) else np.asarray(values)
     (file,) = tmp_path.glob("a/*.npz")
     assert arrays(file)["x"].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("dims", "size", "expected"),
+    [
+        # Without the rows that are left.
+        ({"N": 2}, (5, 3), [[0, 1], [2, 3]]),
+        # Whole: the compiled size, too few rows, another length, and no compiled size.
+        ({"N": 2, "T": 3}, (2, 3), [[0, 1]]),
+        ({"N": 4}, (2, 3), [[0, 1]]),
+        ({"T": 2}, (2, 4), [[0, 1]]),
+        ({}, (2, 3), [[0, 1]]),
+    ],
+)
+def test_a_batch_is_kept_as_samples_of_the_compiled_size(
+    tmp_path: Path, dims: dict[str, int], size: tuple[int, int], expected: list[list[int]]
+) -> None:
+    content = parsed(
+        """(float[N, T] x, float[1, N, 1] h) => (float[N, T] y, float[1, N, 1] h_out) {
+            h_out = Add (h, one)
+            s = Squeeze (h, zero)
+            y = Add (x, s) }""",
+        one=np.ones(1, np.float32), zero=np.zeros(1, np.int64),
+    ).SerializeToString()  # fmt: skip
+    (tmp_path / "a").mkdir()
+    class_ = type("Session", (onnxruntime.InferenceSession,), {})
+    known = {**UNSIZED, "dims": dims, "sha256": hashlib.sha256(content).hexdigest()}
+    Recorder(tmp_path, {"a": known}).wrap(class_)
+    session, (rows, length) = class_(content), size
+    x = np.tile(np.arange(rows, dtype=np.float32)[:, None], length)
+    h = x[None, :, :1]
+    for _ in range(3):
+        h = session.run(["h_out"], {"x": x, "h": h})[0]
+    kept = {file.stem.partition("-")[2]: arrays(file) for file in tmp_path.glob("a/*.npz")}
+    assert len(kept) == 3 * len(expected)
+    for name, sample in kept.items():
+        number, step = map(int, name.split("-"))
+        assert sample["x"][:, 0].tolist() == expected[number]
+        assert sample["h"].tolist() == [[[row + step - 1] for row in expected[number]]]

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,8 +22,9 @@ from hatch_epcontext.text import count, to_toml
 
 
 @click.command("record", context_settings={"allow_interspersed_args": False})
+@click.option("--compiled-shapes", is_flag=True, help="Show the app the sizes that are compiled.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(command: tuple[str, ...]) -> None:
+def command(command: tuple[str, ...], compiled_shapes: bool) -> None:
     """Run the app, and keep some inputs of its models.
 
     COMMAND starts the app, as in: epcontext record -- python -m my_app photo.jpg. It runs as always, but the
@@ -30,23 +32,34 @@ def command(command: tuple[str, ...]) -> None:
     model in .epcontext-samples: the first, and a random choice of the others, with 8 consecutive steps each
     for a recurrent model. Only run() is recorded, in a Python that reads PYTHONPATH.
 
+    A larger batch is kept as several samples of the compiled size. With --compiled-shapes, get_inputs() and
+    get_outputs() of sessions return the sizes in dims and shapes, or the first of several, as on an NPU; any
+    size still runs.
+
     The files may contain personal data: only you may read them, and git ignores them. The exit code is that
     of the app.
     """
-    configured = project_config(Path().absolute(), (), ()).models
-    hashes = {
-        model.configured_name: file_sha256(model.path) if model.path.is_file() else None
-        for model in configured
-    }
+    models: dict[str, dict[str, Any]] = {}
+    # Of several sizes the first, which `load` opens; where all targets leave them open, none.
+    for model in project_config(Path().absolute(), (), ()).models:
+        sizes = {"dims": dict(model.dims), "shapes": dict(model.shapes)}
+        models.setdefault(
+            model.configured_name,
+            {
+                "sha256": file_sha256(model.path) if model.path.is_file() else None,
+                "show": compiled_shapes,
+                **(sizes if model.static_shapes else {key: {} for key in sizes}),
+            },
+        )
     place = Path(".epcontext-samples")
     if place.exists():
         raise click.UsageError(f"{place} exists, and nothing is overwritten: move it away.")
     if (program := shutil.which(command[0])) is None:
         raise click.UsageError(f"there is no program {command[0]!r}.")
     with temp_dir() as folder:
-        code = _run([program, *command[1:]], folder, hashes)
+        code = _run([program, *command[1:]], folder, models)
         lines = (folder / recorder.STATES).read_text(encoding="utf-8").splitlines()
-        for name in hashes:
+        for name in models:
             samples = {file.stem.rpartition("-")[0] for file in (folder / name).glob("*.npz")}
             if not samples:
                 warn(
@@ -63,7 +76,7 @@ def command(command: tuple[str, ...]) -> None:
     click.get_current_context().exit(code if code >= 0 else 128 - code)
 
 
-def _run(command: list[str], folder: Path, models: Mapping[str, str | None]) -> int:
+def _run(command: list[str], folder: Path, models: Mapping[str, dict[str, Any]]) -> int:
     """Run ``command`` with a recorder in ``folder``; returns its exit code, or a signal, negative."""
     for name in models:
         (folder / name).mkdir()

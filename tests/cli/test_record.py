@@ -91,6 +91,30 @@ def test_the_samples_of_an_app_are_kept_and_validate_its_models(
     assert built.count("agrees on ") == built.count(" given inputs") == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "shown"), [((), "batch"), (("--compiled-shapes",), 1)], ids=["as-it-is", "compiled"]
+)
+def test_a_larger_batch_is_several_samples_of_the_compiled_size(
+    cli: Cli,
+    app_project: Path,
+    capfd: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    shown: Any,
+) -> None:
+    code = (
+        "import numpy as np, onnxruntime as o; s = o.InferenceSession('models/image.onnx'); "
+        "print([v.shape for v in (*s.get_inputs(), *s.get_outputs())]); "
+        "s.run(None, {'x': np.arange(192, dtype=np.float32).reshape(3, 1, 8, 8)})"
+    )
+    printed = cli("record", *flags, "--", sys.executable, "-c", code).stderr
+    assert capfd.readouterr().out == f"{[[shown, 1, 8, 8], [shown, 10]]}\n"
+    assert "image: kept 3 samples" in printed
+    files = (app_project / ".epcontext-samples" / "image").glob("*.npz")
+    samples = [arrays(file)["x"] for file in files]
+    assert {sample.shape for sample in samples} == {(1, 1, 8, 8)}
+    assert {sample.min() for sample in samples} == {0, 64, 128}
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
 def test_only_this_user_may_read_samples_and_git_ignores_them(cli: Cli, app_project: Path) -> None:
     cli("record", "--", sys.executable, "app.py", code=3)
