@@ -19,7 +19,7 @@ from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
-from hatch_epcontext.jobs.run import IncompleteError, build_with_report
+from hatch_epcontext.jobs.run import IncompleteError, build, build_with_report, open_cache
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.text import count, printable, show_size
 
@@ -137,11 +137,13 @@ def run_plan(planned: Plan, staging: Path, verbosity: Verbosity, name: str) -> R
     return build_with_report(planned, staging, verbosity.log, workers, warn, name)
 
 
-def failed_jobs(config: Config, name: str) -> Mapping[tuple[str, str], Problem]:
+def failed_jobs(config: Config) -> Mapping[tuple[str, str], Problem]:
     """Run all jobs of ``config``: the first problem of each that fails, by its model and its target."""
+    verbosity, settings = Verbosity(), config.build
+    workers = verbosity.workers(settings.timeout, settings.memory_limit)
     try:
         with temp_dir() as staging:
-            run_plan(plan(config), staging, Verbosity(), name)
+            build(plan(config), staging, open_cache(config, warn), verbosity.log, workers, warn)
     except IncompleteError as error:
         failures = error.result.failures
         return {(model, job.target): job.problems[0] for job in failures for model in job.models}
@@ -153,6 +155,6 @@ def failed_jobs(config: Config, name: str) -> Mapping[tuple[str, str], Problem]:
         problems = dict[tuple[str, str], Problem]()
         for model, target in jobs:
             alone = (replace(model, targets=(target,)),)
-            problems |= failed_jobs(replace(config, models=alone), name)
+            problems |= failed_jobs(replace(config, models=alone))
         return problems
     return {}

@@ -112,8 +112,15 @@ class NewModel:
         return [target for target, reason in self.tried.items() if not reason]
 
     @property
+    def is_left_out(self) -> bool:
+        """Whether no target compiles it."""
+        return bool(self.tried) and not self.works
+
+    @property
     def refusals(self) -> str:
         """Why other targets do not, in one line."""
+        if self.is_left_out and self.questions:
+            return f"its sizes are unknown: {'; '.join(self.questions)}"
         reasons: dict[str, list[str]] = {}
         for target, reason in self.tried.items():
             reasons.setdefault(reason, []).append(target)
@@ -243,7 +250,8 @@ def add_tables(
     after, config = add_models(pyproject, new, targets)
     # A file with the line ends of Windows keeps them.
     text = after.replace("\n", "\r\n") if "\r\n" in before else after
-    questions = [f"{model.path}: {line}" for model in new for line in model.questions]
+    asking = [model for model in new if not model.is_left_out]
+    questions = [f"{model.path}: {line}" for model in asking for line in model.questions]
     if dry_run:
         changed = before.splitlines(), text.splitlines()
         echo("\n".join(difflib.unified_diff(*changed, file, file, lineterm="")), lines=True)
@@ -281,7 +289,7 @@ def _try(pyproject: Pyproject, text: str, new: Sequence[NewModel]) -> list[NewMo
     environ = {name: value for name, value in os.environ.items() if name not in others}
     config = pyproject.load(text, environ)
     models = tuple(m for m in config.models if pyproject.path_of(m) in {n.path for n in new})
-    problems = failed_jobs(replace(config, models=models), pyproject.project.name)
+    problems = failed_jobs(replace(config, models=models))
     tried: dict[str, dict[str, str]] = {model.path: {} for model in new}
     for model, target in ((m, t) for m in models for t in m.targets):
         problem, reasons = problems.get((model.name, target.name)), tried[pyproject.path_of(model)]
@@ -399,7 +407,9 @@ def add_models(
     The project also gets ``targets``, the keys of each by its provider, the build requirement, and the hook
     or the build back end. Raises ConfigError when that is impossible.
     """
-    document, project = tomlkit.parse(pyproject.text), pyproject.project
+    project, earlier = pyproject.project, tuple(_left_out(model.path) for model in models)
+    lines = (line for line in pyproject.text.split("\n") if not line.startswith(earlier))
+    document = tomlkit.parse("\n".join(lines))
     appended = [*_build_system(document, project)]
     # Its back end cannot say where an editable install has its packages.
     keys = {} if project.is_hatchling else {"output": str(_output(project))}
@@ -415,7 +425,7 @@ def add_models(
         appended.append(_table(f"{ROOT}.build", wrapped))
     appended += [_target(PROVIDERS[name], keys) for name, keys in targets.items()]
     static = pyproject.table is not None or any(PROVIDERS[n].static_shapes for n in targets)
-    written = [model for model in models if model.works or not model.tried]
+    written = [model for model in models if not model.is_left_out]
     names = _named(written, pyproject.listed.values())
     tables = [_model(model, name, static=static) for model, name in names]
     has_table = isinstance(pyproject.table, dict)
@@ -428,8 +438,7 @@ def add_models(
                 existing.add_line(comment=model.refusals)
             existing.append(values["path"] if is_path else tomlkit.item(values, _parent=existing))
         tables = []
-    left_out = [m for m in models if m not in written and _left_out(m.path) not in pyproject.text]
-    tables += [f"{_left_out(model.path)}: {model.refusals}\n" for model in left_out]
+    tables += [f"{_left_out(m.path)}: {m.refusals}\n" for m in models if m.is_left_out]
     result = tomlkit.dumps(document)
     for part in (*appended, *tables):
         result = result.rstrip("\n") + ("\n\n" if result.strip() else "") + part

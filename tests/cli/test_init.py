@@ -8,14 +8,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 from pyproject_hooks import BuildBackendHookCaller
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.providers import PROVIDERS
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
-from tests.models import model, network, save, value
+from tests.models import model, network, parsed, save, value
 
 BEFORE = '[project]\nname = "my-app"  # ours\nversion = "1"\n'
 
@@ -182,23 +182,25 @@ def test_malformed_tables_are_errors_or_are_not_read(
 @needs_qnn
 @pytest.mark.slow
 def test_a_trial_writes_what_works(cli: Cli, new_project: Path) -> None:
-    shape = ([value("x", [4, 4])], [value("y", [4, 4])])
-    refused = model(
-        [helper.make_node("NonZero", ["x"], ["y"])],
-        shape[0],
-        [helper.make_tensor_value_info("y", TensorProto.INT64, [2, None])],
-    )
-    save(refused, new_project / "models" / "refused.onnx")
-    broken = model([helper.make_node("Relu", ["x"], ["y"])], *shape)
-    broken.graph.node[0].domain = "of.nobody"
-    broken.opset_import.append(helper.make_opsetid("of.nobody", 1))
-    save(broken, new_project / "models" / "broken.onnx")
+    models = {
+        "refused": "(float[4, 4] x) => (int64[2, n] y) {y = NonZero(x)}",
+        "broken": "(float[4] x) => (float[4] y) {y = com.microsoft.Mystery(x)}",
+        "asking": (
+            "(float[width] x) => (float[2, 3] y)"
+            "{s = Constant <value_ints = [2, 3]> () y = Reshape(x, s)}"
+        ),
+    }
+    for name, text in models.items():
+        save(parsed(text, check=False), new_project / "models" / f"{name}.onnx")
     file = new_project / "pyproject.toml"
 
     printed = cli("init", "--try", "-p", "qnn", "-O", "soc_model=60").stdout
     assert "models/a.onnx: works for qnn and cpu\n" in printed
     assert "models/refused.onnx: works for cpu; qnn: QNNExecutionProvider cannot compile" in printed
     assert "models/broken.onnx: left out; qnn and cpu: the source model itself" in printed
+    question = "its sizes are unknown: dims = { width = ? }"
+    assert f"models/asking.onnx: left out; {question}" in printed
+    assert 'a number for each "?"' not in printed
     text = file.read_text(encoding="utf-8")
     assert "\n# qnn: QNNExecutionProvider cannot compile 1 of the 1 nodes: NonZero" in text
     assert "\n# models/broken.onnx is left out: qnn and cpu: the source model" in text
