@@ -48,7 +48,7 @@ def _table(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[st
 
 def _linked(text: str) -> str:
     """``text`` with links in place of the paths of pages."""
-    return re.sub(r"`docs/([a-z-]+\.md)`", r"[\1](\1)", text)
+    return re.sub(r"`docs/([a-z-]+\.md)(#[a-z-]+)?`", r"[\1](\1\2)", text)
 
 
 PROVIDERS_INTRODUCTION = """\
@@ -68,18 +68,16 @@ The `provider` of a target is a name of this page, or ONNX Runtime's name of the
 ## Options
 
 EPs silently accept unknown options, those of older releases, and impossible values. For a build these are
-errors, which say what to use instead. If your EP is newer than this page, set `allow-unknown-options = true`
-for the target.
+errors. If your EP is newer than this page, set `allow-unknown-options = true` for the target.
 
 Write `true`, `false`, numbers, lists and tables as in TOML: a build turns them into strings for the EP.
 `provider-options` has all options, and `load-options` those for loading only. Options for compiling only are
 not shipped. [ONNX Runtime's documentation](https://onnxruntime.ai/docs/execution-providers/) of the EP says
 what each option means.
 
-The path of a *file* counts from the project's folder, or is absolute. Its contents count: if they change,
-the model is compiled again. If the option counts for loading too, a file of the project is shipped, and the
-loader names its new place. A file elsewhere is not: without `load(name, provider_options={...})`, with a path
-of your app's own, the loader skips the target. No manifest contains a path of the build machine. In
+The path of a *file* is relative to the project's folder, or absolute. If its contents change, the model is
+compiled again. If the option counts for loading too, a file of the project is shipped. A file elsewhere is
+not: the loader skips the target unless your app names its own with `load(name, provider_options={...})`. In
 `load-options` `{user-cache}` is a folder on the user's machine.
 
 ## Overview
@@ -304,8 +302,8 @@ The [part of a model](shapes.md#a-part-of-a-model) that is kept. At least one of
 How a model is [validated](validation.md). The mode alone can replace the table:
 `validate = "require"`.""",
     "tolerance": """\
-The limits of `validate.tolerance`, described in [Validation](validation.md). A limit of an output wins
-over that of all outputs.""",
+The [limits](validation.md#the-comparison) of `validate.tolerance`. A limit of an output wins over that of all
+outputs.""",
     "quantize": """\
 How a model of floats is [quantized](shapes.md#quantize-a-model). `quantize = false` for a target of a
 model switches it off.""",
@@ -390,10 +388,9 @@ COMMANDS = """\
 
 <!-- Generated from the commands' help by docs/generate.py. -->
 
-`pip install "hatch-epcontext[cli]"` installs the commands. `cache`, `schema`, and `inspect` of a wheel or a
-model package need nothing else, except that `cache new-key` needs the extra `remote-cache`. All others need a
-compiler too, from one of the extras `qnn`, `openvino`, `tensorrt-rtx`, `gpu` and `cpu`:
-`"hatch-epcontext[cli,qnn]"`.
+`pip install "hatch-epcontext[cli]"` installs the commands. `schema`, `cache` (for `new-key` with the extra
+`remote-cache`), and `inspect` of a wheel or a model package need nothing else. All others need a compiler
+too, from one of the extras `qnn`, `openvino`, `tensorrt-rtx`, `gpu` and `cpu`: `"hatch-epcontext[cli,qnn]"`.
 
 {commands}
 
@@ -404,13 +401,10 @@ Completion in the shell: `eval "$(_EPCONTEXT_COMPLETE=bash_source epcontext)"` i
 
 ## Flags of several commands
 
-Each command lists its own. `--help` shows all of them. `NO_COLOR=1` switches colors off.
-
 `--set KEY=VALUE` sets any [key](configuration.md) of a target, a model or the build, in TOML, such as
 `--set min-coverage=0.9` and `--set build.timeout=600`. Text needs no quotes. `-O a=b` is short for
 `--set provider-options.a=b`, and so are `--dim`, `--shape`, `--constant`, `--inputs`, `--device` and
-`--library` for their keys. Of several values of a key the last one counts. A name of a dimension or an input
-applies to all models; to one with its name before it: `--dim decoder:length=1`.
+`--library` for their keys. Of several values of a key the last one counts.
 
 ```text
 {flags}

@@ -104,15 +104,15 @@ def compile_models(
 ) -> CompileResult:
     """Compile ONNX models for one execution provider, validate the results, and write them.
 
-    The same as ``epcontext compile``, without an HTML report. Nothing is written unless all models succeed.
+    The same as ``epcontext compile``, without a report. Nothing is written if a model fails.
 
     ``models``: one file, several, or files by name. The default name is the file's stem.
     ``output``: a folder; or for one model the context model's own file, which ends with ``.onnx``. A folder
-    that ends with ``.ortpackage`` becomes a model package, with a manifest and the source models.
+    that ends with ``.ortpackage`` becomes a model package.
     ``provider``: a name of ``docs/providers.md``, or ONNX Runtime's name of the EP.
     ``provider_options``: checked by name and value.
-    ``dims``: sizes of open dimensions, by the dimension's name. If shapes stay open, as for the CPU, they
-    are only the sizes of the dummy inputs.
+    ``dims``: sizes of open dimensions, by name. If shapes stay open, as for the CPU, they are only those of
+    the dummy inputs.
     ``settings``: any other keys of a target, a model or the build, dotted or as in TOML, such as
     ``{"embed": True, "validate": "require", "shapes": {"x": (1, 3)}, "build.timeout": 600}``; ``fallback``;
     and ``from-memory``, with which the compiler reads and writes memory only.

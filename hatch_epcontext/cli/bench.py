@@ -102,9 +102,9 @@ def command(
 ) -> None:
     """Measure how much faster compiled models open.
 
-    Fresh processes open each MODEL and run it once: the source on the CPU; the prepared source on the EP,
-    which compiles it at each start; and the compiled form. The table has the median, and the least and the
-    most of all runs. The cache is not used.
+    New processes open each MODEL and run it once: the source on the CPU; the prepared source on the EP,
+    which compiles it at each start; and the compiled form. The table has the median, the least and the most
+    of all runs. The cache is not used.
 
     Without MODEL: the models of the project in the current folder, for the only target or --target.
     """

@@ -79,8 +79,8 @@ def command(
 
     Each MODEL is compiled and validated as in a build. Names of dimensions and inputs apply to all models; to
     one model with its name before them: --dim decoder:length=1. If shapes stay open, as for the CPU, --dim
-    and --shape only size the dummy inputs; --set static-shapes=true fixes them. ONNX Runtime and the loader
-    open model packages; --set fallback=source puts the source models in.
+    and --shape only size the dummy inputs; --set static-shapes=true fixes them. A model package has the
+    source models too, unless all machines run what is compiled; --set fallback=none leaves them out.
     """
     if len(models) == 1 and "share-weights" in settings:
         raise click.UsageError("--share-weights is for two models or more.")

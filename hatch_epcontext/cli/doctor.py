@@ -91,8 +91,8 @@ def command(ctx: click.Context, as_json: bool, library: str | None) -> None:
     Shows ONNX Runtime, and the EPs with their devices or the reason for none. The exit code is 1 if there are
     problems.
 
-    With --library it registers the library of any plugin EP in a process of its own, lists the devices of its
-    EPs, and prints the targets for pyproject.toml that use them.
+    With --library it lists the devices of any plugin EP, and prints the targets for pyproject.toml that use
+    them.
     """
     if library is None:
         diagnosis = _examine()

@@ -56,10 +56,9 @@ def command(
 
     PROJECT is the folder with the pyproject.toml; the default is the current folder. Its models are
     compiled and validated, and DIR becomes the folder that a wheel would contain: the manifest, the
-    artifacts, the source models for the fallback, and the loader. Any build backend can pack it, and C,
-    C++ and C# apps can open it.
+    artifacts, the source models for the fallback, and the loader. C, C++ and C# apps can open it.
 
-    Nothing is written unless all models succeed, or if DIR has files of another origin.
+    Nothing is written if a model fails, or if DIR has files of another origin.
     """
     config = project_config(project.absolute(), targets, models)
     config = dataclasses.replace(config, report=report or config.report)

@@ -27,10 +27,10 @@ from hatch_epcontext.text import count, to_toml
 def command(command: tuple[str, ...], compiled_shapes: bool) -> None:
     """Run the app, and keep some inputs of its models.
 
-    COMMAND starts the app, as in: epcontext record -- python -m my_app photo.jpg. It runs as always, but the
-    models of the project in the current folder run on the CPU. Each process keeps at most 8 samples of a
-    model in .epcontext-samples: the first, and a random choice of the others, with 8 consecutive steps each
-    for a recurrent model. Only run() is recorded, in a Python that reads PYTHONPATH.
+    COMMAND starts the app, as in: epcontext record -- python -m my_app photo.jpg. The models of the project
+    in the current folder run on the CPU. Each process keeps at most 8 samples of a model in
+    .epcontext-samples: the first, and a random choice of the others, with 8 consecutive steps each for a
+    recurrent model. Only run() is recorded, in a Python that reads PYTHONPATH.
 
     A larger batch is kept as several samples of the compiled size. With --compiled-shapes, get_inputs() and
     get_outputs() of sessions return the sizes in dims and shapes, or the first of several, as on an NPU; any

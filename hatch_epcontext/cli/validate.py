@@ -59,9 +59,8 @@ def command(
     """Validate a context model or a model package.
 
     PATH is a context model, or the folder of a model package that epcontext wrote. It is valid if its files
-    are complete, and a copy in another folder loads without compiling and runs. A context model names its
-    provider, and with --source its outputs must agree with the source's on the CPU; an optimized graph needs
-    --provider.
+    are complete, and a copy in another folder opens without compiling and runs. With --source its outputs
+    must agree with the source's on the CPU. An optimized graph needs --provider.
 
     The variants of a package have their own options, and are compared with its source model, or else its
     first variant for the CPU. What this machine cannot run is an error, unless --set validate=auto accepts

@@ -283,7 +283,7 @@ class TargetTable:
     )
     unroll_limit: int | None = _key(
         "The most nodes of a graph after loops and recurrent layers are unrolled, `0` for no unrolling: "
-        "see `docs/what-compiles.md`.",
+        "see `docs/what-compiles.md#rewrites`.",
         otherwise=5000,
         check=_NODES,
     )
@@ -297,11 +297,11 @@ class TargetTable:
         ),
     )
     dequantize: Dequantize | None = _key(
-        'Undo dynamic quantization; with `"all"` static quantization too: see `docs/shapes.md`.',
+        'Undo dynamic quantization; with `"all"` static quantization too: see `docs/shapes.md#undo-a-quantization`.',
         when_missing="only if nodes are left to the CPU otherwise",
     )
     quantize: QuantizeTable | Literal[False] | None = _key(
-        "Quantize a model of floats: see `docs/shapes.md`.",
+        "Quantize a model of floats: see `docs/shapes.md#quantize-a-model`.",
         when_missing="not quantized",
     )
     min_coverage: float | None = _key(
@@ -320,7 +320,7 @@ class TargetTable:
         items=_requirement,
     )
     resources: Mapping[str, float] | None = _key(
-        "Resources of the dask workers that may compile for this target: see `docs/ci.md`.",
+        "Resources of the dask workers that may compile for this target: see `docs/ci.md#a-cluster`.",
         items=_AMOUNT,
     )
     allow_unknown_options: bool | None = _key(
@@ -363,7 +363,7 @@ class ValidateTable:
     )
     inputs: str = _key(
         "Dummy inputs: `random` (seeded), `ones`, `zeros`, an `.npz`, or a folder with one for each sample: "
-        "see `docs/validation.md`.",
+        "see `docs/validation.md#your-own-inputs`.",
         "random",
     )
     tolerance: ToleranceTable | Literal[False] | None = _key(
@@ -404,7 +404,7 @@ class ModelTable:
     )
     url: str | None = _key(
         "Where the model is downloaded from, instead of `path`: `hf://` or `https://`. `epcontext fetch "
-        "--pin` fixes its contents: see `docs/builds.md`.",
+        "--pin` fixes its contents: see `docs/builds.md#models-from-elsewhere`.",
         check=check_url,
         is_url=True,
     )
@@ -419,14 +419,14 @@ class ModelTable:
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
     targets: tuple[str, ...] | Mapping[str, TargetTable | Literal[False]] | None = _key(
         "The targets of the model: a list of names, or a table with what the model changes of some, and "
-        "`false` for those that it leaves out: see `docs/targets.md`.",
+        "`false` for those that it leaves out: see `docs/targets.md#a-target-of-a-model`.",
         when_missing="all",
     )
     fallback: Fallback | None = _key(
         "As `fallback` of the root, for this model.", when_missing="that of the root"
     )
     share_weights: str | None = _key(
-        "The name of a group, whose models share one sidecar: see `docs/targets.md`."
+        "The name of a group, whose models share one sidecar: see `docs/targets.md#models-that-share-weights`."
     )
     dims: Dims | tuple[Dims, ...] = _key(
         "Sizes of symbolic dimensions, by name; or a list of such tables: see `docs/shapes.md`.",
@@ -440,7 +440,7 @@ class ModelTable:
         "Inputs frozen to a value, by input; the dtype is the model's.", dict, check=_CONSTANTS
     )
     cut: CutTable | None = _key(
-        "Keep only the part of the graph between these tensors: see `docs/shapes.md`.",
+        "Keep only the part of the graph between these tensors: see `docs/shapes.md#a-part-of-a-model`.",
         when_missing="the whole graph",
     )
     license: str | None = _key(
@@ -471,7 +471,7 @@ class BuildTable:
     )
     shared_cache: str | None = _key(
         "The URL of a cache that teams and CI share: `s3://`, `gs://`, `az://`, `file://` or `https://`: see "
-        "`docs/ci.md`.",
+        "`docs/ci.md#a-shared-cache`.",
         check=check_cache_url,
         empty_switches_off=True,
         is_url=True,
@@ -483,7 +483,7 @@ class BuildTable:
     )
     scheduler: str | None = _key(
         'The scheduler of a dask cluster, which runs the jobs: such as `"tcp://host:8786"`, see '
-        "`docs/ci.md`.",
+        "`docs/ci.md#a-cluster`.",
         when_missing="jobs run here",
         check=_ADDRESS,
         empty_switches_off=True,
@@ -491,7 +491,7 @@ class BuildTable:
     )
     backend: str | None = _key(
         'The build back end that `build-backend = "hatch_epcontext.backend"` calls, such as '
-        '`"setuptools.build_meta"`: see `docs/adopting.md`.',
+        '`"setuptools.build_meta"`: see `docs/adopting.md#with-any-other-build-back-end`.',
         check=_BACKEND,
         has_variable=False,
     )
@@ -514,7 +514,7 @@ class WheelTable:
         check=_wheel_tag,
     )
     sbom: bool = _key(
-        "Write a CycloneDX SBOM of the models into the wheel: see `docs/model-package.md`.",
+        "Write a CycloneDX SBOM of the models into the wheel: see `docs/model-package.md#the-sbom`.",
         False,
     )
 
