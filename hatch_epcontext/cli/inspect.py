@@ -34,8 +34,8 @@ def command(path: Path, as_json: bool, verify: bool) -> None:
     PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package that epcontext wrote.
     An ONNX model needs onnx, but not ONNX Runtime.
 
-    --verify fails if a file is missing or differs from the manifest (in a wheel: by RECORD), or if a wheel has
-    no models.
+    --verify fails if a file is missing or differs from the manifest (in a wheel: by RECORD), or if a wheel
+    has no models.
     """
     inspection = tool.inspect(path)
     if as_json:

@@ -282,7 +282,7 @@ class TargetTable:
         when_missing="by provider and device",
     )
     unroll_limit: int | None = _key(
-        "The most nodes of a graph after loops and recurrent layers are unrolled, `0` for no unrolling: "
+        "The most nodes of a graph whose loops and recurrent layers are unrolled, `0` for no unrolling: "
         "see `docs/what-compiles.md#rewrites`.",
         otherwise=5000,
         check=_NODES,
@@ -297,7 +297,7 @@ class TargetTable:
         ),
     )
     dequantize: Dequantize | None = _key(
-        'Undo dynamic quantization; with `"all"` static quantization too: see `docs/shapes.md#undo-a-quantization`.',
+        'Undo dynamic quantization, with `"all"` static too: see `docs/shapes.md#undo-a-quantization`.',
         when_missing="only if nodes are left to the CPU otherwise",
     )
     quantize: QuantizeTable | Literal[False] | None = _key(
@@ -324,8 +324,8 @@ class TargetTable:
         items=_AMOUNT,
     )
     allow_unknown_options: bool | None = _key(
-        "Do not check provider options and names of session options, for an EP or an ONNX Runtime that is "
-        "newer than this package.",
+        "Do not check provider options and names of session options, for an EP or ONNX Runtime that is newer "
+        "than this package.",
         otherwise=False,
     )
     virtual_devices: bool | None = _key(
@@ -358,7 +358,7 @@ class ValidateTable:
 
     mode: ValidationMode = _key(
         "`auto` runs the artifact where the provider can; `require` fails where it cannot; "
-        "`structure` checks the files only; `false` does nothing, and runs no model on the CPU either.",
+        "`structure` checks the files only; `false` runs nothing, not even on the CPU.",
         "auto",
     )
     inputs: str = _key(
@@ -418,18 +418,18 @@ class ModelTable:
     )
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
     targets: tuple[str, ...] | Mapping[str, TargetTable | Literal[False]] | None = _key(
-        "The targets of the model: a list of names, or a table with what the model changes of some, and "
-        "`false` for those that it leaves out: see `docs/targets.md#a-target-of-a-model`.",
+        "A list of names, or a table with what the model changes of some targets, and `false` for those that "
+        "it leaves out: see `docs/targets.md#a-target-of-a-model`.",
         when_missing="all",
     )
     fallback: Fallback | None = _key(
         "As `fallback` of the root, for this model.", when_missing="that of the root"
     )
     share_weights: str | None = _key(
-        "The name of a group, whose models share one sidecar: see `docs/targets.md#models-that-share-weights`."
+        "The name of a group that shares one sidecar: see `docs/targets.md#models-that-share-weights`."
     )
     dims: Dims | tuple[Dims, ...] = _key(
-        "Sizes of symbolic dimensions, by name; or a list of such tables: see `docs/shapes.md`.",
+        "Sizes of open dimensions, by name; or a list of such tables: see `docs/shapes.md`.",
         dict,
         items=_SIZE,
     )
@@ -470,7 +470,7 @@ class BuildTable:
         check=_size,
     )
     shared_cache: str | None = _key(
-        "The URL of a cache that teams and CI share: `s3://`, `gs://`, `az://`, `file://` or `https://`: see "
+        "The URL of a cache that teams and CI share (`s3://`, `gs://`, `az://`, `file://`, `https://`): see "
         "`docs/ci.md#a-shared-cache`.",
         check=check_cache_url,
         empty_switches_off=True,
@@ -482,8 +482,7 @@ class BuildTable:
         items=check_public_key,
     )
     scheduler: str | None = _key(
-        'The scheduler of a dask cluster, which runs the jobs: such as `"tcp://host:8786"`, see '
-        "`docs/ci.md#a-cluster`.",
+        'A dask cluster that runs the jobs, such as `"tcp://host:8786"`: see `docs/ci.md#a-cluster`.',
         when_missing="jobs run here",
         check=_ADDRESS,
         empty_switches_off=True,
@@ -496,7 +495,7 @@ class BuildTable:
         has_variable=False,
     )
     backend_path: tuple[str, ...] = _key(
-        "Folders of the project that Python searches for `backend`, as `backend-path` in `[build-system]`.",
+        "Folders of the project with `backend`, as `backend-path` in `[build-system]`.",
         (),
         items=_FOLDER,
         has_variable=False,
@@ -531,8 +530,8 @@ class RootTable:
         check=_PACKAGE,
     )
     fallback: Fallback = _key(
-        "Whether the source model is shipped too: `auto` only if the model has no `cpu` target, `source` "
-        "always, `none` never.",
+        "Whether the source model is shipped too: `auto` if no target runs on every machine, as `cpu` does, "
+        "`source` always, `none` never.",
         "auto",
     )
     editable: Editable = _key(
