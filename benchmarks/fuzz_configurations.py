@@ -35,7 +35,7 @@ _OF_TARGETS = (
     ("session-options.nope", "1"),
     ("ep-name", '"X"'),
     ("quantize.inputs", '"nowhere"'),
-    ("compute-capabilities", "[]"),
+    ("chip", "[]"),
 )
 
 FAULTS = {

@@ -15,13 +15,13 @@ from benchmarks.measure import Done, run
 
 TARGETS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"provider": "cpu"},
-    "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}},
+    "qnn": {"provider": "qnn", "chip": "snapdragon-x-elite"},
     # The script by hand fixes the shapes too.
     "openvino": {"provider": "openvino", "static-shapes": True},
     # By NVIDIA's library, which needs no GPU.
     "tensorrt-rtx": {
         "provider": "tensorrt-rtx",
-        "compute-capabilities": ["8.6", "8.9", "12.0"],
+        "chip": ["rtx-30", "rtx-40", "rtx-50"],
     },
 }
 """The keys of the only target, by the name of its provider."""

@@ -28,7 +28,7 @@ from hatch_epcontext.graph.number_format import Fault
 from hatch_epcontext.jobs.search import STAGES, Stage
 from hatch_epcontext.providers import PROVIDERS, Option, Provider
 from hatch_epcontext.serialize import describe_type
-from hatch_epcontext.text import show, toml_key
+from hatch_epcontext.text import pairs, show, toml_key
 
 FOLDER = Path(__file__).parent
 
@@ -90,6 +90,13 @@ The first `device` is the default. `static-shapes` changes whether shapes are op
 `validate.tolerance` the [limits](validation.md#the-comparison). *Also* are keys that not every provider has.
 """
 
+CHIPS = """
+## Chips
+
+A name of this table can be the `chip` of a target; a list of names is for one context for all of them.
+*Compiled* says which small models were compiled for it, on a machine without it.
+"""
+
 _SYSTEMS = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}
 _SCOPES = {
     "compile": "Options for compiling",
@@ -108,7 +115,17 @@ def providers() -> str:
         map(_keys_of, PROVIDERS.values()),
     )
     sections = (line for each in PROVIDERS.values() for line in _section(each))
-    return "\n".join([PROVIDERS_INTRODUCTION, *overview, DEFAULTS, *keys, "", *sections])
+    chips = _table(("`chip`", "numbers", "from", "compiled"), _chips())
+    return "\n".join(
+        [PROVIDERS_INTRODUCTION, *overview, DEFAULTS, *keys, CHIPS, *chips, "", *sections]
+    )
+
+
+def _chips() -> Iterator[tuple[str, ...]]:
+    for provider in PROVIDERS.values():
+        for name, chip in provider.chips.items():
+            if chip.source:
+                yield f"`{name}`", pairs(chip.facts), chip.source, chip.tried
 
 
 def _overview(provider: Provider) -> tuple[str, ...]:
@@ -189,8 +206,7 @@ def _values(option: Option) -> str:
         "json": "table",
         "text": "string",
     }
-    taken = ", ".join(option.choices) or kinds.get(option.kind, option.kind)
-    return f"{taken}, or a list" if option.several else taken
+    return ", ".join(option.choices) or kinds.get(option.kind, option.kind)
 
 
 def _wrong_results() -> str:
@@ -259,7 +275,7 @@ wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
 
 _MOST_USED = (
     (tables.TargetTable, "provider", '"qnn"', "[what compiles](providers.md)"),
-    (tables.TargetTable, "provider_options", "{ soc_model = 60 }", "[the chip](providers.md)"),
+    (tables.TargetTable, "chip", '"snapdragon-x-elite"', "[the chip](providers.md#chips)"),
     (
         tables.TargetTable,
         "platforms",

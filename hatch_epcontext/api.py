@@ -130,8 +130,8 @@ def compile_models(
     ...     Path("digits.onnx"),
     ...     Path("out"),
     ...     "qnn",
-    ...     provider_options={"soc_model": 60, "htp_arch": 73},
     ...     dims={"batch": 1},
+    ...     settings={"chip": "snapdragon-x-elite"},
     ... )  # doctest: +SKIP
     >>> [file.name for file in result.files]  # doctest: +SKIP
     ['digits_ctx_qnn.bin', 'digits_ctx.onnx']
@@ -233,7 +233,7 @@ def compile_to_bytes(
     if the EP is unavailable, compiles nothing or takes too long.
 
     >>> context = compile_to_bytes(
-    ...     Path("digits.onnx").read_bytes(), "qnn", {"soc_model": 60, "htp_arch": 73}
+    ...     Path("digits.onnx").read_bytes(), "qnn", settings={"chip": "snapdragon-x-elite"}
     ... )  # doctest: +SKIP
     """
     return compile_tool.compile_to_bytes(

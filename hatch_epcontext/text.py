@@ -201,6 +201,7 @@ def near_name(name: str, allowed: Iterable[str]) -> str | None:
         name, [known for known in names if known[:1] == name[:1]], n=1
     )
     near += [known for known in names if len(known) > 3 and known[:3] == name[:3]]
+    near += [known for known in names if len(name) > 3 and name in known]
     return f'Did you mean "{near[0]}"?' if near else None
 
 

@@ -234,7 +234,7 @@ def test_an_app_that_cannot_run_what_is_compiled_is_refused(
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     needs = 'optional-dependencies.gpu = ["onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.6"]\n'
     text = text.replace("[project]\n", f"[project]\n{needs}")
-    text = text.replace('"cpu"', '"tensorrt-rtx"\ntargets.cpu.compute-capabilities = "auto"')
+    text = text.replace('"cpu"', '"tensorrt-rtx"\ntargets.cpu.chip = "auto"')
     (root / "pyproject.toml").write_text(text, encoding="utf-8")
     assert ": EPC102\n" in failure(root, capsys)
 

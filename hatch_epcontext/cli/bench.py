@@ -72,7 +72,7 @@ class Bench:
 # Click keeps the lines of a paragraph that begins with a backspace.
 _EXAMPLES = """\b
 Examples:
-  epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1
+  epcontext bench model.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1
   epcontext bench --target x-elite
 """
 

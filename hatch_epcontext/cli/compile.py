@@ -33,9 +33,9 @@ _HEADLINE = "compiling failed, nothing is written"
 # Click keeps the lines of a paragraph that begins with a backspace.
 _EXAMPLES = """\b
 Examples:
-  epcontext compile model.onnx -o model_ctx.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1
+  epcontext compile model.onnx -o model_ctx.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1
   epcontext compile prefill.onnx decode.onnx -o out -p qnn --share-weights
-  epcontext compile model.onnx -o model.ortpackage -p qnn -O soc_model=60 -O htp_arch=73
+  epcontext compile model.onnx -o model.ortpackage -p qnn --set chip=snapdragon-x-elite
 """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -62,7 +62,7 @@ def _show_model(model: InspectReply) -> None:
     for ep, text in model.compatibility.items():
         echo(f"compatibility with {ep}: {text}")
         if chip := _compiled_for(ep, text):
-            echo(f"compiled for: {pairs(chip)}")
+            echo(f"compiled for: {chip}")
     if model.contexts:
         contexts = []
         for context in model.contexts:
@@ -98,7 +98,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
                 name,
                 target,
                 variant.ep,
-                pairs(_compiled_for(provider, compatibility)) or compatibility,
+                _compiled_for(provider, compatibility) or compatibility,
                 describe_coverage(its.coverage) if its else "",
                 _summarize(its.validation) if its else "",
                 show_size(size) if size else "",
@@ -119,10 +119,10 @@ def _shape(shape: Sequence[Size] | None) -> str:
     )
 
 
-def _compiled_for(name: str, compatibility: str) -> Mapping[str, str]:
+def _compiled_for(name: str, compatibility: str) -> str:
     # Another version of the package may have other providers.
     provider = find(name)
-    return provider.compiled_for(compatibility) if provider else {}
+    return provider.describe(provider.compiled_for(compatibility)) if provider else ""
 
 
 def _summarize(validation: Validation) -> str:

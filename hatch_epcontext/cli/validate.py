@@ -16,7 +16,7 @@ from hatch_epcontext.cli._settings import (
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.text import count, pairs
+from hatch_epcontext.text import count
 from hatch_epcontext.tools.validating import (
     ValidatedVariant,
     validate_context,
@@ -113,7 +113,7 @@ def _describe_model(model: InspectReply, ep: str, provider: str) -> list[str]:
     parts = [f"{count(len(model.contexts), 'context')} of {ep}"]
     known = find(provider)
     chip = known.compiled_for(model.compatibility.get(ep, "")) if known else {}
-    if chip:
-        parts.append(f"for {pairs(chip)}")
+    if known and chip:
+        parts.append(f"for {known.describe(chip)}")
     uncovered = ", ".join(f"{number} {name}" for name, number in model.operators.items())
     return [*parts, f"left to the CPU: {uncovered}" if uncovered else "nothing left to the CPU"]

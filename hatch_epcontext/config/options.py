@@ -10,7 +10,7 @@ from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import is_portable
 from hatch_epcontext.providers import OptionValue, Provider, render
 from hatch_epcontext.shipped import USER_CACHE
-from hatch_epcontext.text import near_name, show, suggestion
+from hatch_epcontext.text import listing, near_name, show, suggestion
 
 _SESSION_OPTIONS = frozenset(
     """
@@ -117,12 +117,39 @@ def _check_values(
             rendered = option.render(value)
         except ValueError as allowed:
             message = f"must be {allowed}, not {show(value)}."
-            yield Problem.at(place, Kind.INVALID_OPTION, message, _NEWER, unchecked)
+            advice = _advice(place, value, provider, unchecked)
+            yield Problem.at(place, Kind.INVALID_OPTION, message, *advice)
             continue
         if option.kind == "json" and (path := _ABSOLUTE.search(rendered)):
             message = f"has the path {show(path[1])}, and the app has places of its own."
             hint = "Leave it out. The app can set it: load(..., provider_options={...})."
             yield Problem.at(place, Kind.INVALID_OPTION, message, hint)
+
+
+def _advice(
+    place: Key, value: OptionValue, provider: Provider, unchecked: Setting
+) -> tuple[str, Setting]:
+    """What to do about a wrong ``value`` of the option at ``place``: name the chip, if that sets it."""
+    *target, _, option = place.parts
+    names = {
+        chip.facts[str(option)]: name
+        for name, chip in provider.chips.items()
+        if option in chip.facts
+    }
+    # An architecture is that of several chips.
+    if not names or len(names) < len(provider.chips):
+        return _NEWER, unchecked
+    items = value if isinstance(value, list | tuple) else render(value).split(",")
+    numbers = [render(item).strip() for item in items]
+    if len(numbers) == 1 and numbers[0].isdecimal():
+        nearest = sorted(names, key=lambda number: abs(int(number) - int(numbers[0])))[:3]
+        near = listing(f"{number} ({names[number]})" for number in nearest)
+        return f"The nearest: {near}.\n{_NEWER}", unchecked
+    chips = [names[number] for number in numbers if number in names]
+    key = Key((*target, "chip"), place.model, place.name)
+    near = near_name(numbers[0], provider.chips) if numbers and not chips else None
+    hint = f"{near or ''} Name the chip:".lstrip()
+    return hint, Setting(key, chips if len(chips) == len(numbers) > 0 else None)
 
 
 _NEWER = "If the EP is newer than this package:"

@@ -222,7 +222,9 @@ class Resolver:
             {name: dataclasses.asdict(shapes) for name, shapes in profile.items()}
             for profile in table.profiles or ()
         )
-        options = render_options(table.provider_options, provider, unchecked=unchecked)
+        chips = provider.facts_of(table.chips)
+        options = {name: value for name, value in chips.items() if name in provider.options}
+        options |= render_options(table.provider_options, provider, unchecked=unchecked)
         if provider.profiles and profiles:
             options.update(provider.profiles.render(profiles))
         device = _device(table, provider)
@@ -382,7 +384,7 @@ def _compile_settings(
     static_shapes = table.static_shapes
     if static_shapes is None:
         static_shapes = not provider.leaves_shapes_open(device)
-    capabilities = provider.compiler_library.capabilities if provider.compiler_library else ()
+    library, chips = provider.compiler_library, provider.facts_of(table.chips)
     derived = {
         "provider": provider.name,
         "ep": provider.ep,
@@ -393,9 +395,11 @@ def _compile_settings(
         "device": device,
         "static_shapes": static_shapes,
         "compile_with": "library" if provider.by_library else "ep",
-        # Their order changes nothing. No known one is in "auto".
+        # Their order changes nothing.
         "compute_capabilities": tuple(
-            gpu for gpu in capabilities if gpu in (table.compute_capabilities or ())
+            gpu
+            for gpu in (library.capabilities if library else ())
+            if gpu in chips.get("compute capability", "").split(",")
         ),
         "device_filter": {name: str(value) for name, value in (table.device_filter or {}).items()},
         "quantize": _quantize(table, provider),

@@ -248,6 +248,14 @@ class TargetTable:
         "Provider options for the loader only; `{user-cache}` is a folder that it creates.",
         dict,
     )
+    chip: str | tuple[str, ...] | None = _key(
+        "The chip to compile for, or a list of chips for one context: a name in `docs/providers.md`, such as "
+        '`"snapdragon-x-elite"` (QNN). TensorRT RTX then compiles with NVIDIA\'s own library, which needs no '
+        'GPU; for it also a compute capability, such as `"8.9"`, or `"auto"` for those that the library '
+        "chooses: see `docs/targets.md`.",
+        when_missing="none in particular (QNN), or the GPU that the EP finds",
+        feature=Feature("has no chips with names", lambda p: p.chips),
+    )
     device: Device | None = _key(
         "The device to compile for, which the loader must find.",
         when_missing="the provider's default",
@@ -333,14 +341,6 @@ class TargetTable:
         otherwise=False,
         feature=Feature("offers no virtual devices", lambda p: p.virtual_devices),
     )
-    compute_capabilities: tuple[str, ...] | Literal["auto"] | None = _key(
-        "Compile with NVIDIA's own library, which needs no GPU (TensorRT RTX), for these GPUs: such as "
-        '`["8.6", "8.9", "12.0"]`, or `auto` for those that the library chooses: see `docs/targets.md`.',
-        when_missing="the EP compiles, for the GPU that it finds",
-        feature=Feature(
-            "has no library that compiles without its EP", lambda p: p.compiler_library
-        ),
-    )
     library: str | None = _key(
         "The EP's plugin library: a package with `get_library_path()`, or a path.",
         when_missing="the provider's",
@@ -350,6 +350,11 @@ class TargetTable:
         "ONNX Runtime's name of the EP, for the provider `plugin`: its library is registered under it.",
         feature=Feature("has a name already", lambda p: p.needs_library),
     )
+
+    @property
+    def chips(self) -> tuple[str, ...]:
+        """The names in ``chip``."""
+        return (self.chip,) if isinstance(self.chip, str) else self.chip or ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,8 +65,7 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
     if table.library or provider.needs_library:
         ep = table.ep_name or ep
         plugin = _plugin(table.library or "", ep, root)
-    by_library = table.compute_capabilities is not None
-    provider = configured(provider.name, ep, plugin, by_library=by_library)
+    provider = configured(provider.name, ep, plugin, by_library=table.chip is not None)
     sha256 = None
     if plugin is not None and plugin.path:
         # `Finder.library` reports a missing file, and an impossible name.
@@ -122,6 +121,8 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
         message = f"the {provider.name} provider {feature.lack}."
         place = key / toml_key(field.name)
         yield Problem.at(place, Kind.NOT_APPLICABLE, message, f"For: {others}.")
+    if table.chip is not None and provider.chips:
+        yield from _check_chips(target)
     yield from check_options(key, table, provider)
     if table.device not in (None, "any", *provider.devices):
         message = f"the {provider.name} provider does not run on {show(table.device)}."
@@ -161,16 +162,31 @@ def _is_profile(name: str, shapes: ProfileTable) -> bool:
     return is_one_length and fits and not set(name) & set(",:")
 
 
-def _check_for_library(target: NamedTarget) -> Iterator[Problem]:
-    """``compute-capabilities``, and what the EP and ONNX Runtime have, and the vendor's library has not."""
-    key, table, provider = target.key, target.table, target.provider
-    gpus, library = table.compute_capabilities, provider.compiler_library
-    assert library is not None, "it compiles"
-    known = library.capabilities
-    place = key / "compute-capabilities"
-    if gpus == () or (gpus and gpus != "auto" and (len({*gpus}) < len(gpus) or {*gpus} - {*known})):
-        message = f'must be "auto", or different ones of {", ".join(known)}, not {show(gpus)}.'
+def _check_chips(target: NamedTarget) -> Iterator[Problem]:
+    """``chip``, and the options that it sets."""
+    table, provider, place = target.table, target.provider, target.key / "chip"
+    unknown = [name for name in table.chips if name not in provider.chips]
+    for name in unknown:
+        message = f"{show(name)} is not a chip that the {provider.name} provider knows by name."
+        hint = suggestion(name, provider.chips)
+        yield Problem.at(place, Kind.INVALID_VALUE, message, hint)
+    facts = [tuple(provider.facts_of([name]).items()) for name in table.chips]
+    is_alone = len(facts) == 1
+    if not unknown and not is_alone and (len({*facts} - {()}) < len(facts) or not facts):
+        message = f"must name different chips, not {show(table.chip)}."
         yield Problem.at(place, Kind.INVALID_VALUE, message)
+    for name in provider.facts_of(provider.chips):
+        if name in table.provider_options:
+            own = target.key / "provider-options" / name
+            message = "is set together with chip, which sets it."
+            yield Problem.at(own, Kind.CONFLICTING_OPTIONS, message, "Keep one of them.")
+
+
+def _check_for_library(target: NamedTarget) -> Iterator[Problem]:
+    """What the EP and ONNX Runtime have, and the vendor's library has not."""
+    key, table, provider = target.key, target.table, target.provider
+    library = provider.compiler_library
+    assert library is not None, "it compiles"
     for name, value in (
         ("optimization", table.optimization in ("extended", "all")),
         ("external-initializers", table.external_initializers),

@@ -13,7 +13,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.requirements import FARM, requirements
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import CPU_EP
-from hatch_epcontext.text import file_name, pairs
+from hatch_epcontext.text import file_name
 
 FORMAT = 17
 """Increased when workers compile or validate the same request differently."""
@@ -82,7 +82,7 @@ class Job:
         provider is known to open these anywhere. Then the results of `alone` are validated instead.
         """
         provider, options = self.target.provider, self.target.settings.provider_options
-        kind = " for several chips" if len(provider.chips(options)) > 1 else ""
+        kind = " for several chips" if len(provider.per_chip(options)) > 1 else ""
         if self.group is not None and not provider.loads_shared:
             kind += " that share weights"
         return f"{provider.ep} cannot open contexts{kind} on this machine" if kind else ""
@@ -136,10 +136,10 @@ class Job:
 
     def _chips(self) -> Mapping[str, Mapping[str, str]]:
         """The options that name a chip, by their text, for each distinct chip; one chip has no text."""
-        chips = self.target.provider.chips(self.target.settings.provider_options)
+        chips = self.target.provider.per_chip(self.target.settings.provider_options)
         if len(chips) == 1:
             return {"": chips[0]}
-        return {pairs(chip): chip for chip in chips}
+        return {self.target.provider.describe(chip): chip for chip in chips}
 
 
 @dataclass(frozen=True)

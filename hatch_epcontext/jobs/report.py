@@ -26,7 +26,7 @@ class ModelReport:
     """One model of a job.
 
     ``source_size``: bytes of the source and its external data.
-    ``chip``: what it was compiled for, by name.
+    ``chip``: what it was compiled for, in words.
     """
 
     model: str
@@ -35,7 +35,7 @@ class ModelReport:
     preparation: Preparation
     coverage: Coverage | None
     validation: Validation
-    chip: Mapping[str, str]
+    chip: str
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _report(built: Built, sources: Mapping[str, Source]) -> JobReport:
                 preparation,
                 context.coverage,
                 built.validations[model.name],
-                built.job.target.provider.compiled_for(context.compatibility),
+                _chip(built, context),
             )
             for model, preparation, context in models
         ),
@@ -107,6 +107,11 @@ def _report(built: Built, sources: Mapping[str, Source]) -> JobReport:
         files=record.files,
         versions=record.versions,
     )
+
+
+def _chip(built: Built, context: Context) -> str:
+    provider = built.job.target.provider
+    return provider.describe(provider.compiled_for(context.compatibility))
 
 
 def describe_coverage(coverage: Coverage | None) -> str:

@@ -136,7 +136,7 @@ def _model(model: ModelReport, job: JobReport) -> list[_Html]:
     validation, prepared, coverage = model.validation, model.preparation, model.coverage
     simulator, day = "simulator" if validation.simulated else "", validation.day
     # Where and when it was run: its validation means little without that.
-    run = [simulator, pairs(model.chip), day, pairs(job.versions)] if day else []
+    run = [simulator, model.chip, day, pairs(job.versions)] if day else []
     badge = _badge(" · ".join(filter(None, [validation.label, *run])), validation)
     nodes = coverage.uncovered if coverage else ()
     facts: dict[str, Iterable[str]] = {

@@ -16,6 +16,7 @@ from hatch_epcontext.providers.option import Option
 
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
 from hatch_epcontext.shipped import Device
+from hatch_epcontext.text import pairs
 
 Product = Literal["context", "optimized"]
 
@@ -115,6 +116,19 @@ class MoreCoverage:
 
 
 @dataclass(frozen=True)
+class Chip:
+    """A chip that an EP compiles for.
+
+    ``facts``: what contexts for it are compiled for, as `Provider.compiled_for` says it. ``source``: where
+    they are published; empty for a bare number. ``tried``: what was compiled for it.
+    """
+
+    facts: Mapping[str, str]
+    source: str = ""
+    tried: str = ""
+
+
+@dataclass(frozen=True)
 class CompilerLibrary:
     """A vendor's library that compiles what an EP runs, on machines without the EP's device.
 
@@ -205,6 +219,9 @@ class Provider:
     # Compiling
 
     options: Mapping[str, Option] = MappingProxyType({})
+
+    chips: Mapping[str, Chip] = MappingProxyType({})
+    """The values of ``chip``: names, and numbers without a source. Facts that are options become options."""
 
     reserved: Mapping[str, str] = MappingProxyType({})
     """Options that a configuration cannot set, each with the reason or with what to use instead."""
@@ -303,7 +320,7 @@ class Provider:
         return {}
 
     def missing_chip(self, options: Mapping[str, str]) -> str | None:
-        """A warning if ``options`` name no chip, and the EP compiles for one."""
+        """A warning if ``options`` are for no chip, and the EP compiles for one."""
         return None
 
     def own_context_options(self, path: str, embed: bool) -> dict[str, str]:
@@ -378,18 +395,38 @@ class Provider:
         """``options`` with those that follow from the ``device`` and from them."""
         return {**self.implied(device, options), **options}
 
-    def chips(self, options: Mapping[str, str]) -> tuple[dict[str, str], ...]:
-        """The options that name a chip, for each of the chips that ``options`` name: at least one."""
-        lists = {
-            name: options[name].split(",")
-            for name, option in self.options.items()
-            if option.several and name in options
-        }
-        # An option with one value applies to all chips.
+    def facts_of(self, chips: Iterable[str]) -> dict[str, str]:
+        """What a context for all of ``chips`` is compiled for; unknown names count for nothing."""
+        known = [self.chips[name].facts for name in chips if name in self.chips]
+        names = dict.fromkeys(name for facts in known for name in facts)
+        return {name: ",".join(facts[name] for facts in known if name in facts) for name in names}
+
+    def per_chip(self, facts: Mapping[str, str]) -> tuple[dict[str, str], ...]:
+        """Those of ``facts`` that are about chips, for each of their chips: at least one."""
+        names = dict.fromkeys(name for chip in self.chips.values() for name in chip.facts)
+        lists = {name: re.split(", ?", facts[name]) for name in names if name in facts}
+        # A fact with one value applies to all chips.
         return tuple(
             {name: values[min(chip, len(values) - 1)] for name, values in lists.items()}
             for chip in range(max(map(len, lists.values()), default=1))
         )
+
+    def describe(self, facts: Mapping[str, str]) -> str:
+        """``facts`` in a sentence, with the names of their chips, if each of them has one."""
+        chips = self.per_chip(facts)
+        names = list(filter(None, map(self._name_of, chips)))
+        if len(names) < len(chips):
+            return pairs(facts)
+        others = {name: value for name, value in facts.items() if name not in chips[0]}
+        return ", ".join(filter(None, [*names, pairs(others)]))
+
+    def _name_of(self, facts: Mapping[str, str]) -> str | None:
+        names = [
+            name
+            for name, chip in self.chips.items()
+            if facts and chip.source and facts.items() <= chip.facts.items()
+        ]
+        return names[0] if len(names) == 1 else None
 
     def loading(self, options: Mapping[str, str]) -> dict[str, str]:
         """Those of ``options`` that count when a session opens the artifact."""

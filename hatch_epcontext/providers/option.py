@@ -27,35 +27,27 @@ class Option:
     scope: Scope = "compile"
     choices: tuple[str, ...] = ()
     minimum: int = 0
-    several: bool = False
-    """Whether it may be a list, with a value for each chip of a context."""
     paths: str = r".+"
     """A regular expression that finds each path in a ``"file"``: its last group, or all of it."""
 
     @property
     def allowed(self) -> str:
         """The valid values, for messages."""
-        lists = ", or a list of them, one for each chip" if self.several else ""
         if self.choices:
-            return f"one of {', '.join(self.choices)}{lists}"
+            return f"one of {', '.join(self.choices)}"
         return {
             "bool": "true or false",
             "int": f"a whole number, at least {self.minimum}",
             "text": "a string",
             "json": "a table, or a string of JSON",
             "file": "the path of a file",
-        }[self.kind] + lists
+        }[self.kind]
 
     def render(self, value: OptionValue) -> str:
         """``value`` as the string for the EP.
 
         Raises ValueError with the allowed values. EPs accept impossible values without an error.
         """
-        if self.several:
-            return ",".join(map(self._render_once, _items(value)))
-        return self._render_once(value)
-
-    def _render_once(self, value: OptionValue) -> str:
         text = render(value)
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
         if is_list or not self._fits(value, text):
@@ -82,18 +74,9 @@ def named(
     return dict.fromkeys(names.split(), Option(kind, scope, minimum=minimum))
 
 
-def choice(values: str, scope: Scope = "compile", *, several: bool = False) -> Option:
+def choice(values: str, scope: Scope = "compile") -> Option:
     """An option with one of a few values."""
-    return Option("text", scope, tuple(values.split()), several=several)
-
-
-def _items(value: OptionValue) -> Sequence[OptionValue]:
-    """The items of a list, also of a list as text; an empty list fits no option."""
-    if isinstance(value, str):
-        return [item.strip() for item in value.split(",")]
-    if isinstance(value, Sequence):
-        return value or [()]
-    return [value]
+    return Option("text", scope, tuple(values.split()))
 
 
 def _is_json_object(text: str) -> bool:

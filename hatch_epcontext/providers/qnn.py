@@ -13,21 +13,57 @@ from collections.abc import Iterator, Mapping
 
 from hatch_epcontext.graph.facts import Limits
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat, RewriteName
-from hatch_epcontext.providers.base import KEEPS_NO_FILES, MoreCoverage, Plugin, Provider, Tolerance
+from hatch_epcontext.providers.base import (
+    KEEPS_NO_FILES,
+    Chip,
+    MoreCoverage,
+    Plugin,
+    Provider,
+    Tolerance,
+)
 from hatch_epcontext.providers.option import Option, choice, named
 from hatch_epcontext.shipped import Device
-from hatch_epcontext.text import count, listing
 
-_ARCH_OF_SOC = {"43": "73", "57": "75", "60": "73", "69": "79"}
-"""The HTP architectures of SoC models that compiled in tests. If both options are set, the EP uses
-``soc_model``, and only logs that ``htp_arch`` differs."""
+_EP = "the EP's `kSocInfos`"
+_EXECUTORCH = (
+    "[ExecuTorch](https://github.com/pytorch/executorch/blob/main/backends/qualcomm/serialization/"
+    "qc_schema.py)"
+)
+_FLOATS, _QUANTIZED = "floats and quantized", "quantized; it refuses floats"
+
+_CHIPS: Mapping[str, Chip] = {
+    name: Chip({"soc_model": soc, "htp_arch": arch}, f"{part} in {source}", tried)
+    for name, part, soc, arch, source, tried in (
+        ("snapdragon-x-elite", "SC8380XP", "60", "73", _EP, _FLOATS),
+        ("snapdragon-x2-elite", "SC8480XP", "88", "81", _EP, _FLOATS),
+        ("snapdragon-8cx-gen-3", "SC8280X", "37", "68", _EP, _QUANTIZED),
+        ("snapdragon-888", "SM8350", "30", "68", _EP, _FLOATS),
+        ("snapdragon-8-gen-1", "SM8450", "36", "69", _EP, _FLOATS),
+        ("snapdragon-8-plus-gen-1", "SM8475", "42", "69", _EP, _FLOATS),
+        ("snapdragon-8-gen-2", "SM8550", "43", "73", _EP, _FLOATS),
+        ("snapdragon-8-gen-3", "SM8650", "57", "75", _EP, _FLOATS),
+        ("snapdragon-8s-gen-3", "SM8635", "68", "73", _EP, _QUANTIZED),
+        ("snapdragon-7-plus-gen-3", "SM7675", "70", "73", _EP, _QUANTIZED),
+        ("snapdragon-8-elite", "SM8750", "69", "79", _EP, _FLOATS),
+        ("snapdragon-8-elite-gen-5", "SM8850", "87", "81", _EP, _FLOATS),
+        ("qcm6490", "QCM6490", "93", "68", _EXECUTORCH, _QUANTIZED),
+        ("qcs9100", "QCS9100", "77", "73", _EXECUTORCH, _FLOATS),
+        ("sa8255", "SA8255", "52", "73", _EXECUTORCH, _FLOATS),
+        ("sa8295", "SA8295", "39", "68", _EXECUTORCH, _FLOATS),
+        ("sa8540", "SA8540", "62", "68", _EXECUTORCH, _FLOATS),
+        ("sa8797", "SA8797", "72", "81", _EXECUTORCH, _FLOATS),
+    )
+}
+"""If both options are set, the EP uses ``soc_model``, and only logs that ``htp_arch`` differs."""
+
+_ARCH_OF_SOC = {chip.facts["soc_model"]: chip.facts["htp_arch"] for chip in _CHIPS.values()}
 
 _OPTIONS: Mapping[str, Option] = {
     # The EP writes contexts with no other backend: not with cpu, ir and saver.
     "backend_type": choice("htp gpu", "both"),
-    "soc_model": Option("int", several=True),
-    "htp_arch": choice("0 68 69 73 75 79 81", several=True),
-    "vtcm_mb": Option("int", several=True),
+    "soc_model": choice(" ".join(("0", *sorted(_ARCH_OF_SOC, key=int)))),
+    "htp_arch": choice("0 68 69 73 75 79 81"),
+    "vtcm_mb": Option("int"),
     "htp_graph_finalization_optimization_mode": choice("0 1 2 3"),
     **named(
         """
@@ -76,9 +112,6 @@ _RESERVED: Mapping[str, str] = {
 }
 
 
-_PER_CHIP = tuple(name for name, option in _OPTIONS.items() if option.several)
-
-
 _BACKENDS: Mapping[Device, str] = {"npu": "htp", "any": "htp", "gpu": "gpu"}
 """The backend that compiles for a kind of device, whatever device the EP gets."""
 
@@ -91,40 +124,6 @@ def _implied_arch(options: Mapping[str, str]) -> dict[str, str]:
     socs = options.get("soc_model", "").split(",")
     archs = [_ARCH_OF_SOC[soc] for soc in socs if soc in _ARCH_OF_SOC]
     return {"htp_arch": ",".join(archs)} if len(archs) == len(socs) else {}
-
-
-def _contradictions_of_lists(options: Mapping[str, str]) -> dict[str, str]:
-    """Contradictions between the lists of several chips: the EP accepts some of them silently."""
-    lists = {name: options[name].split(",") for name in _PER_CHIP if name in options}
-    chip_option = "soc_model" if "soc_model" in lists or "htp_arch" not in lists else "htp_arch"
-    chips = lists.get(chip_option, ["0"])
-    if len({*chips} - {"0"}) < len(chips):
-        return {chip_option: "must name different chips, and 0 is none"}
-    # The EP accepts one `vtcm_mb` for all chips.
-    wrong = {
-        name: f"must have one value for each chip: it has {len(values)}, and {chip_option} names "
-        + count(len(chips), "chip")
-        for name, values in lists.items()
-        if len(values) != len(chips) and not (name == "vtcm_mb" and len(values) == 1)
-    }
-    unknown = [soc for soc in chips if soc not in _ARCH_OF_SOC]
-    if unknown and "htp_arch" not in options:
-        wrong["soc_model"] = (
-            f"this package does not know the HTP architecture of {listing(unknown)}: "
-            "htp_arch must be a list with that of each chip"
-        )
-    return wrong
-
-
-def _contradictions_of_one(options: Mapping[str, str]) -> dict[str, str]:
-    soc, arch = options.get("soc_model", "0"), options.get("htp_arch", "0")
-    known = _ARCH_OF_SOC.get(soc)
-    if known and arch not in ("0", known):
-        return {
-            "htp_arch": f"soc_model {soc} has the HTP architecture {known}: write that instead of "
-            f"{arch}, which the EP would ignore"
-        }
-    return {}
 
 
 def _chip(compatibility: str) -> dict[str, str]:
@@ -307,12 +306,11 @@ class Qnn(Provider):
     # Seen with onnxruntime-qnn 2.7.0, under Wine: 0xC0000409. Contexts inside the model load.
     needs_code_page = True
     simulator = ("libQnnSystem.so", "libQnnHtp.so")
+    chips = _CHIPS
     options = _OPTIONS
     reserved = _RESERVED
     static_shapes = True
-    example = (
-        "provider-options = { soc_model = 60, htp_arch = 73 }  # the chip: a Snapdragon X Elite"
-    )
+    example = 'chip = "snapdragon-x-elite"'
     # The NPU computes in float16, and a Sigmoid in steps of 0.004. On real models right outputs have 25 dB
     # and more, wrong ones less than 20.
     tolerance = Tolerance(snr=20, cosine=0.99, unit=0.1)
@@ -352,14 +350,14 @@ class Qnn(Provider):
             "`libatomic` (Fedora)."
         ),
         (
-            "`soc_model` names the chip, and `htp_arch` follows from it for those that compiled in tests: "
-            + ", ".join(f"{soc} with {arch}" for soc, arch in _ARCH_OF_SOC.items())
-            + ". 60 is the Snapdragon X Elite. For any other chip set both: [Qualcomm's list]"
+            "`chip` is one of [the names](#chips), or a list for [several chips](targets.md"
+            "#one-context-for-several-chips): it sets `soc_model` and `htp_arch`. The Snapdragon X Plus "
+            "8-Core has the X Elite's NPU (Qualcomm's AI Hub Models). For any other chip set both options, "
+            "with `allow-unknown-options = true`: [Qualcomm's list]"
             "(https://docs.qualcomm.com/bundle/publicresource/topics/80-63442-50/overview.html"
-            "#supported-snapdragon-devices) has names and numbers. Without a chip the context is for none in "
+            "#supported-snapdragon-devices) has their numbers. Without a chip the context is for none in "
             "particular, and the build warns."
         ),
-        "A list is for [several chips](targets.md#one-context-for-several-chips).",
         (
             '`device = "gpu"` compiles for the Adreno GPU of the build machine, and needs one. (Not verified '
             "on hardware.)"
@@ -382,8 +380,8 @@ class Qnn(Provider):
         if is_named or options.get("backend_type") != "htp":
             return None
         return (
-            "no soc_model is set, so the context is for no particular chip; set it in the provider options, "
-            "such as 60 for a Snapdragon X Elite"
+            "no chip is named, so the context is for none in particular; name it, such as "
+            'chip = "snapdragon-x-elite"'
         )
 
     def contradictions(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
@@ -393,10 +391,13 @@ class Qnn(Provider):
                 "backend_type": f"names the backend {backend}, and the device is {device}: "
                 "set the device alone, and the backend follows"
             }
-        chips = self.chips(options)
-        if len(chips) > 1 and (messages := _contradictions_of_lists(options)):
-            return messages
-        return {name: text for chip in chips for name, text in _contradictions_of_one(chip).items()}
+        soc, arch = options.get("soc_model", "0"), options.get("htp_arch", "0")
+        if arch in ("0", _ARCH_OF_SOC.get(soc, arch)):
+            return {}
+        return {
+            "htp_arch": f"soc_model {soc} has the HTP architecture {_ARCH_OF_SOC[soc]}: leave out {arch}, "
+            "which the EP would ignore"
+        }
 
     def compiled_for(self, compatibility: str) -> dict[str, str]:
         return {name: value for name, value in _chip(compatibility).items() if _is_set(value)}

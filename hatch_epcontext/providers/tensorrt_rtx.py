@@ -13,6 +13,7 @@ from hatch_epcontext.providers.base import (
     IN_PROFILES,
     KEEPS_NO_FILES,
     OF_THE_APP,
+    Chip,
     CompilerLibrary,
     Plugin,
     ProfileOptions,
@@ -25,6 +26,17 @@ _PROFILES = ProfileOptions("nv_profile", several="nv_multi_profile_enable")
 
 _CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 """The compute capabilities that an engine can be for, in the order of their bits in its header."""
+
+_NVIDIA = "[NVIDIA's table](https://developer.nvidia.com/cuda-gpus)"
+
+_CHIPS: Mapping[str, Chip] = {
+    **{
+        name: Chip({"compute capability": capability}, _NVIDIA, "floats")
+        for name, capability in (("rtx-30", "8.6"), ("rtx-40", "8.9"), ("rtx-50", "12.0"))
+    },
+    **{capability: Chip({"compute capability": capability}) for capability in _CAPABILITIES},
+    "auto": Chip({}),
+}
 
 _MAGIC, _SIZE, _VERSION, _GPUS = b"vtrt", 16, 24, 32
 """An engine begins with a magic number; its size, the library's version and the GPUs are at these bytes of
@@ -82,9 +94,7 @@ class TensorRTRTX(Provider):
     name = "tensorrt-rtx"
     ep = "NvTensorRTRTXExecutionProvider"
     title = "NVIDIA RTX GPUs through TensorRT for RTX"
-    example = (
-        '# compute-capabilities = ["8.6", "8.9", "12.0"]  # without a GPU, for RTX 30, 40 and 50'
-    )
+    example = '# chip = ["rtx-30", "rtx-40", "rtx-50"]  # without a GPU'
     product = "context"
     limits = Limits()
     distributions = ("onnxruntime-gpu", "onnxruntime")
@@ -124,6 +134,7 @@ class TensorRTRTX(Provider):
         ),
         ep_versions={"1.7.": "0.5"},
     )
+    chips = _CHIPS
     options = _OPTIONS
     reserved = _RESERVED
     profiles = _PROFILES

@@ -39,7 +39,7 @@ from hatch_epcontext.package.folder import damaged_files
 from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Variant
 from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find
 from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
-from hatch_epcontext.text import listing, pairs, show, suggestion
+from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import configure, name_models, nested
 from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_model
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
@@ -236,10 +236,10 @@ def _check_chip(
 def _reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> str | None:
     """Why the context cannot be opened here: it is for several chips, or shares its sidecar with another."""
     chip = provider.compiled_for(model.compatibility.get(provider.ep, ""))
-    if len(provider.chips(chip)) > 1:
+    if provider.several_chips and len(provider.per_chip(chip)) > 1:
         return (
-            f"it is for several chips ({pairs(chip)}), and {provider.ep} cannot open such contexts on this "
-            "machine"
+            f"it is for several chips ({provider.describe(chip)}), and {provider.ep} cannot open such "
+            "contexts on this machine"
         )
     if not provider.shares_weights or provider.loads_shared:
         return None

@@ -396,7 +396,7 @@ def _nothing_compiled(
 ) -> RefusedError:
     message = f"{provider.ep} compiled no node of the model."
     hint = (
-        "Check that the provider options name a chip that the EP supports, and that the EP has the model's "
+        "Check that the target names a chip that the EP supports, and that the EP has the model's "
         "operators."
     )
     settings: tuple[Setting, ...] = ()

@@ -141,7 +141,7 @@ def _wrong_chip(
             f"The compatibility string of the result is {compatibility or 'missing'}.",
         )
     marks = provider.several_chips
-    if marks is None or len(provider.chips(options)) < 2:
+    if marks is None or len(provider.per_chip(options)) < 2:
         return
     for node in contexts:
         if graph.attribute(node, marks, 0) != 1:

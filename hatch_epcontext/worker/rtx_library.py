@@ -118,7 +118,7 @@ def _imported(target: Target) -> Any:
         message = f"NVIDIA's library cannot be imported: {error}."
         hint = (
             "Install it: it has packages for Linux and Windows on x86-64. Or compile with the EP, on a "
-            "machine with an RTX GPU: remove compute-capabilities."
+            "machine with an RTX GPU: remove chip."
         )
         raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)) from error
 

@@ -45,7 +45,7 @@ def test_a_runtime_cache_is_filled_before_it_is_measured(
     toml = """
     models = ["models/a.onnx"]
     targets.x.provider = "qnn"
-    targets.x.provider-options = { soc_model = 60, htp_arch = 73 }
+    targets.x.chip = "snapdragon-x-elite"
     """
     # QNN has no runtime cache; this option stands for one, and does nothing here.
     stand_in = PROVIDERS["qnn"].changed(runtime_cache="json_qnn_graph_dir")
@@ -136,6 +136,16 @@ def test_a_context_for_several_chips_is_not_measured_and_the_reason_is_printed(
     cli: Cli, tmp_path: Path
 ) -> None:
     source = save(network(1), tmp_path / "net.onnx")
-    printed = cli("bench", source, "-p", "qnn", "-O", "soc_model=60,57", "--runs", "1", code=1)
+    printed = cli(
+        "bench",
+        source,
+        "-p",
+        "qnn",
+        "--set",
+        'chip=["snapdragon-x-elite", "snapdragon-8-gen-3"]',
+        "--runs",
+        "1",
+        code=1,
+    )
     assert "net -> qnn: EPC404" in printed.stderr
     assert "cannot open contexts for several chips on this machine" in printed.stderr

@@ -13,7 +13,7 @@ from tests.cli.conftest import Cli, problems
 from tests.conftest import needs, needs_qnn
 from tests.models import network, parsed, save, transformer
 
-QNN = ("-p", "qnn", "-O", "soc_model=60", "-O", "htp_arch=73")
+QNN = ("-p", "qnn", "--set", "chip=snapdragon-x-elite")
 
 
 @pytest.fixture
@@ -152,7 +152,8 @@ def test_an_open_dimension_is_an_error_with_the_flag_that_fixes_it(
         (("-p", "cpu", "--share-weights"), "--share-weights is for two models or more"),
         (("-p", "cpu", "--embed"), "--set embed: EPC007"),
         ((), "Missing option '-p'"),
-        (("-p", "qnn", "-O", "soc_model=60,88"), "--set provider-options.soc_model: EPC018"),
+        (("-p", "qnn", "-O", "soc_model=61"), "--set provider-options.soc_model: EPC014"),
+        (("-p", "qnn", "--set", "chip=x-elite"), "--set chip: EPC005"),
         (("-p", "cpu", "--set", "fallback=none"), "is for a model package"),
         (("-p", "qnn", "--set", "from-memory=1"), "--set from-memory: EPC003"),
     ],
@@ -231,16 +232,21 @@ def test_a_timeout_names_the_flag_that_raises_it(cli: Cli, source: Path, out: Pa
 @needs_qnn
 def test_one_context_for_several_chips(cli: Cli, source: Path, out: Path) -> None:
     arguments = ("compile", source, "-p", "qnn", "--dim", "batch=1", "-o", out)
-    printed = cli(*arguments, "-O", "soc_model=60,57")
+    printed = cli(*arguments, "--set", 'chip=["snapdragon-x-elite", "snapdragon-8-gen-3"]')
     assert "agrees on synthetic inputs, compiled alone, simulator (" in printed.stderr
     assert names(out) == ["net_ctx.onnx", "net_ctx_qnn.bin"]
     context = out / "net_ctx.onnx"
     shown = cli("inspect", context).stdout
-    assert "compiled for: soc_model 60,57, htp_arch 73,75\n" in shown
+    assert "compiled for: snapdragon-x-elite, snapdragon-8-gen-3\n" in shown
     printed = cli("validate", context, code=1)
     assert problems(printed) == [f"{context}: EPC404"]
     structure = cli(
-        "validate", context, "--set", "validate=structure", "-O", "soc_model=60,57"
+        "validate",
+        context,
+        "--set",
+        "validate=structure",
+        "--set",
+        'chip=["snapdragon-x-elite", "snapdragon-8-gen-3"]',
     ).stdout
     assert structure.endswith("structure checked, NOT run\n")
     printed = cli("validate", context, "--set", "validate=structure", "-O", "soc_model=60", code=1)

@@ -114,7 +114,7 @@ def test_a_package_of_engines_is_validated_by_its_structure_without_a_gpu(
     file = app_project / "pyproject.toml"
     text = file.read_text(encoding="utf-8")
     save(network(1), app_project / "models" / "a.onnx")
-    rtx = '"tensorrt-rtx"\ncompute-capabilities = ["8.9"]'
+    rtx = '"tensorrt-rtx"\nchip = "rtx-40"'
     file.write_text(text.replace('"cpu"\n[tool', f"{rtx}\n[tool"), encoding="utf-8")
     out = tmp_path / "out"
     cli("export", app_project, "-o", out, "-m", "a", "--target", "one")

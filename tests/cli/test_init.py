@@ -129,12 +129,19 @@ def test_a_link_is_taken_and_unknown_sizes_are_asked_for_in_a_comment(
 
 
 def test_settings_are_written_into_the_tables(cli: Cli, new_project: Path) -> None:
-    flags = ("-O", "soc_model=60", "--set", "min-coverage=0.9", "--set", "validate=require")
+    flags = (
+        "--set",
+        "chip=snapdragon-x-elite",
+        "--set",
+        "min-coverage=0.9",
+        "--set",
+        "validate=require",
+    )
     cli("init", "models/a.onnx", "-p", "qnn", *flags, "--dim", "a:batch=2")
     tables = parse((new_project / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
         "epcontext"
     ]
-    options = {"provider": "qnn", "provider-options": {"soc_model": 60}, "min-coverage": 0.9}
+    options = {"provider": "qnn", "chip": "snapdragon-x-elite", "min-coverage": 0.9}
     assert tables["targets"]["qnn"] == options
     assert tables["models"] == [
         {"path": "models/a.onnx", "dims": {"batch": 2}, "validate": {"mode": "require"}}

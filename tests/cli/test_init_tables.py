@@ -48,7 +48,7 @@ def test_a_new_project_gets_all_tables(project: Path) -> None:
     }
     assert values["tool"]["hatch"]["build"]["hooks"]["epcontext"] == {}
     assert values["tool"]["epcontext"]["targets"] == {
-        "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}}
+        "qnn": {"provider": "qnn", "chip": "snapdragon-x-elite"}
     }
     assert models_of(made) == [{"path": "models/a.onnx", "dims": {"batch": 1}}]
     assert "# in: x: float32, batch x 3\n# out: y: float32, 1\n" in made

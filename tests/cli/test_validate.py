@@ -42,7 +42,7 @@ def test_a_context_runs_and_agrees_with_its_source(cli: Cli, context: Path, sour
     before = {path: path.read_bytes() for path in context.parent.iterdir()}
     printed = cli("validate", context, "--source", source).stdout
     assert printed.startswith(
-        f"{context}: 1 context of QNNExecutionProvider, for soc_model 60, htp_arch 73, nothing left to "
+        f"{context}: 1 context of QNNExecutionProvider, for snapdragon-x-elite, nothing left to "
         "the CPU, agrees on synthetic inputs, simulator ("
     )
     assert {path: path.read_bytes() for path in context.parent.iterdir()} == before

@@ -77,7 +77,7 @@ def test_each_variant_is_run_and_compared_with_the_source(cli: Cli, package: Pat
     before = {p: p.read_bytes() for p in package.rglob("*") if p.is_file()}
     first, second = cli("validate", package).stdout.splitlines()
     assert first.startswith(
-        "net -> qnn: 1 context of QNNExecutionProvider, for soc_model 60, htp_arch 73, nothing left to "
+        "net -> qnn: 1 context of QNNExecutionProvider, for snapdragon-x-elite, nothing left to "
         "the CPU, agrees on synthetic inputs, simulator ("
     )
     assert second == (

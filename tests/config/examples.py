@@ -16,7 +16,7 @@ MODELS = 'models = ["models/a.onnx"]\n'
 
 SHORT = """
 targets.qnn.provider = "qnn"
-targets.qnn.provider-options = { soc_model = 60, htp_arch = 73 }
+targets.qnn.chip = "snapdragon-x-elite"
 models = ["models/a.onnx"]
 """
 

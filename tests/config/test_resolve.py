@@ -126,9 +126,6 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "device": ("openvino", 'device = "gpu"', "gpu"),
     "device_filter": ("openvino", "device-filter = { vendor-id = 3 }", {"vendor-id": "3"}),
     "virtual_devices": ("openvino", "virtual-devices = true", True),
-    "compute_capabilities": (
-        "tensorrt-rtx", 'compute-capabilities = ["8.9", "12.0"]', ("8.9", "12.0"),
-    ),
     "optimization": ("cpu", 'optimization = "all"', "all"),
     "static_shapes": ("cpu", "static-shapes = true", True),
     "embed": ("qnn", "embed = true", True),

@@ -8,6 +8,7 @@ from packaging.requirements import Requirement
 
 from hatch_epcontext.errors import Kind
 from hatch_epcontext.jobs.requirements import requirements, versions_of
+from hatch_epcontext.serialize import value_sha256
 from tests.config.examples import MODELS, PROFILE, assert_one_problem, one, problems
 from tests.results import configured
 
@@ -83,20 +84,25 @@ def test_an_invalid_profile_is_an_error(
 @pytest.mark.parametrize(
     ("toml", "location", "kind"),
     [
-        (f'{RTX}compute-capabilities = ["9.0"]', "targets.rtx.compute-capabilities", Kind.INVALID_VALUE),
-        (f'{RTX}compute-capabilities = ["8.9", "8.9"]',
-         "targets.rtx.compute-capabilities", Kind.INVALID_VALUE),
-        (f"{RTX}compute-capabilities = []", "targets.rtx.compute-capabilities", Kind.INVALID_VALUE),
-        (f'{RTX}compute-capabilities = "auto"\noptimization = "all"',
+        (f'{RTX}chip = ["9.0"]', "targets.rtx.chip", Kind.INVALID_VALUE),
+        (f'{RTX}chip = ["8.9", "rtx-40"]', "targets.rtx.chip", Kind.INVALID_VALUE),
+        (f'{RTX}chip = ["auto", "rtx-40"]', "targets.rtx.chip", Kind.INVALID_VALUE),
+        (f"{RTX}chip = []", "targets.rtx.chip", Kind.INVALID_VALUE),
+        (f'{RTX}chip = "auto"\noptimization = "all"',
          "targets.rtx.optimization", Kind.NOT_APPLICABLE),
-        (f'{RTX}compute-capabilities = "auto"\nprovider-options = {{ nv_profile_min_shapes = "x:1" }}',
+        (f'{RTX}chip = "auto"\nprovider-options = {{ nv_profile_min_shapes = "x:1" }}',
          "targets.rtx.provider-options.nv_profile_min_shapes", Kind.RESERVED_OPTION),
-        (f'{RTX}compute-capabilities = "auto"\nprovider-options = {{ nv_weight_streaming_budget = "40%" }}',
+        (f'{RTX}chip = "auto"\nprovider-options = {{ nv_weight_streaming_budget = "40%" }}',
          "targets.rtx.provider-options.nv_weight_streaming_budget", Kind.CONFLICTING_OPTIONS),
-        (f'{RTX}compute-capabilities = "gpu"', "targets.rtx.compute-capabilities", Kind.WRONG_TYPE),
-        (f'{CPU}compute-capabilities = "auto"', "targets.cpu.compute-capabilities", Kind.NOT_APPLICABLE),
-        (f'{CPU}compute-capabilities = ["8.6"]', "targets.cpu.compute-capabilities", Kind.NOT_APPLICABLE),
-        (f'{RTX}compute-capabilities = "auto"\nprovider-options = {{ nv_target_sm = "sm89" }}',
+        (f"{RTX}chip = 8.9", "targets.rtx.chip", Kind.WRONG_TYPE),
+        (f'{CPU}chip = "snapdragon-x-elite"', "targets.cpu.chip", Kind.NOT_APPLICABLE),
+        (MODELS + one("plugin", 'ep-name = "X"\nlibrary = "x_ep"\nchip = []'),
+         "targets.plugin.chip", Kind.NOT_APPLICABLE),
+        (MODELS + one("qnn", 'chip = "auto"'), "targets.qnn.chip", Kind.INVALID_VALUE),
+        (MODELS + one("qnn", 'chip = ["qcs9100", "qcs9100"]'), "targets.qnn.chip", Kind.INVALID_VALUE),
+        (MODELS + one("qnn", 'chip = "qcs9100"\nprovider-options = { soc_model = 77 }'),
+         "targets.qnn.provider-options.soc_model", Kind.CONFLICTING_OPTIONS),
+        (f'{RTX}chip = "auto"\nprovider-options = {{ nv_target_sm = "sm89" }}',
          "targets.rtx.provider-options.nv_target_sm", Kind.CONFLICTING_OPTIONS),
         (f'{RTX}profiles = [{{ x = {{ min = [1], opt = [1], max = [2147483648] }} }}]',
          "targets.rtx.profiles[0].x", Kind.INVALID_PROFILE),
@@ -109,11 +115,11 @@ def test_what_the_library_of_a_vendor_does_not_do_is_an_error(
     assert {place: each.kind for place, each in found.items()} == {location: kind}
 
 
-def test_the_capabilities_choose_the_library(project: Path) -> None:
+def test_the_chips_choose_the_library(project: Path) -> None:
     for toml, by_library in (
         ("", False),
-        ('compute-capabilities = "auto"', True),
-        ('compute-capabilities = ["8.9"]\nload-options = { enable_cuda_graph = true }', True),
+        ('chip = "auto"', True),
+        ('chip = ["8.9"]\nload-options = { enable_cuda_graph = true }', True),
     ):
         (target,) = configured(project, f"{RTX}{toml}").targets
         assert target.provider.by_library == by_library
@@ -127,13 +133,46 @@ def test_the_capabilities_choose_the_library(project: Path) -> None:
         assert (target.provider.unavailable((3, 12), "linux", "aarch64") is None) != by_library
 
 
-def test_the_order_of_the_capabilities_changes_nothing(project: Path) -> None:
+def test_names_numbers_and_their_order_change_nothing(project: Path) -> None:
     settings = [
-        configured(project, f"{RTX}compute-capabilities = {order}").targets[0].settings
-        for order in ('["12.0", "8.9"]', '["8.9", "12.0"]')
+        configured(project, f"{RTX}chip = {chips}").targets[0].settings
+        for chips in ('["rtx-50", "8.9"]', '["8.9", "12.0"]')
     ]
     assert settings[0] == settings[1]
     assert settings[0].compute_capabilities == ("8.9", "12.0")
+
+
+@pytest.mark.parametrize(
+    ("chip", "options"),
+    [
+        ('"snapdragon-x-elite"', "soc_model = 60"),
+        ('["snapdragon-x-elite"]', 'soc_model = "60", htp_arch = 73'),
+        (
+            '["snapdragon-x-elite", "snapdragon-8-gen-3"]',
+            'soc_model = "60,57", htp_arch = "73,75" }\nallow-unknown-options = true #',
+        ),
+    ],
+)
+def test_a_chip_is_compiled_for_by_name_as_by_its_numbers(
+    project: Path, chip: str, options: str
+) -> None:
+    named, numbered = (
+        configured(project, MODELS + one("qnn", keys)).targets[0]
+        for keys in (f"chip = {chip}", f"provider-options = {{ {options} }}")
+    )
+    assert value_sha256(named.settings) == value_sha256(numbered.settings)
+    # A chip counts for compiling only.
+    assert named.load_options == {"backend_type": "htp"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("x-elite", '"snapdragon-x-elite"'), ("snapdragon-8-gen3", '"snapdragon-8-gen-3"')],
+)
+def test_an_unknown_chip_is_named_with_the_nearest(project: Path, name: str, hint: str) -> None:
+    (problem,) = problems(project, MODELS + one("qnn", f'chip = "{name}"')).values()
+    assert problem.hint is not None
+    assert f"Did you mean {hint}?" in problem.hint
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tests.projects import HEAD
 CONFIGURATION = """
 [tool.epcontext.targets.x-elite]
 provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+chip = "snapdragon-x-elite"
 
 [tool.epcontext.targets.cpu]
 provider = "cpu"
@@ -116,7 +116,7 @@ BEFORE = {
         "epcontext export -o my_app/epcontext --overwrite",
     ),
     "epcontext validate model.ortpackage": (
-        "epcontext compile model.onnx -o model.ortpackage -p qnn -O soc_model=60 --dim batch=1",
+        "epcontext compile model.onnx -o model.ortpackage -p qnn --set chip=snapdragon-x-elite --dim batch=1",
     ),
 }
 """What is run before a command."""
@@ -126,10 +126,10 @@ WRITTEN_OUT = {
     "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
         "epcontext inspect --verify my_app/epcontext"
     ),
-    "epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1 --plot bench.png": (
+    "epcontext bench model.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1 --plot bench.png": (
         "epcontext bench model.onnx -p cpu --dim batch=1 --plot bench.png -n 1"
     ),
-    "epcontext bench model.onnx -p qnn -O soc_model=60 -O htp_arch=73 --dim batch=1": (
+    "epcontext bench model.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1": (
         "epcontext bench model.onnx -p cpu --dim batch=1 -n 1"
     ),
     "epcontext bench --target x-elite": "epcontext bench --target cpu -n 1",
@@ -144,8 +144,8 @@ WRITTEN_OUT = {
     ),
     # All graphs take too long here.
     "epcontext doctor --library build/libmy_ep.so": "epcontext doctor --library onnxruntime_qnn",
-    "epcontext compile model.onnx -o model.ortpackage -p qnn -O soc_model=60 -O htp_arch=73": (
-        "epcontext compile model.onnx -o model.ortpackage -p qnn -O soc_model=60 --dim batch=1"
+    "epcontext compile model.onnx -o model.ortpackage -p qnn --set chip=snapdragon-x-elite": (
+        "epcontext compile model.onnx -o model.ortpackage -p qnn --set chip=snapdragon-x-elite --dim batch=1"
     ),
     # In the help of the command the project is another folder.
     "epcontext export ../app --target x-elite -m digits -o build/models": (

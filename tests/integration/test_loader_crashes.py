@@ -17,7 +17,7 @@ from tests.integration.conftest import build_project, run
 from tests.projects import make_project
 
 TARGETS = {
-    "qnn": 'provider = "qnn"\nprovider-options = { soc_model = 60, htp_arch = 73 }',
+    "qnn": 'provider = "qnn"\nchip = "snapdragon-x-elite"',
     "openvino": 'provider = "openvino"',
 }
 

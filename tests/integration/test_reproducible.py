@@ -30,7 +30,7 @@ path = "models/parts.onnx"
 
 QNN = """
 provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+chip = "snapdragon-x-elite"
 min-coverage = 0.5
 """
 

@@ -32,7 +32,7 @@ TWO = """
 models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 [tool.epcontext.targets.npu]
 provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+chip = "snapdragon-x-elite"
 requirements = ["onnxruntime", "onnxruntime-qnn>=2.7"]
 [tool.epcontext.targets.gpu]
 provider = "cuda"

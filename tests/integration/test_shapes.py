@@ -25,7 +25,7 @@ pytestmark = needs_qnn
 TOML = """
 [tool.epcontext.targets.npu]
 provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+chip = "snapdragon-x-elite"
 
 [tool.epcontext.targets.cpu]
 provider = "cpu"

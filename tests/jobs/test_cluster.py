@@ -433,7 +433,7 @@ def test_a_group_that_was_validated_alone_on_a_worker_is_known_to_later_builds(
 ) -> None:
     save(network(2), run.root / "models" / "b.onnx")
     models = ", ".join(f'{{ path = "models/{n}.onnx", share-weights = "g" }}' for n in "ab")
-    keys = '"qnn"\nprovider-options = { soc_model = 60, htp_arch = 73 }'
+    keys = '"qnn"\nchip = "snapdragon-x-elite"'
     toml = CPU.replace('"models/a.onnx"', models).replace('"cpu"', keys)
     (built,) = run(toml).built
     assert {v.status for v in built.validations.values()} == {ValidationStatus.RAN_ALONE}

@@ -113,10 +113,10 @@ def test_few_given_inputs_are_counted() -> None:
 def test_the_badge_says_where_and_when(report: Report) -> None:
     (job,) = report.jobs
     validation = Validation(ValidationStatus.RAN, simulated=True, day="2026-11-23")
-    model = dataclasses.replace(job.models[0], validation=validation, chip={"soc_model": "60"})
+    model = dataclasses.replace(job.models[0], validation=validation, chip="snapdragon-x-elite")
     job = dataclasses.replace(job, models=(model,), versions={"onnxruntime-qnn": "2.7.0"})
     text = text_of(render_page(Report("g", (job,)), "a"))
-    assert "simulator · soc_model 60 · 2026-11-23 · onnxruntime-qnn 2.7.0" in text
+    assert "simulator · snapdragon-x-elite · 2026-11-23 · onnxruntime-qnn 2.7.0" in text
 
 
 @pytest.mark.parametrize("status", ValidationStatus)

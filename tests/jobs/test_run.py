@@ -48,7 +48,7 @@ QNN = """
 models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 [targets.qnn]
 provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+chip = "snapdragon-x-elite"
 """
 
 CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
@@ -86,8 +86,8 @@ def test_a_long_search_names_each_recipe(
 
 @needs_qnn
 def test_a_target_without_a_chip_gets_a_warning(run: Run, log: list[str]) -> None:
-    run(QNN.replace("provider-options = { soc_model = 60, htp_arch = 73 }", ""))
-    assert "soc_model" in log[-1]
+    run(QNN.replace('chip = "snapdragon-x-elite"', ""))
+    assert 'chip = "snapdragon-x-elite"' in log[-1]
 
 
 def test_a_target_that_no_model_uses_is_a_warning(run: Run, log: list[str]) -> None:
@@ -448,7 +448,7 @@ def test_a_cache_that_is_removed_in_the_middle_costs_nothing_but_itself(
 
 SHARED = """
 targets.qnn.provider = "qnn"
-targets.qnn.provider-options = { soc_model = 60, htp_arch = 73 }
+targets.qnn.chip = "snapdragon-x-elite"
 [[models]]
 path = "models/prefill.onnx"
 share-weights = "lm"
@@ -492,7 +492,7 @@ def test_a_group_is_one_artifact_and_its_members_are_run_alone(run: Run, log: li
 SHAPES = """
 [targets.npu]
 provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+chip = "snapdragon-x-elite"
 [targets.cpu]
 provider = "cpu"
 [[models]]
@@ -563,7 +563,7 @@ def test_open_shapes_are_run_with_the_sizes_of_the_dummy_inputs(
     assert fixed.artifact.record.contexts[0].inputs[0].shape == (3, 1, 8, 8)
 
 
-CHIPS = QNN.replace("soc_model = 60, htp_arch = 73", "soc_model = [60, 57]")
+CHIPS = QNN.replace('"snapdragon-x-elite"', '["snapdragon-x-elite", "snapdragon-8-gen-3"]')
 
 
 @needs_qnn
@@ -588,8 +588,8 @@ def test_one_context_for_several_chips_is_run_for_each_chip_alone(run: Run, log:
 @needs_qnn
 def test_each_of_several_chips_is_an_artifact_of_its_own(run: Run) -> None:
     run(CHIPS)
-    for chip in ("soc_model = 60, htp_arch = 73", "soc_model = 57, htp_arch = 75"):
-        (built,) = run(CHIPS.replace("soc_model = [60, 57]", chip)).built
+    for keys in ('chip = "snapdragon-x-elite"', "provider-options = { soc_model = 57 }"):
+        (built,) = run(QNN.replace('chip = "snapdragon-x-elite"', keys)).built
         assert built.cached
         assert built.validations["a"].status is ValidationStatus.RAN
 
@@ -607,10 +607,13 @@ REQUIRED = 'validate = "require"'
         (SHARED.replace('"lm"', f'"lm"\n{REQUIRED}'), "EPC404"),
         (
             CHIPS.replace("dims =", f"{STRICT}, dims ="),
-            r"a -> qnn \(soc_model 60, htp_arch 73\): validation: EPC401",
+            r"a -> qnn \(snapdragon-x-elite\): validation: EPC401",
         ),
         (CHIPS.replace("dims =", f"{REQUIRED}, dims ="), "EPC404"),
-        (SHARED.replace("60, htp_arch = 73", "[60, 57]"), Kind.NOT_SHARED.value),
+        (
+            SHARED.replace('"snapdragon-x-elite"', '["snapdragon-x-elite", "qcs9100"]'),
+            Kind.NOT_SHARED.value,
+        ),
     ],
     ids=["group differs", "group runs", "chips differ", "chips run", "group for chips"],
 )

@@ -29,7 +29,7 @@ from tests.results import configured
 TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 SIMULATED = """
-targets.npu = { provider = "qnn", provider-options = { soc_model = 60, htp_arch = 73 } }
+targets.npu = { provider = "qnn", chip = "snapdragon-x-elite" }
 models = ["models/a.onnx"]
 """
 

@@ -181,7 +181,7 @@ def test_modules_are_shipped_only_where_a_model_needs_them(tmp_path: Path, recom
     provider = "cpu"
     [targets.npu]
     provider = "qnn"
-    provider-options = {{ soc_model = 60, htp_arch = 73 }}
+    chip = "snapdragon-x-elite"
     recompile = {recompile}
     """
     for name in ("a", "b"):

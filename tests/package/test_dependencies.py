@@ -53,7 +53,7 @@ def test_the_bound_that_opens_the_files_is_named(
 def test_the_app_needs_an_ep_that_runs_what_the_library_compiles(
     project: Path, installed: dict[str, str], dependency: str, fits: bool
 ) -> None:
-    keys = 'provider = "tensorrt-rtx"\ncompute-capabilities = ["8.9"]'
+    keys = 'provider = "tensorrt-rtx"\nchip = "rtx-40"'
     toml = f'models = ["models/a.onnx"]\n[targets.rtx]\n{keys}'
     target = config(project, toml).targets[0]
     # Of a release without a known EP nothing is known.

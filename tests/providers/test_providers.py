@@ -109,7 +109,6 @@ def test_no_two_providers_have_the_same_name() -> None:
 
 
 SWITCH, NUMBER, JSON = Option("bool"), Option("int"), Option("json")
-CHIPS = Option("int", several=True)
 VALUES: list[tuple[Option, Any, str]] = [
     (SWITCH, True, "1"),
     (SWITCH, "True", "1"),
@@ -120,10 +119,6 @@ VALUES: list[tuple[Option, Any, str]] = [
     (Option(), "a/path", "a/path"),
     (JSON, {"CPU": {"B": True, "A": 1}}, '{"CPU":{"A":1,"B":true}}'),
     (JSON, '{"CPU": {}}', '{"CPU": {}}'),
-    (CHIPS, (60, "57"), "60,57"),
-    (CHIPS, "60, 57", "60,57"),
-    (CHIPS, 60, "60"),
-    (choice("73 75", several=True), [73, 73], "73,73"),
 ]
 IMPOSSIBLE: list[tuple[Option, Any, str]] = [
     (SWITCH, "yes", "true or false"),
@@ -136,10 +131,6 @@ IMPOSSIBLE: list[tuple[Option, Any, str]] = [
     (NUMBER, "60,57", "a whole number"),
     (Option("int", minimum=2), 1, "a whole number, at least 2"),
     (choice("73 75"), 999, "one of 73, 75"),
-    (CHIPS, [], "a whole number, at least 0, or a list of them"),
-    (CHIPS, [60, [57]], "or a list of them"),
-    (CHIPS, "60,,57", "or a list of them"),
-    (choice("73 75", several=True), [73, 74], "one of 73, 75, or a list of them"),
     (Option(), 3, "a string"),
     (Option(), {}, "a string"),
     (JSON, "{bad", "a table, or a string of JSON"),
@@ -156,7 +147,7 @@ def test_toml_values_become_the_strings_that_eps_take() -> None:
 
 
 def test_the_backend_follows_from_the_device() -> None:
-    assert QNN.complete("npu", {"soc_model": "88"}) == {"backend_type": "htp", "soc_model": "88"}
+    assert QNN.complete("npu", {"soc_model": "200"}) == {"backend_type": "htp", "soc_model": "200"}
     assert QNN.complete("gpu", {}) == {"backend_type": "gpu"}
 
 
@@ -239,7 +230,7 @@ def test_a_compatibility_string_is_read() -> None:
     assert QNN.compiled_for("v2:6:2.51.0:5.51.0:73:0:0:0") == {"htp_arch": "73"}
     assert QNN.compiled_for("") == {}
     assert QNN.compiled_for(SEVERAL) == {"soc_model": "60,57", "htp_arch": "73,75"}
-    assert len(QNN.chips(QNN.compiled_for(SEVERAL))) == 2
+    assert len(QNN.per_chip(QNN.compiled_for(SEVERAL))) == 2
     assert QNN.compiled_for(UNSET) == {"soc_model": "60,57"}
     openvino = OPENVINO.compiled_for(OPENVINO_COMPATIBILITY)
     assert openvino == {"OpenVINO": "2026.4.1", "ISA": "Intel AVX10.1 and Intel AMX"}
@@ -370,26 +361,33 @@ def test_the_names_of_options_are_in_the_library(provider: str) -> None:
     ("options", "chips"),
     [
         ({}, [{}]),
-        ({"vtcm_mb": "8", "backend_type": "htp"}, [{"vtcm_mb": "8"}]),
+        ({"vtcm_mb": "8", "backend_type": "htp"}, [{}]),
         ({"soc_model": "60"}, [{"soc_model": "60"}]),
         (
             {"soc_model": "60,57", "htp_arch": "73,75", "vtcm_mb": "8"},
-            [
-                {"soc_model": "60", "htp_arch": "73", "vtcm_mb": "8"},
-                {"soc_model": "57", "htp_arch": "75", "vtcm_mb": "8"},
-            ],
+            [{"soc_model": "60", "htp_arch": "73"}, {"soc_model": "57", "htp_arch": "75"}],
         ),
     ],
 )
 def test_each_chip_has_its_options(options: dict[str, str], chips: list[dict[str, str]]) -> None:
-    assert list(QNN.chips(options)) == chips
+    assert list(QNN.per_chip(options)) == chips
 
 
-def test_only_qnn_takes_several_chips() -> None:
+def test_what_a_context_is_for_is_said_by_name_if_each_chip_has_one() -> None:
     for provider in PROVIDERS.values():
-        several = [name for name, option in provider.options.items() if option.several]
-        assert several == (["soc_model", "htp_arch", "vtcm_mb"] if provider is QNN else [])
-        assert bool(several) == (provider.several_chips is not None)
+        for name, chip in provider.chips.items():
+            assert not chip.source or provider.describe(chip.facts) == name
+    assert QNN.describe({"soc_model": "60"}) == "snapdragon-x-elite"
+    several = {"soc_model": "60,57", "htp_arch": "73,75"}
+    assert QNN.describe(several) == "snapdragon-x-elite, snapdragon-8-gen-3"
+    for unknown in ("htp_arch 73", "soc_model 60, htp_arch 75", "soc_model 60,200"):
+        facts = dict(pair.split() for pair in unknown.split(", "))
+        assert QNN.describe(facts) == unknown
+    rtx, gpus = PROVIDERS["tensorrt-rtx"], "compute capability"
+    facts = {gpus: "8.6, 12.0", "TensorRT RTX": "1.7.1.116"}
+    assert rtx.describe(facts) == "rtx-30, rtx-50, TensorRT RTX 1.7.1.116"
+    assert rtx.describe({gpus: "8.0, 8.6"}) == f"{gpus} 8.0, 8.6"
+    assert QNN.describe({}) == ""
 
 
 @pytest.mark.parametrize(
@@ -404,13 +402,13 @@ def test_only_qnn_takes_several_chips() -> None:
 )
 def test_a_missing_chip_is_a_warning(options: dict[str, str], is_missing: bool) -> None:
     warning = QNN.missing_chip(QNN.complete("npu", options))
-    assert (warning is not None and "soc_model" in warning) == is_missing
+    assert (warning is not None and "snapdragon-x-elite" in warning) == is_missing
 
 
 def test_the_architectures_of_chips_follow_unless_they_are_set() -> None:
     assert QNN.complete("npu", {"soc_model": "60"})["htp_arch"] == "73"
     assert QNN.complete("npu", {"soc_model": "60", "htp_arch": "0"})["htp_arch"] == "0"
     assert QNN.complete("npu", {"soc_model": "57,60"})["htp_arch"] == "75,73"
-    assert QNN.complete("npu", {"soc_model": "57,88", "htp_arch": "75,81"})["htp_arch"] == "75,81"
-    for socs in ("88", "60,88", "0", "0,0"):
+    assert QNN.complete("npu", {"soc_model": "57,200", "htp_arch": "75,81"})["htp_arch"] == "75,81"
+    for socs in ("200", "60,200", "0", "0,0"):
         assert "htp_arch" not in QNN.complete("npu", {"soc_model": socs})

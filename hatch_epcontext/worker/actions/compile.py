@@ -116,9 +116,10 @@ def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
 
 def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
     """``error``, with the advice to compile without the EP, where that is possible."""
-    if (library := target.provider.compiler_library) is None:
+    if target.provider.compiler_library is None:
         return error
-    place = Setting(target.place("compute-capabilities"), list(library.capabilities[-4:-1]))
+    chips = [name for name, chip in target.provider.chips.items() if chip.source]
+    place = Setting(target.place("chip"), chips)
     hint = "Or compile without the EP and its device (not tried):"
     return UnavailableError(
         *(

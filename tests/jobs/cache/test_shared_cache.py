@@ -47,7 +47,7 @@ MATRIX = """
 models = [{ path = "models/a.onnx", dims = { batch = 1 }, cut = { inputs = ["c"] } }]
 [targets.npu]
 provider = "qnn"
-provider-options = { soc_model = 60, htp_arch = 73 }
+chip = "snapdragon-x-elite"
 [targets.any]
 provider = "cpu"
 """

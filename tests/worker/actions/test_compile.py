@@ -168,6 +168,20 @@ def test_nothing_compiled_is_an_error(
     assert "chip" not in problem.advice() or "Hardmax" not in text
 
 
+@needs_qnn
+@pytest.mark.parametrize("name", PROVIDERS["qnn"].chips)
+def test_the_ep_compiles_for_each_chip_that_has_a_name(tmp_path: Path, name: str) -> None:
+    chip = PROVIDERS["qnn"].chips[name]
+    quantized = """(uint8[4, 8] x) => (uint8[4, 8] y) {
+        [x] a = DequantizeLinear (x, s, zero) [w] b = DequantizeLinear (w, s, zero)
+        [product] c = MatMul (a, b) [y] y = QuantizeLinear (c, s, zero) }"""
+    values = {"w": np.full((8, 8), 130, np.uint8), "s": np.float32(0.02), "zero": np.uint8(128)}
+    floats = chip.tried.startswith("floats")
+    source = network(1) if floats else parsed(quantized, **values)
+    reply, _ = compiled(save(source, tmp_path / "a.onnx"), target("qnn", chip.facts), tmp_path)
+    assert PROVIDERS["qnn"].compiled_for(reply.contexts[0].compatibility) == chip.facts
+
+
 @pytest.mark.parametrize("optimization", ["none", "basic", "extended", "all"])
 def test_the_cpu_provider_gives_an_optimized_graph_and_no_context(
     tmp_path: Path, optimization: str
