@@ -143,8 +143,8 @@ def _advice(
     numbers = [render(item).strip() for item in items]
     if len(numbers) == 1 and numbers[0].isdecimal():
         nearest = sorted(names, key=lambda number: abs(int(number) - int(numbers[0])))[:3]
-        near = listing(f"{number} ({names[number]})" for number in nearest)
-        return f"The nearest: {near}.\n{_NEWER}", unchecked
+        shown = listing(f"{number} ({names[number]})" for number in nearest)
+        return f"The nearest: {shown}.\n{_NEWER}", unchecked
     chips = [names[number] for number in numbers if number in names]
     key = Key((*target, "chip"), place.model, place.name)
     near = near_name(numbers[0], provider.chips) if numbers and not chips else None
