@@ -76,7 +76,7 @@ def test_targets_of_two_distributions_get_into_one_wheel(
     build(project, env, TARGETS="npu")
     text = build(project, env, FROM_CACHE="npu")
     assert "a -> npu (qnn): ok, 4/4 nodes" in text
-    assert "a -> gpu (cuda): optimized graph" in text
+    assert "a -> gpu (cuda): compiled, optimized graph" in text
     (wheel,) = (project / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         manifest = json.loads(archive.read("my_app/epcontext/manifest.json"))
