@@ -509,7 +509,9 @@ def _table(name: str, keys: Mapping[str, Any], *lines: str) -> str:
 def _target(provider: Provider, keys: Mapping[str, Any]) -> str:
     """The table of a target for ``provider`` with ``keys``, and with comments on others."""
     comments = []
-    if provider.example and provider.example.strip("# ").partition(" =")[0] not in keys:
+    # Numbers name a chip too.
+    chip = {"chip", *provider.facts_of(provider.chips)}
+    if provider.example and chip.isdisjoint({*keys, *keys.get("provider-options", {})}):
         comments.append(provider.example)
     if provider.product == "context" and "min-coverage" not in keys:
         comments.append("# min-coverage = 0.9  # accept partly compiled models")

@@ -299,7 +299,7 @@ class Provider:
     """The platform tag of wheels for machines that often have its hardware, as an example."""
 
     example: str | None = None
-    """A line of TOML for a new configuration, with the options that most models need."""
+    """A line of TOML for a new configuration that names a chip, or a comment about it."""
 
     notes: tuple[str, ...] = ()
     """Limits and advice."""

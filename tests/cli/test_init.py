@@ -128,21 +128,23 @@ def test_a_link_is_taken_and_unknown_sizes_are_asked_for_in_a_comment(
     assert "has all models already" in cli("init", link).stdout
 
 
-def test_settings_are_written_into_the_tables(cli: Cli, new_project: Path) -> None:
-    flags = (
-        "--set",
-        "chip=snapdragon-x-elite",
-        "--set",
-        "min-coverage=0.9",
-        "--set",
-        "validate=require",
-    )
+@pytest.mark.parametrize(
+    ("chip", "written"),
+    [
+        (("--set", "chip=qcs9100"), {"chip": "qcs9100"}),
+        (("-O", "soc_model=77"), {"provider-options": {"soc_model": 77}}),
+        ((), {"chip": "snapdragon-x-elite"}),
+    ],
+)
+def test_settings_are_written_into_the_tables(
+    cli: Cli, new_project: Path, chip: tuple[str, ...], written: dict[str, object]
+) -> None:
+    flags = (*chip, "--set", "min-coverage=0.9", "--set", "validate=require")
     cli("init", "models/a.onnx", "-p", "qnn", *flags, "--dim", "a:batch=2")
     tables = parse((new_project / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
         "epcontext"
     ]
-    options = {"provider": "qnn", "chip": "snapdragon-x-elite", "min-coverage": 0.9}
-    assert tables["targets"]["qnn"] == options
+    assert tables["targets"]["qnn"] == {"provider": "qnn", **written, "min-coverage": 0.9}
     assert tables["models"] == [
         {"path": "models/a.onnx", "dims": {"batch": 2}, "validate": {"mode": "require"}}
     ]
