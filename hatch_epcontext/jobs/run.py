@@ -144,11 +144,11 @@ def build_with_report(
     Its report, also when jobs fail, is where the configuration says, else in the cache. Raises OutputError
     before anything is compiled if it cannot be written.
     """
-    # Imported here: few builds write a page.
-    from hatch_epcontext.jobs.report_file import check_report, write_report
-
     path, cache = plan.config.report, open_cache(plan.config, warn)
     if path is not None:
+        # Imported here: few builds write a page.
+        from hatch_epcontext.jobs.report_file import check_report, write_report
+
         check_report(path)
     failed: IncompleteError | None = None
     try:

@@ -8,11 +8,12 @@ import pytest
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
+from hatch_epcontext.errors import Setting
 from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, explain
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
-from hatch_epcontext.worker.results import Agreement, AgreementStatus, differences
+from hatch_epcontext.worker.results import Agreement, AgreementStatus, Excess, differences
 from tests.worker.actions.test_compile import MODEL
 
 SPEC = Model("a", Path("a.onnx"), MODEL)
@@ -92,3 +93,26 @@ def test_a_hint_names_what_is_wrong() -> None:
     assert "prepared model" in prepared
     assert "compiled" not in prepared
     assert "do not ship" not in prepared
+
+
+def test_outputs_that_differ_are_one_problem_with_the_worst_first() -> None:
+    place = MODEL / "validate" / "tolerance"
+    excesses = tuple(Excess(f"measure {n}", f"{n} dB", "at least 20 dB") for n in range(4))
+    first, second = (
+        Agreement(
+            output, 0.1, None, status=AgreementStatus.DIFFERS, reason="differs from the CPU's",
+            margin=margin, excesses=excesses, cause=f"{output} is the cause.", hint="Allow more:",
+            settings=(Setting(place, {"outputs": {output: {"snr": margin}}}),),
+        )
+        for output, margin in (("y", -3), ("boxes", -9))
+    )  # fmt: skip
+    (problem,) = differences([first, second])
+    assert problem.message.splitlines() == [
+        "the output 'boxes' differs from the CPU's, and so does 1 other output:",
+        *(f"  boxes  measure {n}  {n} dB  at least 20 dB" for n in range(4)),
+        "  y      measure 0  0 dB  at least 20 dB",
+        "  and 3 more",
+        "boxes is the cause.",
+    ]
+    outputs = {"boxes": {"snr": -9}, "y": {"snr": -3}}
+    assert problem.settings == (Setting(place, {"outputs": outputs}),)
