@@ -94,7 +94,8 @@ CHIPS = """
 ## Chips
 
 A name of this table can be the `chip` of a target; a list of names is for one context for all of them.
-*Compiled* says which small models were compiled for it, on a machine without it.
+*From* is who publishes its numbers (the EP in `kSocInfos`). *Compiled* are the small models that were tried
+without it: *all* are floats and quantized ones; *quantized* means that the EP refuses floats.
 """
 
 _SYSTEMS = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}

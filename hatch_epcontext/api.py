@@ -123,7 +123,7 @@ def compile_models(
     (``"decoder:length"``), to that model only. Models with one ``share-weights`` share one sidecar.
 
     Raises ConfigError for invalid arguments, RequirementError if a package is missing or the provider is
-    not available here, BuildError if a model is invalid, is not compiled or fails its validation, and
+    not available here, BuildError if a model is invalid, does not compile or is not valid afterwards, and
     OutputError if the output exists already.
 
     >>> result = compile_models(

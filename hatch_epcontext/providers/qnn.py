@@ -24,15 +24,15 @@ from hatch_epcontext.providers.base import (
 from hatch_epcontext.providers.option import Option, choice, named
 from hatch_epcontext.shipped import Device
 
-_EP = "the EP's `kSocInfos`"
+_EP = "the EP"
 _EXECUTORCH = (
     "[ExecuTorch](https://github.com/pytorch/executorch/blob/main/backends/qualcomm/serialization/"
     "qc_schema.py)"
 )
-_FLOATS, _QUANTIZED = "floats and quantized", "quantized; it refuses floats"
+_FLOATS, _QUANTIZED = "all", "quantized"
 
 _CHIPS: Mapping[str, Chip] = {
-    name: Chip({"soc_model": soc, "htp_arch": arch}, f"{part} in {source}", tried)
+    name: Chip({"soc_model": soc, "htp_arch": arch}, f"{source}: {part}", tried)
     for name, part, soc, arch, source, tried in (
         ("snapdragon-x-elite", "SC8380XP", "60", "73", _EP, _FLOATS),
         ("snapdragon-x2-elite", "SC8480XP", "88", "81", _EP, _FLOATS),

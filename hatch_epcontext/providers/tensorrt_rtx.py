@@ -27,7 +27,7 @@ _PROFILES = ProfileOptions("nv_profile", several="nv_multi_profile_enable")
 _CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 """The compute capabilities that an engine can be for, in the order of their bits in its header."""
 
-_NVIDIA = "[NVIDIA's table](https://developer.nvidia.com/cuda-gpus)"
+_NVIDIA = "[NVIDIA](https://developer.nvidia.com/cuda-gpus)"
 
 _CHIPS: Mapping[str, Chip] = {
     **{
