@@ -249,10 +249,9 @@ class TargetTable:
         dict,
     )
     chip: str | tuple[str, ...] | None = _key(
-        "The chip to compile for, or a list of chips for one context: a name in `docs/providers.md`, such as "
-        '`"snapdragon-x-elite"` (QNN). TensorRT RTX then compiles with NVIDIA\'s own library, which needs no '
-        'GPU; for it also a compute capability, such as `"8.9"`, or `"auto"` for those that the library '
-        "chooses: see `docs/targets.md`.",
+        "The chip to compile for (QNN, TensorRT RTX), or several of one context: names in "
+        "`docs/providers.md#chips`. TensorRT RTX then needs no GPU, and takes compute capabilities and "
+        '`"auto"` too: see `docs/targets.md#tensorrt-rtx-without-a-gpu`.',
         when_missing="none in particular (QNN), or the GPU that the EP finds",
         feature=Feature("has no chips with names", lambda p: p.chips),
     )
