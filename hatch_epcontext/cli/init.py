@@ -411,14 +411,13 @@ def add_models(
     lines = (line for line in pyproject.text.split("\n") if not line.startswith(earlier))
     document = tomlkit.parse("\n".join(lines))
     appended = [*_build_system(document, project)]
-    # Its back end cannot say where an editable install has its packages.
-    keys = {} if project.is_hatchling else {"output": str(_output(project))}
-    if pyproject.table is None:
-        # Models for the CPU replace the source models.
-        fallback = '# fallback = "none"  # do not ship the source models'
-        appended.append(_table(ROOT, keys, *([] if "cpu" in targets else [fallback])))
-    elif keys and "output" not in pyproject.table:
-        document["tool"]["epcontext"].update(keys)
+    if not project.is_hatchling:
+        # Its back end cannot say where an editable install has its packages.
+        output = {"output": str(_output(project))}
+        if pyproject.table is None:
+            appended.append(_table(ROOT, output))
+        elif "output" not in pyproject.table:
+            document["tool"]["epcontext"].update(output)
     if (wrapped := _wrapped(project)) and project.table("tool", "epcontext", "build"):
         document["tool"]["epcontext"]["build"].update(wrapped)
     elif wrapped:
@@ -473,8 +472,10 @@ def _build_system(document: tomlkit.TOMLDocument, project: Project) -> Iterator[
         if not is_hatchling:
             # Front ends refuse it for a back end that is not in the project.
             table.pop("backend-path", None)
-    if is_hatchling:
-        yield from _hook_tables(project)
+    hooks = "tool", "hatch", "build", "hooks"
+    of_wheels = "tool", "hatch", "build", "targets", "wheel", "hooks"
+    if is_hatchling and NAME not in {*project.table(*hooks), *project.table(*of_wheels)}:
+        yield f"[{HOOK}]  # switches the hook on\n"
 
 
 def _wrapped(project: Project) -> dict[str, Any]:
@@ -485,21 +486,6 @@ def _wrapped(project: Project) -> dict[str, Any]:
     return {"backend": project.backend} | ({"backend-path": path} if path else {})
 
 
-def _hook_tables(project: Project) -> Iterator[str]:
-    """The tables that switch the hook on, for wheels and sdists, after the project's other hooks."""
-    everywhere = project.table("tool", "hatch", "build", "hooks")
-    of_wheels = project.table("tool", "hatch", "build", "targets", "wheel", "hooks")
-    if NAME in everywhere or NAME in of_wheels:
-        return
-    if not of_wheels:
-        yield f"[{HOOK}]  # switches the hook on\n"
-        return
-    # Hooks for all targets run before those for wheels.
-    of_target = "tool.hatch.build.targets.{}.hooks"
-    yield f"[{of_target.format('wheel')}.{NAME}]  # switches the hook on, after the other ones\n"
-    yield f"[{of_target.format('sdist')}.{NAME}]  # checks that sdists contain the models\n"
-
-
 def _table(name: str, keys: Mapping[str, Any], *lines: str) -> str:
     """The text of the table ``name`` with ``keys``, and with ``lines`` after them."""
     written = (f"{key} = {to_toml(value)}" for key, value in keys.items())
@@ -507,20 +493,13 @@ def _table(name: str, keys: Mapping[str, Any], *lines: str) -> str:
 
 
 def _target(provider: Provider, keys: Mapping[str, Any]) -> str:
-    """The table of a target for ``provider`` with ``keys``, and with comments on others."""
-    comments = []
+    """The table of a target for ``provider`` with ``keys``, and a chip as an example."""
     # Numbers name a chip too.
     chip = {"chip", *provider.facts_of(provider.chips)}
-    if provider.example and chip.isdisjoint({*keys, *keys.get("provider-options", {})}):
-        comments.append(provider.example)
-    if provider.product == "context" and "min-coverage" not in keys:
-        comments.append("# min-coverage = 0.9  # accept partly compiled models")
-    if provider.name != "cpu":
-        comments.append(
-            f'# platforms = ["{provider.platform}"]  # the wheels that it is for; default: all'
-        )
+    needs_chip = chip.isdisjoint({*keys, *keys.get("provider-options", {})})
     name = f"{ROOT}.targets.{quoted_key(provider.name)}"
-    return _table(name, {"provider": provider.name, **keys}, *comments)
+    lines = [provider.example] if provider.example and needs_chip else []
+    return _table(name, {"provider": provider.name, **keys}, *lines)
 
 
 def _named(

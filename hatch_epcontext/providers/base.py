@@ -295,9 +295,6 @@ class Provider:
     hardware: str = "not verified on hardware"
     """How far it was tested on the hardware itself."""
 
-    platform: str = "win_amd64"
-    """The platform tag of wheels for machines that often have its hardware, as an example."""
-
     example: str | None = None
     """A line of TOML for a new configuration that names a chip, or a comment about it."""
 

@@ -297,7 +297,6 @@ class Qnn(Provider):
     requirements = ("onnxruntime-qnn>=2.7",)
     python = (3, 11)
     systems = ("linux", "win32")
-    platform = "win_arm64"
     # The EP is named after its registration: another name would be another EP.
     plugin = Plugin("onnxruntime_qnn", "onnxruntime-qnn", "QNNExecutionProvider")
     cross_compiles = ("npu",)

@@ -297,22 +297,3 @@ def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> Non
 def test_an_unusable_pyproject_is_an_error(project: Path, before: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         add_models(project, before, [new()], [QNN])
-
-
-@pytest.mark.parametrize(
-    ("provider", "platform"),
-    [
-        ("cpu", None),
-        ("qnn", "win_arm64"),
-        *(
-            (name, "win_amd64")
-            for name in ("openvino", "vitisai", "directml", "cuda", "tensorrt", "tensorrt-rtx")
-        ),
-    ],
-)
-def test_the_source_models_and_platforms_that_fit_the_provider_are_comments_except_for_the_cpu(
-    project: Path, provider: str, platform: str | None
-) -> None:
-    made = add_models(project, "", [new("models/a.onnx")], [PROVIDERS[provider]])
-    assert made.count("# fallback") == made.count("# platforms") == int(platform is not None)
-    assert platform is None or f'# platforms = ["{platform}"]' in made
