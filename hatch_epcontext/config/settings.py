@@ -293,7 +293,8 @@ class Model:
             tolerance = dataclasses.replace(tolerance, snr=snr, cosine=cosine)
         table = self.validate.tolerance or ToleranceTable()
         outputs = {output: limits.limits for output, limits in table.outputs.items()}
-        return dataclasses.replace(tolerance, **table.limits, outputs=outputs)
+        is_fixed = not table.limits.keys().isdisjoint(("snr", "cosine"))
+        return dataclasses.replace(tolerance, **table.limits, outputs=outputs, is_fixed=is_fixed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,8 @@ class Tolerance:
     ``cosine``: the smallest cosine similarity. If ``atol`` or ``rtol`` is given, ``|out - ref| <= atol + rtol
     * |ref|`` must hold everywhere. ``unit``: the floor of the signal in each value of an output between -1
     and 1, large for EPs that compute a Sigmoid from a table. ``outputs``: limits of single outputs, by the
-    names of the output and of the limit.
+    names of the output and of the limit. ``is_fixed``: whether ``snr`` or ``cosine`` is the user's choice,
+    which the noise of a quantized source does not relax.
     """
 
     snr: float
@@ -65,6 +66,7 @@ class Tolerance:
     rtol: float | None = None
     unit: float = 1e-3
     outputs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    is_fixed: bool = False
 
     def of(self, output: str) -> Tolerance:
         """The tolerance of ``output``."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def test_a_partial_tolerance_leaves_the_rest_to_the_provider(project: Path) -> N
 def test_a_tolerance_of_zero_is_not_the_default(project: Path) -> None:
     model = read(project, LONG.replace("{ rtol = 0.1 }", "{ rtol = 0, cosine = 0 }")).models[0]
     _, cpu = model.targets
-    assert model.tolerance_for(cpu) == Tolerance(50, 0.0, rtol=0.0)
+    assert model.tolerance_for(cpu) == Tolerance(50, 0.0, rtol=0.0, is_fixed=True)
 
 
 def test_limits_of_outputs_win(project: Path) -> None:
@@ -27,7 +28,8 @@ def test_limits_of_outputs_win(project: Path) -> None:
     _, cpu = model.targets
     on_cpu = model.tolerance_for(cpu)
     assert on_cpu is not None
-    assert (on_cpu.of("y"), on_cpu.of("z")) == (Tolerance(30, 0.9999, 1), Tolerance(30, 0.9999))
+    own = Tolerance(30, 0.9999, is_fixed=True)
+    assert (on_cpu.of("y"), on_cpu.of("z")) == (replace(own, atol=1), own)
 
 
 @pytest.mark.parametrize(

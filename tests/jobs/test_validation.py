@@ -255,6 +255,8 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
         with_validate(job, inputs=str(file)),
         with_validate(job, inputs=str(folder)),
         with_validate(job, tolerance=ToleranceTable(atol=0.5)),
+        # The provider's own limit, but as the user's choice it is never relaxed.
+        with_validate(job, tolerance=ToleranceTable(snr=job.target.provider.tolerance.snr)),
         with_validate(job, tolerance=False),
         dataclasses.replace(job, target=dataclasses.replace(job.target, load_options={"a": "1"})),
     ]

@@ -11,7 +11,6 @@ from pathlib import Path
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC
-from hatch_epcontext.config.tables import ToleranceTable
 from hatch_epcontext.errors import (
     Kind,
     ModelError,
@@ -112,10 +111,7 @@ def _compare(
     model, settings = request.model, request.target.settings
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
-    tolerance = request.tolerance
-    if not isinstance(model.validate.tolerance, ToleranceTable):
-        # Limits that are not the provider's are the user's choice.
-        tolerance = within_noise(tolerance, expected.facts)
+    tolerance = within_noise(request.tolerance, expected.facts)
     emulator = _emulator(request, expected, tolerance)
     if settings.changes_precision:
         expected = for_other_numbers(expected)

@@ -473,7 +473,9 @@ def _rounded(array: Array, rng: np.random.Generator) -> Array:
 
 
 def within_noise(limits: Tolerance, facts: Facts) -> Tolerance:
-    """``limits``, relaxed to what the noise of the source explains."""
+    """``limits``, relaxed to what the noise of the source explains, unless they are fixed."""
+    if limits.is_fixed:
+        return limits
     outputs = dict(limits.outputs)
     for name, noise in ((name, output.noise) for name, output in facts.outputs.items()):
         if (snr := round(max(noise - _MARGIN, QUANTIZED.snr), 1)) < limits.snr:

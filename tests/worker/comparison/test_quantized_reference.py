@@ -81,3 +81,5 @@ def test_limits_are_no_stricter_than_the_noise() -> None:
     assert limits.of("noisy").cosine < 0.9999
     assert limits.of("wild").snr == QUANTIZED.snr
     assert limits.of("quiet") == limits.of("other") == replace(strict, outputs={})
+    fixed = replace(strict, is_fixed=True)
+    assert within_noise(fixed, facts) == fixed
