@@ -189,7 +189,7 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
     reason = job.reason_not_to_open
     if model.validate.mode == "require":
         raise not_run_error(job, model, reason)
-    worst = min(alone, key=lambda v: (v.status is ValidationStatus.RAN, v.margin))
+    worst = min(alone, key=lambda v: (v.status is ValidationStatus.RAN, not v.sensitive, v.margin))
     if worst.status is not ValidationStatus.RAN:
         return worst
     # The session was one of the file that was compiled alone.

@@ -227,6 +227,9 @@ def test_a_context_for_several_chips_has_the_worst_validation_of_the_chips(job: 
         "QNNExecutionProvider cannot open contexts for several chips on this machine"
     )
     assert validation_of_alone(job, model, [RAN, STRUCTURE]) is STRUCTURE
+    agreement = Agreement("y", 0.02, 0.9991, 40.0, status=AgreementStatus.SENSITIVE, margin=30.0)
+    sensitive = Validation(ValidationStatus.RAN, (agreement,))
+    assert validation_of_alone(job, model, [nearer, sensitive]).sensitive
 
 
 def test_the_reason_not_to_open_names_all_that_is_special(job: Job) -> None:
