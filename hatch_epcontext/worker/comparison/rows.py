@@ -49,8 +49,8 @@ class Choice:
 class Columns:
     """Columns of ``output``, whose rows are along ``axis``: from ``start`` to ``stop`` along its last axis.
 
-    ``is_score``: the scores by which the rows are selected; with ``is_sorted`` in their order. ``is_whole``:
-    whole numbers, equal or not.
+    ``is_score``: the scores by which the rows are selected; with ``is_sorted`` in their order, with
+    ``is_least`` the smallest. ``is_whole``: whole numbers, equal or not.
     ``values``: the value inside the model of which they are rows, if they are gathered.
     """
 
@@ -60,6 +60,7 @@ class Columns:
     stop: int | None = None
     is_score: bool = False
     is_sorted: bool = True
+    is_least: bool = False
     is_whole: bool = False
     values: str = ""
 

@@ -168,14 +168,18 @@ class _SelectionFinder:
     def rows(self) -> Iterator[tuple[Columns, ...]]:
         waiting = [pair for output in self._outputs for pair in self._columns(output)]
         # The last TopK before rows has selected them.
-        for node in reversed([node for node in self._scope.nodes if _is_topk(node)]):
-            is_sorted = bool(graph.number(node, "sorted", 1))
+        for node in reversed([node for node in self._scope.nodes if node.op_type == "TopK"]):
+            is_sorted, is_largest = (graph.number(node, key, 1) for key in ("sorted", "largest"))
             above = {name: self._scope.ancestors([name]) for _, name in waiting}
             behind = [pair for pair in waiting if {*node.output}.intersection(above[pair[1]])]
             waiting = [pair for pair in waiting if pair not in behind]
             columns = tuple(
                 replace(
-                    columns, axis=axis, is_score=self._is_score(name, node), is_sorted=is_sorted
+                    columns,
+                    axis=axis,
+                    is_score=self._is_score(name, node),
+                    is_sorted=bool(is_sorted),
+                    is_least=not is_largest,
                 )
                 for columns, name in behind
                 if (axis := self._axis(columns.output, node)) is not None
@@ -255,10 +259,6 @@ class _SelectionFinder:
         return Choice(node.input[0], graph.number(node, "axis", 0), is_least)
 
 
-def _is_topk(node: onnx.NodeProto) -> bool:
-    return node.op_type == "TopK" and bool(graph.number(node, "largest", 1))
-
-
 def select(
     selections: Selections,
     outputs: Arrays,
@@ -324,7 +324,7 @@ def _compare_rows(
     # A row with about the score of the last one may be another, if it is one of the source's candidates.
     ends = ref.copy()
     last = rows.split(ends)[score]
-    last[...] = last.min(axis=1, keepdims=True)
+    last[...] = (np.max if rows.columns[score].is_least else np.min)(last, axis=1, keepdims=True)
     at_end = np.maximum(rows.noise(own, ends)[score], rows.noise(values, ends)[score])
     others, is_known = rows.among(own, candidates)
     apart, worst = np.maximum(rows.noise(own, others), at_end), noise.max(axis=0)

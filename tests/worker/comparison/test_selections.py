@@ -314,22 +314,25 @@ def topk(folder: Path, batch: int = 2, **attributes: int) -> Compared:
     made = parsed(f"""(float[{batch}, 50] x) => (float[{batch}, 5] values, int64[{batch}, 5] numbers)
         <int64[1] k = {{5}}> {{ values, numbers = TopK <axis = 1{text}> (x, k) }}""")
     x = np.random.default_rng(3).uniform(0, 1, (batch, 50)).astype(np.float32)
-    x[:, 7] = np.sort(x)[:, -5]
+    x[:, 7] = np.sort(x)[:, -5 if attributes.get("largest", 1) else 4]
     return Compared(folder, made, x=x)
 
 
-@pytest.mark.parametrize("attributes", [{}, {"sorted": 0}])
+@pytest.mark.parametrize("attributes", [{}, {"sorted": 0}, {"largest": 0}])
 def test_the_indices_of_a_topk_are_those_of_its_values_but_of_the_last_one_if_that_is_tied(
     tmp_path: Path, attributes: dict[str, int]
 ) -> None:
     compared = topk(tmp_path, **attributes)
     values, numbers = compared.wanted["values"], compared.wanted["numbers"]
     assert not differences(compared.compare(compared.wanted))
-    last: Array = values == values.min(1)[:, None]
+    last: Array = values == (values.min if attributes.get("largest", 1) else values.max)(1)[:, None]
     assert not differences(
         compared.compare({"values": values, "numbers": np.where(last, 7, numbers)})
     )
+    single, far = numbers.copy(), np.abs(values - values[last][:, None])
+    single.flat[far.argmax()] += 1
     for wrong in (
+        single,
         np.where(last, numbers, 7),
         (numbers + 1) % 50,
         np.where(last, numbers, numbers[::-1]),
