@@ -29,7 +29,7 @@ FOR_RANGES: tuple[RewriteName, ...] = ("log-power", "variance", "scaled-square")
 FOR_KERNELS: tuple[RewriteName, ...] = ("unfuse-activation",)
 """Those that avoid inexact kernels of an EP, which only a run shows."""
 
-REMEDIES = (FOR_RANGES, FOR_KERNELS)
+CORRECTIONS = (FOR_RANGES, FOR_KERNELS)
 """Those that add nodes, in the groups that are tried one after the other if outputs differ, or may differ."""
 
 _FOR_SMALL_RANGES = frozenset[RewriteName]({"mean", *FOR_RANGES})
@@ -100,7 +100,7 @@ class NumberFormat:
 
     @property
     def rewrites(self) -> frozenset[RewriteName]:
-        """Those of `ALWAYS` and `REMEDIES` that avoid a fault of the format."""
+        """Those of `ALWAYS` and `CORRECTIONS` that avoid a fault of the format."""
         avoided = {fault.rewrite for fault in self.faults if fault.rewrite}
         return frozenset(avoided) | (_FOR_SMALL_RANGES if self.name == "float16" else frozenset())
 

@@ -12,7 +12,7 @@ from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord, is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
+from hatch_epcontext.graph.number_format import CORRECTIONS, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
 from hatch_epcontext.serialize import value_sha256
@@ -70,7 +70,7 @@ class Recipe:
     ``fuse``: whether scales are folded into the weights of convolutions. ``changes`` are applied to the
     prepared models one after the other. ``options``: the EP's, in addition to the target's.
     ``takes_control_flow``: whether a model is compiled although preparation leaves control flow in it.
-    ``remedies``: the rewrites for the EP's number format, see `number_format`; they come last.
+    ``corrections``: the rewrites for the EP's number format, see `number_format`; they come last.
     ``dequantize``: whether dynamic quantization is undone although the target does not require it.
     """
 
@@ -79,13 +79,13 @@ class Recipe:
     changes: tuple[Change, ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     takes_control_flow: bool = True
-    remedies: tuple[RewriteName, ...] = ()
+    corrections: tuple[RewriteName, ...] = ()
     dequantize: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether the models are compiled as the target requires, with its options."""
-        changed = self.changes or self.options or self.last_remedies or self.dequantize
+        changed = self.changes or self.options or self.last_corrections or self.dequantize
         return self.fuse and not changed
 
     @property
@@ -96,7 +96,7 @@ class Recipe:
         parts += [] if self.fuse else ["without fusing"]
         parts += (f"with {name} = {value}" for name, value in self.options)
         parts += dict.fromkeys(words[change.kind] for change in self.changes)
-        parts += ["rewriting for accuracy"] if self.last_remedies else []
+        parts += ["rewriting for accuracy"] if self.last_corrections else []
         simplified = f"simplified by {self.simplifier}" if self.simplifier != "none" else "as it is"
         return ", ".join(parts) or simplified
 
@@ -109,9 +109,11 @@ class Recipe:
         return job.dequantized if self.dequantize else job
 
     @property
-    def last_remedies(self) -> frozenset[RewriteName]:
-        """Those of its remedies that are in the last group of `REMEDIES`; none if they are for all models."""
-        groups = (frozenset(self.remedies).intersection(group) for group in reversed(REMEDIES))
+    def last_corrections(self) -> frozenset[RewriteName]:
+        """Its corrections in the last group of `CORRECTIONS`; none if they are for all models."""
+        groups = (
+            frozenset(self.corrections).intersection(group) for group in reversed(CORRECTIONS)
+        )
         return next(filter(None, groups), frozenset())
 
     def with_change(
@@ -120,9 +122,9 @@ class Recipe:
         """This recipe with one more `Change`."""
         return dataclasses.replace(self, changes=(*self.changes, Change(kind, refused)))
 
-    def with_remedies(self, names: tuple[RewriteName, ...]) -> Recipe:
+    def with_corrections(self, names: tuple[RewriteName, ...]) -> Recipe:
         """This recipe with more rewrites for the EP's number format."""
-        return dataclasses.replace(self, remedies=(*self.remedies, *names))
+        return dataclasses.replace(self, corrections=(*self.corrections, *names))
 
 
 @dataclass(frozen=True)

@@ -344,8 +344,8 @@ def _simplified(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     if others and not (others[0] == "none" and leaving):
         # EPs for fixed shapes compile no control flow, so the next simplifier may do better.
         takes_control_flow = not form.provider.static_shapes
-        remedies = form.helpful(*ALWAYS)
-        return Recipe(others[0], takes_control_flow=takes_control_flow, remedies=remedies)
+        corrections = form.helpful(*ALWAYS)
+        return Recipe(others[0], takes_control_flow=takes_control_flow, corrections=corrections)
     if not leaving:
         return None
     least = min(leaving, key=lambda attempt: len(attempt.control_flow))
@@ -389,7 +389,7 @@ def _in_range(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     verdict, names = form.nearest.verdict, form.helpful(*FOR_RANGES)
     # A kernel may also be wrong for some values only, which these avoid.
     helps = verdict is not None and (verdict.in_kernels or verdict.in_format)
-    return form.nearest.recipe.with_remedies(names) if names and helps else None
+    return form.nearest.recipe.with_corrections(names) if names and helps else None
 
 
 def _layers_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -404,7 +404,7 @@ def _around_kernels(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """Rewrites around other inexact kernels."""
     verdict, names = form.nearest.verdict, form.helpful(*FOR_KERNELS)
     helps = verdict is not None and verdict.in_kernels
-    return form.nearest.recipe.with_remedies(names) if names and helps else None
+    return form.nearest.recipe.with_corrections(names) if names and helps else None
 
 
 def _together(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -413,10 +413,10 @@ def _together(form: Form, own: Sequence[Attempt]) -> Recipe | None:
         name
         for attempt in form.all("correct")
         if attempt.stopped_in != "change"
-        for name in attempt.recipe.remedies
+        for name in attempt.recipe.corrections
     }
     names = (name for name in form.helpful(*FOR_RANGES, *FOR_KERNELS) if name in applied)
-    return form.covering.recipe.with_remedies(tuple(names))
+    return form.covering.recipe.with_corrections(tuple(names))
 
 
 def _unfused(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -433,8 +433,8 @@ def _only_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
 
 def _unchanged(form: Form) -> Recipe:
     """The recipe of the best candidate without its rewrites, which may be the cause."""
-    remedies = form.helpful(*ALWAYS)
-    return replace(form.candidates[0].recipe, changes=(), fuse=True, remedies=remedies)
+    corrections = form.helpful(*ALWAYS)
+    return replace(form.candidates[0].recipe, changes=(), fuse=True, corrections=corrections)
 
 
 @dataclass(frozen=True)

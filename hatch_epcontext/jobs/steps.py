@@ -198,7 +198,7 @@ class Steps:
         """
         changes = ((c.kind, c.refused and c.refused[index]) for c in recipe.changes)
         form = _form(job, job.models[index])
-        steps = (form, recipe.simplifier, recipe.fuse, *changes, recipe.remedies)
+        steps = (form, recipe.simplifier, recipe.fuse, *changes, recipe.corrections)
         if steps not in self._prepared:
             made = self._make(job, index, recipe, worker or self._build.workers)
             self._prepared[steps] = made
@@ -208,8 +208,8 @@ class Steps:
         self, job: Job, recipe: Recipe, worker: Worker
     ) -> tuple[Prepared, ...] | Refused:
         """The models of ``job``, prepared and changed; or why they are not."""
-        remedies = tuple(name for name in recipe.remedies if name in ALWAYS)
-        plain = replace(recipe, changes=(), fuse=True, remedies=remedies)
+        corrections = tuple(name for name in recipe.corrections if name in ALWAYS)
+        plain = replace(recipe, changes=(), fuse=True, corrections=corrections)
         numbers = range(len(job.models))
         try:
             prepared = [self.prepare(job, number, plain, worker) for number in numbers]
@@ -232,10 +232,10 @@ class Steps:
 
     def _make(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
         """Make the model, from that of a recipe without the last step of ``recipe``."""
-        if recipe.remedies:
-            before = self.prepare(job, index, replace(recipe, remedies=()), worker)
-            last = recipe.last_remedies
-            if frozenset(recipe.remedies).isdisjoint(before.applicable):
+        if recipe.corrections:
+            before = self.prepare(job, index, replace(recipe, corrections=()), worker)
+            last = recipe.last_corrections
+            if frozenset(recipe.corrections).isdisjoint(before.applicable):
                 return replace(before, changed=before.changed and not last)
             after = self._change(job, index, before, recipe, worker)
             is_new = after.changed and not last.isdisjoint(after.rewrites)
@@ -282,10 +282,10 @@ class Steps:
     def _change(
         self, job: Job, index: int, before: Prepared, recipe: Recipe, worker: Worker | Workers
     ) -> Prepared:
-        """Apply the remedies or the last change of ``recipe`` to ``before``."""
+        """Apply the corrections or the last change of ``recipe`` to ``before``."""
         from hatch_epcontext.worker.requests import RewriteRequest
 
-        last = None if recipe.remedies else recipe.changes[-1]
+        last = None if recipe.corrections else recipe.changes[-1]
         refused = None if last is None or last.refused is None else last.refused[index]
         if refused == ():
             return replace(before, changed=False, dropped=())
@@ -300,7 +300,7 @@ class Steps:
             compare=model.is_compared,
             precision=_precision(job, model) if before.precision else None,
             unroll_limit=limit if last and last.kind == "unroll" else None,
-            remedies=recipe.remedies,
+            corrections=recipe.corrections,
         )
         call = folder / "call"
         return worker.call(request, call, location=job.location, step="preparation")

@@ -123,8 +123,8 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
     ``simplify``, and with ``compare`` compared with the source on the CPU. ``folder`` exists and is empty.
     ``precision``: how its numbers were changed before. With an ``unroll_limit`` loops and layers of known
-    length are unrolled instead, up to that many nodes. With ``remedies``, the ids of rewrites for accuracy,
-    only these are applied.
+    length are unrolled instead, up to that many nodes. With ``corrections``, the ids of rewrites for
+    accuracy, only these are applied.
     """
 
     model: Model
@@ -135,7 +135,7 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     compare: bool
     precision: Precision | None = None
     unroll_limit: int | None = None
-    remedies: tuple[RewriteName, ...] = ()
+    corrections: tuple[RewriteName, ...] = ()
 
 
 @dataclass(frozen=True)

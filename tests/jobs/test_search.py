@@ -66,7 +66,7 @@ def name_of(recipe: Recipe) -> str:
     names = [name for name, is_part in parts.items() if is_part]
     names += [change.kind for change in recipe.changes]
     for name, group in {"ranges": FOR_RANGES, "kernels": FOR_KERNELS}.items():
-        names += [name] if set(group).intersection(recipe.remedies) else []
+        names += [name] if set(group).intersection(recipe.corrections) else []
     return " ".join(names) or "plain"
 
 
@@ -103,13 +103,13 @@ class Ep:
 
     @property
     def tried(self) -> list[str]:
-        """The names of the recipes, without remedies and layers that are not there."""
+        """The names of the recipes, without corrections and layers that are not there."""
         return [
             name
             for recipe in self.compiled
             if (name := name_of(recipe)) in self.outcomes
             or not (
-                recipe.last_remedies or (recipe.changes and recipe.changes[-1].kind == "unroll")
+                recipe.last_corrections or (recipe.changes and recipe.changes[-1].kind == "unroll")
             )
         ]
 
@@ -359,7 +359,7 @@ def test_kernels_are_not_rewritten_if_the_format_is_the_cause_or_the_model_is_la
 ) -> None:
     ep = Ep({"plain": (), "kernels": ()}, {"plain": validation})
     ep.finish(search_for())
-    names = {name_of(recipe) for recipe in ep.compiled if recipe.last_remedies}
+    names = {name_of(recipe) for recipe in ep.compiled if recipe.last_corrections}
     assert names == {"ranges"}
 
 

@@ -140,7 +140,7 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
     text = f"(float[4] x) => (float[4] y) {{ y = {operator} (x, two) }}"
     save(parsed(text, two=np.float32(2)), project / "models" / "a.onnx")
     steps = Steps(new_build(workers, tmp_path, job))
-    prepared = steps.prepare(job, 0, Recipe("onnxruntime", remedies=ALWAYS))
+    prepared = steps.prepare(job, 0, Recipe("onnxruntime", corrections=ALWAYS))
     assert prepared.rewrites == (("square",) if requests == 2 else ())
     assert [step for step, _ in answering(tmp_path)] == ["call"] * requests
 

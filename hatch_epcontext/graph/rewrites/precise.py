@@ -1,7 +1,7 @@
 """Equivalent forms of nodes that EPs compute wrong, or inexactly, in float16.
 
-Those of `number_format.ALWAYS` lose nothing and add hardly any nodes. Those of `number_format.REMEDIES` add
-nodes, whose cost on NPUs is not measured: they are for models that, as a run has shown, need them.
+Those of `number_format.ALWAYS` lose nothing and add hardly any nodes. Those of `number_format.CORRECTIONS`
+add nodes, whose cost on NPUs is not measured: they are for models that, as a run has shown, need them.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
 PRECISE: Mapping[RewriteName, Rewrite] = {
     name: Rewrite(name, frozenset(operators), rule) for name, (rule, operators) in _RULES.items()
 }
-"""Those of `ALWAYS`, and then of `REMEDIES`, in the order in which they are applied."""
+"""Those of `ALWAYS`, and then of `CORRECTIONS`, in the order in which they are applied."""
 
 
 def applicable(main: onnx.GraphProto) -> tuple[RewriteName, ...]:
@@ -239,7 +239,7 @@ def applicable(main: onnx.GraphProto) -> tuple[RewriteName, ...]:
     )
 
 
-def remedy(
+def correct(
     model: onnx.ModelProto, types: Types, names: Collection[RewriteName]
 ) -> tuple[RewriteName, ...]:
     """Apply those of `PRECISE` that ``names`` has, to ``model``, in place, one after the other.

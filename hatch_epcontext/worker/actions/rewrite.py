@@ -24,7 +24,7 @@ from hatch_epcontext.graph.rewrites.branches import (
     removed,
     with_inputs,
 )
-from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, remedy
+from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, correct
 from hatch_epcontext.graph.rewriting import Rewrite, apply
 from hatch_epcontext.graph.scope import Types
 from hatch_epcontext.providers import Tolerance
@@ -54,7 +54,7 @@ from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.source import data_of
 from hatch_epcontext.worker.tensors import value_types
 
-_REMEDIED = Tolerance(snr=60, cosine=0.999)
+_CORRECTED = Tolerance(snr=60, cosine=0.999)
 """Decibels that a rewrite for more accuracy in a short number format keeps in float32."""
 
 _EXACT, _ROUNDED = 80.0, 50.0
@@ -185,12 +185,12 @@ class _RewriteSession:
 
     def candidates(self) -> tuple[Rewrite, ...]:
         """The rewrites that may change the model."""
-        if not self.request.remedies:
+        if not self.request.corrections:
             # Only a comparison shows that both branches are right.
             compares = self.request.compare
             return tuple(r for r in REWRITES if compares or r is not if_as_where)
-        names = remedy(self.read(), self.types, self.request.remedies)
-        if not set(self.request.remedies).issubset(ALWAYS) and set(names).issubset(ALWAYS):
+        names = correct(self.read(), self.types, self.request.corrections)
+        if not set(self.request.corrections).issubset(ALWAYS) and set(names).issubset(ALWAYS):
             return ()
         return tuple(PRECISE[name] for name in names)
 
@@ -227,8 +227,8 @@ class _RewriteSession:
         tolerance, expected = SIMPLIFIED, self.expected
         if self.request.precision is not None and self.request.precision.tolerance is not None:
             tolerance, expected = self.request.precision.tolerance, for_other_numbers(expected)
-        elif self.request.remedies:
-            tolerance = _REMEDIED
+        elif self.request.corrections:
+            tolerance = _CORRECTED
             try:
                 self._check(session, expected, tolerance, expected.runs)
             except BuildError:

@@ -12,7 +12,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
-from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
+from hatch_epcontext.graph.rewrites.precise import PRECISE, correct
 from hatch_epcontext.graph.rewriting import apply
 from hatch_epcontext.worker.tensors import value_types
 from tests.graph.rewrites.equal import check_equal
@@ -133,7 +133,7 @@ UNROLLABLE: Mapping[str, Forms] = {
     },
 }
 
-REMEDIED: Mapping[str, Forms] = {
+CORRECTED: Mapping[str, Forms] = {
     "square": {7: f"{X} <{NUMBERS}> {{ y = Pow (x, two) }}"},
     "mean": reducing("a = Neg (x)", "ReduceSum", "y = Div (b, six)"),
     "clip-inputs": {7: f"{X} {{ y = Clip <min = -1.0, max = 0.5> (x) }}", 11: ""},
@@ -175,7 +175,7 @@ def parsed(text: str, opset: int) -> onnx.ModelProto:
 
 CASES = [
     pytest.param(kind, name, forms, id=f"{kind}-{name}")
-    for kind, table in (("rewrite", FORMS), ("unroll", UNROLLABLE), ("remedy", REMEDIED))
+    for kind, table in (("rewrite", FORMS), ("unroll", UNROLLABLE), ("correction", CORRECTED))
     for name, forms in table.items()
 ]
 
@@ -184,7 +184,7 @@ CASES = [
 def test_a_change_computes_the_same_in_every_opset(kind: str, name: str, forms: Forms) -> None:
     compared = []
     # Those for the accuracy need Max with a number.
-    first = max(min(forms), 8) if kind == "remedy" else min(forms)
+    first = max(min(forms), 8) if kind == "correction" else min(forms)
     for opset in range(first, newest() + 1):
         text = forms[max(since for since in forms if since <= opset)]
         if text and is_run(before := parsed(text, opset)):
@@ -212,7 +212,7 @@ def changed(before: onnx.ModelProto, kind: str, name: str) -> onnx.ModelProto:
     elif kind == "unroll":
         done = apply(after, UNROLLS, frozenset({name}), types, 1000).names
     else:
-        done = remedy(after, types, [name])  # type: ignore[list-item]
+        done = correct(after, types, [name])  # type: ignore[list-item]
     assert done, f"nothing was done in opset {graph.opset(before)}"
     onnx.checker.check_model(after, full_check=True)
     return after
@@ -221,4 +221,4 @@ def changed(before: onnx.ModelProto, kind: str, name: str) -> onnx.ModelProto:
 def test_each_change_has_a_case() -> None:
     assert set(FORMS) == {operator for rewrite in REWRITES for operator in rewrite.operators}
     assert set(UNROLLABLE) == {operator for rewrite in UNROLLS for operator in rewrite.operators}
-    assert set(REMEDIED) == set(PRECISE)
+    assert set(CORRECTED) == set(PRECISE)

@@ -12,8 +12,8 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.number_format import ALWAYS, REMEDIES, RewriteName
-from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, remedy
+from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, RewriteName
+from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, correct
 from tests.conftest import needs_qnn
 from tests.graph.rewrites.equal import operators
 from tests.models import parsed
@@ -21,7 +21,7 @@ from tests.worker.actions.test_compile import X_ELITE, target
 
 Floats = NDArray[np.float32]
 
-NAMES = [*ALWAYS, *itertools.chain(*REMEDIES)]
+NAMES = [*ALWAYS, *itertools.chain(*CORRECTIONS)]
 LEVELS = (1e-6, 1e-4, 1e-2, 1.0, 30.0, 1e3, 6e4)
 
 
@@ -74,7 +74,7 @@ def mended(
     """
     after = onnx.ModelProto.FromString(model.SerializeToString())
     assert (*before, name)[0] in applicable(model.graph)
-    assert remedy(after, {}, (*before, name)) == (*before, name)
+    assert correct(after, {}, (*before, name)) == (*before, name)
     onnx.checker.check_model(after, full_check=True)
     for wanted, found in zip(run(model), run(after), strict=True):
         assert found.shape == wanted.shape
@@ -85,7 +85,7 @@ def mended(
 
 def untouched(model: onnx.ModelProto, name: RewriteName) -> bool:
     after = onnx.ModelProto.FromString(model.SerializeToString())
-    return remedy(after, {}, [name]) == () and after == model
+    return correct(after, {}, [name]) == () and after == model
 
 
 def of(
@@ -291,7 +291,7 @@ def test_nodes_inside_others_are_mended() -> None:
             else_branch = other () => (float[3, 8] b) { b = Add(x, total) }
         >
     }""")
-    assert remedy(model, {}, ["square"]) == ("square",)
+    assert correct(model, {}, ["square"]) == ("square",)
     assert operators(model) == ["ReduceMean", "If", "Mul", "Add"]
 
 
@@ -346,7 +346,7 @@ def test_what_an_npu_computes_wrong_is_right_then(
     feeds = {"x": given.astype(np.float16).astype(np.float32)}
     (wanted,) = ort.InferenceSession(model.SerializeToString()).run(None, feeds)
     before = on_the_npu(model, feeds)
-    assert remedy(model, {}, [name]) == (name,)
+    assert correct(model, {}, [name]) == (name,)
     after = on_the_npu(model, feeds)
     error, left = (
         np.abs(each - wanted) / np.maximum(np.abs(wanted), 1e-4) for each in (before, after)

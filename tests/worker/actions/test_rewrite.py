@@ -69,7 +69,7 @@ def test_a_rewrite_is_as_near_to_the_source_as_what_is_rewritten(
         tmp_path,
         None,
         path=str(squares(factor, "other.onnx")),
-        remedies=("square",),
+        corrections=("square",),
     )
     assert reply.rewrites == kept
     assert bool(reply.dropped) is not bool(kept)
