@@ -14,6 +14,7 @@ from tests.projects import PROJECT, make_project
 
 CHIP = """
 targets.qnn.provider = "qnn"
+targets.qnn.allow-unknown-options = true
 targets.qnn.provider-options = { soc_model = 9999 }
 models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 """

@@ -65,7 +65,7 @@ external-initializers = true
 {MODELS}
 [tool.epcontext.targets.library]
 provider = "tensorrt-rtx"
-compute-capabilities = ["8.6", "8.9"]
+chip = ["rtx-30", "rtx-40"]
 """,
     "openvino": f"""
 {MODELS}

@@ -19,7 +19,7 @@ models = [{{ path = "models/a.onnx", dims = {{ batch = 1 }} }}]
 build = {{ shared-cache = "{url}", shared-cache-keys = ["{key}"] }}
 [tool.epcontext.targets.npu]
 provider = "qnn"
-provider-options = {{ soc_model = 60, htp_arch = 73 }}
+chip = "snapdragon-x-elite"
 [tool.epcontext.targets.any]
 provider = "cpu"
 """
