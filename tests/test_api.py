@@ -25,8 +25,8 @@ from hatch_epcontext.api import (
 )
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.worker.compiler import compile_context
+from hatch_epcontext.worker.ort_values import run
 from hatch_epcontext.worker.session import context_options, open_session
-from hatch_epcontext.worker.tensors import run
 from tests.conftest import needs_qnn
 from tests.models import choosing_nothing, network, save, save_with_data
 from tests.worker.actions.test_compile import X_ELITE, target

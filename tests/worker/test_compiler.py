@@ -12,8 +12,8 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites.branches import if_as_where
 from hatch_epcontext.graph.rewriting import apply
 from hatch_epcontext.worker.compiler import optimize
+from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.session import cpu_options, open_session
-from hatch_epcontext.worker.tensors import value_types
 from tests.models import parsed, save, save_with_data
 from tests.worker.actions.test_compile import target
 

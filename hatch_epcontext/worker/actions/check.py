@@ -183,7 +183,7 @@ def _can_run(dtype: str) -> bool:
     if re.fullmatch(r"(u?int|float)(8|16|32|64)|bool|string", dtype):
         return True
     # It imports ONNX Runtime, which checking most models does not need.
-    from hatch_epcontext.worker.tensors import can_run
+    from hatch_epcontext.worker.ort_values import can_run
 
     return can_run(dtype)
 

@@ -12,10 +12,10 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.parts import WrongCut, extract, part_between
+from hatch_epcontext.worker.ort_values import types_of_runtime
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
 from hatch_epcontext.worker.source import data_of, fix_constants, read_source
-from hatch_epcontext.worker.tensors import types_of_runtime
 
 
 def handle(request: CutRequest) -> CutReply:

@@ -47,12 +47,12 @@ from hatch_epcontext.worker.comparison.runs import (
     run_model,
 )
 from hatch_epcontext.worker.compiler import optimize
+from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
 from hatch_epcontext.worker.results import GAIN, NOTHING
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.source import data_of
-from hatch_epcontext.worker.tensors import value_types
 
 _CORRECTED = Tolerance(snr=60, cosine=0.999)
 """Decibels that a rewrite for more accuracy in a short number format keeps in float32."""

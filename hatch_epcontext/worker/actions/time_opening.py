@@ -31,7 +31,7 @@ def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
 
     # Imported after the measurement, because importing is no part of it.
     from hatch_epcontext.worker.inputs import dummy_inputs
-    from hatch_epcontext.worker.tensors import run
+    from hatch_epcontext.worker.ort_values import run
 
     model = request.model
     feeds = dummy_inputs(request.inputs, model, request.ranges)

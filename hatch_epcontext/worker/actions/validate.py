@@ -33,6 +33,7 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.inputs import constant, dummy_inputs
+from hatch_epcontext.worker.ort_values import not_finite
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.results import (
@@ -50,7 +51,6 @@ from hatch_epcontext.worker.session import (
     open_session,
 )
 from hatch_epcontext.worker.source import feeds_for, fix_inputs, read_source
-from hatch_epcontext.worker.tensors import not_finite
 
 
 def handle(request: ValidateRequest) -> Validation:

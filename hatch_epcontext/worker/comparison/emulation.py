@@ -37,6 +37,7 @@ from hatch_epcontext.worker.comparison.runs import (
     with_telling,
 )
 from hatch_epcontext.worker.comparison.selections import expose_reads
+from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
@@ -47,7 +48,6 @@ from hatch_epcontext.worker.results import (
     Emulation,
 )
 from hatch_epcontext.worker.session import open_unoptimized
-from hatch_epcontext.worker.tensors import value_types
 
 _WORTH_RUNNING = 45.0
 """Decibels of an emulated sample above which a run on the target shows nothing more."""

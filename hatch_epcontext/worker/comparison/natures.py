@@ -13,8 +13,8 @@ from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import Nature, OutputFacts, Scores
+from hatch_epcontext.worker.ort_values import run
 from hatch_epcontext.worker.session import open_unoptimized
-from hatch_epcontext.worker.tensors import run
 
 _SAME_VALUES = operators.MOVES | operators.EXTREMES | operators.MEANS | {"Cast"}
 _SAME_VALUES |= operators.QUANTIZES | operators.DEQUANTIZES

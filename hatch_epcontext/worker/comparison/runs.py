@@ -20,9 +20,9 @@ from hatch_epcontext.worker.comparison.measures import (
     compare_values,
 )
 from hatch_epcontext.worker.comparison.selections import Selections, select
+from hatch_epcontext.worker.ort_values import not_finite, run
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
-from hatch_epcontext.worker.tensors import not_finite, run
 
 _OTHERS = 8
 """The number of samples that show how large an output's values are."""

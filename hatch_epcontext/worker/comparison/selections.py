@@ -35,8 +35,8 @@ from hatch_epcontext.worker.comparison.rows import (
     compare_possible,
     floor_of,
 )
+from hatch_epcontext.worker.ort_values import run
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
-from hatch_epcontext.worker.tensors import run
 
 _SAME_NUMBERS = operators.RESHAPING | {"Cast", "Add", "Sub"}
 """Operators after which classes are still the same ones, also if they are counted from 1."""

@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewriting import Rewrite, apply
-from hatch_epcontext.worker.tensors import value_types
+from hatch_epcontext.worker.ort_values import value_types
 
 
 def operators(model: onnx.ModelProto) -> list[str]:

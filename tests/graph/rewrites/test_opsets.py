@@ -14,7 +14,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
 from hatch_epcontext.graph.rewrites.precise import PRECISE, correct
 from hatch_epcontext.graph.rewriting import apply
-from hatch_epcontext.worker.tensors import value_types
+from hatch_epcontext.worker.ort_values import value_types
 from tests.graph.rewrites.equal import check_equal
 
 # All opsets of all rules take more than ten seconds.

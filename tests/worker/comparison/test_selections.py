@@ -25,9 +25,9 @@ from hatch_epcontext.worker.comparison.selections import (
     select,
     selections,
 )
+from hatch_epcontext.worker.ort_values import run
 from hatch_epcontext.worker.results import Agreement, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
-from hatch_epcontext.worker.tensors import run
 from tests.models import parsed, save, value
 
 HALF = Tolerance(20, 0.99, unit=0.1)

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Kind
 from hatch_epcontext.graph.dtypes import numpy_dtype
+from hatch_epcontext.worker.ort_values import not_finite, run
 from hatch_epcontext.worker.results import differences
-from hatch_epcontext.worker.tensors import not_finite, run
 from tests.models import value
 
 _INTEGERS = [0, 1, -2, 3, -1]
