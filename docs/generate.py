@@ -71,9 +71,8 @@ EPs silently accept unknown options, those of older releases, and impossible val
 errors. If your EP is newer than this page, set `allow-unknown-options = true` for the target.
 
 Write `true`, `false`, numbers, lists and tables as in TOML: a build turns them into strings for the EP.
-`provider-options` has all options, and `load-options` those for loading only. Options for compiling only are
-not shipped. [ONNX Runtime's documentation](https://onnxruntime.ai/docs/execution-providers/) of the EP says
-what each option means.
+`provider-options` has all options, and `load-options` those for loading only. [ONNX Runtime's
+documentation](https://onnxruntime.ai/docs/execution-providers/) of the EP says what each option means.
 
 The path of a *file* is relative to the project's folder, or absolute. If its contents change, the model is
 compiled again. If the option counts for loading too, a file of the project is shipped. A file elsewhere is
@@ -266,9 +265,8 @@ CONFIGURATION = """\
 
 <!-- Generated from hatch_epcontext.config.tables by docs/generate.py. -->
 
-A build reports all unknown keys, wrong types and impossible
-values at once, each with an [id](errors.md). Editors and `validate-pyproject` use the JSON schema in the
-package, which `epcontext schema` prints.
+A build reports all unknown keys, wrong types and impossible values at once, each with an [id](errors.md).
+Editors and `validate-pyproject` use the JSON schema that `epcontext schema` prints.
 
 Hatch's own table switches the hook on, and can be empty: `[tool.hatch.build.hooks.epcontext]`, or for
 wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.

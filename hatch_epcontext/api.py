@@ -1,8 +1,8 @@
 """The public API: everything in ``__all__``, and nothing else of the package.
 
 All functions run ONNX Runtime and EPs in worker processes, and import neither onnxruntime nor onnx.
-They raise subclasses of `EpcontextError`, whose ``problems`` have a kind, a location, a message and a
-hint. The location of a wrong argument is the corresponding key of ``[tool.epcontext]``.
+They raise subclasses of `EpcontextError`, whose ``problems`` have a kind, a location (of an argument its
+key of ``[tool.epcontext]``), a message and a hint.
 
 The variables ``HATCH_EPCONTEXT_CACHE_DIR``, ``_NO_CACHE``, ``_JOBS`` and ``_TIMEOUT`` apply as in a build;
 ``settings`` win over them.
@@ -177,17 +177,16 @@ def validate_context(
 ) -> ValidatedContext:
     """Validate a context model, or an optimized graph, that any tool wrote.
 
-    The same as ``epcontext validate``. All files that the model names must be in its folder. A copy of them
-    in another folder must open without compiling, and run.
+    The same as ``epcontext validate``: a copy of the model and its files in another folder must open without
+    compiling, and run.
 
-    ``source``: the source model; outputs are then compared with those of the source on the CPU. The
-    source gets the fixed shapes of the context model, ``dims``, and the ``shapes`` and ``constants`` of
-    ``settings``.
+    ``source``: the source model, with whose outputs on the CPU those of the context are compared. It gets the
+    fixed shapes of the context model, ``dims``, and the ``shapes`` and ``constants`` of ``settings``.
     ``provider``: needed only for an optimized graph; a context names its own.
     ``provider_options``: for loading. Options that name a chip must fit the context.
-    ``settings``: any other keys of a target, a model or the build, dotted or as in TOML, such as
-    ``validate.inputs`` and ``validate.tolerance``. With ``{"validate": "structure"}`` only the files are
-    checked, and with ``{"validate": "auto"}`` a model that this machine cannot run is no error.
+    ``settings``: any other keys of a target, a model or the build, as in `compile_models`. With
+    ``{"validate": "structure"}`` only the files are checked, and with ``{"validate": "auto"}`` a model that
+    this machine cannot run is no error.
     ``log``: gets the steps of the worker, and each line that it prints.
 
     Returns the facts of the model and its validation; without a source its ``agreements`` are empty.

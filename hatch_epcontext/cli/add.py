@@ -26,9 +26,9 @@ from hatch_epcontext.tools.inspecting import TIMEOUT
 def command(url: str, name: str | None, providers: tuple[str, ...], dry_run: bool) -> None:
     """Add a model from elsewhere to pyproject.toml.
 
-    URL is a location such as hf://org/repo/onnx/model.onnx, a link that you copy from a page of the model
-    hub, or another https:// URL. It is downloaded into the user's cache, and gets a table with its hashes
-    in the project of the current folder, as from epcontext init.
+    URL is a location such as hf://org/repo/onnx/model.onnx, a link from a page of the model hub, or another
+    https:// URL. It is downloaded into the user's cache, and gets a table with its hashes in the project of
+    the current folder, as from epcontext init.
     """
     store, pyproject = open_store(), _read(Path.cwd(), name)
     try:

@@ -49,7 +49,7 @@ def command(project: Path, pins: bool) -> None:
     Builds of PROJECT, also of an unpacked sdist, then need no network.
 
     --pin writes the commit, sha256, data and license of each url that lacks a hash into pyproject.toml. A
-    url may be a link from a page of the model hub. Everything else stays as it is.
+    url may be a link from a page of the model hub.
     """
     root = project.absolute()
     use_lines(project)

@@ -280,8 +280,7 @@ class TargetTable:
         feature=Feature("has no contexts to embed", lambda p: p.product == "context"),
     )
     external_initializers: bool | None = _key(
-        "Keep the weights of contexts or of an optimized graph in a file of their own, from 1024 bytes "
-        "each.",
+        "Keep weights of contexts or an optimized graph, from 1024 bytes each, in a file of their own.",
         otherwise=False,
     )
     static_shapes: bool | None = _key(
@@ -295,8 +294,7 @@ class TargetTable:
         check=_NODES,
     )
     recompile: bool | None = _key(
-        "Ship the prepared model too, so that `load(..., recompile=True)` can compile it on the user's "
-        "machine.",
+        "Ship the prepared model too, which `load(..., recompile=True)` compiles on the user's machine.",
         otherwise=False,
         feature=Feature(
             "has no contexts that the loader can compile",
@@ -341,7 +339,7 @@ class TargetTable:
         feature=Feature("offers no virtual devices", lambda p: p.virtual_devices),
     )
     library: str | None = _key(
-        "The EP's plugin library: a package with `get_library_path()`, or a path.",
+        "The EP's library: a package with `get_library_path()`, or a path.",
         when_missing="the provider's",
         feature=Feature("has no library of its own", lambda p: p.devices != ("cpu",)),
     )
@@ -539,7 +537,7 @@ class RootTable:
         "auto",
     )
     editable: Editable = _key(
-        "What `pip install -e` installs: the source models, compiled ones, or none (`skip`).",
+        "What `pip install -e` installs: source models, compiled ones, or none.",
         "source",
     )
     build: BuildTable = _key("How the build runs.", BuildTable)

@@ -83,13 +83,12 @@ class OpenVINO(Provider):
     )
     notes = (
         (
-            "A context for the CPU needs a processor with the instructions of the build machine, which the "
-            "build reports."
+            "A context for the CPU needs a processor with the instructions of the build machine (in the report)."
         ),
         (
             "`virtual-devices = true` compiles for NPUs that the machine does not have, and "
             '`device-filter = { npu_platform = "4000" }` chooses one (4000, 5010, 5020, 6010). The Linux '
-            "package 1.8.1 does not contain the NPU's compiler: the build reports it as missing."
+            "package 1.8.1 does not contain the NPU's compiler."
         ),
     )
 

@@ -150,13 +150,12 @@ class TensorRTRTX(Provider):
             "contain the same files, so an environment can have only one."
         ),
         (
-            "Without a driver (`libcuda.so.1`) the EP does not load, even with `nv_target_sm`. NVIDIA's own "
-            "library compiles without a GPU: see [TensorRT RTX without a "
+            "Without a driver (`libcuda.so.1`) the EP does not load. NVIDIA's own library compiles [without a "
             "GPU](targets.md#tensorrt-rtx-without-a-gpu)."
         ),
         (
-            "Set `nv_runtime_cache_path` in `load-options`: it is a folder on the user's machine, such as "
-            '`"{user-cache}/rtx"`, which the loader creates.'
+            "Set `nv_runtime_cache_path` in `load-options` to a folder on the user's machine, such as "
+            '`"{user-cache}/rtx"`.'
         ),
     )
 
