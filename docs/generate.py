@@ -486,8 +486,8 @@ def _help(
     }
     own.params = [each for each in command.params if tuple(each.opts) not in alike]
     own.add_help_option = False
-    if name.count(" ") == 1 and own.help:
-        # The list of all commands has its first line.
+    if own.help:
+        # The list of commands has its first line.
         own.help = own.help.partition("\n\n")[2] or own.help
     yield f"## {name}\n\n```text\n{own.get_help(_context(own, name))}\n```\n"
     if alike:

@@ -83,7 +83,7 @@ class OpenVINO(Provider):
     )
     notes = (
         (
-            "A context for the CPU needs the processor instructions of the build machine, which the build reports."
+            "A context for the CPU needs the instructions of the build machine's processor: see the report."
         ),
         (
             "`virtual-devices = true` compiles for NPUs that the machine does not have, and "

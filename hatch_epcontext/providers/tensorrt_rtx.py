@@ -150,8 +150,8 @@ class TensorRTRTX(Provider):
             "contain the same files, so an environment can have only one."
         ),
         (
-            "Without a driver (`libcuda.so.1`) the EP does not load. NVIDIA's own library compiles [without a "
-            "GPU](targets.md#tensorrt-rtx-without-a-gpu)."
+            "Without a driver (`libcuda.so.1`) the EP does not load. NVIDIA's own library compiles "
+            "[without a GPU](targets.md#tensorrt-rtx-without-a-gpu)."
         ),
         (
             "Set `nv_runtime_cache_path` in `load-options` to a folder on the user's machine, such as "
