@@ -579,7 +579,12 @@ def next_recipe(search: Search) -> Next:
     winner: Attempt | None = None
     enough = filter(search.is_enough, tried)
     for attempt in sorted(enough, key=lambda attempt: attempt.quality, reverse=True):
-        if winner is not None and attempt.quality != winner.quality:
+        # Nodes that a rewrite for accuracy adds are no better coverage.
+        if (
+            winner is not None
+            and attempt.quality != winner.quality
+            and (not winner.recipe.last_remedies or attempt.uncovered > winner.uncovered)
+        ):
             break
         if attempt.verdict is None:
             return Next(tried, attempt=attempt)

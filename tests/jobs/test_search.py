@@ -93,11 +93,15 @@ WRONG = wrong()
 
 @dataclass
 class Ep:
-    """What an EP makes of recipes, by their names, and how that validates; of all others nothing."""
+    """What an EP makes of recipes, by their names, and how that validates; of all others nothing.
+
+    ``contexts``: the number of contexts, if not one; ``added``: of nodes that the recipe adds to ten.
+    """
 
     outcomes: Mapping[str, Outcome]
     validations: Mapping[str, Validation] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
+    added: Mapping[str, int] = field(default_factory=dict)
     compiled: list[Recipe] = field(default_factory=list)
     validated: list[str] = field(default_factory=list)
 
@@ -135,7 +139,8 @@ class Ep:
         if isinstance(outcome, Refused):
             return Attempt(recipe, f"{recipe}", refused=outcome)
         nodes = tuple(NodeFacts(f"n{index}", op) for index, op in enumerate(outcome))
-        coverage = Coverage(10, 10 - len(nodes), self.contexts.get(name, 1), nodes)
+        number = 10 + self.added.get(name, 0)
+        coverage = Coverage(number, number - len(nodes), self.contexts.get(name, 1), nodes)
         done = Preparation(recipe.simplifier, 9, 9, rewrites=tuple(c.kind for c in recipe.changes))
         contexts = (Context("a", "a.onnx", (), (), coverage),)
         files = {"a.onnx": FileRecord(1, "")}
@@ -349,6 +354,20 @@ def test_fewer_contexts_are_better() -> None:
     winner = ep.winner(search_for(min_coverage=0.5))
     assert winner is not None
     assert name_of(winner.recipe) == "rewrite"
+
+
+@pytest.mark.parametrize(("margin", "winner"), [(1, "plain"), (15, "ranges")])
+def test_the_nodes_of_a_rewrite_for_accuracy_are_no_better_coverage(
+    margin: float, winner: str
+) -> None:
+    ep = Ep(
+        {"plain": ("If",), "ranges": ("If",)},
+        {"plain": sensitive(8), "ranges": sensitive(margin)},
+        added={"ranges": 10},
+    )
+    found = ep.winner(search_for(min_coverage=0.5))
+    assert found is not None
+    assert name_of(found.recipe) == winner
 
 
 @pytest.mark.parametrize(
