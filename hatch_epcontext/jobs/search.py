@@ -579,11 +579,11 @@ def next_recipe(search: Search) -> Next:
     winner: Attempt | None = None
     enough = filter(search.is_enough, tried)
     for attempt in sorted(enough, key=lambda attempt: attempt.quality, reverse=True):
-        # Nodes that a rewrite for accuracy adds are no better coverage.
+        # Nodes that a correction adds are no better coverage.
         if (
             winner is not None
             and attempt.quality != winner.quality
-            and (not winner.recipe.last_remedies or attempt.uncovered > winner.uncovered)
+            and (not winner.recipe.last_corrections or attempt.uncovered > winner.uncovered)
         ):
             break
         if attempt.verdict is None:

@@ -357,9 +357,7 @@ def test_fewer_contexts_are_better() -> None:
 
 
 @pytest.mark.parametrize(("margin", "winner"), [(1, "plain"), (15, "ranges")])
-def test_the_nodes_of_a_rewrite_for_accuracy_are_no_better_coverage(
-    margin: float, winner: str
-) -> None:
+def test_the_nodes_of_a_correction_are_no_better_coverage(margin: float, winner: str) -> None:
     ep = Ep(
         {"plain": ("If",), "ranges": ("If",)},
         {"plain": sensitive(8), "ranges": sensitive(margin)},
