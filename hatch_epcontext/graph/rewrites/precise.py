@@ -142,7 +142,7 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     if total is not None and total.op_type == "MatMul":
         power, weights = total.input
         filters, total = scope.constant(weights), scope.maker(power)
-        if filters is None or (filters < 0).any():
+        if filters is None or filters.ndim < 2 or (filters < 0).any():
             return None
     if total is None or total.op_type != "Add":
         return None
@@ -206,7 +206,9 @@ def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     axes, keeps = scope.axes(squares), graph.number(squares, "keepdims", 1)
     if maker.input[0] != value or axes is None or scope.axes(maker) != axes:
         return None
-    if not graph.number(maker, "keepdims", 1):
+    if graph.number(maker, "keepdims", 1) != keeps:
+        return None
+    if not keeps:
         mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
     away = builder.add("Sub", value, mean)
     return [builder.reduced("ReduceMean", builder.add("Mul", away, away), axes, keepdims=keeps)]

@@ -250,14 +250,16 @@ STAYING = {
         "y = Log(x)",
         "power = Mul(x, z) c = Max(power, least) y = Log(c)",
         "a = Mul(x, x) power = Add(a, z) c = Max(power, least) y = Log(c)",
-        f"{SQUARES} bank = MatMul(power, w) c = Max(bank, least) y = Log(c)",
+        *(f"{SQUARES} bank = MatMul(power, {name}) c = Max(bank, least) y = Log(c)"
+          for name in ("w", "row")),
         *(f"{SQUARES} c = {limited} y = Log(c)"
           for limited in ("Max(power, below)", "Max(power, row)", "Max(power)", "Min(power, one)")),
     ],
     "variance": [
         "square = Mul(x, x) a = ReduceMean(square) b = Mul(z, z) y = Sub(a, b)",
         "square = Mul(x, z) a = ReduceMean(square) m = ReduceMean(x) b = Mul(m, m) y = Sub(a, b)",
-        VARIANCES[0].replace("ReduceMean<axes = [-1]>(x)", "ReduceMean<axes = [0]>(x)"),
+        *(VARIANCES[0].replace("ReduceMean<axes = [-1]>(x)", f"ReduceMean<axes = [{other}>(x)")
+          for other in ("0]", "-1], keepdims = 0")),
     ],
     "scaled-square": [
         "y = Sqrt(x)",
