@@ -194,7 +194,7 @@ def command(
     """Write the tables for models into pyproject.toml.
 
     Without MODEL: all .onnx files of the project in the current folder, except in its tests, docs and
-    examples. Sizes that a model implies are filled in; the others are questions in a comment.
+    examples. A batch gets the size 1, as a guess; a comment asks for other sizes.
     An existing configuration gets the models that it does not list; everything else stays as it is.
 
     A project of hatchling gets the build requirement and the hook, any other one hatch_epcontext.backend
