@@ -153,6 +153,16 @@ def test_operators_that_onnx_does_not_know_have_a_type_too(tmp_path: Path) -> No
     assert (facts.dtype, facts.shape) == ("float32", ("n", 4))
 
 
+def test_a_tensor_of_unknown_rank_is_no_place_to_cut(tmp_path: Path) -> None:
+    made = parsed(
+        """(float[4] x, int64[n] sizes) => (float[m] y) {
+            a = Reshape (x, sizes)
+            y = Flatten (a) }"""
+    )
+    with pytest.raises(ModelError, match="the type of 'a' is not known before the model runs"):
+        cut(save(made, tmp_path / "a.onnx"), tmp_path / "cut", inputs=("a",))
+
+
 def test_initializers_among_the_inputs_stay_there(tmp_path: Path) -> None:
     made = initializer_among_the_inputs()
     made.graph.node.append(helper.make_node("Relu", ["y"], ["z"]))
