@@ -203,7 +203,6 @@ def make_record(files: dict[str, FileRecord]) -> Record:
     context = Context("a", "a_ctx.onnx", (tensor,), (tensor,))
     return Record(
         Recipe("onnxruntime"),
-        "context",
         (Preparation("onnxruntime", 5, 4),),
         (context,),
         files,

@@ -82,18 +82,16 @@ def _input(model: Model) -> TensorFacts:
 
 def _built(job: Job, folder: Path) -> Built:
     folder.mkdir(parents=True)
-    product = job.target.provider.product
     contexts = []
     for model in job.models:
         name = job.target.provider.result_file(model.name)
         (folder / name).write_text(f"{model.name} for {job.target.name}", encoding="utf-8")
-        coverage = Coverage(3, 3, 1) if product == "context" else None
+        coverage = Coverage(3, 3, 1) if job.target.provider.product == "context" else None
         output = TensorFacts("y", "float32", (1, 4))
         contexts.append(Context(model.name, name, (_input(model),), (output,), coverage))
     (folder / "sidecar.bin").write_text(job.location, encoding="utf-8")
     record = Record(
         Recipe("onnxruntime"),
-        product,
         tuple(Preparation("onnxruntime", 5, 4) for _ in job.models),
         tuple(contexts),
         record_files(folder),

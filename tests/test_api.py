@@ -118,7 +118,7 @@ def test_a_context_is_validated(source: Path, tmp_path: Path) -> None:
 
 
 def outputs(model: Path | bytes) -> Array:
-    session = open_session(model, context_options(target("qnn", X_ELITE), "context"))
+    session = open_session(model, context_options(target("qnn", X_ELITE)))
     return run(session, X)["y"]
 
 

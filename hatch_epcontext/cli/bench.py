@@ -198,16 +198,16 @@ def _requests(
     job: Job, prepared: Prepared, artifact: Artifact, cache: Path
 ) -> Iterator[tuple[str, TimeOpeningRequest]]:
     """Each way to open the model of ``job``, with the request to do it."""
-    model, target, record = job.models[0], job.target, artifact.record
-    context, option = record.contexts[0], target.provider.runtime_cache
+    model, target = job.models[0], job.target
+    context, option = artifact.record.contexts[0], target.provider.runtime_cache
     compiled = str(artifact.folder / context.model_file)
     inputs = model.to_run_on(target), context.inputs, prepared.ranges
-    yield "cpu", TimeOpeningRequest(str(model.path), None, None, *inputs)
-    yield "source", TimeOpeningRequest(prepared.path, target, None, *inputs)
-    yield "compiled", TimeOpeningRequest(compiled, target, record.product, *inputs)
+    yield "cpu", TimeOpeningRequest(str(model.path), None, False, *inputs)
+    yield "source", TimeOpeningRequest(prepared.path, target, False, *inputs)
+    yield "compiled", TimeOpeningRequest(compiled, target, True, *inputs)
     if option is not None:
         target = replace(target, load_options={**target.load_options, option: str(cache)})
-        yield "cached", TimeOpeningRequest(compiled, target, record.product, *inputs)
+        yield "cached", TimeOpeningRequest(compiled, target, True, *inputs)
 
 
 def _seconds(values: Sequence[float]) -> str:

@@ -14,7 +14,6 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.number_format import CORRECTIONS, RewriteName
 from hatch_epcontext.jobs.plan import Job
-from hatch_epcontext.providers import Product
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.worker.results import Context, ModelFacts, Simplifier, Validation
 
@@ -165,7 +164,6 @@ class Record:
     """
 
     recipe: Recipe
-    product: Product
     preparations: tuple[Preparation, ...]
     contexts: tuple[Context, ...]
     files: Mapping[str, FileRecord]

@@ -242,9 +242,9 @@ class _JobRun:
 
     def _fits(self, record: Record) -> bool:
         """Whether ``record`` may be that of an artifact of the job."""
-        names = [model.name for model in self._job.models]
-        is_same = [context.model for context in record.contexts] == names
-        return is_same and record.product == self._job.target.provider.product
+        is_covered = self._job.target.provider.product == "context"
+        models = [(context.model, context.coverage is not None) for context in record.contexts]
+        return models == [(model.name, is_covered) for model in self._job.models]
 
     def _validated(
         self, search: Search, attempt: Attempt, artifact: Artifact | None = None

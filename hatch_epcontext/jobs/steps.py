@@ -149,8 +149,7 @@ class Steps:
                 return replace(_refused("compile", error, recipe), rewrites=names)
         files, times = record_files(folder), Times(prepare_seconds, reply.seconds)
         versions = self._build.versions(job.target)
-        product = job.target.provider.product
-        return Record(recipe, product, preparations, reply.contexts, files, versions, times)
+        return Record(recipe, preparations, reply.contexts, files, versions, times)
 
     def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
         """Run a moved copy of the artifact in a process that has compiled nothing."""
@@ -175,7 +174,6 @@ class Steps:
         request = ValidateRequest(
             to_run,
             target,
-            record.product,
             context,
             str(moved),
             model.tolerance_for(target),

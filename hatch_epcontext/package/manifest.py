@@ -281,13 +281,13 @@ def _variant(built: Built, model: str) -> Variant:
     plugin = target.provider.plugin
     only_ours, from_app, load_options = _split_options(target)
     options = dict(settings.session_options)
-    if record.product == "context":
+    if target.provider.product == "context":
         # Where the EP does not accept the context: fail, and do not compile on the user's machine.
         options["session.disable_model_compile"] = "1"
     if job.group is not None:
         options["ep.share_ep_contexts"] = "1"
     about = VariantMetadata(
-        product=record.product,
+        product=target.provider.product,
         # A path of the build machine means nothing on another one, and two builds must write the same bytes.
         plugin=dataclasses.replace(plugin, path="") if plugin else None,
         platforms=target.platforms,

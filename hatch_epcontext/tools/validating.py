@@ -303,7 +303,6 @@ def _run_moved(
         request = ValidateRequest(
             to_run,
             target,
-            "context" if model.contexts else "optimized",
             context,
             str(moved),
             tolerance,

@@ -43,7 +43,6 @@ def rehearse(folder: Path) -> Validation:
             ValidateRequest(
                 model,
                 target,
-                "optimized",
                 artifact.contexts[0],
                 str(compiled),
                 Tolerance(snr=60, cosine=0.99),

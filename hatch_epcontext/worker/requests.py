@@ -14,7 +14,7 @@ from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined, Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
-from hatch_epcontext.providers import Product, Tolerance
+from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.results import (
     Context,
     ModelFacts,
@@ -173,7 +173,6 @@ class ValidateRequest(WorkerRequest[Validation], action="validate"):
 
     model: Model
     target: Target
-    product: Product
     context: Context
     folder: str
     tolerance: Tolerance | None
@@ -195,13 +194,13 @@ class TimeOpeningReply:
 class TimeOpeningRequest(WorkerRequest[TimeOpeningReply], action="time_opening"):
     """Open the model at ``path`` on ``target``, and run it once.
 
-    ``target`` is None for the source model on the CPU, and ``product`` for a prepared one. ``inputs`` are the
-    model's, and ``model`` describes the dummy inputs, which are within ``ranges``.
+    ``target`` is None for the source model on the CPU; ``compiled``: whether the model is its artifact.
+    ``inputs`` are the model's, and ``model`` describes the dummy inputs, which are within ``ranges``.
     """
 
     path: str
     target: Target | None
-    product: Product | None
+    compiled: bool
     model: Model
     inputs: tuple[TensorFacts, ...]
     ranges: Mapping[str, Range]

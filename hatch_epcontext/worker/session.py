@@ -18,7 +18,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import CompileSettings, OptionFile, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, UnavailableError
 from hatch_epcontext.files import file_sha256
-from hatch_epcontext.providers import MissingLibrary, Plugin, Product, Provider, missing
+from hatch_epcontext.providers import MissingLibrary, Plugin, Provider, missing
 from hatch_epcontext.shipped import USER_CACHE
 from hatch_epcontext.text import listing, show
 
@@ -89,14 +89,12 @@ def cpu_options() -> ort.SessionOptions:
     return result
 
 
-def context_options(
-    target: Target, product: Product, *, sharing: bool = False
-) -> ort.SessionOptions:
+def context_options(target: Target, *, sharing: bool = False) -> ort.SessionOptions:
     """Return session options to open an artifact with, as the loader does."""
     shared = {"ep.share_ep_contexts": "1"} if sharing else {}
     load_options = {name: _with_own_cache(value) for name, value in target.load_options.items()}
     result = options(target, load_options, shared)
-    if product == "context":
+    if target.provider.product == "context":
         # Nothing may be compiled now: the artifact must contain everything.
         result.add_session_config_entry("session.disable_model_compile", "1")
     return result

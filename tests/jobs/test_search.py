@@ -144,7 +144,7 @@ class Ep:
         done = Preparation(recipe.simplifier, 9, 9, rewrites=tuple(c.kind for c in recipe.changes))
         contexts = (Context("a", "a.onnx", (), (), coverage),)
         files = {"a.onnx": FileRecord(1, "")}
-        record = Record(recipe, "context", (done,), contexts, files, {}, Times(0, 0))
+        record = Record(recipe, (done,), contexts, files, {}, Times(0, 0))
         return Attempt(recipe, f"{recipe}", record)
 
     def _validate(self, attempt: Attempt) -> Attempt:

@@ -129,9 +129,7 @@ def test_another_gpu_than_that_of_the_engine_runs_nothing(
     path = save(network(1), tmp_path / "models" / "a.onnx")
     to = rtx(("8.9",))
     reply, folder = compiled(path, to, tmp_path)
-    request = ValidateRequest(
-        Model("a", path, MODEL), to, "context", reply.contexts[0], str(folder), None
-    )
+    request = ValidateRequest(Model("a", path, MODEL), to, reply.contexts[0], str(folder), None)
     asked = []
 
     def compare(devices: Any, compatibility: str) -> Any:
@@ -240,7 +238,7 @@ def test_without_a_gpu_only_the_structure_is_validated(tmp_path: Path) -> None:
     to = rtx(("8.9",))
     reply, folder = compiled(path, to, tmp_path)
     spec = Model("a", path, MODEL)
-    request = ValidateRequest(spec, to, "context", reply.contexts[0], str(folder), None)
+    request = ValidateRequest(spec, to, reply.contexts[0], str(folder), None)
     found = validate.handle(request)
     if found.status is ValidationStatus.RAN:
         pytest.skip("this machine has an RTX GPU")

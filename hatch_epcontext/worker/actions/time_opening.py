@@ -21,10 +21,10 @@ def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
     """
     if request.target is None:
         session_options = cpu_options()
-    elif request.product is None:
-        session_options = options(request.target, request.target.settings.provider_options)
+    elif request.compiled:
+        session_options = context_options(request.target)
     else:
-        session_options = context_options(request.target, request.product)
+        session_options = options(request.target, request.target.settings.provider_options)
     start = time.perf_counter()
     session = open_session(Path(request.path), session_options)
     load = time.perf_counter() - start

@@ -69,7 +69,7 @@ def handle(request: ValidateRequest) -> Validation:
     )
     if unavailable is not None:
         # An optimized graph is plain ONNX, which the CPU EP runs instead.
-        on_cpu = request.product == "optimized"
+        on_cpu = provider.product == "optimized"
         status = ValidationStatus.RAN_ON_CPU if on_cpu else ValidationStatus.STRUCTURE
         validation = replace(validation, status=status, simulated=False)
         if provider.by_library:
@@ -160,7 +160,7 @@ def _judged(agreement: Agreement, emulation: Emulation, emulator: Emulator | Non
 def _format(request: ValidateRequest) -> NumberFormat | None:
     """The number format of the artifact; None if it computes as the CPU does, or with integers."""
     settings, provider = request.target.settings, request.target.provider
-    if request.product != "context" or settings.changes_precision:
+    if provider.product != "context" or settings.changes_precision:
         return None
     return provider.number_format(settings.device, settings.provider_options)
 
@@ -235,7 +235,7 @@ def _unavailable(request: ValidateRequest) -> str | None:
     compiled it here, unless that was done by the vendor's library.
     """
     provider = request.target.provider
-    if request.product != "optimized" and not provider.by_library:
+    if provider.product != "optimized" and not provider.by_library:
         return None
     try:
         _options(request)
@@ -247,7 +247,7 @@ def _unavailable(request: ValidateRequest) -> str | None:
 
 
 def _options(request: ValidateRequest) -> ort.SessionOptions:
-    result = context_options(request.target, request.product, sharing=bool(request.sharing))
+    result = context_options(request.target, sharing=bool(request.sharing))
     result.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     return result
 
@@ -266,9 +266,9 @@ def _check_assignment(
         return
     assigned = {subgraph.ep_name for subgraph in assignment()}
     # An optimized graph may have no nodes left.
-    if provider.ep not in assigned and (assigned or request.product == "context"):
+    if provider.ep not in assigned and (assigned or provider.product == "context"):
         message = (
-            f"the {request.product} graph was loaded from {loaded_from}, but ONNX Runtime assigned "
+            f"the {provider.product} graph was loaded from {loaded_from}, but ONNX Runtime assigned "
             f"no node of it to {provider.ep}."
         )
         raise RefusedError(Problem(Kind.WRONG_RESULT, "", message))

@@ -299,7 +299,7 @@ def test_bodies_on_the_cpu_keep_their_weights(
     found, expected = (
         open_session(path, each).run(["y"], feeds_of(operator))[0]
         for path, each in (
-            (context, context_options(to, "context")),
+            (context, context_options(to)),
             (source, cpu_options()),
         )
     )

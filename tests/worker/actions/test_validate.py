@@ -45,7 +45,7 @@ def built(
     to = target(provider, X_ELITE if provider == "qnn" else {}, embed=embed)
     request = compile_request(spec, to, tmp_path)
     reply = run_compile(request)
-    return ValidateRequest(spec, to, to.provider.product, reply.contexts[0], request.folder, HALF)
+    return ValidateRequest(spec, to, reply.contexts[0], request.folder, HALF)
 
 
 def square_root(output: str = "y") -> onnx.ModelProto:
@@ -245,7 +245,7 @@ def test_initializers_outside_the_contexts_are_in_a_file_of_their_own(
     names = {file.name for file in Path(request.folder).iterdir()}
     assert names == {"a_ctx.onnx", "a_ctx.data"} | (set() if embed else {"a_ctx_qnn.bin"})
     moved = shutil.move(request.folder, tmp_path / "elsewhere")
-    validation = ValidateRequest(spec, to, to.provider.product, reply.contexts[0], str(moved), HALF)
+    validation = ValidateRequest(spec, to, reply.contexts[0], str(moved), HALF)
     assert [agreement.output for agreement in handle(validation).agreements] == ["y", "z"]
     (Path(moved) / "a_ctx.data").unlink()
     with pytest.raises(Exception, match=r"a_ctx\.data"):
@@ -269,7 +269,7 @@ def test_a_worker_has_a_user_cache_of_its_own(
     monkeypatch.chdir(tmp_path)
     to = target("qnn", X_ELITE)
     load_options = {**to.load_options, "profiling_file_path": "{user-cache}/profiles"}
-    context_options(dataclasses.replace(to, load_options=load_options), "context")
+    context_options(dataclasses.replace(to, load_options=load_options))
     assert (tmp_path / "user-cache" / "profiles").is_dir()
 
 
