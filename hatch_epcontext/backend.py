@@ -20,7 +20,7 @@ from hatch_epcontext.config.environ import PREFIX, read_environment
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, collect
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.package.wheel import OUTPUT, Project
+from hatch_epcontext.package.wheel import OUTPUT, ProjectMetadata
 from hatch_epcontext.project_build import ProjectBuild, Terminal, message_of
 from hatch_epcontext.system import terminated_as_error, writing
 
@@ -212,7 +212,7 @@ class _Build(ProjectBuild):
             skip = Setting(Key() / "editable", "skip")
             raise ConfigError(Problem.at(OUTPUT, Kind.MISSING_KEY, message, hint, skip))
         # Its version is only in the report's name.
-        project = Project(self.root.name, "editable")
+        project = ProjectMetadata(self.root.name, "editable")
         self.editable_package(config, project, self._folder_of(config.output), config.output)()
 
     def _source_of(self, name: str) -> Path:

@@ -21,7 +21,7 @@ from hatch_epcontext.project_build import ProjectBuild, Terminal
 if TYPE_CHECKING:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-    from hatch_epcontext.package.wheel import Project
+    from hatch_epcontext.package.wheel import ProjectMetadata
 
 
 class HatchBuild(ProjectBuild):
@@ -111,15 +111,15 @@ class HatchBuild(ProjectBuild):
         self._finish = None
         super().close()
 
-    def _project(self) -> Project:
-        from hatch_epcontext.package.wheel import Project
+    def _project(self) -> ProjectMetadata:
+        from hatch_epcontext.package.wheel import ProjectMetadata
 
         core = self._metadata.core
         dependencies = (
             *core.dependencies,
             *itertools.chain.from_iterable(core.optional_dependencies.values()),
         )
-        return Project(
+        return ProjectMetadata(
             core.name,
             self._metadata.version,
             core.license_expression or None,

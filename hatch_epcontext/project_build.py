@@ -25,7 +25,7 @@ from hatch_epcontext.text import printable, show_size
 if TYPE_CHECKING:
     from hatch_epcontext.jobs.processes.process import Workers
     from hatch_epcontext.package.bundle import Bundle
-    from hatch_epcontext.package.wheel import Project, Tree
+    from hatch_epcontext.package.wheel import ProjectMetadata, Tree
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ProjectBuild:
         if warning := check_size(archive):
             self.terminal.warn(warning)
 
-    def compile(self, config: Config, project: Project, staging: Path) -> Result:
+    def compile(self, config: Config, project: ProjectMetadata, staging: Path) -> Result:
         """Run all jobs of ``config``: `jobs.run` starts them, and `jobs.job` tries the recipes of each.
 
         A failed job ends no other one; at the end all problems are raised.
@@ -144,7 +144,7 @@ class ProjectBuild:
     def compile_package(
         self,
         config: Config,
-        project: Project,
+        project: ProjectMetadata,
         output: PurePosixPath,
         packed: Tree,
         selected: Tree,
@@ -171,7 +171,7 @@ class ProjectBuild:
         return result, package
 
     def editable_package(
-        self, config: Config, project: Project, folder: Path, output: PurePosixPath
+        self, config: Config, project: ProjectMetadata, folder: Path, output: PurePosixPath
     ) -> Callable[[], None]:
         """Make the package of an editable install; returns what writes it into ``folder`` of the project.
 
@@ -194,7 +194,7 @@ class ProjectBuild:
 
         return write
 
-    def write_sbom(self, result: Result, package: Bundle, project: Project) -> Path:
+    def write_sbom(self, result: Result, package: Bundle, project: ProjectMetadata) -> Path:
         """Write the SBOM of the models; warns of those without a license."""
         from hatch_epcontext.package import sbom
 

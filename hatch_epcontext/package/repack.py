@@ -23,7 +23,7 @@ from pathlib import Path
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
-from hatch_epcontext.package.wheel import Project, tag
+from hatch_epcontext.package.wheel import ProjectMetadata, tag
 
 _EPOCH = 1580601600
 """The time of added files without SOURCE_DATE_EPOCH, which hatchling uses too: 2020-02-02."""
@@ -54,10 +54,10 @@ class FinishedWheel:
                 raise WheelError(Problem(Kind.INVALID_WHEEL, path.name, message, hint))
 
     @property
-    def project(self) -> Project:
+    def project(self) -> ProjectMetadata:
         """What its metadata say of the project."""
         metadata = Parser().parsestr(self._texts[f"{self.info}/METADATA"])
-        return Project(
+        return ProjectMetadata(
             metadata["Name"],
             metadata["Version"],
             metadata["License-Expression"],

@@ -44,7 +44,7 @@ Tree = Mapping[str, Path]
 
 
 @dataclass(frozen=True)
-class Project:
+class ProjectMetadata:
     """What the build back end knows of the project.
 
     ``dependencies`` are all, also those of extras. ``freezes``: it names hooks for PyInstaller.
