@@ -11,6 +11,7 @@ import click
 from hatch_epcontext.cli._common import echo, show_table
 from hatch_epcontext.graph.facts import Size
 from hatch_epcontext.jobs.report import describe_coverage
+from hatch_epcontext.jobs.validation import describe_validation
 from hatch_epcontext.package.manifest import ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
@@ -127,4 +128,4 @@ def _compiled_for(name: str, compatibility: str) -> str:
 
 def _summarize(validation: Validation) -> str:
     cosine = f", cosine {validation.cosine:.5f}" if validation.cosine is not None else ""
-    return validation.label + cosine
+    return describe_validation(validation, with_reason=False) + cosine

@@ -118,8 +118,8 @@ def describe_coverage(coverage: Coverage | None) -> str:
     """The coverage for a summary; an optimized graph has none."""
     if coverage is None:
         return "optimized graph"
-    contexts = count(coverage.partitions, "context")
-    return f"{coverage.compiled}/{coverage.nodes} nodes in {contexts}"
+    contexts = f" in {coverage.partitions} contexts" if coverage.partitions > 1 else ""
+    return f"{coverage.compiled}/{coverage.nodes} nodes{contexts}"
 
 
 def summarize(built: Built, seconds: float) -> str:
@@ -138,12 +138,7 @@ def summarize(built: Built, seconds: float) -> str:
 
 
 def _summarize_model(preparation: Preparation, context: Context) -> Iterator[str]:
-    coverage = context.coverage
-    if coverage is None:
-        yield "optimized graph"
-    else:
-        contexts = f" in {coverage.partitions} contexts" if coverage.partitions > 1 else ""
-        yield f"{coverage.compiled}/{coverage.nodes} nodes{contexts}"
+    yield describe_coverage(context.coverage)
     if preparation.precision:
         yield preparation.precision
     if preparation.rewrites:

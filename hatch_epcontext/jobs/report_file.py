@@ -17,7 +17,11 @@ from hatch_epcontext.jobs.report import (
     Report,
     describe_coverage,
 )
-from hatch_epcontext.jobs.validation import describe_emulation, validation_warnings
+from hatch_epcontext.jobs.validation import (
+    describe_emulation,
+    describe_validation,
+    validation_warnings,
+)
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_folder, writing
 from hatch_epcontext.text import count, pairs, printable, show_size
@@ -108,7 +112,9 @@ def _matrix(report: Report) -> list[_Html]:
     rows: dict[str, dict[str, object]] = {}
     for job in report.jobs:
         for model in job.models:
-            badge = _badge(model.validation.label, model.validation)
+            badge = _badge(
+                describe_validation(model.validation, with_reason=False), model.validation
+            )
             load = "" if job.load is None else f" · opens in {job.load:.3f} s"
             facts = f"{describe_coverage(model.coverage)} · {show_size(job.size)}{load}"
             row = rows.setdefault(model.model, {"": model.model})
@@ -134,10 +140,10 @@ def _job(job: JobReport) -> _Html:
 
 def _model(model: ModelReport, job: JobReport) -> list[_Html]:
     validation, prepared, coverage = model.validation, model.preparation, model.coverage
-    simulator, day = "simulator" if validation.simulated else "", validation.day
     # Where and when it was run: its validation means little without that.
-    run = [simulator, model.chip, day, pairs(job.versions)] if day else []
-    badge = _badge(" · ".join(filter(None, [validation.label, *run])), validation)
+    run = [model.chip, validation.day, pairs(job.versions)] if validation.day else []
+    label = describe_validation(validation, with_reason=False)
+    badge = _badge(" · ".join(filter(None, [label, *run])), validation)
     nodes = coverage.uncovered if coverage else ()
     facts: dict[str, Iterable[str]] = {
         "left to the CPU": [f"{node.op} {node.name} {node.reason or ''}" for node in nodes],

@@ -26,16 +26,17 @@ from hatch_epcontext.worker.results import (
 )
 
 
-def describe_validation(validation: Validation) -> str:
-    """The validation in a few words; the report has the numbers."""
-    reason = f" ({validation.reason})" if validation.reason else ""
+def describe_validation(validation: Validation, *, with_reason: bool = True) -> str:
+    """The validation in a few words; the report has the numbers. In tables there is no place for a reason."""
+    reason = f" ({validation.reason})" if validation.reason and with_reason else ""
     if validation.status is ValidationStatus.NOT_VALIDATED:
         return "NOT validated (validate = false)"
     if validation.status is ValidationStatus.STRUCTURE:
         return f"structure checked, NOT run{reason}"
     snr = validation.snr if validation.simulated or validation.emulation else None
     decibels = "" if snr is None else f" ({snr:.0f} dB)"
-    parts = [f"ran, NOT compared{reason if validation.status is ValidationStatus.RAN else ''}"]
+    but = "" if validation.differs else ", NOT compared"
+    parts = [f"ran{but}{reason if validation.status is ValidationStatus.RAN else ''}"]
     if validation.compared:
         number = count(len(validation.samples), "given input")
         reference = "" if validation.float_form is None else " with its float form"

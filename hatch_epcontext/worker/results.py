@@ -349,17 +349,6 @@ class ValidationStatus(Enum):
     NOT_VALIDATED = "not-validated"
     """Validation is switched off."""
 
-    @property
-    def label(self) -> str:
-        """The status for a table."""
-        return {
-            ValidationStatus.RAN: "ran",
-            ValidationStatus.RAN_ON_CPU: "ran on the CPU only",
-            ValidationStatus.RAN_ALONE: "ran alone",
-            ValidationStatus.STRUCTURE: "NOT run",
-            ValidationStatus.NOT_VALIDATED: "NOT validated",
-        }[self]
-
 
 _HARDLY = -0.1
 """The margin in decibels of an output that is beyond another limit."""
@@ -397,20 +386,6 @@ class Validation:
     batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     load: float | None = None
     day: str = ""
-
-    @property
-    def label(self) -> str:
-        """The status for a table, and whether outputs were compared."""
-        if self.differs:
-            return f"{self.status.label}, differs"
-        if self.status is ValidationStatus.RAN:
-            if self.sensitive:
-                return "ran, sensitive"
-            if not self.compared:
-                return "ran, not compared"
-            few = f" ({count(len(self.samples), 'input')})" if self.few else ""
-            return f"ran and agrees{' (synthetic)' if self.synthetic else few}"
-        return self.status.label
 
     @property
     def few(self) -> bool:

@@ -41,7 +41,7 @@ def test_a_report_is_html_or_json_and_replaced(cli: Cli, app_project: Path, tmp_
         toml.write_text(head + toml.read_text("utf-8"), encoding="utf-8")
         cli("build", app_project, "--report", page, "--target", "one")
         text = page.read_text(encoding="utf-8")
-        assert "ran and agrees" in text
+        assert "agrees on synthetic inputs" in text
         assert f"<h1>{name}</h1>" in text
         flags = ("build", app_project, "--target", "one", "--report", file)
         assert f"report: {file}" in cli(*flags).stderr

@@ -64,7 +64,7 @@ def test_it_shows_finished_and_failed_jobs_in_one_file(report: Report, tmp_path:
     assert html.startswith("<!DOCTYPE html>")
     text = text_of(html)
     assert "my-app 1.0 Models compiled by hatch-epcontext" in text
-    assert "ran and agrees (synthetic) 2/3 nodes in 1 context" in text
+    assert "agrees on synthetic inputs 2/3 nodes" in text
     assert "NonZero where its shape depends on the data" in text
     assert "0.00125 0.999500" in text
     assert "opens in 0.200 s" in text
@@ -99,15 +99,6 @@ def test_green_is_for_real_inputs_that_are_not_sensitive(report: Report) -> None
     assert rated(agreement, synthetic=True) == {"fair"}
     assert rated(sensitive, synthetic=False) == {"fair"}
     assert rated(agreement, synthetic=False, number=3) == {"fair"}
-
-
-def test_few_given_inputs_are_counted() -> None:
-    def label(*samples: str) -> str:
-        agreements = (Agreement("y", 0.001, 0.9995),)
-        return Validation(ValidationStatus.RAN, agreements, None, samples, synthetic=False).label
-
-    assert label("given") == "ran and agrees (1 input)"
-    assert label(*"abcd") == "ran and agrees"
 
 
 def test_the_badge_says_where_and_when(report: Report) -> None:

@@ -91,6 +91,12 @@ def with_validate(job: Job, **changes: Any) -> Job:
             "ran, NOT compared, 1 output inconclusive",
         ),
         (
+            Validation(
+                ValidationStatus.RAN, (dataclasses.replace(CHANCE, status=AgreementStatus.DIFFERS),)
+            ),
+            "ran, 1 output differs",
+        ),
+        (
             Validation(ValidationStatus.RAN, reason="no source"),
             "ran, NOT compared (no source)",
         ),
@@ -149,7 +155,6 @@ def test_a_simulator_and_an_emulation_are_named() -> None:
     assert describe_validation(validation) == f"{AGREES}, but is SENSITIVE, simulator (31 dB)"
     (warning,) = validation_warnings("a", validation)
     assert "Sqrt root is 0" in warning
-    assert validation.label == "ran, sensitive"
     assert validation.margin == 3.4
 
 

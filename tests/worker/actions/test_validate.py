@@ -167,7 +167,7 @@ def test_outputs_that_differ_from_the_sources_are_a_result(tmp_path: Path) -> No
     weights.CopyFrom(numpy_helper.from_array(changed, weights.name))
     save(other, Path(request.model.path))
     validation = handle(request)
-    assert (validation.status, validation.label) == (ValidationStatus.RAN, "ran, differs")
+    assert (validation.status, validation.differs) == (ValidationStatus.RAN, True)
     assert validation.margin == pytest.approx(9.5 - HALF.snr, abs=0.1)
     (problem,) = validation.problems
     assert problem.kind is Kind.OUTPUT_DIFFERS
