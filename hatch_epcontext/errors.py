@@ -145,6 +145,10 @@ class Setting:
         return str(self.key) if self.value is None else f"{self.key} = {to_toml(self.value)}"
 
 
+Advice = tuple[str, tuple[Setting, ...]]
+"""What to do, in words, and what to set."""
+
+
 class KeyNames:
     """Names keys in messages as dotted keys of ``pyproject.toml``. The command line names flags instead."""
 

@@ -5,7 +5,12 @@ Shapes are lists of sizes; an open dimension is its name, or None if it has none
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from hatch_epcontext.errors import Advice, Key, Setting
+from hatch_epcontext.text import listing, show
 
 Size = int | str | None
 
@@ -106,3 +111,45 @@ class Limits:
     known: frozenset[str] = frozenset()
     open_shapes: bool = True
     empty: bool = True
+
+
+Deciders = Mapping[str, tuple[Any, ...]]
+"""Inputs that decide a value that compiling needs, each with the constants that it is compared with, if any.
+
+They are settings of the model, such as a sample rate, and no data. Empty if data decides, or nothing that is
+known.
+"""
+
+_MAX_VALUES = 4
+"""The most values of an input that a message names."""
+
+
+def describe_deciders(inputs: Deciders) -> str:
+    """The names of the inputs, and of what they are compared with."""
+    return listing(_described(name, values) for name, values in inputs.items())
+
+
+def _described(name: str, values: tuple[Any, ...]) -> str:
+    compared = " or ".join(show(value) for value in values[:_MAX_VALUES])
+    return f"{name!r} (compared with {compared})" if compared else repr(name)
+
+
+def freeze(several: Iterable[Deciders], what: str, model: Key | None) -> Advice | None:
+    """To freeze all inputs of ``several``, which decide ``what``, in the table at ``model``, if it has one.
+
+    Each gets the first value that it is compared with, if all have some. None if there are no inputs.
+    """
+    inputs: dict[str, tuple[Any, ...]] = {}
+    for deciders in several:
+        for name, values in deciders.items():
+            inputs[name] = tuple(dict.fromkeys((*inputs.get(name, ()), *values)))
+    if not inputs:
+        return None
+    verb = "decides" if len(inputs) == 1 else "decide"
+    hint = f"Freeze {describe_deciders(inputs)}, which {verb} {what} (not tried)."
+    if model is None:
+        return hint, ()
+    if not all(inputs.values()):
+        return hint, tuple(Setting(model / "constants" / name) for name in inputs)
+    constants = {name: values[0] for name, values in inputs.items()}
+    return hint, (Setting(model / "constants", constants),)

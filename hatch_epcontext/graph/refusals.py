@@ -8,21 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.facts import Limits
+from hatch_epcontext.graph.facts import Deciders, Limits
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.text import count, listing, show
+from hatch_epcontext.text import count, listing
 
 _MAX_NAMES = 3
 """The most names or reasons in one message."""
-
-_MAX_VALUES = 4
-"""The most values of an input that a message names."""
 
 _TRIVIAL = operators.LAYOUT | {"Cast"}
 """Operators that are not worth a context of their own."""
@@ -47,28 +43,11 @@ _SHAPES_FROM = (
 """Operators that an EP for fixed shapes compiles only if constants decide the sizes of their results."""
 
 
-Deciders = dict[str, tuple[Any, ...]]
-"""Inputs that decide a value that compiling needs, each with the constants that it is compared with, if any.
-
-They are settings of the model, such as a sample rate, and no data.
-"""
-
-
-def describe_deciders(inputs: Deciders) -> str:
-    """The names of the inputs, and of what they are compared with."""
-    return listing(_described(name, values) for name, values in inputs.items())
-
-
-def _described(name: str, values: tuple[Any, ...]) -> str:
-    compared = " or ".join(show(value) for value in values[:_MAX_VALUES])
-    return f"{name!r} (compared with {compared})" if compared else repr(name)
-
-
-def deciders(scope: Scope, name: str) -> Deciders | None:
-    """The inputs that decide the value ``name``; None if data does, or if nothing is known."""
+def deciders(scope: Scope, name: str) -> Deciders:
+    """The inputs that decide the value ``name``."""
     inputs = sorted(scope.inputs_of(name))
     if not inputs or not scope.settings.issuperset(inputs):
-        return None
+        return {}
     compared = (
         constant.item()
         for node in scope.behind(name)
@@ -77,20 +56,6 @@ def deciders(scope: Scope, name: str) -> Deciders | None:
     )
     values = tuple(dict.fromkeys(compared))
     return dict.fromkeys(inputs, values if len(inputs) == 1 else ())
-
-
-def deciders_of_branches(main: onnx.GraphProto) -> tuple[Deciders, list[str]]:
-    """The inputs that decide conditions of ``main``, and the names of the If nodes that have these."""
-    scope = Scope(main)
-    inputs: Deciders = {}
-    names = []
-    for node in scope.counted:
-        by = deciders(scope, node.input[0]) if node.op_type == "If" else None
-        if by is not None:
-            names.append(node.name or node.output[0])
-            for name, values in by.items():
-                inputs[name] = tuple(dict.fromkeys((*inputs.get(name, ()), *values)))
-    return inputs, list(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)
@@ -127,15 +92,10 @@ class Findings:
         return 1 - 1e-9 if self.growing and refused < total else 1 - refused / total
 
     @property
-    def deciders(self) -> Deciders | None:
-        """The inputs that decide all refused nodes; None if data decides one, or nothing that is known."""
-        inputs: Deciders = {}
-        for refusal in self.refused:
-            by = deciders(self.scope, refusal.decider) if refusal.decider else None
-            if by is None:
-                return None
-            inputs |= by
-        return inputs
+    def deciders(self) -> list[Deciders]:
+        """The inputs that decide each refused node; empty if none would help with one of them."""
+        found = [deciders(self.scope, r.decider) if r.decider else {} for r in self.refused]
+        return found if all(found) else []
 
     @property
     def is_trivial(self) -> bool:

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
-from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.errors import Advice, BuildError, Key, Kind, Problem, Setting
+from hatch_epcontext.graph.facts import Declined, freeze
 from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, notes
 from hatch_epcontext.shipped import CPU_EP
-from hatch_epcontext.text import listing
 from hatch_epcontext.worker.results import Coverage, NodeFacts
 
 _CPU = "cpu"
@@ -140,15 +139,12 @@ def low_coverage(
     )
 
 
-def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[Setting, ...]]:
+def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
     """What to do about the uncovered nodes."""
     nodes = coverage.uncovered
-    if freeze := {name: value for node in nodes for name, value in node.freeze.items()}:
-        which = "them" if all(node.freeze for node in nodes) else "some of them"
-        hint = f"Freeze what decides {which}, {listing(map(repr, freeze))} (not tried)."
-        if None in freeze.values():
-            return hint, tuple(Setting(model / "constants" / name) for name in freeze)
-        return hint, (Setting(model / "constants", freeze),)
+    which = "them" if all(node.deciders for node in nodes) else "some of them"
+    if advice := freeze((node.deciders for node in nodes), which, model):
+        return advice
     # With any other value the build has tried it.
     if target.settings.dequantize is False and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
         hint = (

@@ -15,14 +15,8 @@ import onnx
 
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.graph.refusals import (
-    Deciders,
-    RefusedNode,
-    deciders,
-    describe,
-    describe_deciders,
-)
+from hatch_epcontext.graph.facts import TensorFacts, describe_deciders
+from hatch_epcontext.graph.refusals import RefusedNode, deciders, describe
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import narrow
@@ -63,7 +57,6 @@ def explained(
 
     ``source`` is the graph that the EP got; ``optimized`` has the types of the values of ``nodes``.
     """
-    deciders = _deciders(source, {node.name for node in nodes if node.name})
     vague = {name for name, reason in logged.items() if not reason}
     reasons: dict[str, tuple[str, bool]] = {
         name: (reason, False) for name, reason in logged.items() if reason
@@ -71,7 +64,12 @@ def explained(
     for name, tensors in _tensors(optimized, vague).items():
         limit = _beyond_limits(*tensors, provider)
         reasons[name] = (limit or _with_types(*tensors), not limit)
-    return tuple(_with_reason(node, reasons, deciders.get(node.name)) for node in nodes)
+    scope = Scope(source)
+    by_name = {node.name: node for node in scope.counted if node.name}
+    return tuple(
+        _with_deciders(_with_reason(facts, reasons), by_name.get(facts.name), scope)
+        for facts in nodes
+    )
 
 
 def refused_nodes(prepared: Path, target: Target) -> str:
@@ -135,36 +133,26 @@ def _output() -> Iterator[IO[bytes]]:
                 os.close(copy)
 
 
-def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[str, Deciders]]:
-    """The nodes of ``main`` called ``names`` that need a value which an input decides, by their names.
-
-    Each comes with that value, and with the input that decides it.
-    """
-    flow = Scope(main)
-    by_node: dict[str, tuple[str, Deciders]] = {}
-    for node in flow.counted:
-        for name in node.input if node.name in names else ():
-            if (by := deciders(flow, name)) is not None:
-                by_node.setdefault(node.name, (name, by))
-    return by_node
+def _with_reason(facts: NodeFacts, reasons: Mapping[str, tuple[str, bool]]) -> NodeFacts:
+    if facts.dynamic or facts.name not in reasons:
+        return facts
+    reason, guessed = reasons[facts.name]
+    return replace(facts, reason=reason, guessed=guessed)
 
 
-def _with_reason(
-    node: NodeFacts, reasons: Mapping[str, tuple[str, bool]], decider: tuple[str, Deciders] | None
-) -> NodeFacts:
-    if node.name in reasons and not node.dynamic:
-        reason, guessed = reasons[node.name]
-        node = replace(node, reason=reason, guessed=guessed)
-    if decider is None:
-        return node
-    what, by = decider
-    inputs = describe_deciders(by)
-    constants = {name: values[0] if values else None for name, values in by.items()}
-    decides = (
-        f"it reads the input {inputs}" if what in by else f"the input {inputs} decides {what!r}"
-    )
-    reason = "; ".join(filter(None, (node.reason, decides)))
-    return replace(node, reason=reason, freeze=constants)
+def _with_deciders(facts: NodeFacts, node: onnx.NodeProto | None, scope: Scope) -> NodeFacts:
+    """``facts`` with the inputs that decide the first value that ``node`` needs of them."""
+    for name in () if node is None else node.input:
+        if by := deciders(scope, name):
+            inputs = describe_deciders(by)
+            decides = (
+                f"it reads the input {inputs}"
+                if name in by
+                else f"the input {inputs} decides {name!r}"
+            )
+            reason = "; ".join(filter(None, (facts.reason, decides)))
+            return replace(facts, reason=reason, deciders=by)
+    return facts
 
 
 def _tensors(

@@ -9,13 +9,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 from hatch_epcontext.config.settings import Quantize
 from hatch_epcontext.config.tables import Dequantize
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.graph.facts import Deciders, TensorFacts
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import aligned, count
 
@@ -67,14 +67,14 @@ class NodeFacts:
 
     ``guessed``: whether the EP gave no reason, and ``reason`` names the node's types and shapes instead.
     ``dynamic``: whether one of its shapes depends on the data.
-    ``freeze``: the inputs that decide whether the EP compiles it, each with a value to freeze it to, or None.
+    ``deciders``: the inputs that decide whether the EP compiles it.
     """
 
     name: str
     op: str
     reason: str | None = None
     dynamic: bool = False
-    freeze: Mapping[str, Any] = field(default_factory=dict)
+    deciders: Deciders = field(default_factory=dict)
     guessed: bool = False
 
 

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import onnx
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Diagnosed, Key, Kind, ModelError, Problem, Setting, collect
+from hatch_epcontext.errors import (
+    Advice,
+    Diagnosed,
+    Key,
+    Kind,
+    ModelError,
+    Problem,
+    Setting,
+    collect,
+)
 from hatch_epcontext.files import is_lfs_pointer
 from hatch_epcontext.graph import external, graph, operators, reading
 from hatch_epcontext.graph.bodies import fix_states
 from hatch_epcontext.graph.dtypes import Array
-from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.graph.refusals import deciders_of_branches, describe_deciders
+from hatch_epcontext.graph.facts import Range, TensorFacts, freeze
+from hatch_epcontext.graph.refusals import deciders
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.conventions import dimension_kind
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.inputs import constant, dummy_inputs, sized
-
-Advice = tuple[str, tuple[Setting, ...]]
-"""What to do, in words, and what to set."""
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 
@@ -247,27 +252,21 @@ def fix_open(tensors: Iterable[TensorFacts], model: Model) -> Advice:
     return hint, (*sizes, *shapes)
 
 
-def freeze(inputs: Mapping[str, tuple[Any, ...]], model: Key) -> tuple[Setting, ...]:
-    """The constants to set in the table at ``model``, with the first of the values if all have some."""
-    if not all(inputs.values()):
-        return tuple(Setting(model / "constants" / name) for name in inputs)
-    return (Setting(model / "constants", {name: values[0] for name, values in inputs.items()}),)
-
-
 def on_conditions(main: onnx.GraphProto, model: Key | None) -> Advice | None:
     """What to freeze so that the conditions of ``main`` are known, in the table at ``model``, if it has one.
 
     None if no input decides them, or only data.
     """
-    by, names = deciders_of_branches(main)
-    if not by:
+    scope = Scope(main)
+    decided = [
+        (node.name or node.output[0], by)
+        for node in scope.counted
+        if node.op_type == "If" and (by := deciders(scope, node.input[0]))
+    ]
+    if not decided:
         return None
-    which = listing(map(repr, names[:_MAX_NAMED]))
-    hint = (
-        f"The input {describe_deciders(by)} decides which branch of the If {which} runs: freeze it "
-        "(not tried)."
-    )
-    return hint, () if model is None else freeze(by, model)
+    which = listing(dict.fromkeys(repr(name) for name, _ in decided), _MAX_NAMED)
+    return freeze((by for _, by in decided), f"which branch of the If {which} runs", model)
 
 
 def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:

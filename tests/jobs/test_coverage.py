@@ -67,18 +67,18 @@ def test_a_reason_is_given_once_for_all_nodes_that_it_is_about(project: Path) ->
 
 
 def test_inputs_that_decide_are_to_be_frozen(project: Path) -> None:
-    known = NodeFacts("a", "If", "a reason", freeze={"sr": 16000})
+    known = NodeFacts("a", "If", "a reason", deciders={"sr": (16000,)})
     text = failure(Coverage(3, 2, 1, (known,)), project)
-    assert "Freeze what decides them, 'sr' (not tried)." in text
+    assert "Freeze 'sr' (compared with 16000), which decides them (not tried)." in text
     assert "constants = { sr = 16000 }" in text
-    unknown = NodeFacts("b", "GRU", "a reason", freeze={"lengths": None})
+    unknown = NodeFacts("b", "GRU", "a reason", deciders={"lengths": ()})
     text = failure(Coverage(3, 1, 1, (known, unknown)), project)
-    assert "'sr' and 'lengths' (not tried)." in text
-    assert "16000" not in text
+    assert "'sr' (compared with 16000) and 'lengths', which decide them (not tried)." in text
+    assert "sr = 16000" not in text
     assert "Change constants.lengths in the model's table" in text
     # What nothing decides is left all the same.
     text = failure(Coverage(3, 1, 1, (known, NodeFacts("c", "Op", "a reason"))), project)
-    assert "Freeze what decides some of them, 'sr' (not tried)." in text
+    assert "Freeze 'sr' (compared with 16000), which decides some of them (not tried)." in text
 
 
 def test_dynamic_quantization_is_named_as_the_reason(project: Path) -> None:

@@ -50,10 +50,10 @@ def test_an_input_that_decides_is_named_unless_it_is_an_index(token: bool) -> No
         {"[gather] z = Gather (table, length)" if token else ""} }}"""
     found = explain(text, {"gru": "a reason"})[1]
     if token:
-        assert (found.reason, found.freeze) == ("a reason", {})
+        assert (found.reason, found.deciders) == ("a reason", {})
     else:
         assert found.reason == "a reason; the input 'length' decides 'n'"
-        assert found.freeze == {"length": None}
+        assert found.deciders == {"length": ()}
 
 
 def test_an_input_that_the_node_reads_itself_decides_nothing_else() -> None:

@@ -11,10 +11,10 @@ from dataclasses import replace
 import onnx
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, merged
+from hatch_epcontext.errors import Advice, Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import graph, refusals
 from hatch_epcontext.graph.dequantize import is_dynamic
-from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.graph.facts import TensorFacts, freeze
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.inputs import check_inputs, sized
@@ -22,12 +22,10 @@ from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
 from hatch_epcontext.worker.source import (
-    Advice,
     data_of,
     fix_constants,
     fix_open,
     fix_shapes,
-    freeze,
     open_dimension_message,
     read_source,
     unknown_name,
@@ -156,9 +154,8 @@ def _advise(findings: refusals.Findings, model: Model, target: Target) -> Advice
     """What to do about the refused nodes of ``model``: freeze what decides them, cut the model there, or use
     another provider.
     """
-    if by := findings.deciders:
-        which = refusals.describe_deciders(by)
-        return f"Freeze {which}, which decides it (not tried).", freeze(by, model.key)
+    if advice := freeze(findings.deciders, "it", model.key):
+        return advice
     if findings.is_trivial:
         hint = (
             "Nothing else is worth compiling: ship the model as it is, or let ONNX Runtime optimize it "
