@@ -16,8 +16,8 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Record, Source
 from hatch_epcontext.jobs.cache.build import Cache, changed_error
-from hatch_epcontext.jobs.cache.shared import Transport, TransportError
+from hatch_epcontext.jobs.cache.shared import Transport, TransportError, in_thread
 from hatch_epcontext.jobs.cache.store import DamagedError, read_record
 from hatch_epcontext.jobs.job import keep, run_job
 from hatch_epcontext.jobs.plan import Job
@@ -98,14 +98,14 @@ class Outcome:
 class Cluster:
     """The workers of the cluster at ``settings.scheduler``, for the jobs of one build.
 
-    ``build`` has the models and the cache, and ``workers`` the limits of its processes. Raises
-    BuildError if the scheduler cannot be reached.
+    ``build`` has the models, the cache, and the limits of processes. Raises BuildError if the scheduler
+    cannot be reached.
     """
 
-    def __init__(self, settings: BuildSettings, workers: Workers, build: Build) -> None:
+    def __init__(self, settings: BuildSettings, build: Build) -> None:
         assert settings.scheduler is not None, "there is one"
         assert build.cache.shared is not None, "a cluster needs one"
-        self._workers, self._build, self._sending = workers, build, threading.Lock()
+        self._build, self._workers, self._sending = build, build.workers, threading.Lock()
         self._transport = build.cache.shared.transport
         self._client = _connect(settings.scheduler)
         threads = sum(self._client.nthreads().values())
@@ -222,18 +222,10 @@ class Cluster:
 def _connect(address: str) -> Any:
     # It has no types.
     client = importlib.import_module("distributed").Client
-    opened: Future[Any] = Future()
-
-    def connect() -> None:
-        try:
-            opened.set_result(client(address, timeout=CONNECT_SECONDS, set_as_default=False))
-        except BaseException as error:
-            opened.set_exception(error)
-
     # In a thread: despite its timeout it waits for ever for a server that accepts and never answers.
-    threading.Thread(target=connect, daemon=True).start()
+    connect = partial(client, address, timeout=CONNECT_SECONDS, set_as_default=False)
     try:
-        return opened.result(CONNECT_SECONDS + 1)
+        return in_thread(connect).result(CONNECT_SECONDS + 1)
     # Any exception: another kind of server may answer at that address.
     except Exception as error:
         text = f"the scheduler {address} cannot be reached: {str(error) or type(error).__name__}"
@@ -305,34 +297,29 @@ def run_task(text: str, paths: Sequence[str]) -> str:
 
 def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
     def watch(key: str) -> None:
-        """End what runs when dask has cancelled the task: the build has ended, or needs no result."""
-        while not ended.wait(_POLL_SECONDS):
-            state = worker.state.tasks.get(key)
-            if state is None or state.state == "cancelled":
-                workers.stop()
-                transport.stop()
-                return
+        """End what runs when dask forgets the task: the build has its result, needs none, or has ended."""
+        while (state := worker.state.tasks.get(key)) and state.state != "cancelled":
+            time.sleep(_POLL_SECONDS)
+        workers.stop()
+        transport.stop()
 
-    transport, ended = Transport(task.cache), threading.Event()
+    transport = Transport(task.cache)
     workers = Workers(task.timeout, memory_limit=task.memory_limit)
     threading.Thread(target=watch, args=[worker.get_current_task()], daemon=True).start()
-    try:
-        versions = look(to_json(task.job), task.versions, worker)
-        for path, file in task.files.items():
-            transport.fetch_file(file.sha256, file.size, Path(path))
-        own_cache = os.environ.get(f"{PREFIX}CACHE_DIR")
-        cache = Cache(
-            Path(own_cache) if own_cache else default_root(), logging.getLogger(_NAME).warning
-        )
-        sources = {source.model.name: source for source in task.sources}
-        workers.expect([task.job.target.provider])
-        with workers:
-            build = Build(workers, cache, folder, versions, sources, devices=_devices)
-            built = run_job(build, task.job)
-        record = built.artifact.record
-        for name in record.files:
-            transport.send_file(built.artifact.folder / name)
-        search = cache.get("searches", record.search, Search)
-        return Outcome(record, search, built.validations)
-    finally:
-        ended.set()
+    versions = look(to_json(task.job), task.versions, worker)
+    for path, file in task.files.items():
+        transport.fetch_file(file.sha256, file.size, Path(path))
+    own_cache = os.environ.get(f"{PREFIX}CACHE_DIR")
+    cache = Cache(
+        Path(own_cache) if own_cache else default_root(), logging.getLogger(_NAME).warning
+    )
+    sources = {source.model.name: source for source in task.sources}
+    workers.expect([task.job.target.provider])
+    with workers:
+        build = Build(workers, cache, folder, versions, sources, devices=_devices)
+        built = run_job(build, task.job)
+    record = built.artifact.record
+    for name in record.files:
+        transport.send_file(built.artifact.folder / name)
+    search = cache.get("searches", record.search, Search)
+    return Outcome(record, search, built.validations)

@@ -119,7 +119,7 @@ def build(
         else:
             from hatch_epcontext.jobs.cluster import Cluster
 
-            with contextlib.closing(Cluster(settings, started, begun)) as cluster:
+            with contextlib.closing(Cluster(settings, begun)) as cluster:
                 run, at_once = cluster.run, cluster.jobs_at_once
                 result = _run(begun, run, at_once, log, warn or log)
     unused = (f"{key}: no model uses this target" for key in plan.config.unused)

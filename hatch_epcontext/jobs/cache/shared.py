@@ -59,6 +59,20 @@ _FILES = f"{LAYOUT}/blobs"
 _LOGGERS = ("aiobotocore", "asyncio", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs")
 
 
+def in_thread(function: Callable[[], T]) -> futures.Future[T]:
+    """The result of ``function``, which may never end: its thread keeps no process alive."""
+    result: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
 class TransportError(Exception):
     """A request that failed; the text is the reason."""
 
@@ -158,7 +172,8 @@ class Transport:
 
         It runs in a thread of its own, because backends may wait much longer than a build does.
         """
-        answer: futures.Future[T] = futures.Future()
+        if self.stopped:
+            raise TransportError(self.stopped)
         size, size_before, since = 0, 0, time.monotonic()
 
         def count(_: int, value: int, **__: object) -> None:
@@ -166,18 +181,13 @@ class Transport:
             size = value
             arrived(value)
 
-        def run() -> None:
-            try:
-                from fsspec.callbacks import Callback
+        def run() -> T:
+            from fsspec.callbacks import Callback
 
-                fs, root = self._opened
-                callback = Callback(hooks={"count": count})
-                answer.set_result(request(fs, f"{root}/{name}", callback))
-            except BaseException as error:
-                answer.set_exception(error)
+            fs, root = self._opened
+            return request(fs, f"{root}/{name}", Callback(hooks={"count": count}))
 
-        if not self.stopped:
-            threading.Thread(target=run, daemon=True, name="shared cache").start()
+        answer = in_thread(run)
         # Twice a second, because an interrupted build stops it.
         while not futures.wait([answer], min(self.timeout, 0.5)).done:
             if size - size_before >= _SLOWEST * self.timeout:
