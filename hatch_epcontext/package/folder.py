@@ -35,7 +35,6 @@ from hatch_epcontext.package.manifest import (
     FILE,
     ModelPackage,
     PackageMetadata,
-    SourceMetadata,
     Variant,
     VariantMetadata,
 )
@@ -94,12 +93,12 @@ def _typed(package: ModelPackage) -> ModelPackage:
 
 def _variant(variant: Variant) -> Variant:
     about = variant.additional_metadata[METADATA]
-    is_source = isinstance(about, dict) and about.get("product") == SOURCE
-    type_: type[SourceMetadata | VariantMetadata] = SourceMetadata if is_source else VariantMetadata
+    if not (isinstance(about, dict) and about.get("product") == SOURCE):
+        about = from_plain(about, VariantMetadata)
     return dataclasses.replace(
         variant,
         executor_info={"ort": variant.ort},
-        additional_metadata={METADATA: from_plain(about, type_)},
+        additional_metadata={METADATA: about},
     )
 
 

@@ -104,15 +104,6 @@ class VariantMetadata:
     group: str | None = None
 
 
-@dataclass(frozen=True)
-class SourceMetadata:
-    """The source model, which has its ``constants`` in it."""
-
-    inputs: tuple[TensorFacts, ...]
-    outputs: tuple[TensorFacts, ...] = ()
-    product: str = field(default=SOURCE)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OrtInfo:
     """What ONNX Runtime needs to open a variant.
@@ -142,20 +133,15 @@ class Variant:
         return self.executor_info["ort"]
 
     @property
-    def metadata(self) -> VariantMetadata | SourceMetadata:
-        """What only we know."""
-        metadata: VariantMetadata | SourceMetadata = self.additional_metadata[METADATA]
-        return metadata
-
-    @property
     def model_file(self) -> str:
         """The model file's path from the package; that of an editable install's source can be absolute."""
         return PurePath(self.variant_directory, self.ort.model_file).as_posix()
 
     @property
     def about(self) -> VariantMetadata | None:
-        """The metadata of a compiled model; None for the source."""
-        return self.metadata if isinstance(self.metadata, VariantMetadata) else None
+        """What only we know of a compiled model; None for the source, of which only the loader reads it."""
+        about = self.additional_metadata[METADATA]
+        return about if isinstance(about, VariantMetadata) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,11 +227,12 @@ def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dic
     variants = {name: compiled[name] for name in order if name in compiled}
     if file is not None:
         folder, _, name = file.rpartition("/")
+        about = {"inputs": facts.own_inputs, "outputs": facts.own_outputs, "product": SOURCE}
         variants[SOURCE] = Variant(
             variant_directory=folder,
             ep=CPU_EP,
             executor_info={"ort": OrtInfo(model_file=name)},
-            additional_metadata={METADATA: SourceMetadata(facts.own_inputs, facts.own_outputs)},
+            additional_metadata={METADATA: to_plain(about)},
         )
     return variants
 

@@ -11,13 +11,14 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Artifact, Preparation, Result
 from hatch_epcontext.package.manifest import (
     ModelPackage,
-    SourceMetadata,
     Variant,
     VariantMetadata,
     make,
     write,
 )
 from hatch_epcontext.providers import Plugin
+from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.shipped import METADATA
 from tests.projects import GROUP
 from tests.results import compiled, configured, resulting
 
@@ -162,8 +163,12 @@ def test_the_source_is_a_variant_of_the_cpu(project: Path, tmp_path: Path) -> No
         None,
         None,
     )
-    assert source.metadata == SourceMetadata(
-        (TensorFacts("x", "float32", ("batch", 4)),), (TensorFacts("y", "float32", ("batch", 4)),)
+    assert source.additional_metadata[METADATA] == to_plain(
+        {
+            "product": "source",
+            "inputs": [TensorFacts("x", "float32", ("batch", 4))],
+            "outputs": [TensorFacts("y", "float32", ("batch", 4))],
+        }
     )
     (component,) = make(result, {}, {}).components.values()
     assert list(component.variants) == ["cpu"]
