@@ -197,7 +197,8 @@ def _key(model: Model, index: Index) -> str:
     targets = [
         (
             (target.settings.provider, target.settings.ep, target.settings.static_shapes),
-            (to_plain(target.profiles), None if target.from_cache else target.min_coverage),
+            (target.settings.compile_with, to_plain(target.profiles)),
+            None if target.from_cache else target.min_coverage,
         )
         for target in model.targets
         if target.profiles or target.provider.static_shapes or target.provider.product == "context"

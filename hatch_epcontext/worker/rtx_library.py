@@ -66,10 +66,6 @@ def compile_with_library(
     log.detailed = target.settings.provider_options.get("nv_detailed_build_log") == "1"
     source = onnx.load(prepared, load_external_data=False)
     key = target.key if model is None else model.key
-    if problems := [*_open_inputs(source.graph, target, key)]:
-        raise ModelError(*problems)
-    if problems := [*_other_types(source.graph)]:
-        raise RefusedError(*problems)
     builder = trt.Builder(log)
     network = builder.create_network(0)
     # By default a number, which differs in each engine of a process.
@@ -169,30 +165,6 @@ def _not_built(reasons: Sequence[str], target: Target) -> Problem:
     return Problem(Kind.COMPILE_FAILED, "", message, hint)
 
 
-def _other_types(source: onnx.GraphProto) -> Iterator[Problem]:
-    """The inputs and outputs of types that the library does not have."""
-    for tensor in map(graph.facts, (*graph.inputs(source), *source.output)):
-        if tensor.dtype not in _TYPES:
-            message = f"TensorRT RTX has no {tensor.dtype}, the type of {tensor.name!r}."
-            hint = f"It has {listing(list(_TYPES))}: change the type in the model."
-            yield Problem(Kind.COMPILE_FAILED, "", message, hint)
-
-
-def _open_inputs(source: onnx.GraphProto, target: Target, key: Key) -> Iterator[Problem]:
-    """The inputs with open dimensions that a profile does not have."""
-    for tensor in map(graph.facts, graph.inputs(source)):
-        if not tensor.is_fixed and not all(
-            tensor.name in profile for profile in target.profiles or ({},)
-        ):
-            what = f"the input {tensor.name!r} is open ({tensor.shape_text})"
-            message = f"{what}, and no profile has its shapes."
-            names = [size for size in tensor.sizes if isinstance(size, str)]
-            places = [key / "dims" / name for name in names] or [key / "shapes" / tensor.name]
-            hint = "Fix its sizes, or add a profile with its shapes to the target."
-            settings = tuple(map(Setting, dict.fromkeys(places)))
-            yield Problem(Kind.OPEN_DIMENSION, "", message, hint, settings=settings)
-
-
 def _other_tensors(network: Any, source: onnx.GraphProto) -> Iterator[Problem]:
     """The inputs and outputs that the library's network has otherwise than the model."""
     values = (*graph.inputs(source), *source.output)
@@ -205,9 +177,10 @@ def _other_tensors(network: Any, source: onnx.GraphProto) -> Iterator[Problem]:
         if tensor is None:
             yield _wrong(f"no tensor {facts.name!r}")
         elif tensor.dtype.name != _TYPES.get(facts.dtype):
-            yield _wrong(
+            actual_type = (
                 f"{facts.name!r} {tensor.dtype.name}, and it is {facts.dtype} in the model"
             )
+            yield _wrong(f"{actual_type}; inputs and outputs can be {listing(_TYPES)}")
         elif not facts.takes(tuple(tensor.shape)) and -1 not in tensor.shape:
             yield _wrong(
                 f"{facts.name!r} {list(tensor.shape)}, and it is {facts.shape_text} in the model"

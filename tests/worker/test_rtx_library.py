@@ -18,8 +18,8 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.providers import HEADER, PROVIDERS
 from hatch_epcontext.tools.inspecting import inspect_model, verify_model
 from hatch_epcontext.worker import rtx_library, session
-from hatch_epcontext.worker.actions import validate
-from hatch_epcontext.worker.requests import ValidateRequest
+from hatch_epcontext.worker.actions import check, validate
+from hatch_epcontext.worker.requests import CheckRequest, ValidateRequest
 from hatch_epcontext.worker.results import ValidationStatus
 from hatch_epcontext.worker.rtx_library import check_engine, compile_with_library
 from tests.conftest import needs
@@ -85,10 +85,13 @@ def test_an_engine_for_several_gpus_is_beside_the_context_model(tmp_path: Path) 
 def test_profiles_have_the_shapes_of_open_inputs(tmp_path: Path) -> None:
     open_ = network()
     to = rtx(("8.9",))
-    problem = refusal(open_, tmp_path, to)
+    path = save(open_, tmp_path / "models" / "a.onnx")
+    with pytest.raises(BuildError) as raised:
+        check.handle(CheckRequest((Model("a", path, MODEL, targets=(to,)),)))
+    (problem,) = raised.value.problems
     assert problem.kind is Kind.OPEN_DIMENSION
     assert "'x'" in problem.message
-    assert [each.key.parts[-2:] for each in problem.settings] == [("dims", "batch")]
+    assert [str(each) for each in problem.settings] == [f"{MODEL}.dims = {{ batch = 1 }}"]
     shapes = {"min": (1, 1, 8, 8), "opt": (4, 1, 8, 8), "max": (8, 1, 8, 8)}
     to = replace(to, profiles=({"x": shapes}, {"x": {**shapes, "max": (16, 1, 8, 8)}}))
     assert engine_of(open_, tmp_path, to)
@@ -112,8 +115,8 @@ def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
 def test_a_type_that_the_library_changes_is_refused(tmp_path: Path) -> None:
     made = parsed("(float[3, 3] x) => (double[3, 3] y) { y = Cast <to = 11> (x) }")
     problem = refusal(made, tmp_path, rtx())
-    assert problem.kind is Kind.COMPILE_FAILED
-    assert "'y'" in problem.message
+    assert problem.kind is Kind.WRONG_RESULT
+    assert "'y' FLOAT, and it is float64 in the model" in problem.message
 
 
 def test_an_output_may_have_no_shape_in_the_file(tmp_path: Path) -> None:

@@ -63,11 +63,11 @@ def _check_model(model: Model) -> ModelFacts:
         *_check_outputs(onnx_model, model),
         *_check_dtypes(map(graph.facts, onnx_model.graph.output), "output", model),
     ]
-    # The EPs for fixed shapes, by whether their targets fix them.
+    # The EPs for fixed shapes, and those of a library without profiles, by whether their targets fix them.
     eps = {
         target.settings.static_shapes: target.settings.ep
         for target in model.targets
-        if target.provider.static_shapes
+        if target.provider.static_shapes or (target.provider.by_library and not target.profiles)
     }
     problems = [
         *_check_dtypes(inputs, "input", model),
