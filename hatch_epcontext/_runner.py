@@ -107,7 +107,9 @@ class Runner:
                 if taken >= 0 and (session := self._open(variant, way)):
                     return variant, session, taken
         shapes = {name: array.shape for name, array in arrays.items()}
-        raise self._loader.LoadError(f"no target takes {shapes}:", self.explain())
+        inputs = dict.fromkeys(str(v.inputs) for sizes, _ in self._ways for v in sizes if v.inputs)
+        message = f"no target takes {shapes}; the model's sizes are {', '.join(inputs)}:"
+        raise self._loader.LoadError(message, self.explain())
 
     def _open(self, variant: Variant, way: Any) -> Any:
         key = id(variant), way

@@ -141,7 +141,7 @@ class _Build(ProjectBuild):
             return functools.reduce(getattr, filter(None, path.split(".")), backend)
         except (ImportError, AttributeError) as error:
             message = f"names {name}, which cannot be imported ({error})."
-            hint = "Add its package to requires in [build-system]."
+            hint = "Correct it, or add its package to requires in [build-system]."
             raise ConfigError(Problem.at(_KEY, Kind.INVALID_VALUE, message, hint)) from None
 
     def begin(self, *, pending: bool = False) -> Config | None:

@@ -159,27 +159,36 @@ def unused_platforms(config: Config) -> str | None:
 
 
 def repeated_models(result: Result, tree: Tree, selected: Tree, root: Path) -> Iterator[str]:
-    """A warning for each file of a source model that is also package data of the project in ``root``.
+    """Warnings about the files of source models that are also package data of the project in ``root``.
 
     ``selected``: those files of ``tree`` that Hatch selects, and no build hook adds.
     """
     # Who ships a model in another way says so.
-    names = {
-        file.resolve(): source.model.configured_name
+    shipped = {
+        file.resolve()
         for source in result.sources
         if source.model.fallback != "none"
         for file in source.users_files
     }
-    for name, path in tree.items():
-        if model := names.get(path.resolve()):
-            how = "Leave it out where it is added (as package data, by a build hook, or by force-include)"
-            if name in selected:
-                exclude = to_toml([path.relative_to(root).as_posix()])
-                how = f"Exclude it (exclude = {exclude} in [tool.hatch.build.targets.wheel])"
+    repeated = {name: path for name, path in tree.items() if path.resolve() in shipped}
+    excluded = [path for name, path in repeated.items() if name in selected]
+    exclude = to_toml([path.relative_to(root).as_posix() for path in excluded])
+    for names, how in (
+        (
+            repeated.keys() & selected.keys(),
+            f"Exclude them (exclude = {exclude} in [tool.hatch.build.targets.wheel])",
+        ),
+        (
+            repeated.keys() - selected.keys(),
+            "Leave them out where they are added (as package data, by a build hook, or by force-include)",
+        ),
+    ):
+        if names:
+            files = [f"{n} ({show_size(repeated[n].stat().st_size)})" for n in sorted(names)]
             yield (
-                f"{name} ({show_size(path.stat().st_size)}) is in the wheel as package data, beside what is "
-                f"shipped of the model {model}. {how} if the app opens it only through the loader; otherwise "
-                'set fallback = "none" for that model.'
+                f"models are in the wheel as package data, beside what is shipped of them: {listing(files)}. "
+                f"{how} if the app opens them only through the loader; otherwise set "
+                'fallback = "none" for them.'
             )
 
 

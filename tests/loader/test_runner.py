@@ -67,7 +67,8 @@ def test_a_size_that_no_target_has_is_an_error_with_the_reasons(ship: Shipper, r
     runner = app.runner("a", target="fixed")
     assert runner.run(None, {"x": rows[:4]})[0].shape == (4, 10)
     with pytest.raises(
-        app.LoadError, match=r"no target takes \{'x': \(7, 1, 8, 8\)\}:\n  fixed: op"
+        app.LoadError,
+        match=r"no target takes \{'x': \(7, .*\)\}; the model's sizes are \{'x': \[4, .*\]\}:\n  fixed: op",
     ):
         runner.run(None, {"x": rows})
 

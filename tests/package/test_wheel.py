@@ -104,15 +104,15 @@ def test_a_model_that_is_also_package_data_is_a_warning(project: Path, tmp_path:
     }
     (message,) = repeated(project, tree, TOML, tmp_path / "one")
     assert message == (
-        "my_app/models/a.onnx (7 bytes) is in the wheel as package data, beside what is shipped of the model "
-        'a. Exclude it (exclude = ["models/a.onnx"] in [tool.hatch.build.targets.wheel]) if the app opens it '
-        'only through the loader; otherwise set fallback = "none" for that model.'
+        "models are in the wheel as package data, beside what is shipped of them: my_app/models/a.onnx "
+        '(7 bytes). Exclude them (exclude = ["models/a.onnx"] in [tool.hatch.build.targets.wheel]) if the '
+        'app opens them only through the loader; otherwise set fallback = "none" for them.'
     )
     assert repeated(project, tree, TOML.replace("a.onnx", "b.onnx"), tmp_path / "two") == []
     (message,) = wheel.repeated_models(
         compiled(configured(project), tmp_path / "three"), tree, {}, project
     )
-    assert "Leave it out where it is added" in message
+    assert "Leave them out where they are added" in message
 
 
 RECORD = "my_app-1.dist-info/RECORD"
