@@ -14,6 +14,7 @@ from hatch_epcontext.graph.external import external_data, stays_inside
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.providers import Provider
+from hatch_epcontext.worker.reasons import ask, explained
 from hatch_epcontext.worker.results import Context, Coverage, NodeFacts
 
 
@@ -29,7 +30,7 @@ def read_optimized(name: str, result: Path) -> Context:
 
 
 def read_context(model: Model, prepared: Path, result: Path, target: Target) -> Context:
-    """Return the facts of the context model ``result``, which was compiled from ``prepared``.
+    """Return the facts of the context model ``result``, which was compiled from ``prepared``, with reasons.
 
     Raises RefusedError when it does not fit the target, and ModelError when it is too large for a file.
     """
@@ -66,6 +67,10 @@ def _read_context(
     total = len(graph.compute_nodes(source.graph))
     fixed = all(graph.facts(value).is_fixed for value in graph.inputs(source.graph))
     open_values = _open_values(source) if uncovered and fixed else frozenset()
+    facts = tuple(_node_facts(node, open_values) for node in uncovered)
+    if facts:
+        logged = ask(prepared, target)
+        facts = explained(facts, logged, source.graph, onnx_model.graph, provider)
     return Context(
         model=model.name,
         model_file=result.name,
@@ -75,7 +80,7 @@ def _read_context(
             nodes=total,
             compiled=max(total - len(uncovered), 0),
             partitions=len(contexts),
-            uncovered=tuple(_node_facts(node, open_values) for node in uncovered),
+            uncovered=facts,
         ),
         compatibility=compatibility,
         ep_sdk_version=graph.text(contexts[0], "ep_sdk_version"),

@@ -21,7 +21,7 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import narrow
 from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.results import Context, NodeFacts
+from hatch_epcontext.worker.results import NodeFacts
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _VERBOSE = 0
@@ -32,18 +32,6 @@ _MAX_TENSORS = 4
 
 _COMPUTE_NOTHING = {"session.disable_model_compile": "1"}
 """With this option ONNX Runtime queries the EP for the nodes that it can compile, and compiles none."""
-
-
-def with_reasons(context: Context, prepared: Path, result: Path, target: Target) -> Context:
-    """``context`` of the model ``result``, compiled from ``prepared``, with reasons for uncovered nodes."""
-    coverage = context.coverage
-    if coverage is None or not coverage.uncovered:
-        return context
-    source = onnx.load(prepared, load_external_data=False).graph
-    compiled = onnx.load(result, load_external_data=False).graph
-    logged, provider = ask(prepared, target), target.provider
-    uncovered = explained(coverage.uncovered, logged, source, compiled, provider)
-    return replace(context, coverage=replace(coverage, uncovered=uncovered))
 
 
 def explained(

@@ -133,12 +133,12 @@ def test_a_context_that_needs_the_sources_external_data_is_an_error(tmp_path: Pa
 
 
 @needs_qnn
-def test_reasons_are_only_known_for_fixed_inputs(tmp_path: Path) -> None:
+def test_that_a_shape_depends_on_data_is_only_known_for_fixed_inputs(tmp_path: Path) -> None:
     path = save(half_for_the_cpu(), tmp_path / "a.onnx")
     reply, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
     (context,) = reply.contexts
     assert context.coverage is not None
-    assert context.coverage.uncovered[0].reason is not None
+    assert context.coverage.uncovered[0].dynamic
     named, unknown = half_for_the_cpu(), half_for_the_cpu()
     named.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
     unknown.graph.input[0].type.tensor_type.ClearField("shape")
@@ -148,4 +148,4 @@ def test_reasons_are_only_known_for_fixed_inputs(tmp_path: Path) -> None:
         result = folder / context.model_file
         read = readback.read_context(spec, open_path, result, target("qnn", X_ELITE))
         assert read.coverage is not None
-        assert [each.reason for each in read.coverage.uncovered] == [None]
+        assert [each.dynamic for each in read.coverage.uncovered] == [False]

@@ -22,7 +22,6 @@ from hatch_epcontext.shipped import PREPARED
 from hatch_epcontext.worker.compiler import compile_buffers, compile_context, explained, optimize
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
-from hatch_epcontext.worker.reasons import with_reasons
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.results import Context
 from hatch_epcontext.worker.source import data_of, open_dimension_message, read_source
@@ -108,8 +107,7 @@ def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
                 compile_context(prepared, result, target, model=model)
             except UnavailableError as error:
                 raise _with_library(error, target) from error
-        context = read_context(model, prepared, result, target)
-        return with_reasons(context, prepared, result, target)
+        return read_context(model, prepared, result, target)
     optimize(prepared, result, target.settings.optimization, target)
     return read_optimized(model.name, result)
 
