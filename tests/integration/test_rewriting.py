@@ -73,10 +73,21 @@ MESSAGES = """(float[9, 8] x, int64[9, 1] i) => (float[4, 8] y)
     a = Sigmoid (x) w = Expand (i, n) z = Expand (s, m)
     y = ScatterElements <reduction = "add"> (z, w, a) }"""
 
+CACHING = """(float[1, 2, 1, 8] x, float[1, 2, 9, 8] k, int64[1] at) => (float[1, 2, 9, 8] y) {
+    a = Sigmoid (x) y = TensorScatter (k, a, at) }"""
+SQUARING = (
+    "(float[4, 8] x) => (float[4, 1] y) { a = Sigmoid (x) y = ReduceSumSquare <axes = [1]> (a) }"
+)
+
 
 @pytest.mark.parametrize(
     ("opset", "text", "rewrite"),
-    [(24, ATTENDING, "inline_function"), (18, MESSAGES, "scatter_as_matmul")],
+    [
+        (24, ATTENDING, "inline_function"),
+        (18, MESSAGES, "scatter_as_matmul"),
+        (24, CACHING, "tensor_scatter_as_where"),
+        (13, SQUARING, "decompose_reduction"),
+    ],
 )
 def test_what_qnn_refuses_is_compiled_in_another_form(
     tmp_path: Path, opset: int, text: str, rewrite: str

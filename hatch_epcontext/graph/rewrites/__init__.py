@@ -13,12 +13,14 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     decompose_comparison,
     decompose_fused_conv,
     decompose_normalization,
+    decompose_reduction,
     decompose_softplus,
     erf_as_tanh,
     inline_function,
     reverse_sequence_as_gather,
     scatter_as_matmul,
     slice_as_gather,
+    tensor_scatter_as_where,
 )
 from hatch_epcontext.graph.rewrites.loops import unroll_loop
 from hatch_epcontext.graph.rewrites.recurrent import drop_default_activations, unroll_recurrent
@@ -31,9 +33,11 @@ REWRITES: tuple[Rewrite, ...] = (
     decompose_fused_conv,
     decompose_normalization,
     batch_matmul_nbits,
+    decompose_reduction,
     decompose_softplus,
     inline_function,
     scatter_as_matmul,
+    tensor_scatter_as_where,
     slice_as_gather,
     decompose_comparison,
     erf_as_tanh,

@@ -37,6 +37,14 @@ _NORMALIZATIONS: Mapping[str, Sequence[str]] = {
 }
 """The inputs of each of these operators."""
 
+_REDUCTIONS: Mapping[str, tuple[str, str]] = {
+    "ReduceL1": ("Abs", ""),
+    "ReduceL2": ("Mul", "Sqrt"),
+    "ReduceLogSum": ("", "Log"),
+    "ReduceSumSquare": ("Mul", ""),
+}
+"""What each does with the values before their sum, and with the sum."""
+
 
 @rewrites("com.microsoft.FusedConv")
 def decompose_fused_conv(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -108,6 +116,21 @@ def decompose_softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     power = builder.add("Exp", builder.add("Neg", builder.add("Abs", value)))
     rest = builder.add("Log", builder.add("Add", power, builder.number(1)))
     return [builder.add("Add", builder.add("Relu", value), rest)]
+
+
+@rewrites(*_REDUCTIONS)
+def decompose_reduction(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A function of a sum of a function of the values, as in the preprocessors of speech models."""
+    before, after = _REDUCTIONS[node.op_type]
+    value, axes = node.input[0], scope.axes(node)
+    if axes is None:
+        return Declined("its axes are not known")
+    if builder.dtype.kind != "f":
+        return Declined(f"it reduces {builder.dtype}")
+    if before:
+        value = builder.add(before, *[value] * (2 if before == "Mul" else 1))
+    total = builder.reduced("ReduceSum", value, axes, graph.number(node, "keepdims", 1))
+    return [builder.add(after, total) if after else total]
 
 
 @rewrites("GreaterOrEqual", "LessOrEqual")
@@ -246,6 +269,24 @@ def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
     if start is not None and (start == _NEUTRAL[kind]).all():
         return [result]
     return [builder.add(kind.capitalize(), data, result)]
+
+
+@rewrites("TensorScatter")
+def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A row of a cache of fixed size that is replaced at a computed place, as language models write it."""
+    cache, update, starts = graph.operands(node, 3)
+    shape, rows, dtype = scope.shape(cache), scope.shape(update), scope.dtype(starts)
+    if shape is None or rows is None or dtype is None:
+        return Declined("a shape or the place is not known")
+    axis = graph.number(node, "axis", -2) % len(shape)
+    if rows[axis] != 1:
+        return Declined(f"it writes {rows[axis]} rows")
+    place = builder.reshape(starts, [-1, *[1] * (len(shape) - 1)])
+    if graph.text(node, "mode") == "circular":
+        place = builder.add("Mod", place, builder.store(np.array(shape[axis], dtype)))
+    numbers = np.arange(shape[axis], dtype=dtype).reshape(-1, *[1] * (len(shape) - axis - 1))
+    hit = builder.add("Equal", place, builder.store(numbers))
+    return [builder.add("Where", hit, update, cache)]
 
 
 @rewrites("Attention", "RotaryEmbedding")

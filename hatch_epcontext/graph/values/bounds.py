@@ -147,6 +147,13 @@ def _slice(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     yield from (Bound(1, 0, size - 1, usual=0), Bound(2, 1, size, usual=size), Bound(4, 1, 1))
 
 
+def _tensor_scatter(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """The first place in a cache of the new part."""
+    size, length = (_size(node, scope, operand, ("axis", -2)) for operand in (0, 1))
+    if size and length:
+        yield from _indices(2, size - length + 1)
+
+
 def _clip(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     low, high = (
         graph.attribute(node, name, next(iter(ends(graph.operand(node, operand), scope)), limit))
@@ -208,6 +215,7 @@ _RULES: Mapping[str, _Rule] = {
     "NonMaxSuppression": _all(_length(2, 1), _fixed(Bound(3, 0, 1), Bound(4, 0, 1))),
     "RotaryEmbedding": _positions(3, 1),
     "Attention": _length(6, -2, 1),
+    "TensorScatter": _tensor_scatter,
     "OneHot": _one_hot,
     "Equal": _equal,
     "ReverseSequence": _length(1, ("time_axis", 0)),

@@ -13,12 +13,14 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     decompose_comparison,
     decompose_fused_conv,
     decompose_normalization,
+    decompose_reduction,
     decompose_softplus,
     erf_as_tanh,
     inline_function,
     reverse_sequence_as_gather,
     scatter_as_matmul,
     slice_as_gather,
+    tensor_scatter_as_where,
 )
 from hatch_epcontext.graph.rewriting import Rewrite
 from tests.conftest import newer_runtime
@@ -260,6 +262,10 @@ TWO_AXES = """(float[2, 9] x, int64[2] i) => (float[1, 3] y) <int64[2] n = {1, 3
          ["its activation 'Swish' is not known"]),
         (batch_matmul_nbits, blocks([2, 3, 32], ""), []),
         (decompose_softplus, parsed("(float[8] x) => (float[8] y) { y = Softsign (x) }"), []),
+        (decompose_reduction, parsed("(int32[8] x) => (int32[1] y) { y = ReduceL1 (x) }"),
+         ["it reduces int32"]),
+        (tensor_scatter_as_where, parsed("""(float[2, 7, 4] x, float[2, 3, 4] u, int64[2] i)
+            => (float[2, 7, 4] y) { y = TensorScatter (x, u, i) }""", 24), ["it writes 3 rows"]),
         (cast_as_dequantize, parsed("(int32[9] x) => (float[9] y) { y = Cast <to = 1> (x) }"), []),
         (cast_as_dequantize, parsed("(int16[9] x) => (int32[9] y) { y = Cast <to = 6> (x) }"), []),
         (decompose_comparison, parsed("(float[9] x) => (bool[9] y) { y = Greater (x, x) }"), []),

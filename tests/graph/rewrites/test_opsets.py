@@ -84,6 +84,14 @@ FORMS: Mapping[str, Forms] = {
     },
     "RMSNormalization": {23: f"{NORMALIZED} {{ y = RMSNormalization <axis = -1> (x, v) }}"},
     "Softplus": unary("Softplus"),
+    "ReduceL1": reducing("a = Neg (x)", "ReduceL1", "y = Neg (b)"),
+    "ReduceL2": reducing("a = Neg (x)", "ReduceL2", "y = Neg (b)", keepdims=0),
+    "ReduceLogSum": reducing("a = Exp (x)", "ReduceLogSum", "y = Neg (b)"),
+    "ReduceSumSquare": reducing("a = Neg (x)", "ReduceSumSquare", "y = Neg (b)"),
+    "TensorScatter": {
+        24: """(float[2, 3, 7, 4] x, float[2, 3, 1, 4] u) => (float[2, 3, 7, 4] y)
+        <int64[2] i = {9, 1}> { y = TensorScatter <mode = "circular"> (x, u, i) }"""
+    },
     "Erf": unary("Erf", 9),
     "Clip": {11: "(float[9] x, float z) => (float[9] y) { y = Clip (x, z) }"},
     "ScatterElements": {
