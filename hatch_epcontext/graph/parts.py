@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import onnx
 
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.scope import Scope
@@ -25,19 +26,11 @@ class Part:
     nodes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class WrongCut:
-    """Why a cut keeps no part of a graph, at its ``end``, ``"inputs"`` or ``"outputs"``; and what to do."""
+def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str], key: Key) -> Part:
+    """The part of ``main`` that ``cut``, the table at ``key``, keeps.
 
-    end: str
-    message: str
-    hint: str | None
-
-
-def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> Part | WrongCut:
-    """The part of ``main`` that ``cut`` keeps.
-
-    ``frozen``: the inputs with a configured value, which a cut need not name.
+    ``frozen``: the inputs with a configured value, which a cut need not name. Raises ModelError when it keeps
+    no part.
     """
     own = [value.name for value in graph.inputs(main)]
     scope = Scope(main)
@@ -49,7 +42,7 @@ def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> Pa
         for name in names:
             if name not in known:
                 message = f"no node of the model's graph computes {name!r}."
-                return WrongCut(end, message, suggestion(name, known))
+                raise _wrong(key / end, message, suggestion(name, known))
     outputs = cut.outputs or tuple(value.name for value in main.output)
     ends = {*cut.inputs, *own}
     nodes = scope.above(outputs, lambda name: name not in ends)
@@ -65,16 +58,20 @@ def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> Pa
         message = (
             f"the cut removes {listing(map(repr, lacking))}, which {listing(without)} depends on."
         )
-        return WrongCut("inputs", message, "Name it among the inputs too, or cut after it.")
+        raise _wrong(key / "inputs", message, "Name it among the inputs too, or cut after it.")
     if alone := [repr(name) for name, its in reached.items() if not its & named]:
         message = f"no input of the cut decides {listing(alone)}."
-        return WrongCut("outputs", message, "Name outputs after the inputs.")
+        raise _wrong(key / "outputs", message, "Name outputs after the inputs.")
     if needless := [repr(name) for name in cut.inputs if name not in needed]:
         message = f"no output depends on {listing(needless)}."
-        return WrongCut("inputs", message, "Remove it from the inputs.")
+        raise _wrong(key / "inputs", message, "Remove it from the inputs.")
     begin = cut.inputs or tuple(name for name in own if name in needed)
     also = tuple(name for name in own if name in needed and name in frozen and name not in begin)
     return Part((*begin, *also), outputs, tuple(sorted(nodes)))
+
+
+def _wrong(key: Key, message: str, hint: str | None) -> ModelError:
+    return ModelError(Problem.at(key, Kind.INVALID_CUT, message, hint))
 
 
 def extract(model: onnx.ModelProto, part: Part, ends: Mapping[str, onnx.ValueInfoProto]) -> None:

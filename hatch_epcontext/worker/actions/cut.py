@@ -11,7 +11,7 @@ import onnx
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph
-from hatch_epcontext.graph.parts import WrongCut, extract, part_between
+from hatch_epcontext.graph.parts import extract, part_between
 from hatch_epcontext.worker.ort_values import types_of_runtime
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
@@ -44,10 +44,7 @@ def handle(request: CutRequest) -> CutReply:
 def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
     """Keep only the part of ``onnx_model`` that ``model`` names, in place."""
     key = model.key / "cut"
-    part = part_between(onnx_model.graph, model.cut, model.constants)
-    if isinstance(part, WrongCut):
-        place = key / part.end
-        raise ModelError(Problem.at(place, Kind.INVALID_CUT, part.message, part.hint))
+    part = part_between(onnx_model.graph, model.cut, model.constants, key)
     names = (*part.inputs, *part.outputs)
     values = _values(onnx_model, model.path, names)
     if unknown := [name for name in names if not _is_typed(values.get(name))]:
