@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.generic]
 Arrays = Mapping[str, Array]
+Numbers = NDArray[np.float64]
 
 STRING = np.dtype(object)
 """The dtype of strings."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.dtypes import Array, is_float, numpy_dtype
+from hatch_epcontext.graph.dtypes import Array, Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import DEVIATIONS
 
@@ -24,7 +24,6 @@ _QUIET = 1e-2
 _SPECIAL = 4
 """The number of first indices that tokenizers reserve for special tokens; they reserve the last one too."""
 
-Numbers = NDArray[np.float64]
 _Shape = tuple[int, ...]
 
 

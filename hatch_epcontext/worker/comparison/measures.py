@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.dtypes import STRING, Array, is_float
+from hatch_epcontext.graph.dtypes import STRING, Array, Numbers, is_float
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.results import (
     NOTHING,
@@ -76,7 +76,6 @@ _NOISE = 0.5
 TINY = 1e-30
 """The signal of zeros."""
 
-Numbers = NDArray[np.float64]
 
 _Axes = tuple[int, ...] | None
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.dtypes import Arrays
-from hatch_epcontext.worker.comparison.measures import SIGNAL_PART, TINY, Aligned, Numbers
+from hatch_epcontext.graph.dtypes import Arrays, Numbers
+from hatch_epcontext.worker.comparison.measures import SIGNAL_PART, TINY, Aligned
 
 LOST = 0.01
 """The noise from which a row is another row."""

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
+from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers, is_float
 from hatch_epcontext.graph.parts import Part, extract
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.worker.comparison.measures import MANY, TINY, Aligned, Numbers
+from hatch_epcontext.worker.comparison.measures import MANY, TINY, Aligned
 from hatch_epcontext.worker.comparison.rows import (
     LOST,
     Choice,

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from hatch_epcontext.errors import Kind
-from hatch_epcontext.graph.dtypes import Array
+from hatch_epcontext.graph.dtypes import Array, Numbers
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import (
     Aligned,
     Elsewhere,
     Nature,
-    Numbers,
     OutputFacts,
     Scores,
     compare_values,

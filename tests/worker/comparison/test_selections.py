@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, assume, given, settings, strategies
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key
-from hatch_epcontext.graph.dtypes import Array, Arrays
+from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, explain
-from hatch_epcontext.worker.comparison.measures import Numbers, OutputFacts, compare_values
+from hatch_epcontext.worker.comparison.measures import OutputFacts, compare_values
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.rows import Choice
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
