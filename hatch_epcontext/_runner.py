@@ -32,16 +32,17 @@ class Runner:
     """
 
     def __init__(
-        self, loader: Any, ways: Sequence[tuple[list[Variant], Any]], request: Request
+        self, loader: Any, name: str, ways: Sequence[tuple[list[Variant], Any]], request: Request
     ) -> None:
-        self._loader, self._ways, self._request = loader, ways, request
+        self._loader, self._name, self._ways, self._request = loader, name, ways, request
         self._lock, self._runs = threading.Lock(), Counter[str]()
         self._opened: dict[tuple[int, Any], tuple[TargetAttempt, Any]] = {}
         # The axis of the batch in each input and output; empty if it is not split.
         self._axes: Mapping[str, Mapping[str, int]] = ways[0][0][0].batch
         sessions = (self._open(sizes[0], way) for sizes, way in ways)
         if (first := next(filter(None, sessions), None)) is None:
-            raise loader.LoadError("it cannot be opened on this machine:", self.explain())
+            message = f"the model {name!r} cannot be opened on this machine:"
+            raise loader.LoadError(message, self.explain())
         self._first: Any = first
 
     def run(
@@ -108,7 +109,7 @@ class Runner:
                     return variant, session, taken
         shapes = {name: array.shape for name, array in arrays.items()}
         inputs = dict.fromkeys(str(v.inputs) for sizes, _ in self._ways for v in sizes if v.inputs)
-        message = f"no target takes {shapes}; the model's sizes are {', '.join(inputs)}:"
+        message = f"no target of {self._name!r} takes {shapes}; its sizes are {', '.join(inputs)}:"
         raise self._loader.LoadError(message, self.explain())
 
     def _open(self, variant: Variant, way: Any) -> Any:

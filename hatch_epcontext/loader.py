@@ -167,9 +167,11 @@ def _prepare(
     """What `_choose` returns for the arguments of `load`, and the request."""
     if windows_ml:
         _register_ready()
-    device = os.environ.get("EPCONTEXT_DEVICE") or device
+    forced = os.environ.get("EPCONTEXT_DEVICE")
+    device = forced or device
     if device not in (None, *get_args(Device)):
-        raise LoadError(f"device must be None or one of {get_args(Device)}, not {device!r}")
+        where = "EPCONTEXT_DEVICE" if forced else "device"
+        raise LoadError(f"{where} must be one of {get_args(Device)}, not {device!r}")
     _use_once(session_options)
     sizes = {name: tuple(map(operator.index, shape)) for name, shape in (shapes or {}).items()}
     options = (session_options, provider_options or {}, fallback_providers)
@@ -205,7 +207,7 @@ def runner(name: str, **arguments: Any) -> Any:
     """
     ways, request = _prepare(name, **arguments)
     module = importlib.import_module("._runner", __package__)
-    return module.Runner(sys.modules[__name__], ways, request)
+    return module.Runner(sys.modules[__name__], name, ways, request)
 
 
 @_typed_as(load)

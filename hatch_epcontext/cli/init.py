@@ -124,7 +124,8 @@ class NewModel:
         reasons: dict[str, list[str]] = {}
         for target, reason in self.tried.items():
             reasons.setdefault(reason, []).append(target)
-        return "; ".join(f"{listing(names)}: {why}" for why, names in reasons.items() if why)
+        text = "; ".join(f"{listing(names)}: {why}" for why, names in reasons.items() if why)
+        return f"{text} Give it its sizes, and remove targets." if text and self.questions else text
 
     @property
     def questions(self) -> tuple[str, ...]:

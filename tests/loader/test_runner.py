@@ -68,7 +68,7 @@ def test_a_size_that_no_target_has_is_an_error_with_the_reasons(ship: Shipper, r
     assert runner.run(None, {"x": rows[:4]})[0].shape == (4, 10)
     with pytest.raises(
         app.LoadError,
-        match=r"no target takes \{'x': \(7, .*\)\}; the model's sizes are \{'x': \[4, .*\]\}:\n  fixed: op",
+        match=r"no target of 'a' takes \{'x': \(7, .*\)\}; its sizes are \{'x': \[4, .*\]\}:\n  fixed: op",
     ):
         runner.run(None, {"x": rows})
 
@@ -77,7 +77,7 @@ def test_a_runner_of_nothing_is_an_error(ship: Shipper) -> None:
     app = ship(
         None, npu=changed(fixed(1), product="context", settings={"ep": "Some", "device": "npu"})
     )
-    with pytest.raises(app.LoadError, match="it cannot be opened on this machine"):
+    with pytest.raises(app.LoadError, match="the model 'a' cannot be opened on this machine"):
         app.runner("a")
 
 
