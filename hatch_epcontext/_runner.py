@@ -116,7 +116,10 @@ class Runner:
         key = id(variant), way
         with self._lock:
             if key not in self._opened:
-                self._opened[key] = self._loader.open_variant(way, [variant], self._request)
+                attempt, session = self._loader.open_variant(way, [variant], self._request)
+                level = "warning" if attempt.outcome == "failed" else "info"
+                self._loader.log(level, f"{self._name} on {attempt}")
+                self._opened[key] = attempt, session
             return self._opened[key][1]
 
 

@@ -618,15 +618,11 @@ class Opener:
         providers: Any = [(variant.ep, provider_options)] if is_built_in else None
         runs_on = f"{variant.ep} on {variant.device}"
         is_source = variant.target == SOURCE
-        if is_source and self.request.fallback_providers:
-            wanted = [
-                name if isinstance(name, str) else name[0]
-                for name in self.request.fallback_providers
-            ]
+        if is_source and (fallbacks := self.request.fallback_providers):
+            names = [entry if isinstance(entry, str) else entry[0] for entry in fallbacks]
             known = ort.get_available_providers()
-            pairs = zip(wanted, self.request.fallback_providers, strict=True)
-            providers = [provider for name, provider in pairs if name in known]
-            providers += [] if CPU_EP in wanted else [CPU_EP]
+            providers = [e for name, e in zip(names, fallbacks, strict=True) if name in known]
+            providers += [] if CPU_EP in names else [CPU_EP]
         had_others = is_built_in and getattr(options, "has_providers", bool)()
         ignoring = warnings.catch_warnings() if had_others else contextlib.nullcontext()
         with self.lock if variant.group or not is_built_in else contextlib.nullcontext(), ignoring:

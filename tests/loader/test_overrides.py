@@ -31,7 +31,7 @@ def test_a_variable_chooses_the_device(ship: Shipper, monkeypatch: pytest.Monkey
     with pytest.raises(app.LoadError, match="it is for the cpu, and device='npu' was requested"):
         app.load("a", device="cpu")
     monkeypatch.setenv("EPCONTEXT_DEVICE", "tpu")
-    with pytest.raises(app.LoadError, match="EPCONTEXT_DEVICE must be one of .*, not 'tpu'"):
+    with pytest.raises(app.LoadError, match=r"EPCONTEXT_DEVICE must be one of .*, not 'tpu'"):
         app.load("a")
 
 

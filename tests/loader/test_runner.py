@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_a_runner_of_nothing_is_an_error(ship: Shipper) -> None:
     )
     with pytest.raises(app.LoadError, match="the model 'a' cannot be opened on this machine"):
         app.runner("a")
+
+
+def test_a_target_that_fails_is_one_warning(
+    ship: Shipper, rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = write(ship, 1)
+    (ship.folder / "a/fixed1/a.onnx").unlink()
+    runner = app.runner("a")
+    assert runner.run(None, {"x": rows[:1]})[0].shape == (1, 10)
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.getMessage().startswith("a on fixed: failed")
 
 
 def test_no_rows_run_where_the_batch_is_open(ship: Shipper, rows: Any) -> None:
