@@ -28,6 +28,9 @@ from hatch_epcontext.package.wheel import ProjectMetadata, tag
 _EPOCH = 1580601600
 """The time of added files without SOURCE_DATE_EPOCH, which hatchling uses too: 2020-02-02."""
 
+_FIRST_OF_ZIP = 315532800
+"""The earliest time in a zip file: 1980-01-01."""
+
 
 class FinishedWheel:
     """The wheel at ``path``, which a build back end has written; raises WheelError if it is signed."""
@@ -137,7 +140,7 @@ def _system(platform: str) -> str:
 
 
 def _added(path: str) -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo(path, time.gmtime(_time())[:6])
+    info = zipfile.ZipInfo(path, time.gmtime(max(_time(), _FIRST_OF_ZIP))[:6])
     info.external_attr = 0o100644 << 16
     info.compress_type = zipfile.ZIP_DEFLATED
     return info
