@@ -160,7 +160,9 @@ class _Build(ProjectBuild):
 
         finished = FinishedWheel(built)
         if config is None:
-            return finished.write(folder, {}, None, ()).name
+            place = self.config(pending=True).output
+            left_out = self._earlier(place, place) if place else ()
+            return finished.write(folder, {}, None, left_out).name
         self.show_overrides(config)
         project = finished.project
         check_app(config.targets, project.dependencies)
@@ -186,15 +188,15 @@ class _Build(ProjectBuild):
         from hatch_epcontext.package.repack import names_of_sdist, write_sdist
 
         files, earlier = dict[str, Path](), frozenset[str]()
+        config = self.sdist_config()
         if self.begin(pending=True) is not None:
-            config = self.sdist_config()
             packed = {name: self.root / name for name in names_of_sdist(sdist)}
             # Of its configuration counts only what git ignores.
             selection = SdistBuilder(str(self.root)).config
             files = self.sdist_additions(config, selection, packed, self.hooks)
-            if config.output is not None:
-                place = self._source_of(str(config.output)).relative_to(self.root)
-                earlier = self._earlier(config.output, PurePosixPath(place))
+        if config.output is not None:
+            place = self._source_of(str(config.output)).relative_to(self.root)
+            earlier = self._earlier(config.output, PurePosixPath(place))
         with writing("the sdist", folder):
             written = write_sdist(sdist, folder, files, earlier)
         self.check_size(written)

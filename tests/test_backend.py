@@ -152,7 +152,9 @@ def test_a_wheel_from_an_sdist_has_the_models(name: str, package: str, tmp_path:
 # setuptools warns of folders that have the package's name.
 @pytest.mark.filterwarnings("ignore:Editable installation")
 @pytest.mark.parametrize(("name", "package"), BACKENDS.items())
-def test_an_editable_install_has_the_models(name: str, package: str, tmp_path: Path) -> None:
+def test_an_editable_install_has_the_models(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = make_project(tmp_path / "my-app", name, package)
     wheel = call(project, "build_editable", tmp_path)
     env = environment_without("PYTHON", "VIRTUAL_ENV")
@@ -170,6 +172,13 @@ def test_an_editable_install_has_the_models(name: str, package: str, tmp_path: P
     built = contents(call(project, "build_wheel", tmp_path / "dist"))
     assert b'"installed"' not in built["my_app/epcontext/manifest.json"][0]
     assert "my_app/epcontext/.gitignore" not in built
+    monkeypatch.setenv("HATCH_EPCONTEXT_SKIP", "1")
+    skipped = contents(call(project, "build_wheel", tmp_path / "dist"))
+    # uv_build also lists folders.
+    assert [path for path in skipped if path.startswith("my_app/epcontext/")] in (
+        [],
+        ["my_app/epcontext/"],
+    )
 
 
 def test_the_targets_need_packages_too(tmp_path: Path) -> None:
