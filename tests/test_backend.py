@@ -207,11 +207,25 @@ def test_platforms_name_a_wheel_that_has_none(tmp_path: Path) -> None:
     assert Parser().parsestr(text).get_all("Tag") == ["py3-none-win_amd64", "py3-none-win_arm64"]
 
 
-def test_a_platform_wheel_keeps_its_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tag", "platform"),
+    [
+        ("py3-none-manylinux_2_17_x86_64", "linux_x86_64"),
+        ("py3-none-macosx_11_0_universal2", "macosx_14_0_arm64"),
+    ],
+)
+def test_a_platform_wheel_keeps_its_tag(
+    tag: str, platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
-    project = make_in_tree(tmp_path, IN_TREE)
+    text = IN_TREE.replace("py3-none-manylinux_2_17_x86_64", tag)
+    project = make_in_tree(
+        tmp_path,
+        text,
+        f'[tool.epcontext.targets.npu]\nprovider = "cpu"\nplatforms = ["{platform}"]\n',
+    )
     wheel = call(project, "build_wheel", tmp_path)
-    assert wheel.name == "my_app-1.0-py3-none-manylinux_2_17_x86_64.whl"
+    assert wheel.name == f"my_app-1.0-{tag}.whl"
     # The earliest time of a zip file.
     assert contents(wheel)["my_app/epcontext/manifest.json"][2] == (1980, 1, 1, 0, 0, 0)
 

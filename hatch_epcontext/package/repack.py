@@ -76,7 +76,7 @@ class FinishedWheel:
         tags = Parser().parsestr(self._texts[f"{self.info}/WHEEL"]).get_all("Tag", [])
         if tags == ["py3-none-any"]:
             return tag(config)
-        systems = {_system(name.rpartition("-")[2]) for name in tags}
+        systems = set[str]().union(*(_systems(name.rpartition("-")[2]) for name in tags))
         problems = [
             Problem.at(
                 target.place("platforms"),
@@ -85,7 +85,8 @@ class FinishedWheel:
                 f"Leave the target out of this build, with {PREFIX}TARGETS=<names>.",
             )
             for target in config.targets
-            if target.platforms and systems.isdisjoint(map(_system, target.platforms))
+            if target.platforms
+            and systems.isdisjoint(set().union(*map(_systems, target.platforms)))
             if "any" not in (*target.platforms, *systems)
         ]
         if problems:
@@ -134,9 +135,10 @@ def _with_tag(wheel: str, tag: str) -> str:
     return "\n".join([*lines, *tags, ""])
 
 
-def _system(platform: str) -> str:
+def _systems(platform: str) -> set[str]:
     """A platform's tag without the version of the system, such as ``linux_x86_64``."""
-    return re.sub(r"^(?:many|musl)?(linux|macosx)[a-z]*[\d_]*?_(?=[a-z])", r"\1_", platform)
+    system = re.sub(r"^(?:many|musl)?(linux|macosx)[a-z]*[\d_]*?_(?=[a-z])", r"\1_", platform)
+    return {"macosx_arm64", "macosx_x86_64"} if system == "macosx_universal2" else {system}
 
 
 def _added(path: str) -> zipfile.ZipInfo:
