@@ -10,18 +10,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hatch_epcontext.loader import Request, TargetAttempt, Variant
-
-
-class Value(NamedTuple):
-    """An input or an output of a session. ``shape`` has None in place of each size that can vary."""
-
-    name: str
-    type: str
-    shape: list[int | str | None]
 
 
 class Runner:
@@ -73,12 +66,12 @@ class Runner:
         outputs = zip(names, zip(*parts, strict=True), strict=True)
         return [np.concatenate(arrays, self._axes["outputs"][name]) for name, arrays in outputs]
 
-    def get_inputs(self) -> list[Value]:
-        """The inputs, with None for the sizes that can vary."""
+    def get_inputs(self) -> list[SimpleNamespace]:
+        """The inputs: ``name``, ``type`` and ``shape``, with None for the sizes that can vary."""
         return [self._value(value, "inputs") for value in self._first.get_inputs()]
 
-    def get_outputs(self) -> list[Value]:
-        """The outputs, with None for the sizes that can vary."""
+    def get_outputs(self) -> list[SimpleNamespace]:
+        """The outputs, as `get_inputs`."""
         return [self._value(value, "outputs") for value in self._first.get_outputs()]
 
     def explain(self) -> list[TargetAttempt]:
@@ -88,7 +81,7 @@ class Runner:
             runs = {a: f", runs: {self._runs[a.target]}" for a in tried if a.outcome == "opened"}
         return [a._replace(reason=f"{a.reason}{runs.get(a, '')}") for a in tried]
 
-    def _value(self, value: Any, kind: str) -> Value:
+    def _value(self, value: Any, kind: str) -> SimpleNamespace:
         variants = [variant for sizes, _ in self._ways for variant in sizes]
         shapes = [getattr(variant, kind).get(value.name) or value.shape for variant in variants]
         batch = self._axes.get(kind, {}).get(value.name)
@@ -96,7 +89,7 @@ class Runner:
             sizes[0] if len({*sizes}) == 1 and axis != batch else None
             for axis, sizes in enumerate(zip(*shapes, strict=False))
         ]
-        return Value(value.name, value.type, shape)
+        return SimpleNamespace(name=value.name, type=value.type, shape=shape)
 
     def _choose(
         self, arrays: Mapping[str, Any], axes: Mapping[str, int], rows: int
