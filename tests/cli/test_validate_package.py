@@ -166,7 +166,7 @@ def test_what_cannot_be_run_here_fails_unless_it_is_allowed(cli: Cli, for_cpu: P
     def edit(content: dict[str, Any]) -> None:
         table = variants(content)
         for name, provider, ep in (
-            ("vitis", "vitisai", "VitisAIExecutionProvider"),
+            ("cuda", "cuda", "CUDAExecutionProvider"),
             ("unknown", "unknown", "UnknownExecutionProvider"),
         ):
             table[name] = json.loads(json.dumps(table["cpu"])) | {"ep": ep}
@@ -176,13 +176,13 @@ def test_what_cannot_be_run_here_fails_unless_it_is_allowed(cli: Cli, for_cpu: P
     package = alter(for_cpu, edit)
     result = cli("validate", package, code=1)
     assert problems(result) == [
-        f"{package}: net -> {name}: EPC404" for name in ("vitis", "unknown")
+        f"{package}: net -> {name}: EPC404" for name in ("cuda", "unknown")
     ]
     allowed = cli("validate", package, "--set", "validate=auto")
-    cpu, source, vitis, unknown = allowed.stdout.splitlines()
+    cpu, source, cuda, unknown = allowed.stdout.splitlines()
     assert "agrees on " in cpu
     assert "ran" in source
-    assert "on the CPU only (this ONNX Runtime" in vitis
+    assert "on the CPU only (this ONNX Runtime" in cuda
     assert "NOT run (unknown is not a known provider)" in unknown
     # A slow machine says what it is doing.
     assert [line for line in allowed.stderr.splitlines() if ": validate " not in line] == []
