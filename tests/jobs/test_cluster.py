@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +112,16 @@ class Cluster:
         (self.slow / "hold").touch()
         return self.slow / "hold"
 
-    def held(self) -> dict[str, int]:
-        """The process ids of held compilations by worker, once there is one."""
-        while True:
+    def held(self, building: Future[Any] | None = None) -> dict[str, int]:
+        """The process ids of held compilations by worker, once there is one; those of ``building``."""
+        for _ in range(1200):
             files = {file.stem: file.read_text() for file in self.slow.glob("*.pid")}
             if pids := {name: int(text) for name, text in files.items() if text}:
                 return pids
+            if building is not None and building.done():
+                pytest.fail(f"the build ended before: {building.exception() or building.result()}")
             time.sleep(0.05)
+        pytest.fail("no worker compiles within 60 s")
 
     def left(self) -> set[Path]:
         """What workers keep of tasks; workers that were killed leave theirs."""
@@ -378,7 +381,7 @@ def test_another_worker_takes_up_the_job_of_one_that_was_killed(
     monkeypatch.setattr(Heartbeat, "due", lambda self: True)
     hold = run.cluster.hold("SLOW=1", "slow-1", "slow-2")
     building = run.aside.submit(run, SLOW)
-    (first,) = run.cluster.held()
+    (first,) = run.cluster.held(building)
     run.cluster.kill(first)
     # A fast machine finishes the job before the build looks at it for the first time.
     while len(run.cluster.held()) == 1 or "on the cluster" not in run.progress[-1]:
@@ -417,7 +420,7 @@ def test_the_steps_of_a_build_that_is_gone_end(run: Builder, *, is_killed: bool)
 def test_a_crash_of_a_compiler_does_not_end_the_dask_worker(run: Builder) -> None:
     hold = run.cluster.hold("SLOW=1", "slow-1", "slow-2")
     building = run.aside.submit(run.problem, SLOW)
-    ((name, pid),) = run.cluster.held().items()
+    ((name, pid),) = run.cluster.held(building).items()
     os.kill(pid, signal.SIGSEGV)
     problem = building.result()
     assert "the worker crashed with SIGSEGV" in problem.message
