@@ -175,9 +175,7 @@ def test_what_cannot_be_run_here_fails_unless_it_is_allowed(cli: Cli, for_cpu: P
 
     package = alter(for_cpu, edit)
     result = cli("validate", package, code=1)
-    assert problems(result) == [
-        f"{package}: net -> {name}: EPC404" for name in ("cuda", "unknown")
-    ]
+    assert problems(result) == [f"{package}: net -> {name}: EPC404" for name in ("cuda", "unknown")]
     allowed = cli("validate", package, "--set", "validate=auto")
     cpu, source, cuda, unknown = allowed.stdout.splitlines()
     assert "agrees on " in cpu
