@@ -26,9 +26,6 @@ from hatch_epcontext.system import terminated_as_error, writing
 
 _KEY = Key() / "build" / "backend"
 
-_SOURCE_FOLDERS = (".", "src", "python", "lib")
-"""Where projects have their import packages, the most usual first."""
-
 _Settings = Mapping[str, Any] | None
 
 
@@ -144,13 +141,9 @@ class _Build(ProjectBuild):
             hint = "Correct it, or add its package to requires in [build-system]."
             raise ConfigError(Problem.at(_KEY, Kind.INVALID_VALUE, message, hint)) from None
 
-    def begin(self, *, pending: bool = False) -> Config | None:
-        """The configuration; None if the models are left out. See `load` for ``pending``."""
-        environment, _ = collect(read_environment(os.environ))
-        if environment.skip:
-            self.terminal.info(f"skipped: {PREFIX}SKIP is set")
-            return None
-        return self.config(pending=pending)
+    def begin(self) -> Config | None:
+        """The configuration; None if the models are left out."""
+        return None if self._is_skipped() else self.config()
 
     def add_to_wheel(self, config: Config | None, built: Path, folder: Path) -> str:
         """Write the wheel ``built`` with the models into ``folder``."""
@@ -189,7 +182,7 @@ class _Build(ProjectBuild):
 
         files, earlier = dict[str, Path](), frozenset[str]()
         config = self.sdist_config()
-        if self.begin(pending=True) is not None:
+        if not self._is_skipped():
             packed = {name: self.root / name for name in names_of_sdist(sdist)}
             # Of its configuration counts only what git ignores.
             selection = SdistBuilder(str(self.root)).config
@@ -217,9 +210,17 @@ class _Build(ProjectBuild):
         project = ProjectMetadata(self.root.name, "editable")
         self.editable_package(config, project, self._folder_of(config.output), config.output)()
 
+    def _is_skipped(self) -> bool:
+        environment, _ = collect(read_environment(os.environ))
+        if environment.skip:
+            self.terminal.info(f"skipped: {PREFIX}SKIP is set")
+        return environment.skip
+
     def _source_of(self, name: str) -> Path:
         """The file of the project that is ``name`` in the wheel, as far as the usual layouts say."""
-        candidates = (self.root / folder / name for folder in _SOURCE_FOLDERS)
+        from hatch_epcontext.package.folder import SOURCE_FOLDERS
+
+        candidates = (self.root / folder / name for folder in (".", *SOURCE_FOLDERS))
         return next((path for path in candidates if path.exists()), self.root / name)
 
     def _folder_of(self, output: PurePosixPath) -> Path:

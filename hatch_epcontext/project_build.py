@@ -153,7 +153,7 @@ class ProjectBuild:
 
         ``packed``: the wheel's other files; ``selected``: those of them that no build hook adds.
         """
-        from hatch_epcontext.package.bundle import bundle, import_name, modules
+        from hatch_epcontext.package.bundle import bundle
         from hatch_epcontext.package.dependencies import too_new_files
         from hatch_epcontext.package.wheel import repeated_models, unused_platforms
 
@@ -161,8 +161,7 @@ class ProjectBuild:
             self.terminal.info(line)
         staging = self.temp_dir()
         result = self.compile(config, project, staging)
-        name = import_name(output) if project.freezes else None
-        package = bundle(result, staging, modules(name, config.models))
+        package = bundle(result, staging, _modules(config, project, output))
         for message in (
             *repeated_models(result, packed, selected, config.root),
             *too_new_files(package.folder, package.files, project.dependencies),
@@ -177,15 +176,14 @@ class ProjectBuild:
 
         ``output``: the folder by which Python imports it.
         """
-        from hatch_epcontext.package.bundle import bundle, import_name, modules
+        from hatch_epcontext.package.bundle import bundle
         from hatch_epcontext.package.folder import publish, refuse_others
 
         refuse_others(folder, edited=True)
         staging = self.temp_dir()
         compiles = config.editable == "compile"
         result = self.compile(config, project, staging) if compiles else self.read(config, staging)
-        name = import_name(output) if project.freezes else None
-        package = bundle(result, staging, modules(name, config.models), folder)
+        package = bundle(result, staging, _modules(config, project, output), folder)
 
         def write() -> None:
             with writing("the package of the editable install", folder, str(folder)):
@@ -238,6 +236,13 @@ class ProjectBuild:
         info = self.terminal.info
         log = info if verbosity > 0 else None
         return Workers(settings.timeout, log, verbosity > 1, settings.memory_limit, info)
+
+
+def _modules(config: Config, project: ProjectMetadata, output: PurePosixPath) -> Mapping[str, Path]:
+    """The modules of the package in ``output``, by their path in it."""
+    from hatch_epcontext.package.bundle import import_name, modules
+
+    return modules(import_name(output) if project.freezes else None, config.models)
 
 
 def message_of(error: BaseException, root: Path) -> tuple[str, int] | None:

@@ -51,7 +51,7 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
-from hatch_epcontext.package.folder import own_files
+from hatch_epcontext.package.folder import SOURCE_FOLDERS, own_files
 from hatch_epcontext.package.wheel import FOLDER, import_packages
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, listing, quoted_key, to_toml
@@ -78,9 +78,6 @@ _NOT_THE_APP = frozenset(
 
 _NO_NAMES = frozenset({"onnx", "model", "models"})
 """Folders that do not say what their ``model.onnx`` is."""
-
-_SOURCE_FOLDERS = ("src", "python", "lib")
-"""Folders that have import packages, besides the project's own."""
 
 
 @dataclass(frozen=True)
@@ -614,8 +611,8 @@ def _output(project: Project) -> PurePosixPath:
     name, root = str(canonicalize_name(project.name)).replace("-", "_"), project.root
     files = {path.relative_to(root).as_posix(): path for path in _files(root, ".py")}
     folders = sorted(folder.parts for folder in import_packages(files))
-    folders.sort(key=lambda parts: parts[0] not in _SOURCE_FOLDERS)
-    packages = [parts[parts[0] in _SOURCE_FOLDERS and len(parts) > 1 :] for parts in folders]
+    folders.sort(key=lambda parts: parts[0] not in SOURCE_FOLDERS)
+    packages = [parts[parts[0] in SOURCE_FOLDERS and len(parts) > 1 :] for parts in folders]
     named = [package for package in packages if "_".join(package) == name]
     if not named and not files.keys().isdisjoint({f"{name}.py", f"src/{name}.py"}):
         # A module has no room for them.

@@ -147,6 +147,10 @@ def _leads_outside(link: Path, folder: Path) -> bool:
         return False
 
 
+SOURCE_FOLDERS = ("src", "python", "lib")
+"""Where projects have their import packages, besides their own folder; the most usual first."""
+
+
 def project_folder(output: PurePosixPath, tree: Tree) -> Path:
     """The folder of ``output`` in the project; raises ConfigError if no package contains it."""
     for path, source in tree.items():
