@@ -111,7 +111,7 @@ def test_a_pinned_hash_is_never_replaced(cli: Cli, app: Path, hub: Hub) -> None:
     hub.files["onnx/a.onnx"] = hub.files["b.onnx"]
     cli("cache", "prune", "--all")
     result = cli("fetch", "--pin", app, code=1)
-    assert [each.split()[-1] for each in problems(result)] == ["EPC221"]
+    assert [line.split()[-1] for line in problems(result)] == ["EPC221"]
     assert file.read_text(encoding="utf-8") == kept
 
 
@@ -149,7 +149,7 @@ def test_nothing_is_written_unless_all_is_known(
     hub.answer = answer
     before = (app / "pyproject.toml").read_bytes()
     result = cli("fetch", "--pin", app, code=1)
-    assert {each.split()[-1] for each in problems(result)} == {"EPC220"}
+    assert {line.split()[-1] for line in problems(result)} == {"EPC220"}
     assert (app / "pyproject.toml").read_bytes() == before
 
 
@@ -164,7 +164,7 @@ def test_a_file_that_changes_meanwhile_stays_as_it_is(
         return pin_location(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr("hatch_epcontext.cli.fetch.pin_location", edit)
-    assert [each.split()[-1] for each in problems(cli("fetch", "--pin", app, code=2))] == ["EPC025"]
+    assert [line.split()[-1] for line in problems(cli("fetch", "--pin", app, code=2))] == ["EPC025"]
     assert file.read_text(encoding="utf-8") == f"{before}# mine\n"
 
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_pinned_says_why(cli: Cli, app: Path, url: str, id_: str)
     added = cli("add", url, code=1)
     for result in (fetched, added):
         assert result.exit_code
-        assert [each.split()[-1] for each in problems(result)] == [id_]
+        assert [line.split()[-1] for line in problems(result)] == [id_]
         assert "secret" not in result.output
         assert "are pinned" not in result.output
 
@@ -272,7 +272,7 @@ def test_without_a_network_builds_find_what_was_fetched_and_nothing_is_pinned(
     monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(tmp_path / "other"))
     monkeypatch.setenv("HATCH_EPCONTEXT_OFFLINE", "1")
     result = cli("build", app, "--dry-run", code=1)
-    assert [each.split()[-1] for each in problems(result)] == ["EPC220", "EPC220"]
+    assert [line.split()[-1] for line in problems(result)] == ["EPC220", "EPC220"]
     assert "epcontext fetch" in result.stderr
     monkeypatch.delenv("HATCH_EPCONTEXT_OFFLINE")
     assert cli("fetch", app).stdout.startswith("2 models")

@@ -131,4 +131,4 @@ def test_a_package_of_engines_is_validated_by_its_structure_without_a_gpu(
     needs_other = 'dependencies = ["onnxruntime-ep-nv-tensorrt-rtx-cu13<0.5"]'
     file.write_text(f"[project]\n{needs_other}\n{file.read_text('utf-8')}", encoding="utf-8")
     refused = cli("export", app_project, "-o", tmp_path / "more", "--target", "one", code=2)
-    assert [each.split()[-1] for each in problems(refused)] == ["EPC102"]
+    assert [line.split()[-1] for line in problems(refused)] == ["EPC102"]

@@ -155,7 +155,7 @@ def test_what_the_user_may_not_read_is_an_error(project: Path) -> None:
     (project / "models" / "a.onnx").chmod(0)
     for pattern in ("models/a.onnx", "models/*.onnx"):
         _, found = collect(Finder(project).models(KEY, pattern))
-        assert [each.kind for each in found] == [Kind.UNREADABLE_FILE]
+        assert [problem.kind for problem in found] == [Kind.UNREADABLE_FILE]
         assert "Permission denied" in found[0].message
 
 

@@ -287,7 +287,7 @@ def test_other_numbers_than_those_of_the_source_have_limits_of_their_own(project
     """
     models = read(project, toml).models
     limits = [model.tolerance_for(model.targets[0]) for model in models]
-    assert [each and (each.snr, each.cosine) for each in limits] == [
+    assert [limit and (limit.snr, limit.cosine) for limit in limits] == [
         (20, 0.99),
         (15, 0.98),
         (30, 0.98),

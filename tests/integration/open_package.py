@@ -93,7 +93,7 @@ def opened(folder: str, component: str, ep: str, options: dict[str, str]) -> tup
     devices, count = POINTER(c_void_p)(), c_size_t()
     api.call(ort, 303, env, pointer(devices), pointer(count))
     ep_of = place(ort, 312, c_char_p, c_void_p)
-    fitting = [each for each in devices[: count.value] if ep_of(each).decode() == ep]
+    fitting = [device for device in devices[: count.value] if ep_of(device).decode() == ep]
     session_options = api.new(ort, 10)
     handles = ctypes.cast((c_void_p * len(fitting))(*fitting), POINTER(c_void_p))
     api.call(

@@ -102,8 +102,8 @@ from my_app.epcontext import runner
 
 x = np.linspace(-1, 1, 64 * 5, dtype=np.float32).reshape(-1, 1, 8, 8)
 runners = [runner(name, device="any") for name in ("one", "net")]
-answers = [each.run(None, {"x": x})[0].tolist() for each in runners]
-print(json.dumps([[*map(str, each.explain())] for each in runners] + answers))
+answers = [runner.run(None, {"x": x})[0].tolist() for runner in runners]
+print(json.dumps([[*map(str, runner.explain())] for runner in runners] + answers))
 """
 
 

@@ -184,7 +184,7 @@ def test_a_model_whose_states_last_is_sensitive(
     np.savez(tmp_path / "given.npz", **arrays)  # type: ignore[arg-type]
     validate = ValidateTable(inputs=str(tmp_path / "given.npz") if is_given else "random")
     found = emulator(made, tmp_path, validate=validate)
-    assert min(each.margin for each in found.levels) > 25
+    assert min(level.margin for level in found.levels) > 25
     assert "adds up" in (found.result().reason or "")
 
 
