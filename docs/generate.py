@@ -175,7 +175,6 @@ def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
 def _keys_of(provider: Provider) -> tuple[str, ...]:
     others = {
         "share-weights": provider.shares_weights,
-        "virtual-devices": provider.virtual_devices,
         "profiles": bool(provider.profiles),
     }
     limits = provider.tolerance

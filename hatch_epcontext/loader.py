@@ -687,7 +687,7 @@ class Opener:
     def find_devices(self) -> list[Any]:
         """The devices that the target can run on, best first; with `lock` held."""
         variant = self.variant
-        offered = list(filter(self._passes, self._offered()))
+        offered = self._offered()
         needed = variant.device if self.kind == "any" else self.kind
         fitting = [device for device in offered if device.device.type.name.lower() == needed]
         is_simulated = offered and not variant.about.get("needs_device")
@@ -700,15 +700,6 @@ class Opener:
             what = "device" if needed == "any" else needed
             raise SkipTargetError(f"{variant.ep} finds no {what}{only}{accepts}")
         return fitting
-
-    def _passes(self, device: Any) -> bool:
-        """Whether ``device`` has no known property that the target's filter excludes."""
-        known = {"vendor": device.device.vendor, "vendor-id": str(device.device.vendor_id)}
-        known = {**dict(device.device.metadata), **dict(device.ep_metadata), **known}
-        device_filter = texts(self.variant.settings, "device_filter").items()
-        return all(
-            known.get(name, text).casefold() == text.casefold() for name, text in device_filter
-        )
 
     def _offered(self) -> list[Any]:
         """The devices of the variant's EP. Its library is registered if needed, once per process."""

@@ -43,7 +43,7 @@ from hatch_epcontext.config.targets import (
 from hatch_epcontext.errors import Diagnosed, Key, KeyNames, Kind, Problem, collect
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
-from hatch_epcontext.providers import Device, Profile, Provider
+from hatch_epcontext.providers import Profile, Provider
 from hatch_epcontext.text import listing, show, suggestion, toml_key
 
 _OPTIONS = ("provider_options", "session_options", "load_options")
@@ -227,7 +227,7 @@ class Resolver:
         options |= render_options(table.provider_options, provider, unchecked=unchecked)
         if provider.profiles and profiles:
             options.update(provider.profiles.render(profiles))
-        device = _device(table, provider)
+        device = table.device or provider.devices[0]
         options = provider.complete(device, options)
         loading = render_options(table.load_options, provider, unchecked=unchecked)
         files: list[OptionFile] = []
@@ -367,10 +367,6 @@ def _with_defaults(table: TargetTable) -> TargetTable:
     )
 
 
-def _device(table: TargetTable, provider: Provider) -> Device:
-    return table.device or ("npu" if table.virtual_devices else provider.devices[0])
-
-
 def _compile_settings(
     table: TargetTable, named: NamedTarget, options: Mapping[str, str]
 ) -> CompileSettings:
@@ -380,7 +376,7 @@ def _compile_settings(
     names = {field.name for field in dataclasses.fields(CompileSettings)}
     copied = {name: getattr(table, name) for name in names & keys}
     plugin = provider.plugin
-    device = _device(table, provider)
+    device = table.device or provider.devices[0]
     static_shapes = table.static_shapes
     if static_shapes is None:
         static_shapes = not provider.leaves_shapes_open(device)
@@ -401,7 +397,6 @@ def _compile_settings(
             for gpu in (library.capabilities if library else ())
             if gpu in chips.get("compute capability", "").split(",")
         ),
-        "device_filter": {name: str(value) for name, value in (table.device_filter or {}).items()},
         "quantize": _quantize(table, provider),
         # A sidecar by default: large models need one, and no known EP requires embedding.
         "embed": table.embed is True,

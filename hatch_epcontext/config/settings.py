@@ -109,8 +109,6 @@ class CompileSettings:
     provider_options: Mapping[str, str] = field(default_factory=dict)
     session_options: Mapping[str, str] = field(default_factory=dict)
     device: Device
-    device_filter: Mapping[str, str] = field(default_factory=dict)
-    virtual_devices: bool = False
     optimization: Optimization = "basic"
     static_shapes: bool = True
     embed: bool = False

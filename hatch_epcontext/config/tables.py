@@ -259,13 +259,6 @@ class TargetTable:
         "The device to compile for, which the loader must find.",
         when_missing="the provider's default",
     )
-    device_filter: Mapping[str, str | int] | None = _key(
-        "Properties of the device: `type`, `vendor`, `vendor-id`, `device-id`, or any of the "
-        'EP\'s metadata, such as `{ npu_platform = "4000" }`.',
-        feature=Feature(
-            "is a part of ONNX Runtime, which chooses the device", lambda p: p.plugin is not None
-        ),
-    )
     profiles: tuple[Mapping[str, ProfileTable], ...] | None = _key(
         "Optimization profiles (TensorRT, TensorRT RTX), each with `min`, `opt` and `max` shapes by "
         "input.",
@@ -332,11 +325,6 @@ class TargetTable:
         "Do not check provider options and names of session options, for an EP or ONNX Runtime that is newer "
         "than this package.",
         otherwise=False,
-    )
-    virtual_devices: bool | None = _key(
-        "Compile for a device that the machine does not have (OpenVINO's NPUs).",
-        otherwise=False,
-        feature=Feature("offers no virtual devices", lambda p: p.virtual_devices),
     )
     library: str | None = _key(
         "The EP's library: a package with `get_library_path()`, or a path.",

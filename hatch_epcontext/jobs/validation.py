@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hatch_epcontext.config.settings import SYNTHETIC, CompileSettings, Model
+from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import FileRecord
@@ -163,7 +163,7 @@ def validation_without_run(
         return Validation(ValidationStatus.NOT_VALIDATED)
     if mode == "structure":
         return Validation(ValidationStatus.STRUCTURE, reason='validate = "structure"')
-    if reason := reason_not_to_run(job.target.provider, job.target.settings):
+    if reason := reason_not_to_run(job.target.provider):
         if mode == "require" and not from_cache:
             raise not_run_error(job, model, reason)
         return Validation(ValidationStatus.STRUCTURE, reason=reason)
@@ -172,10 +172,8 @@ def validation_without_run(
     return stored if stored and stored.status in (ValidationStatus.RAN, *alone) else None
 
 
-def reason_not_to_run(provider: Provider, settings: CompileSettings) -> str | None:
+def reason_not_to_run(provider: Provider) -> str | None:
     """Why artifacts of ``provider`` cannot be run on this machine, if that is known without the EP."""
-    if settings.virtual_devices:
-        return f"{provider.ep} compiled for a virtual device"
     if provider.runs_on(sys.platform, platform.machine()):
         return None
     machine = f"({sys.platform}, {platform.machine()})"

@@ -203,9 +203,6 @@ class Provider:
     devices: tuple[Device, ...]
     """The kinds of devices that the EP runs on. The first is the default of ``device``."""
 
-    virtual_devices: bool = False
-    """Whether the EP offers virtual devices, to compile for hardware that the machine does not have."""
-
     cross_compiles: tuple[Device, ...] = ()
     """The kinds of devices for which it compiles on any device that it offers, because its options name the
     chip."""

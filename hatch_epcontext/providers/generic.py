@@ -19,7 +19,6 @@ class AnyPlugin(Provider):
     tolerance = Tolerance(snr=20, cosine=0.99, unit=0.1)
     verified = "On Linux x86-64 with the libraries of QNN and OpenVINO."
     needs_library = True
-    virtual_devices = True
     shares_weights = True
     loads_shared = True
     notes = (

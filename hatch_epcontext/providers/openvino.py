@@ -71,7 +71,6 @@ class OpenVINO(Provider):
     plugin = Plugin(
         "onnxruntime_ep_openvino", "onnxruntime-ep-openvino", "OpenVINOExecutionProvider"
     )
-    virtual_devices = True
     # The library 1.8.1: "Multiple embedded native EPContext main contexts are not supported".
     embeds_one = True
     compares = True
@@ -84,11 +83,6 @@ class OpenVINO(Provider):
     notes = (
         (
             "A context for the CPU needs the instructions of the build machine's processor: see the report."
-        ),
-        (
-            "`virtual-devices = true` compiles for NPUs that the machine does not have, and "
-            '`device-filter = { npu_platform = "4000" }` chooses one (4000, 5010, 5020, 6010). The Linux '
-            "package 1.8.1 does not contain the NPU's compiler."
         ),
     )
 

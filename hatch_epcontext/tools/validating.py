@@ -217,7 +217,6 @@ def _check_chip(
     path: Path, model: InspectReply, provider: Provider, settings: CompileSettings
 ) -> None:
     """Raise InspectionError when ``model`` was compiled for another chip than ``settings`` name."""
-    options = {**settings.device_filter, **settings.provider_options}
     compatibility = model.compatibility.get(provider.ep, "")
     versions = (context.ep_sdk_version for context in model.contexts)
     problems = [
@@ -227,7 +226,9 @@ def _check_chip(
             f"was not compiled for these options: {disagreement}.\n"
             f"Its compatibility string is {compatibility or 'missing'}.",
         )
-        for disagreement in provider.disagreements(compatibility, versions, options)
+        for disagreement in provider.disagreements(
+            compatibility, versions, settings.provider_options
+        )
     ]
     if problems:
         raise InspectionError(*problems)
@@ -292,9 +293,7 @@ def _run_moved(
     be run here, and BuildError if it fails.
     """
     provider = target.provider
-    if reason := reason_not_to_run(provider, target.settings) or _reason_not_to_open(
-        path, model, provider
-    ):
+    if reason := reason_not_to_run(provider) or _reason_not_to_open(path, model, provider):
         raise _not_run(reason, location)
     with temp_dir() as staging:
         moved = staging / "moved"

@@ -136,7 +136,7 @@ def _wrong_contexts(
 def _wrong_chip(
     compatibility: str, contexts: list[onnx.NodeProto], provider: Provider, target: Target
 ) -> Iterator[Problem]:
-    options = {**target.settings.device_filter, **target.settings.provider_options}
+    options = target.settings.provider_options
     versions = (graph.text(node, "ep_sdk_version") for node in contexts)
     for difference in provider.disagreements(compatibility, versions, options):
         yield Problem(

@@ -53,7 +53,7 @@ def options(
     if provider.plugin is None:
         add_built_in(result, provider, provider_options)
         return result
-    register(provider.plugin, provider.ep, virtual=settings.virtual_devices)
+    register(provider.plugin, provider.ep)
     devices = _devices(provider, settings)
     result.add_provider_for_devices(devices, dict(provider_options))
     return result
@@ -200,16 +200,12 @@ def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
         kinds = [device for device in offered if device.device.type.name.lower() == settings.device]
         if settings.device in provider.cross_compiles:
             kinds = kinds or offered
-    chosen = [device for device in kinds if _matches(device, settings.device_filter)]
-    if chosen:
+    if kinds:
         # Devices that fit are interchangeable.
-        return chosen[:1]
-    conditions: list[str] = [settings.device] if settings.device != "any" else []
-    conditions += [f"{name} = {value!r}" for name, value in settings.device_filter.items()]
+        return kinds[:1]
     message = "\n".join(
         [
-            f"{provider.ep} finds no device"
-            + (f" that is {', '.join(conditions)}." if conditions and offered else "."),
+            f"{provider.ep} finds no device" + (f" that is {settings.device}." if offered else "."),
             *([f"It needs {provider.needs}."] if provider.needs and not offered else []),
             "ONNX Runtime has:",
             *(f"  {describe_device(device)}" for device in ort.get_ep_devices()),
@@ -218,27 +214,12 @@ def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
     )
     hint = (
         f"Without one it compiles for device = {' or '.join(map(show, provider.cross_compiles))}."
-        if offered and provider.cross_compiles and not settings.device_filter
-        else "Choose one with device and device-filter."
+        if offered and provider.cross_compiles
+        else "Choose one with device."
         if offered
         else "Build on a machine that has one, or leave the target out."
     )
     raise UnavailableError(Problem(Kind.NO_DEVICE, "", message, hint))
-
-
-def _matches(device: Any, properties: Mapping[str, str]) -> bool:
-    """Whether an EP's device has the properties of a ``device-filter``; case does not matter."""
-    facts = {
-        **dict(device.device.metadata),
-        **dict(device.ep_metadata),
-        "type": device.device.type.name,
-        "vendor": device.device.vendor,
-        "vendor-id": str(device.device.vendor_id),
-        "device-id": str(device.device.device_id),
-    }
-    return all(
-        facts.get(name, "").casefold() == value.casefold() for name, value in properties.items()
-    )
 
 
 def describe_device(device: Any) -> str:
@@ -289,27 +270,27 @@ def incompatibilities(ep: str) -> Iterator[str]:
             yield f"{ep} on {kind} ({hardware.vendor or 'unknown'}): {reason}"
 
 
-def register(plugin: Plugin, ep: str, *, virtual: bool = False) -> None:
+def register(plugin: Plugin, ep: str) -> None:
     """Register the library of ``plugin``.
 
     Raises UnavailableError when that fails, or when the library does not offer ``ep``.
     """
     if any(device.ep_name == ep for device in ort.get_ep_devices()):
         return
-    offered = sorted({device.ep_name for device in load(plugin, ep, virtual=virtual)})
+    offered = sorted({device.ep_name for device in load(plugin, ep)})
     if offered and ep not in offered:
         raise UnavailableError(
             Problem(
                 Kind.UNLOADABLE_LIBRARY,
                 "",
-                f"{plugin.package} was registered as {registered_name(plugin, virtual=virtual)!r} and "
+                f"{plugin.package} was registered as {plugin.registration_name!r} and "
                 f"offers {listing(offered)}, not {ep}.",
                 "Set ep-name to the name that it offers.",
             )
         )
 
 
-def load(plugin: Plugin, ep: str | None, *, virtual: bool = False) -> list[Any]:
+def load(plugin: Plugin, ep: str | None) -> list[Any]:
     """Register the library of ``plugin``, and return the devices of all EPs that it offers.
 
     ``ep`` is the EP that messages name, None if it is not known yet. Raises UnavailableError.
@@ -318,7 +299,7 @@ def load(plugin: Plugin, ep: str | None, *, virtual: bool = False) -> list[Any]:
     library = plugin.path
     try:
         library = library or library_of(plugin.module)
-        ort.register_execution_provider_library(registered_name(plugin, virtual=virtual), library)
+        ort.register_execution_provider_library(plugin.registration_name, library)
     except Exception as error:
         raise UnavailableError(_registration_problem(plugin, ep, error, Path(library))) from error
     return [device for device in ort.get_ep_devices() if device.ep_name not in before]
@@ -326,11 +307,6 @@ def load(plugin: Plugin, ep: str | None, *, virtual: bool = False) -> list[Any]:
 
 def library_of(module: str) -> str:
     return str(importlib.import_module(module).get_library_path())
-
-
-def registered_name(plugin: Plugin, *, virtual: bool) -> str:
-    """The name under which the library of ``plugin`` is registered; a suffix requests virtual devices."""
-    return plugin.registration_name + (".virtual" if virtual else "")
 
 
 def _registration_problem(

@@ -75,10 +75,9 @@ provider = "NvTensorRTRTX"
 provider-options = { nv_max_workspace_size = 5, nv_weight_streaming_budget = "40%" }
 load-options = { nv_runtime_cache_path = "x" }
 profiles = [{ x = { min = [1, 2], opt = [1, 2], max = [3, 4] } }]
-device-filter = { vendor = "nvidia", vendor-id = 4318 }
 [targets.intel]
 provider = "openvino"
-virtual-devices = true
+session-options = { "ep.enable_weightless" = true }
 allow-unknown-options = true
 provider-options = { load_config = { CPU = { A = "1", B = 2 } }, newer = 1 }
 [targets.other]
@@ -88,12 +87,12 @@ ep-name = "X"
 [[models]]
 path = "models/a.onnx"
 targets.rtx.profiles = [{ x = { min = [1, 2], opt = [1, 2], max = [3, 4] } }]
-targets.rtx.device-filter = { type = "gpu" }
-targets.other = { device-filter = { type = "npu" }, requirements = [] }
+targets.rtx.min-coverage = 0.5
+targets.other = { device = "npu", requirements = [] }
 [[models]]
 path = "models/b.onnx"
 share-weights = "group"
-targets.intel = { external-initializers = true, virtual-devices = false, provider-options = { newer = 2 } }
+targets.intel = { external-initializers = true, unroll-limit = 0, provider-options = { newer = 2 } }
 [[models]]
 path = "models/b.onnx"
 name = "c"

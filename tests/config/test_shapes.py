@@ -192,7 +192,6 @@ def test_a_name_that_becomes_too_long_is_an_error(project: Path) -> None:
         ("openvino", "", False),
         ("openvino", 'device = "npu"', True),
         ("openvino", 'device = "any"', True),
-        ("openvino", "virtual-devices = true", True),
         ("openvino", "static-shapes = true", True),
         ("openvino", 'device = "npu"\nstatic-shapes = false', False),
     ],

@@ -38,12 +38,8 @@ RTX = f'{MODELS}[targets.rtx]\nprovider = "tensorrt-rtx"\n'
         (MODELS + one("tensorrt-rtx", f"profiles = [{PROFILE}]\n"
                       'provider-options = { nv_profile_min_shapes = "x:1x3" }'),
          "targets.tensorrt-rtx.provider-options.nv_profile_min_shapes", "into profiles"),
-        (MODELS + one("cuda", 'device-filter = { type = "gpu" }'),
-         "targets.cuda.device-filter", "a part of ONNX"),
-        (MODELS + one("qnn", "virtual-devices = true"),
-         "targets.qnn.virtual-devices", "offers no virtual devices"),
-        (MODELS + one("qnn", "device-filter = { type = true }"),
-         "targets.qnn.device-filter.type", "must be a str"),
+        (MODELS + one("qnn", "resources = { GPU = true }"),
+         "targets.qnn.resources.GPU", "must be a number"),
     ],
 )  # fmt: skip
 def test_an_invalid_target_is_reported_with_its_key(

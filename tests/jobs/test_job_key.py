@@ -21,8 +21,6 @@ CHANGED: dict[str, Any] = {
     "provider_options": {"a": "1"},
     "session_options": {"a": "1"},
     "device": "gpu",
-    "device_filter": {"vendor": "x"},
-    "virtual_devices": True,
     "compile_with": "library",
     "compute_capabilities": ("8.9",),
     "optimization": "all",

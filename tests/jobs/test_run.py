@@ -14,7 +14,6 @@ import pytest
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs import job as job_module
@@ -273,8 +272,8 @@ def cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this a build machine on which no provider can run its artifacts."""
     find = validation_module.reason_not_to_run
 
-    def reason(provider: Provider, settings: CompileSettings) -> str | None:
-        return find(provider.changed(runs_on=lambda *_: False), settings)
+    def reason(provider: Provider) -> str | None:
+        return find(provider.changed(runs_on=lambda *_: False))
 
     monkeypatch.setattr(validation_module, "reason_not_to_run", reason)
 

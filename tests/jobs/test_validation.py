@@ -16,7 +16,6 @@ from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.validation import (
     describe_validation,
     not_run_error,
-    reason_not_to_run,
     validation_key,
     validation_of_alone,
     validation_warnings,
@@ -173,14 +172,6 @@ def test_the_mode_decides_whether_a_model_is_run(
     job = with_validate(job, mode=mode)
     found = validation_without_run(job, job.models[0])
     assert (found.status if found else None) is status
-
-
-def test_a_virtual_device_is_a_reason_not_to_run(job: Job) -> None:
-    settings = dataclasses.replace(job.target.settings, virtual_devices=True)
-    assert (
-        reason_not_to_run(job.target.provider, settings)
-        == "CPUExecutionProvider compiled for a virtual device"
-    )
 
 
 @pytest.mark.parametrize(

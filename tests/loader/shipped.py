@@ -42,7 +42,6 @@ def variant(
     settings = {
         "ep": CPU_EP,
         "device": "cpu",
-        "device_filter": {},
         "session_options": {},
         "provider_options": {},
         "optimization": "basic",

@@ -53,16 +53,6 @@ def test_the_targets_own_device_is_preferred(ship: Shipper) -> None:
         assert opener(app, device=requested).find_devices() == [devices[1]]
 
 
-def test_devices_that_the_device_filter_excludes_are_not_used(ship: Shipper) -> None:
-    wanted = {"platform": "5010", "vendor": "SOME"}
-    app = ship(npu=changed(NPU, settings={"device_filter": wanted}))
-    old, new = device("NPU", platform="4000"), device("NPU", platform="5010")
-    silent, other = device("NPU"), device("NPU", vendor="Another")
-    app.Opener._offered = lambda self: [old, new, silent, other]
-    # A device that does not report a property passes.
-    assert opener(app, device="npu").find_devices() == [new, silent]
-
-
 def test_models_that_share_weights_are_not_opened_on_a_simulator(ship: Shipper) -> None:
     """QNN's simulator refuses contexts that share weights."""
     app = ship(npu=changed(NPU, group="g", needs_device=True))

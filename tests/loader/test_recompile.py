@@ -310,7 +310,7 @@ def test_settings_decide_how_and_whether_a_model_is_compiled_again(qnn: Shipper)
     for settings in (
         {"embed": True, "session_options": session_options},
         {"optimization": "all", "embed": True},
-        {"optimization": None, "session_options": None, "device_filter": None},
+        {"optimization": None, "session_options": None},
     ):
         app = qnn(npu=changed(QNN, settings=settings))
         damage(qnn.folder / "a/npu/a_ctx_qnn.bin", "truncated")

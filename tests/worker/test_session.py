@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -16,12 +15,12 @@ import onnx
 import pytest
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Kind, Problem, UnavailableError
+from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import Plugin
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
-from hatch_epcontext.worker.session import _matches, cpu_options, open_session, options
+from hatch_epcontext.worker.session import cpu_options, open_session, options
 from tests.conftest import needs, needs_qnn, newer_runtime
 from tests.models import network, parsed, save
 from tests.worker.actions.test_compile import MODEL, X_ELITE, target
@@ -77,38 +76,6 @@ def test_a_missing_driver_is_named(tmp_path: Path) -> None:
     assert "the library of NvTensorRTRTXExecutionProvider cannot be loaded" in found.message
     assert "libcuda.so.1" in found.message
     assert "Install the driver of an NVIDIA GPU." in str(found.hint)
-
-
-@newer_runtime
-@needs_openvino
-@pytest.mark.parametrize(
-    ("device_filter", "words"),
-    [
-        # The package for Linux does not contain it.
-        (
-            {"npu_platform": "4000", "vendor": "intel"},
-            [
-                "because libopenvino_intel_npu_compiler_loader.so is missing",
-                "the driver of an Intel NPU",
-            ],
-        ),
-        (
-            {"npu_platform": "1"},
-            [
-                "OpenVINOExecutionProvider finds no device that is npu, npu_platform = '1'.",
-                "CPUExecutionProvider on cpu",
-                *(f"npu_platform = '{platform}'" for platform in ("4000", "5010", "5020", "6010")),
-                "device-filter",
-            ],
-        ),
-    ],
-)
-def test_what_a_virtual_device_lacks_is_named(
-    tmp_path: Path, device_filter: dict[str, str], words: list[str]
-) -> None:
-    to = target("openvino", virtual_devices=True, device="npu", device_filter=device_filter)
-    text = message(to, tmp_path)
-    assert [word for word in words if word not in text] == []
 
 
 def test_an_ep_of_another_distribution_is_an_error(tmp_path: Path) -> None:
@@ -178,34 +145,6 @@ def test_a_library_without_an_ep_is_an_error(tmp_path: Path) -> None:
 def test_an_ep_that_cross_compiles_takes_any_of_its_devices() -> None:
     to = target("qnn", X_ELITE, device="npu")
     options(to, to.settings.provider_options)
-    with pytest.raises(UnavailableError, match="vendor = 'nobody'"):
-        options(target("qnn", X_ELITE, device="npu", device_filter={"vendor": "nobody"}), {})
-
-
-@pytest.mark.parametrize(
-    ("wanted", "fits"),
-    [
-        ({}, True),
-        ({"type": "npu"}, True),
-        ({"type": "gpu"}, False),
-        ({"vendor": "intel"}, True),
-        ({"vendor-id": "32902", "device-id": "7"}, True),
-        ({"npu_platform": "4000"}, True),
-        ({"npu_platform": "5010"}, False),
-        ({"is_virtual": "1"}, True),
-        ({"no_such_thing": "1"}, False),
-    ],
-)
-def test_a_device_filter_compares_all_properties(wanted: dict[str, str], fits: bool) -> None:
-    hardware: Any = SimpleNamespace(
-        type=SimpleNamespace(name="NPU"),
-        vendor="Intel",
-        vendor_id=32902,
-        device_id=7,
-        metadata={"is_virtual": "1"},
-    )
-    device = SimpleNamespace(device=hardware, ep_metadata={"npu_platform": "4000"})
-    assert _matches(device, wanted) is fits
 
 
 @needs_qnn
