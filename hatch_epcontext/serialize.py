@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,9 +22,17 @@ from hatch_epcontext.text import show, suggestion, toml_key
 T = TypeVar("T")
 
 _LIST, _TABLE = "a list", "a table"
-_LEAVES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
+_LEAVES = {
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    Path: "a string",
+}
 
-_SEQUENCES = (tuple, Sequence)
+_CONTAINERS = {"list": list, "table": dict, "fields": dict}
+
+_SEQUENCES, _UNIONS = (tuple, Sequence), (Union, types.UnionType)
 
 _NOTHING: Any = object()
 """The result for a value that does not fit, and the value of a missing one."""
@@ -33,10 +41,10 @@ _Place = tuple["str | int", ...]
 
 
 class _Wrong(NamedTuple):
-    """A value ``found`` at its place that is not ``allowed``, or whose key is not one of the ``known``."""
+    """A value ``found`` at its place that is no ``type``, or whose key is not one of the ``known``."""
 
     place: _Place
-    allowed: str
+    type: Any
     found: Any
     known: tuple[str, ...] = ()
 
@@ -46,161 +54,135 @@ class _Wrong(NamedTuple):
             return f"is not a known key. Known: {', '.join(self.known)}."
         if self.found is _NOTHING:
             return "is missing."
-        return f"must be {self.allowed}, not {show(self.found)}."
-
-
-_Read = Callable[[Any, _Place, list[_Wrong]], Any]
-"""Reads a value at a place: returns the result, and adds what is wrong to a list."""
+        return f"must be {describe_type(self.type)}, not {show(self.found)}."
 
 
 def describe_type(type_: Any) -> str:
     """A description of the values of this type."""
     if type_ in _LEAVES:
         return _LEAVES[type_]
-    if get_origin(type_) is Literal:
-        return " or ".join(show(value) for value in get_args(type_))
-    if _is_union(type_):
-        members = [member for member in get_args(type_) if member is not type(None)]
-        return " or ".join(describe_type(member) for member in members)
+    if get_origin(type_) in _UNIONS:
+        members = (member for member in get_args(type_) if member is not type(None))
+        return " or ".join(map(describe_type, members))
+    if get_origin(type_) is Literal or (isinstance(type_, type) and issubclass(type_, Enum)):
+        return " or ".join(map(show, _choices(type_)))
     return _LIST if get_origin(type_) in _SEQUENCES else _TABLE
 
 
-def _is_union(type_: Any) -> bool:
-    return get_origin(type_) in (Union, types.UnionType)
-
-
-def _reader(type_: Any, is_toml: bool) -> _Read:
-    """What reads a ``type_`` from TOML, or from JSON."""
-    arguments = get_args(type_)
-    if isinstance(type_, type) and dataclasses.is_dataclass(type_):
-        return _dataclass_reader(type_, is_toml)
-    if _is_union(type_):
-        members = [_reader(member, is_toml) for member in arguments if member is not type(None)]
-        return _union_reader(type_, members, takes_none=type(None) in arguments)
-    if get_origin(type_) in _SEQUENCES:
-        return _list_reader(_reader(arguments[0], is_toml))
-    if arguments and get_origin(type_) is not Literal:
-        return _mapping_reader(_reader(arguments[1], is_toml))
-    return _scalar_reader(type_)
-
-
-def _scalar_reader(type_: Any) -> _Read:
-    if type_ is Any:
-        return lambda value, _place, _wrong: value
-    if type_ is Path or type_ in _LEAVES:
-        return _leaf_reader(type_)
+def _choices(type_: Any) -> dict[Any, Any]:
+    """The results for the only values of a Literal, an Enum or None."""
     if isinstance(type_, type) and issubclass(type_, Enum):
-        return _choice_reader({member.value: member for member in type_})
-    return _choice_reader({value: value for value in get_args(type_) or (None,)})
+        return {member.value: member for member in type_}
+    return {value: value for value in get_args(type_) or (None,)}
 
 
-def _leaf_reader(type_: Any) -> _Read:
-    plain = str if type_ is Path else type_
+class _Form(NamedTuple):
+    """How values of a ``type`` are read.
 
-    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        if type_ is float and type(value) is int:
-            return float(value)
-        if isinstance(value, plain) and (type_ is bool or not isinstance(value, bool)):
-            return Path(value) if type_ is Path else value
-        wrong.append(_Wrong(place, _LEAVES[plain], value))
-        return _NOTHING
+    ``kind`` says what ``parts`` are: the classes of plain values of a ``"leaf"``, the results of a
+    ``"choice"``, the forms of the members of a ``"union"``, that of all items of a ``"list"`` or a
+    ``"table"``, or those of the ``"fields"`` of a dataclass, by key, each with the name of the field and
+    whether it is required. With ``"any"`` there are none. ``is_strict``: whether an unknown key is wrong.
+    """
 
-    return read
-
-
-def _choice_reader(choices: Mapping[Any, Any]) -> _Read:
-    """A reader of ``choices``, each with the result for it."""
-
-    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        for choice, meant in choices.items():
-            # `1 == True` in Python, so the type must be equal too.
-            if value == choice and type(value) is type(choice):
-                return meant
-        wrong.append(_Wrong(place, " or ".join(map(show, choices)), value))
-        return _NOTHING
-
-    return read
+    kind: str
+    type: Any
+    parts: Any
+    is_strict: bool = False
 
 
-def _union_reader(type_: Any, members: list[_Read], *, takes_none: bool) -> _Read:
-    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        if takes_none and value is None:
-            return None
-        for member in members:
-            inside: list[_Wrong] = []
-            choice = member(value, place, inside)
-            # The member for which a list or a table is meant has problems only inside of it.
-            if all(problem.place != place for problem in inside):
-                wrong += inside
-                return choice
-        wrong.append(_Wrong(place, describe_type(type_), value))
-        return _NOTHING
-
-    return read
-
-
-def _only(shape: type, allowed: str, inner: _Read) -> _Read:
-    """``inner`` for values of this ``shape``; others are wrong."""
-
-    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        if isinstance(value, shape):
-            return inner(value, place, wrong)
-        wrong.append(_Wrong(place, allowed, value))
-        return _NOTHING
-
-    return read
-
-
-def _list_reader(item: _Read) -> _Read:
-    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        items = [item(plain, (*place, index), wrong) for index, plain in enumerate(value)]
-        if _NOTHING in items and any(isinstance(plain, dict) for plain in value):
-            # The other tables keep their indices.
-            items = [item({}, place, []) if result is _NOTHING else result for result in items]
-        return _NOTHING if _NOTHING in items else tuple(items)
-
-    # A string is iterable too, and would become a list of characters.
-    return _only(list, _LIST, read)
-
-
-def _mapping_reader(item: _Read) -> _Read:
-    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        items = {name: item(plain, (*place, name), wrong) for name, plain in value.items()}
-        return {name: result for name, result in items.items() if result is not _NOTHING}
-
-    return _only(dict, _TABLE, read)
+def _form(type_: Any, *, is_toml: bool) -> _Form:
+    """How a ``type_`` is read from TOML, or from JSON."""
+    origin, arguments = get_origin(type_), get_args(type_)
+    kind: str = "any"
+    parts: Any = None
+    if isinstance(type_, type) and dataclasses.is_dataclass(type_):
+        return _dataclass_form(type_, is_toml)
+    if type_ in _LEAVES:
+        kind, parts = "leaf", {float: (float, int), Path: str}.get(type_, type_)
+    elif origin in _UNIONS:
+        kind, parts = "union", [_form(member, is_toml=is_toml) for member in arguments]
+    elif origin in _SEQUENCES:
+        kind, parts = "list", _form(arguments[0], is_toml=is_toml)
+    elif arguments and origin is not Literal:
+        kind, parts = "table", _form(arguments[1], is_toml=is_toml)
+    elif type_ is not Any:
+        kind, parts = "choice", _choices(type_)
+    return _Form(kind, type_, parts)
 
 
 @functools.cache
-def _dataclass_reader(type_: type[Any], is_toml: bool) -> _Read:
-    hints = get_type_hints(type_)
-    fields = {
+def _dataclass_form(type_: type[Any], is_toml: bool) -> _Form:
+    hints, missing = get_type_hints(type_), dataclasses.MISSING
+    parts = {
         toml_key(field.name) if is_toml else field.name: (
             field.name,
-            _reader(hints[field.name], is_toml),
-            field.default is field.default_factory is dataclasses.MISSING,
+            _form(hints[field.name], is_toml=is_toml),
+            field.default is field.default_factory is missing,
         )
         for field in dataclasses.fields(type_)
     }
+    # Other versions of the package read the JSON that this one writes.
+    return _Form("fields", type_, parts, is_strict=is_toml)
 
-    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        values, is_whole = {}, True
-        for key, (name, item, is_required) in fields.items():
-            if key in value:
-                member = item(value[key], (*place, key), wrong)
-                if member is not _NOTHING:
-                    values[name] = member
-                    continue
-            elif is_required:
-                wrong.append(_Wrong((*place, key), "", _NOTHING))
-            is_whole = is_whole and not is_required
-        # Other versions of the package read the JSON that this one writes.
-        if is_toml:
-            unknown = sorted(value.keys() - fields.keys())
-            wrong += (_Wrong((*place, key), "", value[key], tuple(fields)) for key in unknown)
-        return type_(**values) if is_whole else _NOTHING
 
-    return _only(dict, _TABLE, read)
+def _read(form: _Form, value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+    """``value``, which is at ``place``, as its ``form`` says.
+
+    If it does not fit, the result is `_NOTHING`, and ``wrong`` gets the reason.
+    """
+    kind, type_, parts, _ = form
+    if kind == "leaf":
+        if isinstance(value, parts) and (type_ is bool or not isinstance(value, bool)):
+            return value if isinstance(value, type_) else type_(value)
+    # A string is iterable too, and would become a list of characters.
+    elif isinstance(value, _CONTAINERS.get(kind, ())):
+        return _read_inside(form, value, place, wrong)
+    elif kind == "union":
+        for member in parts:
+            inside: list[_Wrong] = []
+            result = _read(member, value, place, inside)
+            # The member for which a list or a table is meant has problems only inside of it.
+            if not inside or all(problem.place != place for problem in inside):
+                wrong += inside
+                return result
+    elif kind == "choice":
+        for choice, meant in parts.items():
+            # `1 == True` in Python, so the type must be equal too.
+            if value == choice and type(value) is type(choice):
+                return meant
+    elif kind == "any":
+        return value
+    wrong.append(_Wrong(place, type_, value))
+    return _NOTHING
+
+
+def _read_inside(form: _Form, value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+    """The list, table or dataclass with the values in ``value``."""
+    kind, type_, parts, is_strict = form
+    if kind == "list":
+        items = [_read(parts, plain, (*place, index), wrong) for index, plain in enumerate(value)]
+        if _NOTHING in items and any(isinstance(plain, dict) for plain in value):
+            # The other tables keep their indices.
+            items = [_read(parts, {}, place, []) if it is _NOTHING else it for it in items]
+        return _NOTHING if _NOTHING in items else tuple(items)
+    if kind == "table":
+        table = {name: _read(parts, item, (*place, name), wrong) for name, item in value.items()}
+        return {name: item for name, item in table.items() if item is not _NOTHING}
+    values, is_whole = {}, True
+    for key, (name, item, is_required) in parts.items():
+        if key in value:
+            member = _read(item, value[key], (*place, key), wrong)
+            if member is not _NOTHING:
+                values[name] = member
+                continue
+        elif is_required:
+            wrong.append(_Wrong((*place, key), None, _NOTHING))
+        is_whole = is_whole and not is_required
+    if is_strict:
+        unknown = sorted(value.keys() - parts.keys())
+        wrong += (_Wrong((*place, key), None, value[key], tuple(parts)) for key in unknown)
+    return type_(**values) if is_whole else _NOTHING
 
 
 def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
@@ -210,14 +192,14 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     default.
     """
     wrong: list[_Wrong] = []
-    result = _reader(type_, is_toml=True)(table, (), wrong)
+    result = _read(_form(type_, is_toml=True), table, (), wrong)
     for value in wrong:
         place = Key((*key.parts, *value.place))
         if value.known:
             near = suggestion(str(value.place[-1]), sorted(value.known))
             yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", near)
         else:
-            is_table_for_list = value.allowed == _LIST and isinstance(value.found, dict)
+            is_table_for_list = describe_type(value.type) == _LIST and isinstance(value.found, dict)
             hint = f"A list of tables has two brackets: [[{place}]]." if is_table_for_list else None
             yield Problem.at(place, Kind.WRONG_TYPE, value.reason, hint)
     return type_() if result is _NOTHING else result
@@ -228,7 +210,7 @@ def from_text(text: str, type_: Any) -> Any:
     for plain in (int, float, str):
         wrong: list[_Wrong] = []
         with contextlib.suppress(ValueError):
-            value = _reader(type_, is_toml=True)(plain(text), (), wrong)
+            value = _read(_form(type_, is_toml=True), plain(text), (), wrong)
             if not wrong:
                 return value
     raise ValueError(describe_type(type_))
@@ -254,7 +236,7 @@ def from_plain(value: Any, type_: type[T]) -> T:
     Unknown keys are left out.
     """
     wrong: list[_Wrong] = []
-    result: T = _reader(type_, is_toml=False)(value, (), wrong)
+    result: T = _read(_form(type_, is_toml=False), value, (), wrong)
     if wrong:
         places = (".".join((type_.__name__, *map(str, value.place))) for value in wrong)
         reasons = (value.reason for value in wrong)
@@ -262,28 +244,15 @@ def from_plain(value: Any, type_: type[T]) -> T:
     return result
 
 
-@functools.cache
-def _field_names(type_: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(type_))
-
-
 def to_plain(value: Any) -> Any:
     """A dataclass as plain values, as in JSON."""
-    # First, because most values are.
-    if value is None or type(value) in _LEAVES:
-        return value
-    if isinstance(value, (tuple, list)):
-        return [to_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {name: to_plain(item) for name, item in value.items()}
-    return to_plain(_unwrapped(value))
+    return json.loads(json.dumps(value, default=_unwrapped))
 
 
 def _unwrapped(value: Any) -> Any:
     """What JSON has for ``value``, which it lacks; inner values stay as they are. Raises TypeError."""
     if dataclasses.is_dataclass(value):
-        type_: Any = type(value)
-        return {name: getattr(value, name) for name in _field_names(type_)}
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Path):
