@@ -130,8 +130,9 @@ def load(
     Raises LoadError, whose ``attempts`` have the reasons, when no target could be opened, and when the
     package is damaged, or has no such model, target or input.
     """
-    arguments = (target, device, shapes, fallback, recompile, verify, package, session_options)
-    ways, request = _prepare(name, *arguments, provider_options, fallback_providers, windows_ml)
+    arguments = (target, device, shapes, fallback, recompile, verify, package)
+    more = (session_options, provider_options, fallback_providers, windows_ml)
+    ways, request = _prepare(name, Request(*arguments, *more))
     attempts: list[TargetAttempt] = []
     session = None
     for sizes, way in ways:
@@ -150,39 +151,26 @@ def load(
     return session
 
 
-def _prepare(
-    name: str,
-    target: str | None = None,
-    device: str | None = None,
-    shapes: Shapes | None = None,
-    fallback: bool = True,
-    recompile: bool = False,
-    verify: bool = False,
-    package: Folder | None = None,
-    session_options: Any = None,
-    provider_options: Mapping[str, object] | None = None,
-    fallback_providers: Sequence[Any] | None = None,
-    windows_ml: bool = False,
-) -> tuple[list[tuple[list[Variant], Any]], Request]:
-    """What `_choose` returns for the arguments of `load`, and the request."""
-    if windows_ml:
+def _prepare(name: str, request: Request) -> tuple[list[tuple[list[Variant], Any]], Request]:
+    """What `_choose` returns, and the request with what wins over the arguments of `load`."""
+    if request.windows_ml:
         _register_ready()
-    forced = os.environ.get("EPCONTEXT_DEVICE")
-    device = forced or device
+    forced, shapes = os.environ.get("EPCONTEXT_DEVICE"), request.shapes or {}
+    device = forced or request.device
     if device not in (None, *get_args(Device)):
         where = "EPCONTEXT_DEVICE" if forced else "device"
         raise LoadError(f"{where} must be one of {get_args(Device)}, not {device!r}")
-    _use_once(session_options)
-    sizes = {name: tuple(map(operator.index, shape)) for name, shape in (shapes or {}).items()}
-    options = (session_options, provider_options or {}, fallback_providers)
-    request = Request(device, sizes, fallback, recompile, verify, *options)
-    read = _package(package, verify)
+    _use_once(request.session_options)
+    sizes = {name: tuple(map(operator.index, shape)) for name, shape in shapes.items()}
+    options = request.provider_options or {}
+    request = request._replace(device=device, shapes=sizes, provider_options=options)
+    read = _package(request.package, request.verify)
     if override := os.environ.get("EPCONTEXT_TARGET"):
         if any(override in (v.target, *v.configured) for v in read.models.get(name, ())):
-            target = override
+            request = request._replace(target=override)
         else:
             log("warning", f"{name} has no target {override!r} (EPCONTEXT_TARGET)")
-    return _choose(read, name, target, request), request
+    return _choose(read, name, request), request
 
 
 def _use_once(session_options: SessionOptions | Callable[[], SessionOptions] | None) -> None:
@@ -205,7 +193,7 @@ def runner(name: str, **arguments: Any) -> Any:
     It has ``run``, ``get_inputs`` and ``get_outputs`` of a session, and ``explain``. ``session_options`` must
     be a function if several sizes run. Raises LoadError as `load` does.
     """
-    ways, request = _prepare(name, **arguments)
+    ways, request = _prepare(name, Request(**arguments))
     module = importlib.import_module("._runner", __package__)
     return module.Runner(sys.modules[__name__], name, ways, request)
 
@@ -237,21 +225,24 @@ def path(name: str, target: str | None = None, *, package: Folder | None = None)
 
     ``target`` is the first of the model's targets by default. Raises LoadError as `load` does.
     """
-    ((variant, *_), _), *_ = _choose(_package(package), name, target, Request(None, {}))
+    ((variant, *_), _), *_ = _choose(_package(package), name, Request(target, shapes={}))
     yield variant.package.on_disk(variant)
 
 
 class Request(NamedTuple):
-    """The arguments of `load` that do not choose a model."""
+    """The arguments of `load`, without the model's name."""
 
-    device: str | None
-    shapes: Shapes
+    target: str | None = None
+    device: str | None = None
+    shapes: Any = None
     fallback: bool = True
     recompile: bool = False
     verify: bool = False
+    package: Folder | None = None
     session_options: Any = None
     provider_options: Any = None
     fallback_providers: Sequence[Any] | None = None
+    windows_ml: bool = False
 
 
 class Package:
@@ -491,7 +482,7 @@ _read = functools.lru_cache(maxsize=16)(lambda root, *_: Package(root))
 
 
 def _choose(
-    package: Package, name: str, target: str | None, request: Request
+    package: Package, name: str, request: Request
 ) -> list[tuple[list[Variant], Callable[..., Any]]]:
     """The targets to try, in order: the sizes of each, the best first, and the function that opens it.
 
@@ -499,7 +490,7 @@ def _choose(
     """
     if name not in package.models:
         raise LoadError(f"unknown model {name!r}. Known: {', '.join(package.models) or 'none'}.")
-    variants = package.models[name]
+    variants, target = package.models[name], request.target
     # All components of a model list their targets in the same order.
     known = list(dict.fromkeys(variant.target for variant in variants))
     if target not in known and target in (configured := variants[0].configured if variants else {}):

@@ -239,7 +239,7 @@ def only_variant(app: Any, target: str = "npu") -> Any:
 
 
 def opener(app: Any, target: str = "npu", **request: Any) -> Any:
-    given = {"device": None, "shapes": {}, "provider_options": {}, **request}
+    given = {"shapes": {}, "provider_options": {}, **request}
     return app.Opener(only_variant(app, target), app.Request(**given))
 
 
