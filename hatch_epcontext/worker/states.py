@@ -22,6 +22,14 @@ _LAYERS: Mapping[str, Mapping[int, int]] = {
 }
 """For each layer the inputs with its first states, and the outputs with its last ones."""
 
+_CACHES: Mapping[str, Sequence[int]] = {
+    "Attention": (4, 5),
+    "GroupQueryAttention": (3, 4),
+    "MultiHeadAttention": (6, 7),
+}
+"""For each attention the inputs with the keys and values of earlier steps. The app moves on in them, so that
+fed back at one position they are no states."""
+
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 
 _STATES = frozenset(
@@ -35,6 +43,9 @@ _TIMES = frozenset(
     | {*("initial", "first", "past", "present", "n", "t", "0")}
 )
 """Words in names for a state before a step, or after it."""
+
+_ACTIVATIONS = ("hidden", "states")
+"""What the layers of a transformer pass on is called so, though it is no state."""
 
 
 def state_pairs(model: onnx.ModelProto, configured: Mapping[str, str], key: Key) -> dict[str, str]:
@@ -50,7 +61,9 @@ def state_pairs(model: onnx.ModelProto, configured: Mapping[str, str], key: Key)
     if configured:
         return dict(configured)
     pairs: dict[str, str] = {}
-    for first, last in itertools.chain(_guesses(model.graph), _called_states(inputs, outputs)):
+    caches = _values_of(model.graph, _CACHES)
+    called = _called_states((name for name in inputs if name not in caches), outputs)
+    for first, last in itertools.chain(_guesses(model.graph), called):
         if first in inputs and last in outputs and _fit(inputs[first], outputs[last]):
             pairs.setdefault(first, last)
     # An app does not feed one output back to two inputs.
@@ -134,7 +147,7 @@ def _called_states(inputs: Iterable[str], outputs: Iterable[str]) -> Iterator[tu
     behind = {_stem(output): output for output in outputs}
     for name in inputs:
         stem = _stem(name)
-        if stem in behind and not _STATES.isdisjoint(stem):
+        if stem in behind and stem != _ACTIVATIONS and not _STATES.isdisjoint(stem):
             yield name, behind[stem]
 
 
@@ -147,12 +160,17 @@ def _stem(name: str) -> tuple[str, ...]:
 
 def first_states(main: onnx.GraphProto) -> set[str]:
     """The values from which the first states of layers in ``main`` and its inner graphs come."""
-    states = (
+    return _values_of(main, _LAYERS)
+
+
+def _values_of(main: onnx.GraphProto, operands: Mapping[str, Iterable[int]]) -> set[str]:
+    """The values from which these ``operands`` of operators in ``main`` and its inner graphs come."""
+    values = (
         graph.operand(node, index)
         for node in graph.nodes(main)
-        for index in _LAYERS.get(node.op_type, ())
+        for index in operands.get(node.op_type, ())
     )
-    return _reached(states, _moves(main)[1])
+    return _reached(values, _moves(main)[1])
 
 
 _Moves = Mapping[str, Sequence[str]]

@@ -62,6 +62,15 @@ def test_states_of_single_operators_are_found_by_their_names(first: str, last: s
         assert state_pairs(made, {}, KEY) == {}
 
 
+def test_what_a_transformer_passes_on_or_keeps_of_tokens_is_no_state() -> None:
+    made = parsed("""(float[1, 1, 8] in_hidden_states, float[1, 1, 4, 8] k_cache,
+        float[1, 1, 4, 8] v_cache, int32[1] lengths, int32 total) => (float[1, 1, 8] out_hidden_states,
+        float[1, 1, 4, 8] next_k_cache, float[1, 1, 4, 8] next_v_cache) {
+            out_hidden_states, next_k_cache, next_v_cache = com.microsoft.GroupQueryAttention (
+                in_hidden_states, in_hidden_states, in_hidden_states, k_cache, v_cache, lengths, total) }""")
+    assert state_pairs(made, {}, KEY) == {}
+
+
 def test_the_cells_of_single_operators_are_found() -> None:
     made = parsed("""(float[4] x, float[1, 4] input_5) =>
         (float[1, 4] stack_5, float[4] masked) <int64[1] axis = {0}> {

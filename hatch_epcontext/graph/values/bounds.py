@@ -185,10 +185,13 @@ def _positions(operand: int, table: int) -> _Rule:
 
 
 def _group_query_attention(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
-    """The lengths of the cache with the new part: minus one, and of the whole batch."""
-    past, new = _size(node, scope, 3, 2), _size(node, scope, 0, 1)
-    # Shapes after ONNX Runtime's operators are unknown: there is at least one new token.
-    total = (past or 0) + (new or 1)
+    """The lengths of the cache with the new part: minus one, and of the whole batch.
+
+    The cache grows by the new part, or has as many slots before as after it.
+    """
+    past, new = _size(node, scope, 3, 2) or 0, _size(node, scope, 0, 1) or 1
+    slots = scope.sizes(node.output[1]) if len(node.output) > 1 else None
+    total = past + new if past < new or slots and slots[2] == past + new else past
     yield Bound(5, 0, total - 1, usual=total - 1)
     yield Bound(6, 1, total, usual=total)
 

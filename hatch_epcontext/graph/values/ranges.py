@@ -132,7 +132,7 @@ def _known_range(
     for bound in reached:
         kinds[bound.kind].append(bound)
     is_integer = not is_float(numpy_dtype(facts.dtype))
-    if is_mask_name(facts.name) or (kinds["mask"] and not kinds["index"]):
+    if (is_mask_name(facts.name) or kinds["mask"]) and not kinds["index"]:
         return Range(0.0, 1.0, True, 1.0)
     is_length = kinds["length"] or (is_length_name(facts.name) and _is_flat(facts))
     if is_integer and is_length and not kinds["index"]:

@@ -217,16 +217,21 @@ def test_an_invalid_graph_bounds_nothing() -> None:
 def test_positions_boxes_and_caches_of_fused_operators_are_bounded() -> None:
     found = ranges(
         """(float[1, 4, 8] x, int64[1, 4] position, float[1, 4, 8] k, float[1, 4, 8] v,
-        float[1, 1, 6, 8] past, int32[1] lengths, int32 total, float[1, 20, 4] boxes,
-        float[1, 2, 20] scores, int64[1] most, float[1] iou) => (int64[] y) {
+        float[1, 1, 6, 8] past, float[1, 1, 3, 8] few, int32[1] mask_lengths, int32 total,
+        int32 grown, int32 small, float[1, 20, 4] boxes, float[1, 2, 20] scores, int64[1] most,
+        float[1] iou) => (int64[] y, float[1, 1, 10, 8] keys) {
             r = com.microsoft.RotaryEmbedding (x, position, cos, sin)
-            a = com.microsoft.GroupQueryAttention (x, k, v, past, past, lengths, total)
+            a = com.microsoft.GroupQueryAttention (x, k, v, past, past, mask_lengths, total)
+            b, keys = com.microsoft.GroupQueryAttention (x, k, v, past, past, mask_lengths, grown)
+            c = com.microsoft.GroupQueryAttention (x, k, v, few, few, lengths, small)
             y = NonMaxSuppression (boxes, scores, most, iou) }""",
         cos=(32, 4),
         sin=(32, 4),
     )
     assert found["position"] == index(31)
-    assert (found["lengths"], found["total"]) == (index(9, 0, 9), index(10, 1, 10))
+    # A cache with room for the new part is not extended, unless its result shows that.
+    assert (found["mask_lengths"], found["total"]) == (index(5, 0, 5), index(6, 1, 6))
+    assert (found["grown"], found["small"]) == (index(10, 1, 10), index(7, 1, 7))
     assert (found["most"], found["iou"]) == (index(20, 1, 20), Range(0, 1, known=True))
 
 
