@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import onnx
@@ -159,8 +160,11 @@ class _ModelFolder:
     """The folder of the model at ``path``, resolved once for all its files; see `stays_inside`."""
 
     def __init__(self, path: Path) -> None:
-        self._folder = path.parent
-        self._resolved = (path.parent.resolve(), path.resolve().parent)
+        self._path, self._folder = path, path.parent
+
+    @cached_property
+    def _resolved(self) -> tuple[Path, Path]:
+        return self._folder.resolve(), self._path.resolve().parent
 
     def has(self, location: str) -> bool:
         """Whether ``location`` is in the folder: on any system, links resolved."""

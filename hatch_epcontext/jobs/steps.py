@@ -156,9 +156,9 @@ class Steps:
         from hatch_epcontext.worker.requests import ValidateRequest
 
         target, record = job.target, artifact.record
-        settings, prepared = target.settings, None
+        prepared = None
         # Its number format is emulated on the file that was compiled, which an earlier build may have done.
-        if target.provider.number_format(settings.device, settings.provider_options) is not None:
+        if _is_emulated(target):
             index = job.models.index(model)
             again = self.prepare(job, index, record.recipe)
             # With other samples, other rewrites are worthwhile.
@@ -269,6 +269,7 @@ class Steps:
             self._references.get(form),
             precision=_precision(job, model),
             fuse=recipe.fuse,
+            emulated=_is_emulated(job.target),
         )
         # Which makes both folders.
         call = folder / "call"
@@ -288,15 +289,14 @@ class Steps:
         if refused == ():
             return replace(before, changed=False, dropped=())
         model, folder = job.models[index], self._folder / str(next(self._numbers))
-        limit = job.target.settings.unroll_limit
+        limit, precision = job.target.settings.unroll_limit, _precision(job, model)
         request = RewriteRequest(
             model.on(job.target),
             before,
             refused,
             str(folder),
             simplify=recipe.simplifier != "none",
-            compare=model.is_compared,
-            precision=_precision(job, model) if before.precision else None,
+            tolerance=precision.tolerance if precision and before.precision else None,
             unroll_limit=limit if last and last.kind == "unroll" else None,
             corrections=recipe.corrections,
         )
@@ -308,6 +308,12 @@ class Steps:
         is_small = all(self._build.sources[model.name].size <= _SMALL for model in job.models)
         is_alone = job.target.provider.exclusive_device or job.group is not None
         return (task, job.target.name) if is_small and recipe.is_plain and not is_alone else None
+
+
+def _is_emulated(target: Target) -> bool:
+    """Whether a validation emulates a number format on the model that is compiled for ``target``."""
+    settings = target.settings
+    return target.provider.number_format(settings.device, settings.provider_options) is not None
 
 
 def _form(job: Job, model: Model) -> Hashable:

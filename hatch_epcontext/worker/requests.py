@@ -104,7 +104,8 @@ class PrepareRequest(WorkerRequest[Prepared], action="prepare", fills="folder"):
 
     With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
     ``reference``, if an earlier `Prepared` has one. ``precision``: how its numbers are changed.
-    Without ``fuse`` nothing is folded into the weights of convolutions.
+    Without ``fuse`` nothing is folded into the weights of convolutions. ``emulated``: whether a validation
+    emulates a number format on the samples of the reference, for which it has more of them.
     """
 
     model: Model
@@ -114,6 +115,7 @@ class PrepareRequest(WorkerRequest[Prepared], action="prepare", fills="folder"):
     reference: str | None = None
     precision: Precision | None = None
     fuse: bool = True
+    emulated: bool = True
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,10 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     """Rewrite the model ``before``, which was made of ``model``, where an EP refuses it.
 
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
-    ``simplify``, and with ``compare`` compared with the source on the CPU. ``folder`` exists and is empty.
-    ``precision``: how its numbers were changed before. With an ``unroll_limit`` loops and layers of known
-    length are unrolled instead, up to that many nodes. With ``corrections``, the ids of rewrites for
-    accuracy, only these are applied.
+    ``simplify``, and compared with the source on the CPU if ``before`` has a reference. ``folder`` exists and
+    is empty. ``tolerance``: how far it may differ if its numbers were changed before. With an
+    ``unroll_limit`` loops and layers of known length are unrolled instead, up to that many nodes. With
+    ``corrections``, the ids of rewrites for accuracy, only these are applied.
     """
 
     model: Model
@@ -132,8 +134,7 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     refused: tuple[str, ...] | None
     folder: str
     simplify: bool
-    compare: bool
-    precision: Precision | None = None
+    tolerance: Tolerance | None = None
     unroll_limit: int | None = None
     corrections: tuple[RewriteName, ...] = ()
 

@@ -37,10 +37,11 @@ _MAX_BYTES = 2**25
 MAX_GIVEN = 64
 """The most given samples that are run on the CPU: they and their outputs are in memory at once."""
 
-_MANY = 80
+MANY, SOME = 80, 12
+"""The most synthetic samples; and those of a model whose number format is not emulated on them."""
 
 _BUDGET = 4e9
-"""Multiply-adds of all samples of a model, from `FEW_SAMPLES` to `_MANY` samples: about a second of CPU time,
+"""Multiply-adds of all samples of a model, from `FEW_SAMPLES` to `MANY` samples: about a second of CPU time,
 and the same number of samples on all machines."""
 
 _LIMIT, _MIN_SAMPLES = 1e12, 2
@@ -76,7 +77,7 @@ def number_of_samples(multiply_adds: int) -> int:
     """The number of samples for a model that needs so many multiply-adds for one."""
     cost = max(multiply_adds, 1)
     few = min(FEW_SAMPLES, max(_MIN_SAMPLES, _LIMIT / cost))
-    return int(min(_MANY, max(few, _BUDGET / cost)))
+    return int(min(MANY, max(few, _BUDGET / cost)))
 
 
 def number_of_steps(multiply_adds: int) -> int:
@@ -90,13 +91,14 @@ def samples(
     ranges: Mapping[str, Range],
     multiply_adds: int = 1,
     states: Mapping[str, str] | None = None,
+    most: int = MANY,
 ) -> tuple[Sample, ...]:
     """Return different samples, the first of which is what `dummy_inputs` returns.
 
-    Their number follows from the ``multiply_adds`` of one step. There is only one if the inputs of ``model``
-    are zeros or ones, or if a sample is large; of given files the first `MAX_GIVEN` are used. If there are
-    ``states``, sequences of steps are added. ``ranges``: of the numeric inputs. Raises ModelError as
-    `dummy_inputs` does.
+    Their number follows from the ``multiply_adds`` of one step, up to ``most``. There is only one if the
+    inputs of ``model`` are zeros or ones, or if a sample is large; of given files the first `MAX_GIVEN` are
+    used. If there are ``states``, sequences of steps are added. ``ranges``: of the numeric inputs. Raises
+    ModelError as `dummy_inputs` does.
     """
     kind = model.validate.inputs
     if kind not in SYNTHETIC:
@@ -114,7 +116,7 @@ def samples(
         return tuple(result)
     if sum(array.nbytes for array in first.values()) > _MAX_BYTES:
         return tuple(result)
-    number = number_of_samples(multiply_adds * (STEPS if states else 1))
+    number = min(most, number_of_samples(multiply_adds * (STEPS if states else 1)))
     result += itertools.islice(
         _varied(result[0], sized(inputs, model), ranges, states or {}), number - 1
     )
@@ -230,13 +232,14 @@ def run_samples(
     ranges: Mapping[str, Range],
     multiply_adds: int = 1,
     states: Mapping[str, str] | None = None,
+    most: int = MANY,
 ) -> list[tuple[Sample, T]]:
     """Return the `samples` of ``inputs``, each with the result of ``run``.
 
     Raises what ``run`` raises, but not for synthetic samples after the first: they may be extremes that the
     graph rejects, although its ranges do not show it.
     """
-    first, *others = samples(inputs, model, ranges, multiply_adds, states)
+    first, *others = samples(inputs, model, ranges, multiply_adds, states, most)
     results = [(first, run(first))]
     for sample in others:
         try:

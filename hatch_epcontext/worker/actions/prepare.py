@@ -35,7 +35,7 @@ from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.compiler import optimize
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
-from hatch_epcontext.worker.session import cpu_options
+from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.source import (
     data_of,
     fix_inputs,
@@ -133,8 +133,10 @@ def _compare(
         expected = for_other_numbers(expected)
     rest, session = expected.facts.selections.rest, simplified
     # The session that wrote it, if possible: opening the file again takes as long as simplifying it.
-    if session is None or rest is not None:
+    if rest is not None:
         session = open_with_reads(result, rest, cpu_options())
+    elif session is None:
+        session = open_session(result, cpu_options())
     name = "the source model's" if expected.facts.float_form is None else "its float form's"
     name += f" before it was {done}" if done else ""
     subject = Subject(model, "the prepared model on the CPU", name)
@@ -155,7 +157,9 @@ def _reference(
     if request.reference is not None:
         return read_reference(request.reference)
     floats = None if form == integers else form
-    return source_reference(request.model, onnx_model, integers, floats, folded)
+    return source_reference(
+        request.model, onnx_model, integers, floats, folded, emulated=request.emulated
+    )
 
 
 def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.InferenceSession | None:

@@ -34,10 +34,7 @@ from hatch_epcontext.worker.comparison.compare import (
     compare_runs,
     refuse_differences,
 )
-from hatch_epcontext.worker.comparison.reference import (
-    reference_of_artifact,
-    round_weights,
-)
+from hatch_epcontext.worker.comparison.reference import round_weights
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
@@ -70,7 +67,6 @@ def handle(request: RewriteRequest) -> Prepared:
     """Write the request's model, rewritten or unrolled, into its folder.
 
     A change after which the model cannot be run, or gives other results than the source, is left out.
-    Raises ModelError when the source model cannot be run on the CPU.
     """
     if request.unroll_limit is not None:
         step("unrolling what the EP refuses")
@@ -168,15 +164,8 @@ class _RewriteSession:
         refused = request.refused
         if refused is None:
             refused = tuple(map(graph.operator, graph.nodes(model.graph)))
-        expected = None
-        if request.compare:
-            precision = request.precision
-            dequantized = precision is not None and bool(precision.dequantize)
-            expected = (
-                reference_of_artifact(request.model, model, dequantized=dequantized)
-                if request.before.reference is None
-                else read_reference(request.before.reference)
-            )
+        reference = request.before.reference
+        expected = None if reference is None else read_reference(reference)
         types = value_types(model, Path(request.before.path))
         return _RewriteSession(request, frozenset(refused), expected, types)
 
@@ -187,7 +176,7 @@ class _RewriteSession:
         """The rewrites that may change the model."""
         if not self.request.corrections:
             # Only a comparison shows that both branches are right.
-            compares = self.request.compare
+            compares = self.expected is not None
             return tuple(r for r in REWRITES if compares or r is not if_as_where)
         names = correct(self.read(), self.types, self.request.corrections)
         if not set(self.request.corrections).issubset(ALWAYS) and set(names).issubset(ALWAYS):
@@ -220,13 +209,13 @@ class _RewriteSession:
 
     def compare(self, session: ort.InferenceSession, path: Path) -> None:
         """Raise BuildError if ``session``, which has the file ``path`` open, gives other results than the
-        source; does nothing if the request does not compare.
+        source; does nothing without a reference.
         """
         if self.expected is None:
             return
         tolerance, expected = SIMPLIFIED, self.expected
-        if self.request.precision is not None and self.request.precision.tolerance is not None:
-            tolerance, expected = self.request.precision.tolerance, for_other_numbers(expected)
+        if self.request.tolerance is not None:
+            tolerance, expected = self.request.tolerance, for_other_numbers(expected)
         elif self.request.corrections:
             tolerance = _CORRECTED
             try:

@@ -54,7 +54,7 @@ from hatch_epcontext.worker.source import feeds_for, fix_inputs, read_source
 
 
 def handle(request: ValidateRequest) -> Validation:
-    """Validate the request's context: open it from disk and from memory, run it, and compare.
+    """Validate the request's context: open it, run it, and compare.
 
     Outputs that differ are in the result. Raises BuildError when it cannot be opened without compiling, or
     fails; ModelError when the dummy inputs do not fit.
@@ -83,20 +83,17 @@ def handle(request: ValidateRequest) -> Validation:
         if other != request.context
     ]
     make_options = cpu_options if unavailable else partial(_options, request)
-    # Only one of the two is run: both compute the same, and simulators are slow.
-    rest = expected.facts.selections.rest if isinstance(expected, Reference) else None
-    from_memory = open_with_reads(_file(request), rest, make_options())
-    session_options = make_options()
+    session_options, path = make_options(), Path(request.folder) / request.context.model_file
     start = time.perf_counter()
-    session = open_session(_file(request), session_options)
+    session = open_session(path, session_options)
     day = datetime.now(timezone.utc).date().isoformat()
     validation = replace(validation, load=time.perf_counter() - start, day=day)
     if unavailable is None:
-        _check_assignment(request, from_memory, "memory")
-        _check_assignment(request, session, "disk")
+        _check_assignment(request, session)
     if isinstance(expected, Reference):
-        # The session that also returns the values that are compared before a selection.
-        return _compare(request, session if rest is None else from_memory, expected, validation)
+        if (rest := expected.facts.selections.rest) is not None:
+            session = open_with_reads(path, rest, make_options())
+        return _compare(request, session, expected, validation)
     outputs = run_model(session, expected, "the compiled model")
     return replace(validation, agreements=tuple(not_finite(outputs, {})))
 
@@ -206,7 +203,8 @@ def _reference(request: ValidateRequest) -> Reference | Arrays:
     if request.tolerance is None:
         return feeds
     dequantized = bool(request.target.settings.dequantize)
-    return reference_of_artifact(model, source, dequantized=dequantized)
+    emulated = request.prepared is not None
+    return reference_of_artifact(model, source, dequantized=dequantized, emulated=emulated)
 
 
 def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:
@@ -252,13 +250,7 @@ def _options(request: ValidateRequest) -> ort.SessionOptions:
     return result
 
 
-def _file(request: ValidateRequest) -> Path:
-    return Path(request.folder) / request.context.model_file
-
-
-def _check_assignment(
-    request: ValidateRequest, session: ort.InferenceSession, loaded_from: str
-) -> None:
+def _check_assignment(request: ValidateRequest, session: ort.InferenceSession) -> None:
     provider = request.target.provider
     # Older releases of ONNX Runtime do not report which EP got which node.
     assignment = getattr(session, "get_provider_graph_assignment_info", None)
@@ -268,7 +260,7 @@ def _check_assignment(
     # An optimized graph may have no nodes left.
     if provider.ep not in assigned and (assigned or provider.product == "context"):
         message = (
-            f"the {provider.product} graph was loaded from {loaded_from}, but ONNX Runtime assigned "
-            f"no node of it to {provider.ep}."
+            f"the {provider.product} graph was loaded, but ONNX Runtime assigned no node of it to "
+            f"{provider.ep}."
         )
         raise RefusedError(Problem(Kind.WRONG_RESULT, "", message))

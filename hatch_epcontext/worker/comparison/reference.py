@@ -41,6 +41,7 @@ from hatch_epcontext.worker.comparison.runs import (
     is_constant,
     is_nowhere_finite,
     run_steps,
+    tells,
     values_of,
     with_telling,
 )
@@ -48,7 +49,7 @@ from hatch_epcontext.worker.comparison.selections import selections
 from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
-from hatch_epcontext.worker.samples import Sample, run_samples
+from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.source import fix_inputs, ranges_for, source_failed, typed_graph
 from hatch_epcontext.worker.states import state_pairs
@@ -89,12 +90,16 @@ def reference(
     fixed: onnx.ModelProto,
     path: Path | None = None,
     folded: onnx.GraphProto | None = None,
+    *,
+    emulated: bool = True,
 ) -> Reference:
     """Run the source model on the CPU, with its constants fed as inputs.
 
     ``fixed``: the model after its configuration was applied; its inputs are fed. ``path``: the file of
     another form of the source to run instead. ``folded``: the `typed_graph` of ``fixed`` or of its simplified
-    form, which shows more of the inputs and outputs. Raises ModelError when it cannot be run.
+    form, which shows more of the inputs and outputs. ``emulated``: whether a number format is emulated on the
+    samples; if not, a few are enough, unless an output is the same in all of them. Raises ModelError when it
+    cannot be run.
     """
     path = path or Path(model.path)
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
@@ -108,14 +113,17 @@ def reference(
         if folded is None:
             folded = typed_graph(fixed, model)
         ranges = ranges_for(folded, inputs, model)
-        tried = run_samples(cpu.run, inputs, model, ranges, cost, states)
         names = [value.name for value in fixed.graph.output]
+        for most in (MANY,) if emulated else (SOME, MANY):
+            tried = run_samples(cpu.run, inputs, model, ranges, cost, states, most)
+            runs = [run for _, run in tried]
+            if all(tells(name, runs) for name in names):
+                break
         outputs = {
             **output_facts(typed, chosen.reads, opset),
             **output_facts(folded, names, opset),
         }
         random = cpu.random(*tried[0])
-        runs = [run for _, run in tried]
         is_fixed = all(tensor.is_fixed for tensor in inputs)
         batch = cpu.batch(runs) if is_fixed and cost < _SLOW else {}
         is_synthetic = model.validate.inputs in SYNTHETIC
@@ -379,21 +387,24 @@ def write_float_form(source: Path, result: Path, *, static: bool = False) -> int
     return undone
 
 
-def reference_of_artifact(model: Model, fixed: onnx.ModelProto, *, dequantized: bool) -> Reference:
-    """The reference of ``model`` for an earlier artifact; ``fixed``: as for `reference`.
+def reference_of_artifact(
+    model: Model, fixed: onnx.ModelProto, *, dequantized: bool, emulated: bool = True
+) -> Reference:
+    """The reference of ``model`` for an earlier artifact; ``fixed`` and ``emulated``: as for `reference`.
 
     ``dequantized``: whether its dynamic quantization was undone. Raises BuildError and ModelError as
     `source_reference` does.
     """
     if not is_quantized(onnx.load(model.path, load_external_data=False)):
-        return reference(model, fixed)
+        return reference(model, fixed, emulated=emulated)
     whole = load_whole(model.path)
     fix_inputs(whole, model)
     with temp_dir() as folder:
         integers, floats = folder / "integers.onnx", folder / "floats.onnx"
         save_whole(whole, integers)
         has_floats = dequantized and write_float_form(integers, floats)
-        return source_reference(model, whole, integers, floats if has_floats else None)
+        form = floats if has_floats else None
+        return source_reference(model, whole, integers, form, emulated=emulated)
 
 
 def source_reference(
@@ -402,19 +413,21 @@ def source_reference(
     path: Path,
     floats: Path | None,
     folded: onnx.GraphProto | None = None,
+    *,
+    emulated: bool = True,
 ) -> Reference:
     """The reference of ``model``: its float form, if there is one, and how near its integers are to that.
     Else the source, and its noise if it is quantized.
 
-    ``fixed`` and ``folded``: as for `reference`; ``path``: the file of ``fixed``; ``floats``: that of its
-    float form.
-    Raises BuildError when an output of that has another shape than the source's, and ModelError when the
-    model cannot be run.
+    ``fixed``, ``folded`` and ``emulated``: as for `reference`; ``path``: the file of ``fixed``; ``floats``:
+    that of its float form. Raises BuildError when an output of that has another shape than the source's, and
+    ModelError when the model cannot be run.
     """
     if floats is None:
-        expected = reference(model, fixed, folded=folded)
+        expected = reference(model, fixed, folded=folded, emulated=emulated)
         return with_noise(path, expected) if is_quantized(fixed) else expected
-    expected = reference(model, onnx.load(floats, load_external_data=False), floats, folded)
+    form = onnx.load(floats, load_external_data=False)
+    expected = reference(model, form, floats, folded, emulated=emulated)
     try:
         session = open_session(path, cpu_options())
         integers = [*_compared(session, for_other_numbers(expected))]

@@ -151,13 +151,13 @@ def with_telling(
     """
     result = [*chosen]
     for output in runs[0].outputs[0]:
-        if not _tells(output, result):
-            telling = (run for run in runs if _tells(output, [chosen[0], run]))
+        if not tells(output, result):
+            telling = (run for run in runs if tells(output, [chosen[0], run]))
             result += itertools.islice(telling, 1)
     return result
 
 
-def _tells(output: str, runs: Sequence[ReferenceRun]) -> bool:
+def tells(output: str, runs: Sequence[ReferenceRun]) -> bool:
     """Whether ``output`` has different finite values in ``runs``."""
     values = values_of(output, runs)
     return values[0].dtype.kind in "OSU" or not (is_nowhere_finite(values) or is_constant(values))

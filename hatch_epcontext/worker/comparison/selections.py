@@ -433,13 +433,9 @@ def _suppressed(scope: Scope) -> set[str]:
     return names
 
 
-def open_with_reads(
-    path: Path, rest: Rest | None, options: ort.SessionOptions
-) -> ort.InferenceSession:
-    """A session of the bytes of the file ``path``, which also returns the values that ``rest`` reads."""
+def open_with_reads(path: Path, rest: Rest, options: ort.SessionOptions) -> ort.InferenceSession:
+    """A session of the model in the file ``path``, which also returns the values that ``rest`` reads."""
     set_model_path(path, options)
-    if rest is None:
-        return open_session(path.read_bytes(), options)
     model = onnx.load(path, load_external_data=False)
     expose_reads(model, rest)
     return open_session(model.SerializeToString(), options)

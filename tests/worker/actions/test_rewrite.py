@@ -46,7 +46,7 @@ def rewritten(
         folder.mkdir(parents=True)
     reply = prepare.handle(PrepareRequest(spec, "onnxruntime", str(folders[0]), compare))
     before = dataclasses.replace(reply, path=path or reply.path)
-    request = RewriteRequest(spec, before, refused, str(folders[1]), True, compare, **more)
+    request = RewriteRequest(spec, before, refused, str(folders[1]), True, **more)
     return rewrite.handle(request)
 
 

@@ -13,6 +13,8 @@ from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import Rewrite
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.actions.rewrite import handle
+from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.runs import write_reference
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
 from tests.graph.rewrites.unrolled import recurrent
 from tests.models import parsed, save, save_with_data
@@ -42,8 +44,10 @@ def unroll(
 ) -> Prepared:
     spec = Model(name="model", key=Key(("models", 0)), path=path)
     folder.mkdir()
-    before, out = Prepared(str(path)), str(folder)
-    request = RewriteRequest(spec, before, refused, out, True, compare, unroll_limit=limit)
+    file = folder.with_suffix(".reference")
+    written = write_reference(reference(spec, onnx.load(path)), file) if compare else None
+    before, out = Prepared(str(path), reference=written), str(folder)
+    request = RewriteRequest(spec, before, refused, out, True, unroll_limit=limit)
     return handle(request)
 
 
