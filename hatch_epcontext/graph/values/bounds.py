@@ -191,7 +191,7 @@ def _group_query_attention(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound
     """
     past, new = _size(node, scope, 3, 2) or 0, _size(node, scope, 0, 1) or 1
     slots = scope.sizes(node.output[1]) if len(node.output) > 1 else None
-    total = past + new if past < new or slots and slots[2] == past + new else past
+    total = past + new if past < new or (slots and slots[2] == past + new) else past
     yield Bound(5, 0, total - 1, usual=total - 1)
     yield Bound(6, 1, total, usual=total)
 
