@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,11 +179,18 @@ on_posix = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX
     ],
 )
 def test_what_is_not_the_simplifiers_fault_fails_the_job(
-    job: Job, tmp_path: Path, workers: Workers, body: Path, source: str, kind: Kind, words: str
+    job: Job,
+    tmp_path: Path,
+    workers: Workers,
+    body: Path,
+    source: str,
+    kind: Kind,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     body.write_text(source, encoding="utf-8")
     if kind is Kind.WORKER_TIMEOUT:
-        workers = dataclasses.replace(workers, timeout=1)
+        monkeypatch.setattr(workers, "timeout", 1)
     with pytest.raises(AccidentError) as raised:
         prepared(job, tmp_path, workers)
     (problem,) = raised.value.problems

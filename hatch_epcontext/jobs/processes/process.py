@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from hatch_epcontext.errors import (
     Kind,
     Problem,
 )
-from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.processes.failures import (
     LOG_LIMIT,
     WorkerLog,
@@ -81,102 +79,67 @@ class Heartbeat:
             self._next = time.monotonic() + _NEXT_BEATS
 
 
-class _Processes:
-    """The running processes of all threads, and the server that forks them, if there is one."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.running: set[WorkerProcess] = set()
-        self.idle: list[tuple[Hashable, Worker]] = []
-        self.server: ForkServer | None = None
-        self.is_open = False
-        self.simulated: tuple[str, ...] = ()
-        self.stopped = False
-
-    def start(self, log_path: Path, memory_limit: int | None, *, alone: bool) -> WorkerProcess:
-        """Start a process; ``alone``: without the server, which failed.
-
-        Raises BuildError after the build was stopped, and NotStartedError if the system refuses it.
-        """
-        with self.lock:
-            if self.stopped:
-                raise interrupted()
-            try:
-                if alone or not (self.is_open and CAN_FORK):
-                    process: WorkerProcess = Interpreter(log_path, memory_limit)
-                else:
-                    self.server = self.server or ForkServer(self.simulated)
-                    process = Fork(self.server)
-            except (OSError, RuntimeError) as error:
-                # Python raises RuntimeError if it cannot start a thread.
-                raise NotStartedError from error
-            self.running.add(process)
-            return process
-
-    def lend(self, purpose: Hashable) -> Worker | None:
-        """A worker that waits for a task of this ``purpose``, if there is one."""
-        with self.lock:
-            for number, (kept_for, worker) in enumerate(self.idle):
-                if kept_for == purpose:
-                    del self.idle[number]
-                    worker.tasks += 1
-                    return worker
-        return None
-
-    def keep(self, worker: Worker, purpose: Hashable) -> Worker | None:
-        """Let ``worker`` wait for another task of this ``purpose``; returns the one to close for that."""
-        with self.lock:
-            if not self.is_open or worker.tasks >= _TASKS:
-                return worker
-            self.idle.append((purpose, worker))
-            return self.idle.pop(0)[1] if len(self.idle) > _IDLE else None
-
-
-@dataclass(frozen=True)
 class Workers:
-    """How workers run.
+    """The processes of one build, for all its threads, and how they run.
 
     ``timeout``: seconds for each request. ``log``, if given, gets each request and every line that a worker
     prints while it runs; with ``verbose`` ONNX Runtime prints more than its warnings. ``memory_limit``: bytes
     of memory for each. ``progress`` gets a line about what runs whenever ``pulse`` is due; ``recipes``: what
-    is tried of jobs then, by their locations.
+    is tried of jobs then, by their locations. ``stopped``: whether `stop` was called.
 
     As a context manager it starts one process that has imported what workers need, where the system can
     fork it; otherwise each worker is a fresh interpreter. And only then processes are kept for other tasks.
     """
 
-    timeout: float
-    log: Callable[[str], None] | None = None
-    verbose: bool = False
-    memory_limit: int | None = None
-    progress: Callable[[str], None] | None = None
-    pulse: Heartbeat = field(default_factory=Heartbeat)
-    recipes: dict[str, str] = field(default_factory=dict)
-    _processes: _Processes = field(default_factory=_Processes)
+    def __init__(
+        self,
+        timeout: float,
+        log: Callable[[str], None] | None = None,
+        verbose: bool = False,
+        memory_limit: int | None = None,
+        progress: Callable[[str], None] | None = None,
+        pulse: Heartbeat | None = None,
+    ) -> None:
+        self.timeout, self.memory_limit = timeout, memory_limit
+        self.log, self.verbose, self.progress = log, verbose, progress
+        self.pulse, self.recipes = pulse or Heartbeat(), dict[str, str]()
+        self.stopped = self._is_open = False
+        self._lock = threading.Lock()
+        self._running: set[WorkerProcess] = set()
+        self._idle: list[tuple[Hashable, Worker]] = []
+        self._server: ForkServer | None = None
+        self._simulated: tuple[str, ...] = ()
 
     def __enter__(self) -> Workers:
-        self._processes.is_open = True
+        self._is_open = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._processes.lock:
-            self._processes.is_open = False
-            server, self._processes.server = self._processes.server, None
+        with self._lock:
+            self._is_open = False
+            server, self._server = self._server, None
         if server is not None:
             server.close()
         self.close_idle()
 
     def close_idle(self) -> None:
         """End the processes that wait for another task."""
-        with self._processes.lock:
-            idle, self._processes.idle = self._processes.idle, []
+        with self._lock:
+            idle, self._idle = self._idle, []
         for _, worker in idle:
             worker.close()
+
+    def stop(self) -> None:
+        """Kill all running workers, and start no more: each call then raises BuildError."""
+        with self._lock:
+            self.stopped = True
+            for process in self._running:
+                process.kill()
 
     def expect(self, providers: Iterable[Provider]) -> None:
         """Name the ``providers`` that workers will compile for, before the first worker starts."""
         names = {provider.name for provider in providers if provider.simulator}
-        self._processes.simulated = tuple(sorted(names))
+        self._simulated = tuple(sorted(names))
 
     def call(
         self,
@@ -197,29 +160,51 @@ class Workers:
         It ends with the context; with a ``purpose`` it may have done tasks of the same purpose before, and is
         kept for more.
         """
-        idle = None if purpose is None else self._processes.lend(purpose)
-        worker = idle or Worker(self, self._processes)
+        worker = Worker(self)
+        with self._lock:
+            for number, (kept_for, idle) in enumerate(self._idle):
+                if kept_for == purpose:
+                    del self._idle[number]
+                    worker = idle
+                    break
+        worker.tasks += 1
         surplus: Worker | None = worker
         try:
             yield worker
-            if purpose is not None:
-                surplus = self._processes.keep(worker, purpose)
+            with self._lock:
+                if purpose is not None and self._is_open and worker.tasks < _TASKS:
+                    self._idle.append((purpose, worker))
+                    surplus = self._idle.pop(0)[1] if len(self._idle) > _IDLE else None
         finally:
             # After an error, such as an interruption, nothing needs its reply.
             if surplus is not None:
                 surplus.close()
 
-    @property
-    def stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self._processes.stopped
+    def start(self, log_path: Path, *, alone: bool) -> WorkerProcess:
+        """Start a process; ``alone``: without the server, which failed.
 
-    def stop(self) -> None:
-        """Kill all running workers, and start no more: each call then raises BuildError."""
-        with self._processes.lock:
-            self._processes.stopped = True
-            for process in self._processes.running:
-                process.kill()
+        Raises BuildError after the build was stopped, and NotStartedError if the system refuses it.
+        """
+        with self._lock:
+            if self.stopped:
+                raise interrupted()
+            try:
+                if alone or not (self._is_open and CAN_FORK):
+                    process: WorkerProcess = Interpreter(log_path, self.memory_limit)
+                else:
+                    self._server = self._server or ForkServer(self._simulated)
+                    process = Fork(self._server)
+            except (OSError, RuntimeError) as error:
+                # Python raises RuntimeError if it cannot start a thread.
+                raise NotStartedError from error
+            self._running.add(process)
+            return process
+
+    def end(self, process: WorkerProcess) -> None:
+        """Return when ``process`` has ended, with all its children."""
+        process.close()
+        with self._lock:
+            self._running.discard(process)
 
 
 class Worker:
@@ -228,18 +213,15 @@ class Worker:
     ``tasks``: how many the process has begun.
     """
 
-    def __init__(self, workers: Workers, processes: _Processes) -> None:
-        self.tasks = 1
+    def __init__(self, workers: Workers) -> None:
+        self.tasks = 0
         self._workers = workers
-        self._processes = processes
         self._process: WorkerProcess | None = None
 
     def close(self) -> None:
         """Return when it has ended, with all its children. The next request starts another process."""
         if self._process is not None:
-            self._process.close()
-            with self._processes.lock:
-                self._processes.running.discard(self._process)
+            self._workers.end(self._process)
             self._process, self.tasks = None, 1
 
     def call(
@@ -280,10 +262,8 @@ class Worker:
     ) -> ReplyT:
         workers, limit = self._workers, self._workers.memory_limit
         label = f"{location}: {step}" if step else location
-        order = Order(request.action, request, folder, memory_limit=limit)
+        order = Order(request.action, request, folder, workers.verbose, limit)
         line = to_json(order, indent=None)
-        if workers.verbose:
-            line = to_json(replace(order, verbose=True), indent=None)
         log = WorkerLog(folder, label, workers.log)
         try:
             with writing("a folder for a worker", folder):
@@ -293,7 +273,7 @@ class Worker:
             recipe = workers.recipes.get(location)
             task = f"{location}: {recipe}: {action}" if recipe else f"{label}: {action}"
             message = self._exchange(line.encode(), log, task)
-            if self._processes.stopped:
+            if workers.stopped:
                 raise interrupted()
             if not log.path.is_file():
                 raise AccidentError(removed_problem(folder, ""))
@@ -327,8 +307,7 @@ class Worker:
                     workers.progress(f"{label} {state if seconds >= 1 else 'begins'}")
                 try:
                     if self._process is None:
-                        limit = workers.memory_limit
-                        self._process = self._processes.start(log.path, limit, alone=alone)
+                        self._process = workers.start(log.path, alone=alone)
                     message = self._process.answer(line, min(left, _POLL_SECONDS))
                 except NotStartedError as error:
                     if alone:

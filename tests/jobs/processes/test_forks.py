@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import os
 import signal
@@ -11,7 +12,6 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,7 @@ def workers() -> Iterator[Workers]:
 
 
 def server_of(workers: Workers) -> int:
-    server = workers._processes.server
+    server = workers._server
     assert server is not None
     return server._process.pid
 
@@ -98,7 +98,8 @@ def test_a_daemon_that_a_worker_started_ends_with_it(
     tmp_path: Path, check: Path, workers: Workers, end: str
 ) -> None:
     check.write_text(daemon(tmp_path) + end, encoding="utf-8")
-    problem(replace(workers, timeout=3), tmp_path)
+    workers.timeout = 3
+    problem(workers, tmp_path)
     # Not some time later: it may use a device, or write to the folder of the step.
     assert not is_running(process_in(tmp_path / "daemon"))
 
@@ -246,7 +247,8 @@ def test_a_worker_that_does_not_end_leaves_the_others_alone(
             f"import os, time\nos.kill({server_of(workers)}, 19)\ntime.sleep(600)\n",
             encoding="utf-8",
         )
-        slow = replace(workers, timeout=1)
+        slow = copy.copy(workers)
+        slow.timeout = 1
         assert problem(slow, tmp_path).kind is Kind.WORKER_TIMEOUT
         (tmp_path / "next").mkdir()
         check.write_text("raise OSError('another')\n", encoding="utf-8")

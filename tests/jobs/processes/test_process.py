@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import onnxruntime
@@ -214,7 +213,8 @@ def test_a_worker_is_killed_after_the_timeout_with_what_it_started(
 ) -> None:
     stop = "os.kill(os.getpid(), 19)\n" if way == "is stopped" else ""
     check.write_text(f"{SLEEPING}{stop}time.sleep(600)\n", encoding="utf-8")
-    stopped = problem(replace(workers, timeout=3), tmp_path)
+    workers.timeout = 3
+    stopped = problem(workers, tmp_path)
     assert stopped.kind is Kind.WORKER_TIMEOUT
     assert "after 3 seconds" in stopped.message
     assert "build.timeout" in stopped.text()
@@ -230,7 +230,8 @@ def test_stopping_kills_running_workers(tmp_path: Path, check: Path, workers: Wo
         if line.endswith("sleeping"):
             threading.Thread(target=workers.stop).start()
 
-    stopped = problem(replace(workers, log=stop), tmp_path)
+    workers.log = stop
+    stopped = problem(workers, tmp_path)
     assert stopped.message == "the build was interrupted."
     if sys.platform != "win32":
         assert not is_running(process_in(tmp_path / "call" / "worker"))
@@ -254,7 +255,8 @@ def test_the_log_is_forwarded_while_a_worker_runs(
         if line.endswith("first"):
             (tmp_path / "call" / "seen").touch()
 
-    problem(replace(workers, log=log), tmp_path)
+    workers.log = log
+    problem(workers, tmp_path)
     assert lines[:3] == ["a -> npu: check ...", "a -> npu | first", "a -> npu | second"]
     assert re.fullmatch(r"a -> npu: check took \d+\.\d s", lines[3])
     assert len(lines) == 4
@@ -270,7 +272,8 @@ def test_a_worker_that_floods_its_log_is_stopped(
         encoding="utf-8",
     )
     lines: list[str] = []
-    flooded = problem(replace(workers, log=lines.append), tmp_path)
+    workers.log = lines.append
+    flooded = problem(workers, tmp_path)
     assert flooded.kind is Kind.WORKER_CRASHED
     assert "1.0 MB" in flooded.message
     assert flooded.log is not None
@@ -298,7 +301,8 @@ def test_long_steps_are_reported_while_they_run(
             (tmp_path / "call" / "seen").touch()
 
     workers.pulse.mark_reported()
-    problem(replace(workers, progress=progress), tmp_path)
+    workers.progress = progress
+    problem(workers, tmp_path)
     assert lines[0] == "a -> npu: check begins"
     assert re.fullmatch(r"a -> npu: check has run for \d+ s while waiting \(for \d+ s\)", lines[-1])
 
@@ -314,7 +318,9 @@ def prepare(folder: Path, workers: Workers) -> None:
 def test_verbose_workers_print_onnx_runtimes_whole_log(tmp_path: Path, workers: Workers) -> None:
     for verbose in (False, True):
         lines: list[str] = []
-        prepare(tmp_path / str(verbose), replace(workers, log=lines.append, verbose=verbose))
+        workers.log = lines.append
+        workers.verbose = verbose
+        prepare(tmp_path / str(verbose), workers)
         assert any("[I:onnxruntime" in line for line in lines) == verbose
 
 
@@ -405,7 +411,8 @@ def test_a_lack_of_memory_is_an_error_of_its_own_that_names_the_limit(
     words: str,
 ) -> None:
     check.write_text(body, encoding="utf-8")
-    short = problem(replace(workers, memory_limit=limit), tmp_path)
+    workers.memory_limit = limit
+    short = problem(workers, tmp_path)
     assert short.kind is kind
     assert words in short.text()
     assert ("memory-limit" in short.text()) == (limit is not None)
