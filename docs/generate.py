@@ -328,7 +328,8 @@ Shapes of one input, such as
 
 _ENVIRONMENT = """\
 A build prints each variable that is set. For each key of `build` and `wheel` there is one that wins over it:
-{of_keys}. Lists have commas between their items. An empty value switches off {empty}."""
+{of_keys}. An empty value switches off {empty}. Lists have commas between their items, and `1` and `0` stand
+for true and false."""
 
 
 def configuration() -> str:
@@ -352,19 +353,19 @@ def configuration() -> str:
         if about := _ABOUT.get(heading):
             lines.append(about + "\n")
         lines += [*_table(("key", "takes", "if missing", "meaning"), _keys(table)), ""]
-    of_keys = {name: each for name, each in VARIABLES.items() if each.table is not None}
-    empty = (name for name, each in of_keys.items() if each.empty_switches_off)
+    of_keys = {name: each for name, each in VARIABLES.items() if each.table}
+    empty = (name for name, each in of_keys.items() if each.is_secret)
     about = _ENVIRONMENT.format(
         of_keys=_code(PREFIX + name for name in of_keys),
         empty=_code(PREFIX + name for name in empty),
     )
     lines.append(f"## Environment variables\n\n{about}\n")
     variables = (
-        (f"`{PREFIX}{name}={variable.example}`", variable.doc)
+        (f"`{PREFIX}{name}`", _takes(variable.type), variable.doc)
         for name, variable in VARIABLES.items()
-        if variable.table is None
+        if not variable.table
     )
-    lines += [*_table(("variable", "meaning"), variables), ""]
+    lines += [*_table(("variable", "takes", "meaning"), variables), ""]
     return "\n".join(lines)
 
 

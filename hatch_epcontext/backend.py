@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hatch_epcontext.config.environ import PREFIX, read_environment
+from hatch_epcontext.config.environ import reason_to_skip
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, collect
+from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.package.wheel import OUTPUT, ProjectMetadata
 from hatch_epcontext.project_build import ProjectBuild, Terminal, message_of
@@ -211,10 +210,9 @@ class _Build(ProjectBuild):
         self.editable_package(config, project, self._folder_of(config.output), config.output)()
 
     def _is_skipped(self) -> bool:
-        environment, _ = collect(read_environment(os.environ))
-        if environment.skip:
-            self.terminal.info(f"skipped: {PREFIX}SKIP is set")
-        return environment.skip
+        if reason := reason_to_skip():
+            self.terminal.info(f"skipped: {reason}")
+        return reason is not None
 
     def _source_of(self, name: str) -> Path:
         """The file of the project that is ``name`` in the wheel, as far as the usual layouts say."""

@@ -88,7 +88,7 @@ class HatchBuild(ProjectBuild):
         compiles = config.editable == "compile"
         # Hatch imports it only after this hook has run.
         needed = () if self._selection.dev_mode_dirs else (EDITABLES_REQUIREMENT,)
-        reader = () if compiles or config.only_from_cache else INSPECTION
+        reader = () if compiles or config.environment.only_from_cache else INSPECTION
         check_environment((), (*needed, *reader))
         files = selected_files(self._selection)
         output = self._output_folder(config, files, files)

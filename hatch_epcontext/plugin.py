@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,13 +67,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _reason_to_skip(self) -> str | None:
         """The reason why the hook does nothing in this build, if there is one."""
-        from hatch_epcontext.config.environ import PREFIX, read_environment
-        from hatch_epcontext.errors import collect
+        from hatch_epcontext.config.environ import reason_to_skip
 
         if self.target_name not in ("wheel", "sdist"):
             return f"the target is {self.target_name}, and only wheels and sdists contain models"
-        environment, _ = collect(read_environment(os.environ))
-        return f"{PREFIX}SKIP is set" if environment.skip else None
+        return reason_to_skip()
 
     @contextlib.contextmanager
     def _errors_as_message(self) -> Iterator[None]:

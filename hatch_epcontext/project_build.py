@@ -77,13 +77,13 @@ class ProjectBuild:
         An editable install that compiles nothing reads the models at most.
         """
         if editable and config.editable != "compile":
-            reads = config.editable == "source" and not config.only_from_cache
+            reads = config.editable == "source" and not config.environment.only_from_cache
             return list(INSPECTION) if reads else []
         return [*plan(config).requirements, *cache_requirements(config.build)]
 
     def show_overrides(self, config: Config) -> None:
         """Print the environment variables that count."""
-        for override in config.overrides:
+        for override in config.environment.overrides:
             self.terminal.info(f"{override} (from the environment)")
 
     def sdist_config(self, hook_table: Mapping[str, Any] | None = None) -> Config:

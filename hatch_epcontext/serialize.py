@@ -206,14 +206,29 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
 
 
 def from_text(text: str, type_: Any) -> Any:
-    """The value of ``type_`` in ``text``; raises ValueError with the allowed values."""
-    for plain in (int, float, str):
+    """The value of ``type_`` in ``text``; raises ValueError with the allowed values.
+
+    A list has commas between its items, and 1, yes and on stand for true.
+    """
+    for plain in (_switch, int, float, str, _items):
         wrong: list[_Wrong] = []
         with contextlib.suppress(ValueError):
             value = _read(_form(type_, is_toml=True), plain(text), (), wrong)
             if not wrong:
                 return value
     raise ValueError(describe_type(type_))
+
+
+def _switch(text: str) -> bool:
+    switches = dict.fromkeys(("1", "true", "yes", "on"), True)
+    switches |= dict.fromkeys(("0", "false", "no", "off"), False)
+    if text.lower() not in switches:
+        raise ValueError
+    return switches[text.lower()]
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def from_json(text: str | bytes, type_: type[T]) -> T:

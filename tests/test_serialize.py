@@ -112,6 +112,11 @@ def test_an_unknown_key_has_a_suggestion() -> None:
         ("2.5", float, 2.5),
         ("auto", int | Literal["auto"], "auto"),
         ("3", int | Literal["auto"], 3),
+        ("1", int, 1),
+        ("On", bool, True),
+        ("no", Literal["auto", False], False),
+        ("yes", str, "yes"),
+        ("a, b,", tuple[str, ...] | None, ("a", "b")),
     ],
 )
 def test_text_becomes_a_value(text: str, type_: Any, value: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.config.environ import PREFIX, REPORT_SUFFIXES, read_environment
+from hatch_epcontext.config.environ import PREFIX, REPORT_SUFFIXES, environment_or_error
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem, collect
+from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.store import Store
@@ -84,24 +83,12 @@ class Verbosity:
 
 
 def open_store() -> Store:
-    """The store in the user's cache folder, or that of the environment.
-
-    Raises ConfigError without a home folder.
-    """
-    variable = f"{PREFIX}CACHE_DIR"
-    named = os.environ.get(variable)
-    try:
-        root = (Path(named) if named else default_root() or Path("~")).expanduser()
-    except RuntimeError:
-        problem = Problem(Kind.MISSING_KEY, variable, f"{NO_HOME}.", "Name a folder.")
-        raise ConfigError(problem) from None
-    return Store(root.absolute())
-
-
-def is_offline() -> bool:
-    """Whether the environment forbids to download models."""
-    environment, _ = collect(read_environment(os.environ))
-    return environment.offline
+    """The store in the user's cache folder, or that of the environment; raises ConfigError without one."""
+    root = environment_or_error().cache_dir or default_root()
+    if root is None:
+        problem = Problem(Kind.MISSING_KEY, f"{PREFIX}CACHE_DIR", f"{NO_HOME}.", "Name a folder.")
+        raise ConfigError(problem)
+    return Store(root)
 
 
 verbose_option = click.option(

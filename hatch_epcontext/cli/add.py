@@ -7,10 +7,11 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import is_offline, log, open_store
+from hatch_epcontext.cli._common import log, open_store
 from hatch_epcontext.cli._settings import use_lines
 from hatch_epcontext.cli.fetch import pin_location, pinned_line
 from hatch_epcontext.cli.init import Pyproject, add_tables, new_model, tables_options
+from hatch_epcontext.config.environ import environment_or_error
 from hatch_epcontext.config.location import Download
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Kind, Problem
 from hatch_epcontext.jobs.downloads import Downloads
@@ -32,7 +33,7 @@ def command(url: str, name: str | None, providers: tuple[str, ...], dry_run: boo
     """
     store, pyproject = open_store(), _read(Path.cwd(), name)
     try:
-        table = pin_location(url, Downloads(store, log, offline=is_offline()))
+        table = pin_location(url, Downloads(store, log, offline=environment_or_error().offline))
     except DownloadError as error:
         raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
     log(pinned_line(table))

@@ -14,9 +14,9 @@ import click
 import tomlkit
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
-from hatch_epcontext.cli._common import echo, existing_folder, is_offline, log, open_store
+from hatch_epcontext.cli._common import echo, existing_folder, log, open_store
 from hatch_epcontext.cli._settings import use_lines
-from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.environ import PREFIX, environment_or_error
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import (
     Download,
@@ -63,7 +63,11 @@ def command(project: Path, pins: bool) -> None:
         keys = [problem.key for problem in error.problems if problem.kind is Kind.NOT_PINNED]
         if not pins or len(keys) < len(error.problems):
             raise
-        _pin(root / FILE, [*filter(None, keys)], Downloads(store, log, offline=is_offline()))
+        _pin(
+            root / FILE,
+            [*filter(None, keys)],
+            Downloads(store, log, offline=environment_or_error().offline),
+        )
         config = read(tool_table(root))
     else:
         if pins:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 from hatch_epcontext.config.location import PRIVATE, key_bytes
-from hatch_epcontext.config.settings import CREDENTIALS
 from hatch_epcontext.config.tables import (
     BuildTable,
     Editable,
     ValidationMode,
     WheelTable,
+    declare,
     faults_of_key,
+    must_be,
+    readable_by,
 )
-from hatch_epcontext.errors import Diagnosed, Kind, Problem
+from hatch_epcontext.errors import ConfigError, Diagnosed, Kind, Problem, collect
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.serialize import from_text
 from hatch_epcontext.text import hide_url_credentials, show, suggestion, toml_key
@@ -27,90 +31,26 @@ PREFIX = "HATCH_EPCONTEXT_"
 ALL = "all"
 """All targets, in ``HATCH_EPCONTEXT_FROM_CACHE``; no target can have this name."""
 
+CREDENTIALS = frozenset(
+    {
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AZURE_CLIENT_SECRET",
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "AZURE_STORAGE_SAS_TOKEN",
+        "HATCH_EPCONTEXT_SHARED_CACHE_KEY",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+    }
+)
+"""The variables with credentials of the shared cache and of model hubs: they are never printed, and no worker
+gets them."""
+
 REPORT_SUFFIXES = (".html", ".json")
 
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
-
-@dataclass(frozen=True)
-class Variable:
-    """A variable: an example of its value, its documentation, and the function that reads its text.
-
-    ``read`` raises ValueError with the allowed values. ``table`` is the table of `Environment` that gets the
-    value. With ``empty_switches_off`` an empty variable is the value None. With ``hidden`` no message shows
-    an invalid value: it may be a secret, or a URL with a password.
-    """
-
-    example: str
-    doc: str
-    read: Callable[[str], Any]
-    table: Literal["build", "wheel"] | None = None
-    empty_switches_off: bool = False
-    hidden: bool = False
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
-        raise ValueError("1 or 0")
-    return text.lower() in _TRUE
-
-
-def _private_key(text: str) -> str:
-    key_bytes(PRIVATE, text)
-    return text
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _path(text: str) -> Path:
-    try:
-        return Path(text).expanduser().absolute()
-    except RuntimeError:
-        raise ValueError("a path without ~, because this user has no home folder") from None
-
-
-def _report(text: str) -> Path:
-    path = _path(text)
-    # A front end may build in a temporary folder.
-    is_absolute = text[0] == "~" or Path(text).is_absolute()
-    if not is_absolute or path.suffix not in REPORT_SUFFIXES:
-        raise ValueError(f"an absolute path that ends in {' or '.join(REPORT_SUFFIXES)}")
-    return path
-
-
-def _validate(text: str) -> Any:
-    return False if text.lower() in _FALSE else from_text(text, ValidationMode)
-
-
-def _reader(type_: Any, key: dataclasses.Field[Any] | None = None) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        if type_ is bool:
-            value: Any = _switch(text)
-        else:
-            value = _names(text) if type_ == tuple[str, ...] else from_text(text, type_)
-        for _, allowed, _ in () if key is None else faults_of_key(key, value):
-            raise ValueError(allowed)
-        return value
-
-    return read
-
-
-def _variable(
-    doc: str,
-    read: Callable[[str], Any] = _switch,
-    example: str = "1",
-    default: Any = None,
-    *,
-    hidden: bool = False,
-) -> Any:
-    """A field of `Environment` that a variable of its name sets."""
-    variable = Variable(example, doc, read, hidden=hidden)
-    return field(default=default, repr=not hidden, metadata={"variable": variable})
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Environment:
     """The settings of the environment; None or False if a variable is not set.
 
@@ -118,51 +58,93 @@ class Environment:
     settings as text, without secrets.
     """
 
-    skip: bool = _variable(
-        "Builds a wheel without models, and installs nothing for them.", default=False
-    )
-    targets: tuple[str, ...] | None = _variable("Builds only these targets.", _names, "a,b")
-    from_cache: tuple[str, ...] | None = _variable(
+    skip: bool = declare("Builds a wheel without models, and installs nothing for them.", False)
+    targets: tuple[str, ...] | None = declare("Builds only these targets.")
+    from_cache: tuple[str, ...] | None = declare(
         "Takes these targets only from the cache, whatever is installed: see "
         "[several ONNX Runtimes](targets.md#several-onnx-runtimes). With `all` the build needs no "
-        "packages.",
-        _names,
-        "a,b",
+        "packages."
     )
-    cache_dir: Path | None = _variable(
-        "The folder of the cache. The default is the user's cache folder.", _path, "DIR"
+    cache_dir: Path | None = declare(
+        "The absolute path of the cache. The default is the user's cache folder."
     )
-    no_cache: bool = _variable(
-        "Neither reads nor writes the cache, that of the user or a shared one.", default=False
+    no_cache: bool = declare(
+        "Neither reads nor writes the cache, that of the user or a shared one.", False
     )
-    shared_cache_write: bool = _variable(
-        "Writes to `build.shared-cache` too, signed with `HATCH_EPCONTEXT_SHARED_CACHE_KEY`.",
-        default=False,
+    shared_cache_write: bool = declare(
+        "Writes to `build.shared-cache` too, signed with `HATCH_EPCONTEXT_SHARED_CACHE_KEY`.", False
     )
-    shared_cache_key: str | None = _variable(
+    shared_cache_key: str | None = declare(
         "The signing key of the shared cache. It is never printed.",
-        _private_key,
-        "ed25519-private:...",
-        hidden=True,
+        check=readable_by(partial(key_bytes, PRIVATE)),
+        is_secret=True,
     )
-    editable: Editable | None = _variable("Wins over `editable`.", _reader(Editable), "compile")
-    validate: ValidationMode | None = _variable(
-        "Wins over the `validate` mode of all models.", _validate, "require"
+    editable: Editable | None = declare("Wins over `editable`.")
+    validate: ValidationMode | None = declare("Wins over the `validate` mode of all models.")
+    report: Path | None = declare(
+        "Writes a report of the build to this absolute path (`.html` or `.json`), also when jobs "
+        "fail. Of existing files only reports are replaced.",
+        check=must_be(
+            f"a path that ends in {' or '.join(REPORT_SUFFIXES)}",
+            lambda path: path.suffix in REPORT_SUFFIXES,
+        ),
     )
-    report: Path | None = _variable(
-        "Writes a report of the build as `.html` or `.json`, also when jobs fail. Of existing files "
-        "only reports are replaced.",
-        _report,
-        "/DIR/F.html",
-    )
-    offline: bool = _variable(
+    offline: bool = declare(
         "Downloads no models: those from elsewhere must be in the user's cache. `epcontext fetch` puts them "
         "there.",
-        default=False,
+        False,
     )
     build: Mapping[str, Any] = field(default_factory=dict)
     wheel: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
+
+    @property
+    def only_from_cache(self) -> bool:
+        """Whether the build compiles nothing, and needs no packages."""
+        return ALL in (self.from_cache or ())
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable for the ``key`` of a table, whose values have this ``type``.
+
+    ``table``: ``build`` or ``wheel``; empty for a setting of the environment alone.
+    """
+
+    key: dataclasses.Field[Any]
+    type: Any
+    table: str
+
+    @property
+    def doc(self) -> str:
+        """What it does."""
+        own: str = self.key.metadata["doc"]
+        return f"Wins over `{self.table}.{toml_key(self.key.name)}`." if self.table else own
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether no message shows an invalid value. An empty one is the value None."""
+        return bool(self.key.metadata["is_secret"])
+
+    def read(self, text: str) -> Any:
+        """The value in ``text``; raises ValueError with the allowed values."""
+        value = from_text(text, self.type)
+        if isinstance(value, Path):
+            value = _absolute(value)
+        for _, allowed, _ in faults_of_key(self.key, value):
+            raise ValueError(allowed)
+        return value
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        path = path.expanduser()
+    except RuntimeError:
+        raise ValueError("a path without ~, because this user has no home folder") from None
+    # A front end may build in a temporary folder.
+    if not path.is_absolute():
+        raise ValueError("an absolute path")
+    return path
 
 
 def read_environment(environ: Mapping[str, str]) -> Diagnosed[Environment]:
@@ -170,64 +152,60 @@ def read_environment(environ: Mapping[str, str]) -> Diagnosed[Environment]:
 
     An empty variable counts as unset, unless it switches something off.
     """
-    variables = {
+    texts = {
         name.removeprefix(PREFIX): value.strip()
         for name, value in sorted(environ.items())
-        if name.startswith(PREFIX) and _counts(name.removeprefix(PREFIX), value.strip())
+        if name.startswith(PREFIX)
     }
-    settings: dict[str, Any] = {"build": {}, "wheel": {}}
-    for name, text in variables.items():
-        location = PREFIX + name
-        if (variable := VARIABLES.get(name)) is None:
+    settings: dict[str, Any] = {"": {}, "build": {}, "wheel": {}}
+    overrides = []
+    for name, text in texts.items():
+        location, variable = PREFIX + name, VARIABLES.get(name)
+        if not text and not (variable and variable.is_secret):
+            continue
+        if location not in CREDENTIALS:
+            overrides.append(f"{location}={hide_url_credentials(text)}")
+        if variable is None:
             # Without the prefix, which makes any two similar.
             hint = f"{suggestion(name, VARIABLES)} All begin with {PREFIX}."
             yield Problem(Kind.INVALID_VARIABLE, location, "is not a known variable.", hint)
             continue
         try:
-            value = variable.read(text) if text else None
+            settings[variable.table][variable.key.name] = variable.read(text) if text else None
         except ValueError as allowed:
-            shown = "" if variable.hidden else f", not {show(text)}"
-            message = f"must be {allowed}{shown}."
-            yield Problem(Kind.INVALID_VARIABLE, location, message)
-            continue
-        (settings[variable.table] if variable.table else settings)[name.lower()] = value
-    overrides = tuple(
-        f"{PREFIX}{name}={hide_url_credentials(text)}"
-        for name, text in variables.items()
-        if PREFIX + name not in CREDENTIALS
-    )
-    return Environment(**settings, overrides=overrides)
+            shown = "" if variable.is_secret else f", not {show(text)}"
+            yield Problem(Kind.INVALID_VARIABLE, location, f"must be {allowed}{shown}.")
+    tables = {name: settings[name] for name in ("build", "wheel")}
+    return Environment(**settings[""], **tables, overrides=tuple(overrides))
 
 
-def _counts(name: str, text: str) -> bool:
-    variable = VARIABLES.get(name)
-    return bool(text) or (variable is not None and variable.empty_switches_off)
+def environment_or_error() -> Environment:
+    """The settings of this process; raises ConfigError."""
+    environment, problems = collect(read_environment(os.environ))
+    if problems:
+        raise ConfigError(*problems)
+    return environment
 
 
-def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[str, Variable]:
-    """A variable for each key of ``table``, which is the table ``name`` of the configuration."""
+def reason_to_skip() -> str | None:
+    """Why a build leaves the models out, if the environment says so."""
+    environment, _ = collect(read_environment(os.environ))
+    return f"{PREFIX}SKIP is set" if environment.skip else None
+
+
+def _variables(table: type[Any], name: str = "") -> Mapping[str, Variable]:
+    """The variables for the keys of ``table``, which is the table ``name`` of the configuration."""
     hints = get_type_hints(table)
     return {
-        key.name.upper(): Variable(
-            "VALUE",
-            f"Wins over `{name}.{toml_key(key.name)}`.",
-            _reader(hints[key.name], key),
-            name,
-            key.metadata["empty_switches_off"],
-            key.metadata["is_url"],
-        )
+        key.name.upper(): Variable(key, hints[key.name], name)
         for key in dataclasses.fields(table)
-        if key.metadata["has_variable"]
+        if key.metadata.get("has_variable")
     }
 
 
 VARIABLES: Mapping[str, Variable] = {
-    **{
-        own.name.upper(): own.metadata["variable"]
-        for own in dataclasses.fields(Environment)
-        if "variable" in own.metadata
-    },
-    **_variables_of(BuildTable, "build"),
-    **_variables_of(WheelTable, "wheel"),
+    **_variables(Environment),
+    **_variables(BuildTable, "build"),
+    **_variables(WheelTable, "wheel"),
 }
 """All variables, by their name after ``HATCH_EPCONTEXT_``."""

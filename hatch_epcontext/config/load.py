@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.config.build_hooks import BuildHooks
-from hatch_epcontext.config.environ import ALL, PREFIX, Environment, read_environment
+from hatch_epcontext.config.environ import PREFIX, Environment, read_environment
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.resolve import Resolver
 from hatch_epcontext.config.settings import (
@@ -165,7 +165,7 @@ def _check_values(table: Any, place: tuple[str | int, ...]) -> Iterator[Problem]
             doc = field.metadata["doc"]
             yield Problem.at(Key(own), Kind.MISSING_KEY, f"is required: {doc[0].lower()}{doc[1:]}")
         for inside, allowed, found in faults_of_key(field, value):
-            shown = "" if field.metadata["is_url"] else f", not {show(found)}"
+            shown = "" if field.metadata["is_secret"] else f", not {show(found)}"
             message = f"must be {allowed}{shown}."
             yield Problem.at(Key((*own, *inside)), Kind.INVALID_VALUE, message)
         yield from _check_tables(value, own)
@@ -219,11 +219,7 @@ def _config(
             }
         ),
         wheel=dataclasses.replace(table.wheel, **environment.wheel),
-        offline=environment.offline,
-        cache_dir=environment.cache_dir,
-        use_cache=not environment.no_cache,
-        only_from_cache=ALL in (environment.from_cache or ()),
+        environment=environment,
         report=environment.report,
-        overrides=environment.overrides,
         unused=tuple(Key() / "targets" / name for name in selected if name not in used),
     )

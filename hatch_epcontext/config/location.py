@@ -202,12 +202,3 @@ def key_bytes(prefix: str, text: str) -> bytes:
         kind = "public" if prefix == PUBLIC else "private"
         raise ValueError(f"a {kind} key as `epcontext cache new-key` prints it ({prefix}...)")
     return key
-
-
-def check_public_key(key: str) -> str | None:
-    """A description of a valid public key; None if ``key`` is one."""
-    try:
-        key_bytes(PUBLIC, key)
-    except ValueError as allowed:
-        return str(allowed)
-    return None

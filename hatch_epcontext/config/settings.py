@@ -8,6 +8,7 @@ from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hatch_epcontext.config.environ import Environment
 from hatch_epcontext.config.location import Download
 from hatch_epcontext.config.tables import (
     BuildTable,
@@ -34,22 +35,6 @@ from hatch_epcontext.providers import (
     configured,
 )
 from hatch_epcontext.shipped import OPTION_FILE
-
-CREDENTIALS = frozenset(
-    {
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_SESSION_TOKEN",
-        "AZURE_CLIENT_SECRET",
-        "AZURE_STORAGE_ACCOUNT_KEY",
-        "AZURE_STORAGE_CONNECTION_STRING",
-        "AZURE_STORAGE_SAS_TOKEN",
-        "HATCH_EPCONTEXT_SHARED_CACHE_KEY",
-        "HF_TOKEN",
-        "HUGGING_FACE_HUB_TOKEN",
-    }
-)
-"""The variables with credentials of the shared cache and of model hubs: they are never printed, and no worker
-gets them."""
 
 SYNTHETIC = ("ones", "random", "zeros")
 """Names of generated dummy inputs."""
@@ -317,9 +302,8 @@ class BuildSettings(BuildTable):
 class Config:
     """A checked configuration.
 
-    ``output`` is None for ``<import package>/epcontext``. With ``only_from_cache`` the build compiles nothing
-    and needs no packages; with ``offline`` it downloads no model. ``report`` is the path of the HTML report.
-    ``overrides`` are the environment variables that won over TOML. ``unused``: targets that no model has.
+    ``output`` is None for ``<import package>/epcontext``. ``report`` is the path of the report. ``unused``:
+    targets that no model has.
     """
 
     root: Path
@@ -328,12 +312,8 @@ class Config:
     editable: Editable
     build: BuildSettings
     wheel: WheelTable
-    cache_dir: Path | None
-    use_cache: bool
-    only_from_cache: bool
+    environment: Environment
     report: Path | None
-    overrides: tuple[str, ...]
-    offline: bool = False
     unused: tuple[Key, ...] = ()
 
     @property

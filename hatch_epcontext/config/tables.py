@@ -7,9 +7,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
+from functools import partial
 from typing import Any, Literal
 
-from hatch_epcontext.config.location import check_cache_url, check_public_key, check_url
+from hatch_epcontext.config.location import PUBLIC, check_cache_url, check_url, key_bytes
 from hatch_epcontext.files import is_portable, is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Device, OptionValue, Provider
@@ -44,8 +45,7 @@ _FACTS: Mapping[str, Any] = {
     "check": None,
     "items": None,
     "feature": None,
-    "empty_switches_off": False,
-    "is_url": False,
+    "is_secret": False,
     "required": False,
     "has_variable": True,
 }
@@ -53,45 +53,60 @@ _FACTS: Mapping[str, Any] = {
 
 ``otherwise`` is the value of a target's key that is missing; ``when_missing`` describes it if it depends on
 other things. ``check`` is a `Check` of the value, and ``items`` one of each text and number in a list or
-table. Providers without the `Feature` refuse the key. With ``empty_switches_off`` an empty environment
-variable is the value None. With ``is_url`` no message shows an invalid value: it may contain a password. The
-default of a ``required`` key stands for a missing value. Without ``has_variable`` no environment variable
-wins over the key of ``build`` or ``wheel``.
+table. Providers without the `Feature` refuse the key. With ``is_secret`` no message shows an invalid value,
+which may contain a password, and an empty environment variable is the value None. The default of a
+``required`` key stands for a missing value. Without ``has_variable`` no environment variable wins over the
+key of ``build`` or ``wheel``.
 """
 
 
-def _key(doc: str, default: Any = None, **facts: Any) -> Any:
+def declare(doc: str, default: Any = None, **facts: Any) -> Any:
     """A key; the default of a table is a function that makes it."""
     assert facts.keys() <= _FACTS.keys()
     metadata = {**_FACTS, "doc": doc, **facts}
+    shown = not metadata["is_secret"]
     if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=default, repr=shown, metadata=metadata)
+    return field(default=default, repr=shown, metadata=metadata)
 
 
-def _must_be(allowed: str, is_valid: Callable[[Any], object]) -> Check:
+def must_be(allowed: str, is_valid: Callable[[Any], object]) -> Check:
+    """A check that describes valid values as ``allowed``."""
     return lambda value: None if is_valid(value) else allowed
 
 
-_COUNT = _must_be("at least 1", lambda value: value == "auto" or value >= 1)
-_SECONDS = _must_be("a number of seconds above 0", lambda value: 0 < value < math.inf)
-_SHARE = _must_be("from 0 to 1", lambda value: 0 <= value <= 1)
-_DECIBELS = _must_be("from -200 to 200 decibels", lambda value: -200 <= value <= 200)
-_NODES = _must_be("at least 0 nodes", lambda value: value >= 0)
-_LIMIT = _must_be("at least 0", lambda value: 0 <= value < math.inf)
-_AMOUNT = _must_be("a number above 0", lambda value: 0 < value < math.inf)
-_SIZE = _must_be("at least 1", lambda value: value >= 1)
-_SIZE_OF_INPUT = _must_be("at least 0", lambda value: value >= 0)
-_DISTINCT = _must_be("different names", lambda value: len(set(value)) == len(value))
-_PLATFORM = _must_be(
+def readable_by(read: Callable[[Any], object]) -> Check:
+    """A check of what ``read`` accepts: it raises ValueError with a description of valid values."""
+
+    def check(value: Any) -> str | None:
+        try:
+            read(value)
+        except ValueError as allowed:
+            return str(allowed)
+        return None
+
+    return check
+
+
+_COUNT = must_be("at least 1", lambda value: value == "auto" or value >= 1)
+_SECONDS = must_be("a number of seconds above 0", lambda value: 0 < value < math.inf)
+_SHARE = must_be("from 0 to 1", lambda value: 0 <= value <= 1)
+_DECIBELS = must_be("from -200 to 200 decibels", lambda value: -200 <= value <= 200)
+_NODES = must_be("at least 0 nodes", lambda value: value >= 0)
+_LIMIT = must_be("at least 0", lambda value: 0 <= value < math.inf)
+_AMOUNT = must_be("a number above 0", lambda value: 0 < value < math.inf)
+_SIZE = must_be("at least 1", lambda value: value >= 1)
+_SIZE_OF_INPUT = must_be("at least 0", lambda value: value >= 0)
+_DISTINCT = must_be("different names", lambda value: len(set(value)) == len(value))
+_PLATFORM = must_be(
     'the platform tag of a wheel, such as "win_arm64" or "manylinux_2_34_aarch64"',
     lambda value: re.fullmatch(r"[a-z0-9_]+", value),
 )
-_PACKAGE = _must_be(
+_PACKAGE = must_be(
     'the path of a package in the wheel, such as "my_app/epcontext"',
     lambda value: all(map(str.isidentifier, value.split("/"))),
 )
-_CONSTANTS = _must_be(
+_CONSTANTS = must_be(
     "numbers, true or false, strings, or lists of them, by input",
     lambda value: all(map(_is_constant, value.values())),
 )
@@ -114,28 +129,20 @@ def _requirement(value: str) -> str | None:
     return None
 
 
-def _size(value: int | str) -> str | None:
-    try:
-        parse_size(value)
-    except ValueError as allowed:
-        return str(allowed)
-    return None
-
-
-_ADDRESS = _must_be(
+_ADDRESS = must_be(
     'the address of a scheduler without a user and a password, such as "tcp://host:8786" (TLS certificates '
     "come from dask's configuration)",
     lambda value: re.fullmatch(r"[a-z]+://(\[[^]@]+\]|[^\s@:\[\]/]+)(:\d+)?(/[^\s@]*)?", value),
 )
-_BACKEND = _must_be(
+_BACKEND = must_be(
     'a module, or a module and an object, such as "flit_core.buildapi"',
     lambda value: (
         all(name.isidentifier() for name in re.split(r"[.:]", value)) and value.count(":") < 2
     ),
 )
-_FOLDER = _must_be("a folder inside the project", lambda value: value == "." or is_portable(value))
-_sha256 = _must_be("64 hexadecimal digits in lower case", is_sha256)
-_data = _must_be(
+_FOLDER = must_be("a folder inside the project", lambda value: value == "." or is_portable(value))
+_sha256 = must_be("64 hexadecimal digits in lower case", is_sha256)
+_data = must_be(
     "names of files beside the model, each with 64 hexadecimal digits",
     lambda value: all(is_portable(name) and is_sha256(digest) for name, digest in value.items()),
 )
@@ -169,45 +176,45 @@ def _wheel_tag(value: str) -> str | None:
 class ProfileTable:
     """The shapes of one input in one optimization profile."""
 
-    min: tuple[int, ...] = _key("The smallest shape.", (), required=True)
-    opt: tuple[int, ...] = _key("The shape to optimize for.", (), required=True)
-    max: tuple[int, ...] = _key("The largest shape.", (), required=True)
+    min: tuple[int, ...] = declare("The smallest shape.", (), required=True)
+    opt: tuple[int, ...] = declare("The shape to optimize for.", (), required=True)
+    max: tuple[int, ...] = declare("The largest shape.", (), required=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeTable:
     """``quantize`` of a target or a model."""
 
-    inputs: str = _key(
+    inputs: str = declare(
         "Typical inputs: a folder with an `.npz` for each sample, or one `.npz` with all samples along the "
         "first axis.",
         "",
         required=True,
     )
-    activation: QuantizedType | None = _key(
+    activation: QuantizedType | None = declare(
         "The integers of activations.", when_missing="`uint16`, and `uint8` for OpenVINO"
     )
-    weight: QuantizedType = _key("The integers of weights.", "uint8")
+    weight: QuantizedType = declare("The integers of weights.", "uint8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitsTable:
     """How far an output may differ from the CPU's."""
 
-    snr: float | None = _key(
+    snr: float | None = declare(
         "The smallest signal-to-noise ratio, in decibels: 20 is an error of a tenth.",
         when_missing="the provider's",
         check=_DECIBELS,
     )
-    cosine: float | None = _key(
+    cosine: float | None = declare(
         "The smallest cosine similarity.", when_missing="the provider's", check=_SHARE
     )
-    atol: float | None = _key(
+    atol: float | None = declare(
         "The largest difference of any value; with `rtol`, `|out - ref| <= atol + rtol * |ref|`.",
         when_missing="no limit",
         check=_LIMIT,
     )
-    rtol: float | None = _key(
+    rtol: float | None = declare(
         "The largest difference relative to the reference.", when_missing="no limit", check=_LIMIT
     )
 
@@ -224,69 +231,69 @@ class LimitsTable:
 class ToleranceTable(LimitsTable):
     """How far outputs may differ from the CPU's."""
 
-    outputs: Mapping[str, LimitsTable] = _key("Limits of their own for outputs, by name.", dict)
+    outputs: Mapping[str, LimitsTable] = declare("Limits of their own for outputs, by name.", dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetTable:
     """``[tool.epcontext.targets.<name>]``, and the changes of a model: None and empty values are missing."""
 
-    provider: str = _key(
+    provider: str = declare(
         "The execution provider: its name in `docs/providers.md`, or ONNX Runtime's name.",
         "",
         required=True,
     )
-    provider_options: Options = _key(
+    provider_options: Options = declare(
         "Options of the execution provider, listed in `docs/providers.md`: checked by name and "
         "value.",
         dict,
     )
-    session_options: Options = _key(
+    session_options: Options = declare(
         "ONNX Runtime's session options, for compiling and loading.", dict
     )
-    load_options: Options = _key(
+    load_options: Options = declare(
         "Provider options for the loader only; `{user-cache}` is a folder that it creates.",
         dict,
     )
-    chip: str | tuple[str, ...] | None = _key(
+    chip: str | tuple[str, ...] | None = declare(
         "The chip to compile for (QNN, TensorRT RTX), or several of one context: names in "
         "`docs/providers.md#chips`. TensorRT RTX then needs no GPU, and takes compute capabilities and "
         '`"auto"` too: see `docs/targets.md#tensorrt-rtx-without-a-gpu`.',
         when_missing="none in particular (QNN), or the GPU that the EP finds",
         feature=Feature("has no chips with names", lambda p: p.chips),
     )
-    device: Device | None = _key(
+    device: Device | None = declare(
         "The device to compile for, which the loader must find.",
         when_missing="the provider's default",
     )
-    profiles: tuple[Mapping[str, ProfileTable], ...] | None = _key(
+    profiles: tuple[Mapping[str, ProfileTable], ...] | None = declare(
         "Optimization profiles (TensorRT, TensorRT RTX), each with `min`, `opt` and `max` shapes by "
         "input.",
         feature=Feature("has no optimization profiles", lambda p: p.profiles is not None),
     )
-    optimization: Optimization | None = _key(
+    optimization: Optimization | None = declare(
         "ONNX Runtime's graph optimization before partitioning.", otherwise="basic"
     )
-    embed: bool | Literal["auto"] | None = _key(
+    embed: bool | Literal["auto"] | None = declare(
         "The compiled blob inside the context model (`true`), or beside it, which large models need.",
         otherwise="auto",
         feature=Feature("has no contexts to embed", lambda p: p.product == "context"),
     )
-    external_initializers: bool | None = _key(
+    external_initializers: bool | None = declare(
         "Keep weights of contexts or an optimized graph, from 1024 bytes each, in a file of their own.",
         otherwise=False,
     )
-    static_shapes: bool | None = _key(
+    static_shapes: bool | None = declare(
         "Fix the model's dimensions to `dims` and `shapes`: see `docs/shapes.md`.",
         when_missing="by provider and device",
     )
-    unroll_limit: int | None = _key(
+    unroll_limit: int | None = declare(
         "The most nodes of a graph whose loops and recurrent layers are unrolled, `0` for no unrolling: "
         "see `docs/what-compiles.md#rewrites`.",
         otherwise=5000,
         check=_NODES,
     )
-    recompile: bool | None = _key(
+    recompile: bool | None = declare(
         "Ship the prepared model too, which `load(..., recompile=True)` compiles on the user's machine.",
         otherwise=False,
         feature=Feature(
@@ -294,44 +301,44 @@ class TargetTable:
             lambda p: p.plugin is not None and p.product == "context",
         ),
     )
-    dequantize: Dequantize | None = _key(
+    dequantize: Dequantize | None = declare(
         'Undo dynamic quantization, with `"all"` static too: see `docs/shapes.md#undo-a-quantization`.',
         when_missing="only if nodes are left to the CPU otherwise",
     )
-    quantize: QuantizeTable | Literal[False] | None = _key(
+    quantize: QuantizeTable | Literal[False] | None = declare(
         "Quantize a model of floats: see `docs/shapes.md#quantize-a-model`.",
         when_missing="not quantized",
     )
-    min_coverage: float | None = _key(
+    min_coverage: float | None = declare(
         "Fail if less than this share of a model's nodes is compiled.",
         otherwise=1.0,
         check=_SHARE,
     )
-    platforms: tuple[str, ...] | None = _key(
+    platforms: tuple[str, ...] | None = declare(
         "Wheel platform tags that this target is for, such as `win_arm64`.",
         when_missing="any",
         items=_PLATFORM,
     )
-    requirements: tuple[str, ...] | None = _key(
+    requirements: tuple[str, ...] | None = declare(
         "Packages to install for compiling, instead of the provider's own.",
         when_missing="the provider's",
         items=_requirement,
     )
-    resources: Mapping[str, float] | None = _key(
+    resources: Mapping[str, float] | None = declare(
         "Resources of the dask workers that may compile for this target: see `docs/ci.md#a-cluster`.",
         items=_AMOUNT,
     )
-    allow_unknown_options: bool | None = _key(
+    allow_unknown_options: bool | None = declare(
         "Do not check provider options and names of session options, for an EP or ONNX Runtime that is newer "
         "than this package.",
         otherwise=False,
     )
-    library: str | None = _key(
+    library: str | None = declare(
         "The EP's library: a package with `get_library_path()`, or a path.",
         when_missing="the provider's",
         feature=Feature("has no library of its own", lambda p: p.devices != ("cpu",)),
     )
-    ep_name: str | None = _key(
+    ep_name: str | None = declare(
         "ONNX Runtime's name of the EP, for the provider `plugin`: its library is registered under it.",
         feature=Feature("has a name already", lambda p: p.needs_library),
     )
@@ -346,21 +353,21 @@ class TargetTable:
 class ValidateTable:
     """``validate`` of a model; the mode alone may replace it."""
 
-    mode: ValidationMode = _key(
+    mode: ValidationMode = declare(
         "`auto` runs the artifact where the provider can; `require` fails where it cannot; "
         "`structure` checks the files only; `false` runs nothing, not even on the CPU.",
         "auto",
     )
-    inputs: str = _key(
+    inputs: str = declare(
         "Dummy inputs: `random` (seeded), `ones`, `zeros`, an `.npz`, or a folder with one for each sample: "
         "see `docs/validation.md#your-own-inputs`.",
         "random",
     )
-    tolerance: ToleranceTable | Literal[False] | None = _key(
+    tolerance: ToleranceTable | Literal[False] | None = declare(
         "How far outputs may differ from the CPU's; `false` for no comparison.",
         when_missing="the provider's",
     )
-    states: Mapping[str, str] = _key(
+    states: Mapping[str, str] = declare(
         "The states of a recurrent model: inputs, each with the output that is its next value.",
         dict,
         when_missing="the states of LSTM, GRU and RNN layers",
@@ -371,13 +378,13 @@ class ValidateTable:
 class CutTable:
     """``cut`` of a model: the part that is kept. At least one of the keys is needed."""
 
-    inputs: tuple[str, ...] = _key(
+    inputs: tuple[str, ...] = declare(
         "The tensors where it begins, by name.",
         (),
         check=_DISTINCT,
         when_missing="those inputs of the model that it needs",
     )
-    outputs: tuple[str, ...] = _key(
+    outputs: tuple[str, ...] = declare(
         "The tensors where it ends, by name.",
         (),
         when_missing="all outputs of the model",
@@ -389,56 +396,58 @@ class CutTable:
 class ModelTable:
     """``[[tool.epcontext.models]]``."""
 
-    path: str = _key(
+    path: str = declare(
         "The ONNX file, relative to `pyproject.toml`. Either `path` or `url` is required.", ""
     )
-    url: str | None = _key(
+    url: str | None = declare(
         "Where the model is downloaded from, instead of `path`: `hf://` or `https://`. `epcontext fetch "
         "--pin` fixes its contents: see `docs/builds.md#models-from-elsewhere`.",
         check=check_url,
-        is_url=True,
+        is_secret=True,
     )
-    sha256: str | None = _key(
+    sha256: str | None = declare(
         "The SHA-256 of the file at `url`, in hexadecimal digits.", check=_sha256
     )
-    data: Mapping[str, str] = _key(
+    data: Mapping[str, str] = declare(
         "The SHA-256 of each file of its external data, by its name beside the model.",
         dict,
         check=_data,
     )
-    name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
-    targets: tuple[str, ...] | Mapping[str, TargetTable | Literal[False]] | None = _key(
+    name: str | None = declare(
+        "The name by which the app loads it.", when_missing="the file's stem"
+    )
+    targets: tuple[str, ...] | Mapping[str, TargetTable | Literal[False]] | None = declare(
         "A list of names, or a table with what the model changes of some targets, and `false` for those that "
         "it leaves out: see `docs/targets.md#a-target-of-a-model`.",
         when_missing="all",
     )
-    fallback: Fallback | None = _key(
+    fallback: Fallback | None = declare(
         "As `fallback` of the root, for this model.", when_missing="that of the root"
     )
-    share_weights: str | None = _key(
+    share_weights: str | None = declare(
         "The name of a group that shares one sidecar: see `docs/targets.md#models-that-share-weights`."
     )
-    dims: Dims | tuple[Dims, ...] = _key(
+    dims: Dims | tuple[Dims, ...] = declare(
         "Sizes of open dimensions, by name; or a list of such tables: see `docs/shapes.md`.",
         dict,
         items=_SIZE,
     )
-    shapes: Shapes | tuple[Shapes, ...] = _key(
+    shapes: Shapes | tuple[Shapes, ...] = declare(
         "Whole shapes, by input; or a list of such tables.", dict, items=_SIZE_OF_INPUT
     )
-    constants: Mapping[str, Any] = _key(
+    constants: Mapping[str, Any] = declare(
         "Inputs frozen to a value, by input; the dtype is the model's.", dict, check=_CONSTANTS
     )
-    cut: CutTable | None = _key(
+    cut: CutTable | None = declare(
         "Keep only the part of the graph between these tensors: see `docs/shapes.md#a-part-of-a-model`.",
         when_missing="the whole graph",
     )
-    license: str | None = _key(
+    license: str | None = declare(
         "The model's license as an SPDX expression, for the SBOM.",
         when_missing="that of the file's metadata",
         check=_license,
     )
-    validate: ValidateTable | ValidationMode = _key(
+    validate: ValidateTable | ValidationMode = declare(
         "How the artifact is validated: the mode alone, or a table.",
         "auto",
     )
@@ -448,43 +457,41 @@ class ModelTable:
 class BuildTable:
     """``[tool.epcontext.build]``. The variable ``HATCH_EPCONTEXT_<KEY>`` wins over each key."""
 
-    jobs: int | Literal["auto"] = _key(
+    jobs: int | Literal["auto"] = declare(
         "Jobs at once; `auto` is as many as cores and free memory allow.",
         "auto",
         check=_COUNT,
     )
-    timeout: float = _key("Seconds for one worker.", 1800.0, check=_SECONDS)
-    memory_limit: int | str | None = _key(
+    timeout: float = declare("Seconds for one worker.", 1800.0, check=_SECONDS)
+    memory_limit: int | str | None = declare(
         'Memory for one worker: bytes, or a size such as `"8 GB"`. Not on macOS.',
         when_missing="no limit",
-        check=_size,
+        check=readable_by(parse_size),
     )
-    shared_cache: str | None = _key(
+    shared_cache: str | None = declare(
         "The URL of a cache that teams and CI share (`s3://`, `gs://`, `az://`, `file://`, `https://`): see "
         "`docs/ci.md#a-shared-cache`.",
         check=check_cache_url,
-        empty_switches_off=True,
-        is_url=True,
+        is_secret=True,
     )
-    shared_cache_keys: tuple[str, ...] = _key(
+    shared_cache_keys: tuple[str, ...] = declare(
         "The public keys: builds use only what one of them signed.",
         (),
-        items=check_public_key,
+        items=readable_by(partial(key_bytes, PUBLIC)),
     )
-    scheduler: str | None = _key(
+    scheduler: str | None = declare(
         'A dask cluster that runs the jobs, such as `"tcp://host:8786"`: see `docs/ci.md#a-cluster`.',
         when_missing="jobs run here",
         check=_ADDRESS,
-        empty_switches_off=True,
-        is_url=True,
+        is_secret=True,
     )
-    backend: str | None = _key(
+    backend: str | None = declare(
         'The build back end that `build-backend = "hatch_epcontext.backend"` calls, such as '
         '`"setuptools.build_meta"`: see `docs/adopting.md#with-any-other-build-back-end`.',
         check=_BACKEND,
         has_variable=False,
     )
-    backend_path: tuple[str, ...] = _key(
+    backend_path: tuple[str, ...] = declare(
         "Folders of the project with `backend`, as `backend-path` in `[build-system]`.",
         (),
         items=_FOLDER,
@@ -496,13 +503,13 @@ class BuildTable:
 class WheelTable:
     """``[tool.epcontext.wheel]``. The variable ``HATCH_EPCONTEXT_<KEY>`` wins over each key."""
 
-    tag: str = _key(
+    tag: str = declare(
         "`auto` joins the `platforms` of all targets, and leaves the tag to Hatch if one has none; "
         "`any`; or a tag such as `py3-none-win_arm64`.",
         "auto",
         check=_wheel_tag,
     )
-    sbom: bool = _key(
+    sbom: bool = declare(
         "Write a CycloneDX SBOM of the models into the wheel: see `docs/model-package.md#the-sbom`.",
         False,
     )
@@ -512,24 +519,26 @@ class WheelTable:
 class RootTable:
     """``[tool.epcontext]``."""
 
-    models: tuple[str | ModelTable, ...] = _key("Paths, globs or tables.", (), required=True)
-    targets: Mapping[str, TargetTable] = _key("What to compile for, by name.", dict, required=True)
-    output: str | None = _key(
+    models: tuple[str | ModelTable, ...] = declare("Paths, globs or tables.", (), required=True)
+    targets: Mapping[str, TargetTable] = declare(
+        "What to compile for, by name.", dict, required=True
+    )
+    output: str | None = declare(
         "The package's folder in the wheel.",
         when_missing="`<import package>/epcontext`",
         check=_PACKAGE,
     )
-    fallback: Fallback = _key(
+    fallback: Fallback = declare(
         "Whether the source model is shipped too: `auto` if no target runs on every machine, as `cpu` does, "
         "`source` always, `none` never.",
         "auto",
     )
-    editable: Editable = _key(
+    editable: Editable = declare(
         "What `pip install -e` installs: source models, compiled ones, or none.",
         "source",
     )
-    build: BuildTable = _key("How the build runs.", BuildTable)
-    wheel: WheelTable = _key("The wheel.", WheelTable)
+    build: BuildTable = declare("How the build runs.", BuildTable)
+    wheel: WheelTable = declare("The wheel.", WheelTable)
 
 
 Faults = Iterator[tuple[tuple[str | int, ...], str, Any]]

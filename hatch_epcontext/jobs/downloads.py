@@ -37,11 +37,14 @@ def download_models(
     BuildError with the problems of all models.
     """
     problems: list[Problem] = []
-    root, remote = config.cache_dir or default_root(), [model for model in models if model.download]
+    root, remote = (
+        config.environment.cache_dir or default_root(),
+        [model for model in models if model.download],
+    )
     # Without a folder for it a location is a problem of the configuration.
     if root is None or not remote:
         return
-    downloads = Downloads(Store(root), log, offline=config.offline, beat=pulse)
+    downloads = Downloads(Store(root), log, offline=config.environment.offline, beat=pulse)
     for model in {model.path: model for model in remote}.values():
         assert model.download is not None, "only such models are remote"
         try:

@@ -162,7 +162,7 @@ def plan(config: Config) -> Plan:
 
 
 def _requirements(config: Config) -> tuple[str, ...]:
-    if config.only_from_cache:
+    if config.environment.only_from_cache:
         return ()
     return requirements(config.targets) if config.build.scheduler is None else FARM
 

@@ -52,9 +52,9 @@ class IncompleteError(BuildError):
 
 def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     """The cache for ``config``; ``warn`` gets its problems."""
-    if not config.use_cache:
+    if config.environment.no_cache:
         return Cache(None, warn)
-    root, settings = config.cache_dir or default_root(), config.build
+    root, settings = config.environment.cache_dir or default_root(), config.build
     if root is None:
         warn(f"{NO_HOME}; this build does not use one. Set HATCH_EPCONTEXT_CACHE_DIR to a folder.")
     if settings.shared_cache is None:

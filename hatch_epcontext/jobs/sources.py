@@ -100,7 +100,7 @@ def read_sources(
     if problems := [p for m in config.models for p in _too_large(m)]:
         raise ModelError(*problems)
     # The build that filled the cache has checked the model for its own targets.
-    key_of = _unchecked_key if config.only_from_cache else _key
+    key_of = _unchecked_key if config.environment.only_from_cache else _key
     keys = {model.name: key_of(model, index) for model in config.models}
     stored = [cache.get("facts", key, ModelFacts) for key in keys.values()]
     known = {
@@ -110,7 +110,7 @@ def read_sources(
     }
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
-        if config.only_from_cache:
+        if config.environment.only_from_cache:
             raise _not_known(unknown, cache)
         # Imported here: a build that has its models in the cache makes no requests.
         from hatch_epcontext.worker.requests import CheckRequest

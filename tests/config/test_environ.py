@@ -100,7 +100,7 @@ def test_variables_switch_the_shared_cache_off_and_writing_on(project: Path) -> 
     config = load(project, toml, None, SHARED_CACHE=" ")
     assert config.build.shared_cache is None
     assert config.build.timeout == 7
-    assert config.overrides == (f"{PREFIX}SHARED_CACHE=",)
+    assert config.environment.overrides == (f"{PREFIX}SHARED_CACHE=",)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_cache_folder_is_absolute_wherever_the_build_runs() -> None:
         ("MEMORY_LIMIT", "10 MiB", 'a size such as "250 MB"'),
         ("EDITABLE", "inplace", 'must be "source" or "compile" or "skip"'),
         ("VALIDATE", "yes", 'must be "auto" or "require"'),
-        ("SKIP", "maybe", "1 or 0"),
+        ("SKIP", "maybe", "true or false"),
         ("REPORT", "report.html", "an absolute path"),
         ("TARGET", "x", "is not a known variable"),
     ],
@@ -184,7 +184,7 @@ def test_a_variable_wins_over_each_key_of_build_and_wheel(
     for text in (CPU, toml):
         config = load(project, text, None, **{name.upper(): variable})
         assert getattr(getattr(config, table), name) == value
-        assert config.overrides == (f"{PREFIX}{name.upper()}={variable}",)
+        assert config.environment.overrides == (f"{PREFIX}{name.upper()}={variable}",)
     found = problems(project, toml, **{name.upper(): invalid})
     assert found.keys() == {f"{PREFIX}{name.upper()}"}
     assert VARIABLES[name.upper()].doc.startswith(f"Wins over `{table}.{toml_key(name)}`")
@@ -232,7 +232,7 @@ def test_an_empty_variable_keeps_a_build_away_from_a_cluster(project: Path) -> N
     assert load(project, toml, None, **SHARED).build.scheduler == "tcp://host:8786"
     config = load(project, toml, None, SCHEDULER=" ")
     assert (config.build.scheduler, config.build.jobs) == (None, 3)
-    assert config.overrides == (f"{PREFIX}SCHEDULER=",)
+    assert config.environment.overrides == (f"{PREFIX}SCHEDULER=",)
 
 
 @pytest.mark.parametrize("name", ["SHARED_CACHE_KEY", "CACHEKEY"])

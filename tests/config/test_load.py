@@ -45,7 +45,7 @@ def test_the_short_form_is_one_target_named_after_its_provider(project: Path) ->
     assert target.min_coverage == 1.0
     assert (config.output, config.editable) == (None, "source")
     assert [model.fallback for model in config.models] == ["auto"] * len(config.models)
-    assert (config.build.timeout, config.use_cache) == (1800, True)
+    assert (config.build.timeout, config.environment.no_cache) == (1800, False)
     assert config.wheel.tag == "auto"
     assert model.validate == ValidateTable(mode="auto", inputs="random")
     assert model.tolerance_for(target) == Tolerance(20, 0.99, unit=0.1)
@@ -96,8 +96,8 @@ def test_the_environment_wins(project: Path, tmp_path: Path) -> None:
     assert config.models[0].validate == ValidateTable(
         mode="structure", inputs="ones", tolerance=RTOL
     )
-    assert (config.cache_dir, config.use_cache) == (tmp_path, False)
-    assert "HATCH_EPCONTEXT_TARGETS=cpu" in config.overrides
+    assert (config.environment.cache_dir, config.environment.no_cache) == (tmp_path, True)
+    assert "HATCH_EPCONTEXT_TARGETS=cpu" in config.environment.overrides
 
 
 @pytest.mark.parametrize("text", ["apache 2", "MIT AND", ""])

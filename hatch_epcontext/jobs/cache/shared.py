@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.environ import CREDENTIALS, PREFIX
 from hatch_epcontext.config.location import LAYOUT, REQUIREMENTS
-from hatch_epcontext.config.settings import CREDENTIALS, BuildSettings
+from hatch_epcontext.config.settings import BuildSettings
 from hatch_epcontext.files import FileRecord, is_regular, patiently, record_file, remove, temp_dir
 from hatch_epcontext.jobs.cache.signing import public_key, sign, verify
 from hatch_epcontext.jobs.cache.store import DamagedError, Growing, Store, files_of, read_record

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-from hatch_epcontext.config.settings import CREDENTIALS
+from hatch_epcontext.config.environ import CREDENTIALS
 from hatch_epcontext.worker.protocol import ENDED, FAILURE, NO_TELEMETRY, READY, REPLY
 
 _ADDED = {
