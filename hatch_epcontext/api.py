@@ -30,7 +30,7 @@ from hatch_epcontext.errors import (
     Setting,
 )
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.graph.facts import NodeFacts, TensorFacts
 from hatch_epcontext.jobs.artifact import FailureReport, Preparation, Result, Times
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Workers
@@ -47,7 +47,6 @@ from hatch_epcontext.worker.requests import ContextFacts, InspectReply
 from hatch_epcontext.worker.results import (
     Agreement,
     Coverage,
-    NodeFacts,
     Validation,
     ValidationStatus,
 )

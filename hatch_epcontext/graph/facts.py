@@ -5,8 +5,8 @@ Shapes are lists of sizes; an open dimension is its name, or None if it has none
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hatch_epcontext.errors import Advice, Key, Setting
@@ -122,6 +122,40 @@ known.
 
 _MAX_VALUES = 4
 """The most values of an input that a message names."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """A node that an EP leaves to the CPU, and the reason, if it is known.
+
+    ``own``: whether the reason names a value of the node, such as one whose shape depends on the data.
+    ``deciders``: the inputs that decide whether the EP compiles it.
+    """
+
+    name: str
+    op: str
+    reason: str | None = None
+    own: bool = False
+    deciders: Deciders = field(default_factory=dict)
+
+
+_MAX_NODES = 20
+"""The most nodes of a group that a message names."""
+
+
+def describe_nodes(nodes: Iterable[NodeFacts]) -> Iterator[str]:
+    """All ``nodes``, in groups with the same operator and reason, or with reasons of their own."""
+    groups: dict[tuple[str, str | None], list[NodeFacts]] = {}
+    for node in nodes:
+        groups.setdefault((node.op, None if node.own else node.reason), []).append(node)
+    for (op, common), members in groups.items():
+        shown = ", ".join(node.name for node in members[:_MAX_NODES] if node.name)
+        more = f" and {len(members) - _MAX_NODES} more" if len(members) > _MAX_NODES else ""
+        number = f"{len(members)} " if len(members) > 1 else ""
+        reason = common or members[0].reason
+        if common is None and reason and number:
+            reason = f"for example {reason}"
+        yield f"{number}{op} {shown}{more}".rstrip() + (f" ({reason})" if reason else "")
 
 
 def describe_deciders(inputs: Deciders) -> str:

@@ -6,19 +6,14 @@ Only the file is read: opening a session on a model of trees can take minutes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.facts import Deciders, Limits
+from hatch_epcontext.graph.facts import Deciders, Limits, NodeFacts
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.text import count, listing
-
-_MAX_NAMES = 3
-"""The most names or reasons in one message."""
 
 _TRIVIAL = operators.LAYOUT | {"Cast"}
 """Operators that are not worth a context of their own."""
@@ -59,50 +54,28 @@ def deciders(scope: Scope, name: str) -> Deciders:
 
 
 @dataclass(frozen=True)
-class RefusedNode:
-    """A node that an EP leaves to the CPU, and ``why``.
-
-    ``decider``: the value, at the end of the reason, that would have to be a constant; empty if none would
-    help.
-    """
-
-    node: onnx.NodeProto
-    why: str
-    decider: str = ""
-
-
-@dataclass(frozen=True)
 class Findings:
-    """The refused nodes among those in ``scope`` that depend on the values of inputs.
+    """The ``refused`` nodes among the ``counted`` ones, which depend on the values of inputs.
 
-    ``growing``: whether preparation may turn few nodes into many, so that their number means little.
+    ``is_growing``: whether preparation may turn few nodes into many, so that their number means little.
+    ``is_trivial``: whether none of the other nodes is worth a context.
     """
 
-    scope: Scope
-    refused: tuple[RefusedNode, ...]
-    growing: bool
+    counted: int
+    refused: tuple[NodeFacts, ...]
+    is_growing: bool
+    is_trivial: bool
 
     @property
     def share(self) -> float:
         """The upper limit of the compiled share of the nodes, from 0 to 1."""
-        total, refused = len(self.scope.counted), len(self.refused)
+        refused = len(self.refused)
         if not refused:
             return 1.0
-        # With growing, less than 1, however many nodes preparation makes.
-        return 1 - 1e-9 if self.growing and refused < total else 1 - refused / total
-
-    @property
-    def deciders(self) -> list[Deciders]:
-        """The inputs that decide each refused node; empty if none would help with one of them."""
-        found = [deciders(self.scope, r.decider) if r.decider else {} for r in self.refused]
-        return found if all(found) else []
-
-    @property
-    def is_trivial(self) -> bool:
-        """Whether none of the other nodes is worth a context."""
-        results = {name for refusal in self.refused for name in refusal.node.output if name}
-        rest = (node for node in self.scope.counted if results.isdisjoint(node.output))
-        return all(node.op_type in _TRIVIAL for node in rest)
+        # If it grows, less than 1, however many nodes preparation makes.
+        return (
+            1 - 1e-9 if self.is_growing and refused < self.counted else 1 - refused / self.counted
+        )
 
 
 def find(model: onnx.ModelProto, limits: Limits) -> Findings:
@@ -113,53 +86,34 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
     scope = Scope.of(model)
     functions = {(function.domain, function.name) for function in model.functions}
     nodes = (node for node in scope.counted if (node.domain, node.op_type) not in functions)
-    refused = (_refused(node, limits, scope) for node in nodes)
-    growing = bool(functions) or any(map(graph.inner_graphs, scope.counted))
-    return Findings(scope, tuple(refusal for refusal in refused if refusal), growing)
+    refused = tuple(filter(None, (_refused(node, limits, scope) for node in nodes)))
+    others = Counter(map(graph.operator, scope.counted)) - Counter(node.op for node in refused)
+    is_growing = bool(functions) or any(map(graph.inner_graphs, scope.counted))
+    return Findings(len(scope.counted), refused, is_growing, _TRIVIAL.issuperset(others))
 
 
-def describe(refused: Sequence[RefusedNode]) -> str:
-    """The reasons of refused nodes, each once, with its operators."""
-    reasons: dict[str, list[RefusedNode]] = {}
-    for refusal in refused:
-        reasons.setdefault(refusal.why, []).append(refusal)
-    parts = [_describe(why, some) for why, some in reasons.items()]
-    more = len(parts) - _MAX_NAMES
-    shown = "; ".join(parts[:_MAX_NAMES])
-    return f"{shown}; and {count(more, 'more reason')}" if more > 0 else shown
-
-
-def _describe(why: str, refused: Sequence[RefusedNode]) -> str:
-    numbers = Counter(graph.operator(refusal.node) for refusal in refused)
-    names = dict.fromkeys(repr(refusal.decider) for refusal in refused if refusal.decider)
-    which = listing(names, _MAX_NAMES) if names else ""
-    reason = f"{why} {which}".rstrip()
-    return f"{listing(_numbered(numbers), _MAX_NAMES)} ({reason})"
-
-
-def _numbered(operators: Counter[str]) -> list[str]:
-    """The operators with their numbers: ``["2 Loop", "Shape"]``."""
-    return [op if number == 1 else f"{number} {op}" for op, number in operators.items()]
-
-
-def _refused(node: onnx.NodeProto, limits: Limits, scope: Scope) -> RefusedNode | None:
+def _refused(node: onnx.NodeProto, limits: Limits, scope: Scope) -> NodeFacts | None:
     """Why an EP with ``limits`` leaves ``node`` to the CPU; None if it may compile it."""
     operator = graph.operator(node)
+    facts = NodeFacts(node.name, operator)
     if node.op_type in _TREES and node.domain == _ML:
-        return RefusedNode(node, "an ensemble of trees, and the EP is for neural networks")
+        return replace(facts, reason="an ensemble of trees, and the EP is for neural networks")
     for name in (*node.input, *node.output):
         if kind := _kind(name, scope):
-            return RefusedNode(node, f"{_OTHER_VALUES[kind]}: {name!r}")
+            return replace(facts, reason=f"{_OTHER_VALUES[kind]}: {name!r}", own=True)
     if node.domain == _ML and operator not in limits.known:
-        return RefusedNode(node, f"an operator of {node.domain}, which the EP does not have")
+        return replace(facts, reason=f"an operator of {node.domain}, which the EP does not have")
     is_sized = operator in _SHAPES_FROM and not limits.open_shapes
+    decider, what = "", "the shape of an output depends on the values of"
     for index in operators.SIZES_FROM[operator] if is_sized else ():
         name = graph.operand(node, index)
         if scope.depends([name]) and None in map(scope.shape, node.output):
-            return RefusedNode(node, "the shape of an output depends on the values of", name)
+            decider = name
     if operator == "Loop" and not limits.open_shapes and scope.depends(node.input[:1]):
-        return RefusedNode(node, "the number of iterations depends on", node.input[0])
-    return None
+        decider, what = node.input[0], "the number of iterations depends on"
+    if not decider:
+        return None
+    return replace(facts, reason=f"{what} {decider!r}", own=True, deciders=deciders(scope, decider))
 
 
 def _kind(name: str, scope: Scope) -> str:

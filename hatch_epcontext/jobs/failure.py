@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Advice, BuildError, Key, Kind, Problem, Setting
-from hatch_epcontext.graph.facts import Declined, freeze
+from hatch_epcontext.graph.facts import Declined, NodeFacts, describe_nodes, freeze
 from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, notes
 from hatch_epcontext.shipped import CPU_EP
-from hatch_epcontext.worker.results import Coverage, NodeFacts
+from hatch_epcontext.worker.results import Coverage
 
 _CPU = "cpu"
 """The provider for the CPU, and the usual name of its target."""
-
-_MAX_NODES = 20
-"""The most uncovered nodes of one operator and reason that a message names."""
 
 
 def failure(job: Job, tried: Sequence[Attempt], targets: Iterable[Target] = ()) -> BuildError:
@@ -123,7 +120,7 @@ def low_coverage(
     if coverage is None or coverage.share >= target.min_coverage:
         return None
     hint, settings = _advice(coverage, target, model.key)
-    groups = [*_describe_nodes(coverage.uncovered, declined)]
+    groups = [*describe_nodes(_with_declined(node, declined) for node in coverage.uncovered)]
     left = f" {groups[0]}." if len(groups) == 1 else "".join(f"\n  {nodes}" for nodes in groups)
     return Problem(
         Kind.LOW_COVERAGE,
@@ -159,26 +156,8 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
     return "Change the model at these nodes, or cut it before them (not tried).", ()
 
 
-def _describe_nodes(nodes: Sequence[NodeFacts], declined: Sequence[Declined]) -> Iterator[str]:
-    """All nodes, in groups with the same operator and reason, or with reasons that name their own tensors."""
-    groups: dict[tuple[str, str | None], list[NodeFacts]] = {}
-    for node in nodes:
-        # Each has a reason with tensors of its own.
-        is_own = node.dynamic or node.guessed
-        reason = None if is_own else _with_declined(node, declined)
-        groups.setdefault((node.op, reason), []).append(node)
-    for (op, common), members in groups.items():
-        shown = ", ".join(node.name for node in members[:_MAX_NODES] if node.name)
-        more = f" and {len(members) - _MAX_NODES} more" if len(members) > _MAX_NODES else ""
-        number = f"{len(members)} " if len(members) > 1 else ""
-        reason = common or _with_declined(members[0], declined)
-        if common is None and reason and number:
-            reason = f"for example {reason}"
-        yield f"{number}{op} {shown}{more}".rstrip() + (f" ({reason})" if reason else "")
-
-
-def _with_declined(node: NodeFacts, declined: Sequence[Declined]) -> str | None:
-    """Why the EP leaves ``node``, and why rewrites do."""
+def _with_declined(node: NodeFacts, declined: Sequence[Declined]) -> NodeFacts:
+    """``node``, with the reasons why rewrites leave it too."""
     own = (reason for reason in declined if (reason.node, reason.operator) == (node.name, node.op))
     reasons = [f"{reason.rewrite} does not apply: {reason.reason}" for reason in own]
-    return "; ".join(filter(None, (node.reason, *reasons))) or None
+    return replace(node, reason="; ".join(filter(None, (node.reason, *reasons))) or None)

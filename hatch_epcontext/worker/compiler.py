@@ -300,8 +300,6 @@ def _explanation(
     refused: Callable[[], str],
 ) -> BuildError | None:
     """The meaning of an error of ONNX Runtime or the EP; None if it is unknown."""
-    if broken := _BROKEN.search(message):
-        return _broken_graph(broken, key)
     if "Unable to compile any nodes" in message:
         return _nothing_compiled(provider, source, key, refused)
     if "NULL EPContext node" in message:
@@ -339,53 +337,12 @@ def _refused_graph(
             # The node may be in a branch that never runs.
             hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1] + settings
         return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
-    if not_inferred := _NOT_INFERRED.search(message):
-        return _not_inferred(not_inferred, source, key)
     if nodes := refused():
         # The nodes that it leaves to the CPU may cause the failure, as by a type that they pass to the rest.
         reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
         words = f"{provider.ep} failed: {reason}. {nodes}"
         return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, _CHANGE, settings=settings))
     return None
-
-
-_BROKEN = re.compile(
-    r"INVALID_GRAPH : .*?In Node, \(\"(?P<name>[^\"]*)\", (?P<op>\w+).*?Error (?P<reason>.*)",
-    re.DOTALL,
-)
-"""ONNX Runtime's error about an invalid graph. Preparation has opened the graph: it was valid before ONNX
-Runtime optimized it."""
-
-
-_NOT_INFERRED = re.compile(
-    r"Node \((?P<name>[^)]*)\) Op \((?P<op>\w+)\) \[\w+InferenceError\] (?P<reason>.*)", re.DOTALL
-)
-"""ONNX Runtime's error about types or shapes that do not match; the first node is the outermost."""
-
-
-def _not_inferred(error: re.Match[str], source: onnx.GraphProto, key: Key | None) -> LibraryError:
-    reason = " ".join(error["reason"].split()).rstrip(".")
-    message = (
-        f"with these sizes the types or shapes in the node {error['name']!r} ({error['op']}) do not fit each "
-        f"other: {reason}."
-    )
-    # A branch that never runs may be for other sizes.
-    hint, settings = on_conditions(source, key) or ("Check dims, shapes and constants.", ())
-    return LibraryError(Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings))
-
-
-def _broken_graph(error: re.Match[str], key: Key | None) -> LibraryError:
-    reason = " ".join(error["reason"].split()).rstrip(".")
-    message = (
-        f"ONNX Runtime broke the graph when it optimized it, or gave parts of it to the EP: it made a node "
-        f"{error['name']!r} ({error['op']}) that it refuses itself ({reason})."
-    )
-    hint = (
-        "The source model is not at fault. Compile it without optimizations, or keep only the part before or "
-        "after the node (not tried)."
-    )
-    settings = () if key is None else (Setting(key / "optimization", "none"), Setting(key / "cut"))
-    return LibraryError(Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings))
 
 
 def _nothing_compiled(

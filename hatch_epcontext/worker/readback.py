@@ -11,11 +11,11 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, RefusedError, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data, stays_inside
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, NodeFacts
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker.reasons import ask, explained
-from hatch_epcontext.worker.results import Context, Coverage, NodeFacts
+from hatch_epcontext.worker.results import Context, Coverage
 
 
 def read_optimized(name: str, result: Path) -> Context:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -15,20 +15,16 @@ import onnx
 
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.facts import TensorFacts, describe_deciders
-from hatch_epcontext.graph.refusals import RefusedNode, deciders, describe
+from hatch_epcontext.graph.facts import NodeFacts, describe_deciders, describe_nodes
+from hatch_epcontext.graph.refusals import deciders
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import narrow
 from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.results import NodeFacts
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _VERBOSE = 0
 """ONNX Runtime's log severity for everything: there EPs log the nodes that they refuse."""
-
-_MAX_TENSORS = 4
-"""The most tensors of a node whose types and shapes a reason names."""
 
 _COMPUTE_NOTHING = {"session.disable_model_compile": "1"}
 """With this option ONNX Runtime queries the EP for the nodes that it can compile, and compiles none."""
@@ -45,42 +41,33 @@ def explained(
 
     ``source`` is the graph that the EP got; ``optimized`` has the types of the values of ``nodes``.
     """
-    vague = {name for name, reason in logged.items() if not reason}
-    reasons: dict[str, tuple[str, bool]] = {
-        name: (reason, False) for name, reason in logged.items() if reason
-    }
-    for name, tensors in _tensors(optimized, vague).items():
-        limit = _beyond_limits(*tensors, provider)
-        reasons[name] = (limit or _with_types(*tensors), not limit)
-    scope = Scope(source)
+    scope, limits = Scope(source), _beyond_limits(optimized, provider)
     by_name = {node.name: node for node in scope.counted if node.name}
+    reasons = {
+        facts.name: facts.reason if facts.own else logged.get(facts.name) or limits.get(facts.name)
+        for facts in nodes
+    }
     return tuple(
-        _with_deciders(_with_reason(facts, reasons), by_name.get(facts.name), scope)
+        _with_deciders(replace(facts, reason=reasons[facts.name]), by_name.get(facts.name), scope)
         for facts in nodes
     )
 
 
 def refused_nodes(prepared: Path, target: Target) -> str:
-    """A sentence about the nodes of ``prepared`` that the EP refuses, or whose types it lacks, with the
-    reasons; empty if it gives none.
+    """A sentence about the nodes of ``prepared`` that the EP refuses, or that have tensors which it does not
+    take, with the reasons; empty if it gives none.
     """
     provider = target.provider
-    logged = dict(ask(prepared, target))
+    logged = ask(prepared, target)
     if not logged:
         return ""
     onnx_model = onnx.load(prepared, load_external_data=False)
     main, typed = onnx_model.graph, graph.inferred(onnx_model)
-    for name, tensors in _tensors(typed, {node.name for node in main.node}).items():
-        if {tensor.dtype for some in tensors for tensor in some} & provider.lacks_dtypes:
-            logged.setdefault(name, "")
+    names = logged.keys() | _beyond_limits(typed, provider).keys()
     # Other nodes are in no file: ONNX Runtime has inserted them since.
-    refused = [node for node in main.node if node.name in logged]
-    if not refused:
-        return ""
-    facts = [NodeFacts(node.name, graph.operator(node)) for node in refused]
-    explanations = explained(facts, logged, main, typed, provider)
-    reasons = (facts.reason or "no reason is known" for facts in explanations)
-    return f"It refuses {describe(list(map(RefusedNode, refused, reasons)))}."
+    refused = [NodeFacts(n.name, graph.operator(n)) for n in main.node if n.name in names]
+    explanations = explained(refused, logged, main, typed, provider)
+    return f"It refuses {'; '.join(describe_nodes(explanations))}." if refused else ""
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:
@@ -121,13 +108,6 @@ def _output() -> Iterator[IO[bytes]]:
                 os.close(copy)
 
 
-def _with_reason(facts: NodeFacts, reasons: Mapping[str, tuple[str, bool]]) -> NodeFacts:
-    if facts.dynamic or facts.name not in reasons:
-        return facts
-    reason, guessed = reasons[facts.name]
-    return replace(facts, reason=reason, guessed=guessed)
-
-
 def _with_deciders(facts: NodeFacts, node: onnx.NodeProto | None, scope: Scope) -> NodeFacts:
     """``facts`` with the inputs that decide the first value that ``node`` needs of them."""
     for name in () if node is None else node.input:
@@ -143,39 +123,19 @@ def _with_deciders(facts: NodeFacts, node: onnx.NodeProto | None, scope: Scope) 
     return facts
 
 
-def _tensors(
-    main: onnx.GraphProto, names: Container[str]
-) -> dict[str, tuple[list[TensorFacts], list[TensorFacts]]]:
-    """The known inputs and outputs of the nodes of ``main`` called ``names``."""
+def _beyond_limits(main: onnx.GraphProto, provider: Provider) -> dict[str, str]:
+    """The nodes of ``main`` with inputs or outputs that the EP does not take, by name, with what that is."""
     values = {
         value.name: graph.facts(value) for value in (*main.input, *main.value_info, *main.output)
     }
-    return {
-        node.name: (
-            [values[name] for name in node.input if name in values],
-            [values[name] for name in node.output if name in values],
-        )
-        for node in main.node
-        if node.name in names
-    }
-
-
-def _beyond_limits(
-    inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts], provider: Provider
-) -> str:
-    """What the EP does not take of a node's inputs and outputs; empty if nothing is known."""
-    tensors = (*inputs, *outputs)
-    rank = max((len(tensor.sizes) for tensor in tensors), default=0)
-    if provider.max_rank is not None and rank > provider.max_rank:
-        return f"it has a tensor of rank {rank}, and the EP takes at most {provider.max_rank}"
-    if lacking := sorted({tensor.dtype for tensor in tensors} & provider.lacks_dtypes):
-        return f"the EP does not support {' or '.join(lacking)}"
-    return ""
-
-
-def _with_types(inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts]) -> str:
-    operands, results = (
-        ", ".join(f"{tensor.dtype} [{tensor.shape_text}]" for tensor in some[:_MAX_TENSORS]) or "?"
-        for some in (inputs, outputs)
-    )
-    return f"the EP refuses it with {operands} -> {results}"
+    reasons = {}
+    for node in main.node:
+        tensors = [values[name] for name in (*node.input, *node.output) if name in values]
+        rank = max((len(tensor.sizes) for tensor in tensors), default=0)
+        lacking = sorted({tensor.dtype for tensor in tensors} & provider.lacks_dtypes)
+        if provider.max_rank is not None and rank > provider.max_rank:
+            most = f"the EP takes at most {provider.max_rank}"
+            reasons[node.name] = f"it has a tensor of rank {rank}, and {most}"
+        elif lacking:
+            reasons[node.name] = f"the EP does not support {' or '.join(lacking)}"
+    return reasons

@@ -15,7 +15,7 @@ from hatch_epcontext.config.settings import Quantize
 from hatch_epcontext.config.tables import Dequantize
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Deciders, TensorFacts
+from hatch_epcontext.graph.facts import NodeFacts, TensorFacts
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import aligned, count
 
@@ -59,23 +59,6 @@ class Precision:
     quantize: Quantize | None
     calibration: str
     tolerance: Tolerance | None
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """A node that no context covers, and the reason, if it is known.
-
-    ``guessed``: whether the EP gave no reason, and ``reason`` names the node's types and shapes instead.
-    ``dynamic``: whether one of its shapes depends on the data.
-    ``deciders``: the inputs that decide whether the EP compiles it.
-    """
-
-    name: str
-    op: str
-    reason: str | None = None
-    dynamic: bool = False
-    deciders: Deciders = field(default_factory=dict)
-    guessed: bool = False
 
 
 @dataclass(frozen=True)

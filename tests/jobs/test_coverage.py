@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.facts import Declined, NodeFacts
 from hatch_epcontext.jobs.failure import low_coverage
-from hatch_epcontext.worker.results import Coverage, NodeFacts
+from hatch_epcontext.worker.results import Coverage
 from tests.results import configured
 
 
@@ -113,9 +113,7 @@ def test_all_nodes_are_named_in_groups(project: Path) -> None:
 
 def test_what_is_refused_for_no_given_reason_is_one_group_of_many(project: Path) -> None:
     names = ("Add", "Mul", "Sub")
-    uncovered = [
-        NodeFacts(f"n{i}", names[i % 3], f"float32 [{i}]", guessed=True) for i in range(30)
-    ]
+    uncovered = [NodeFacts(f"n{i}", names[i % 3], f"float32 [{i}]", own=True) for i in range(30)]
     uncovered.append(NodeFacts("last", "Mul", "dynamic scale"))
     uncovered += [NodeFacts(f"s{i}", "Shape", f"the shape of 't{i}'", True) for i in range(9)]
     text = failure(Coverage(40, 0, 1, tuple(uncovered)), project)

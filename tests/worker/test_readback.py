@@ -138,7 +138,7 @@ def test_that_a_shape_depends_on_data_is_only_known_for_fixed_inputs(tmp_path: P
     reply, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
     (context,) = reply.contexts
     assert context.coverage is not None
-    assert context.coverage.uncovered[0].dynamic
+    assert context.coverage.uncovered[0].own
     named, unknown = half_for_the_cpu(), half_for_the_cpu()
     named.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
     unknown.graph.input[0].type.tensor_type.ClearField("shape")
@@ -148,4 +148,4 @@ def test_that_a_shape_depends_on_data_is_only_known_for_fixed_inputs(tmp_path: P
         result = folder / context.model_file
         read = readback.read_context(spec, open_path, result, target("qnn", X_ELITE))
         assert read.coverage is not None
-        assert [each.dynamic for each in read.coverage.uncovered] == [False]
+        assert [each.own for each in read.coverage.uncovered] == [False]

@@ -14,7 +14,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Advice, Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import graph, refusals
 from hatch_epcontext.graph.dequantize import is_dynamic
-from hatch_epcontext.graph.facts import TensorFacts, freeze
+from hatch_epcontext.graph.facts import TensorFacts, describe_nodes, freeze
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.inputs import check_inputs, sized
@@ -142,8 +142,8 @@ def not_compilable(
         findings = refusals.find(onnx_model, provider.limits)
         if findings.share < target.min_coverage:
             message = (
-                f"{provider.ep} cannot compile {len(findings.refused)} of the "
-                f"{len(findings.scope.counted)} nodes: {refusals.describe(findings.refused)}."
+                f"{provider.ep} cannot compile {len(findings.refused)} of the {findings.counted} nodes: "
+                f"{'; '.join(describe_nodes(findings.refused))}."
             )
             hint, settings = _advise(findings, model, target)
             problem = Problem.at(model.key, Kind.NOT_COMPILABLE, message, hint, *settings)
@@ -154,7 +154,8 @@ def _advise(findings: refusals.Findings, model: Model, target: Target) -> Advice
     """What to do about the refused nodes of ``model``: freeze what decides them, cut the model there, or use
     another provider.
     """
-    if advice := freeze(findings.deciders, "it", model.key):
+    deciders = [node.deciders for node in findings.refused]
+    if all(deciders) and (advice := freeze(deciders, "it", model.key)):
         return advice
     if findings.is_trivial:
         hint = (
