@@ -67,7 +67,9 @@ def compiled(config: Config, folder: Path) -> Result:
 
 
 def _source(model: Model, facts: ModelFacts) -> Source:
-    return Source(model, facts, "00" * 32, {model.path.name: record_file(model.path)})
+    names = (model.path.name, *(model.genai.beside if model.genai else ()))
+    records = {name: record_file(model.path.parent / name) for name in names}
+    return Source(model, facts, "00" * 32, records)
 
 
 def _facts(model: Model) -> ModelFacts:

@@ -25,6 +25,7 @@ LAYERS = [
         "errors",
         "files",
         "frozen",
+        "_genai",
         "_recompile",
         "_runner",
         "loader",
@@ -180,12 +181,12 @@ def test_only_workers_import_onnxruntime_and_they_and_graph_onnx() -> None:
     assert not refused
 
 
-@pytest.mark.parametrize("name", ["loader", "_recompile", "_runner", "recorder"])
+@pytest.mark.parametrize("name", ["loader", "_genai", "_recompile", "_runner", "recorder"])
 def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(name: str) -> None:
     shipped = PACKAGE / f"{name}.py"
     roots = {each.split(".")[0] for each in imported(shipped)}
     # Types of the loader, which are not imported where it is shipped.
-    roots -= {"hatch_epcontext"} if name in ("_recompile", "_runner") else set()
+    roots -= {"hatch_epcontext"} if name[0] == "_" else set()
     assert roots <= {*sys.stdlib_module_names, "onnxruntime", "numpy"}
     at_once = {each.split(".")[0] for each in imported_at_once(shipped)}
     assert "numpy" not in at_once, "importing it must be fast: import numpy in a function"
@@ -194,7 +195,9 @@ def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(nam
 def test_nothing_imports_the_loader() -> None:
     importing = {name_of(m) for m in MODULES if "hatch_epcontext.loader" in imported(m)}
     # It imports types of the loader, beside which it is shipped.
-    assert importing == {"_recompile.py", "_runner.py"}, "put into `shipped` what both need"
+    assert importing == {"_genai.py", "_recompile.py", "_runner.py"}, (
+        "put into `shipped` what both need"
+    )
 
 
 def test_the_tests_mirror_the_folders() -> None:

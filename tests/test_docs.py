@@ -22,6 +22,7 @@ from hatch_epcontext.graph.rewrites.precise import PRECISE
 from hatch_epcontext.providers import PROVIDERS
 from tests.config.test_json_schema import validate
 from tests.conftest import REPOSITORY
+from tests.language_models import make_folder
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 DOCS = REPOSITORY / "docs"
@@ -175,6 +176,9 @@ def write_models(root: Path, table: dict[str, Any]) -> None:
         tables = [target for target in changes if isinstance(target, dict)]
         inputs = [target.get("quantize", {}).get("inputs") for target in tables]
         inputs.append(validate.get("inputs") if isinstance(validate, dict) else None)
+        if "context-length" in model:
+            make_folder(root / model["path"], context_length=model["context-length"])
+            continue
         for name in filter(None, (model.get("path"), *inputs)):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).touch()

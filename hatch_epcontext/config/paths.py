@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hatch_epcontext.config.build_hooks import BuildHooks, hooks_of_project
-from hatch_epcontext.config.settings import OptionFile
+from hatch_epcontext.config.settings import GENAI_CONFIG, OptionFile
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import (
     file_sha256,
@@ -90,6 +90,7 @@ class Finder:
         if not (yield from self._is_allowed(key, path)):
             return None
         place = self.root / path
+        or_folder = or_folder or (what == "model" and is_genai_folder(place))
         if self.pending or (or_folder and os.path.isdir(place)):  # noqa: PTH112, names can be too long
             return place
         if is_missing(place):
@@ -182,6 +183,11 @@ class Finder:
         if hint is None and self.confined:
             hint = "In a build from an sdist: check that the sdist contains it."
         return Problem.at(key, Kind.FILE_NOT_FOUND, message, hint)
+
+
+def is_genai_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder of onnxruntime-genai."""
+    return os.path.isfile(path / GENAI_CONFIG)  # noqa: PTH113, names can be too long
 
 
 def is_glob(path: str) -> bool:

@@ -17,7 +17,13 @@ from hatch_epcontext.config.models import (
     expand,
 )
 from hatch_epcontext.config.options import render_options
-from hatch_epcontext.config.paths import NO_HOME, Finder, default_root, is_glob
+from hatch_epcontext.config.paths import (
+    NO_HOME,
+    Finder,
+    default_root,
+    is_genai_folder,
+    is_glob,
+)
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
@@ -74,7 +80,7 @@ class Resolver:
         models: list[tuple[Model, ModelTable]] = []
         for index, item in enumerate(self._table.models):
             for key, table, path in (yield from self._model_files(Key(("models", index)), item)):
-                models.append(((yield from self._model(key, table, path)), table))
+                models.append((yield from self._model(key, table, path)))
         yield from _check_model_names([size for model in models for size in expand(*model)])
         return [size for model, table in models for size in expand(self._selected(model), table)]
 
@@ -155,14 +161,28 @@ class Resolver:
                 key = location if isinstance(location, Key) else None
                 yield Problem(Kind.UNKNOWN_TARGET, str(location), message, hint, key)
 
-    def _model(self, key: Key, table: ModelTable, path: Path) -> Diagnosed[Model]:
-        name = table.name if table.name is not None else path.stem
+    def _model(
+        self, key: Key, table: ModelTable, path: Path
+    ) -> Diagnosed[tuple[Model, ModelTable]]:
+        """The model, and its table with what follows from its folder."""
+        is_folder, genai = is_genai_folder(path), None
+        name = table.name or (path.name if is_folder else path.stem)
         if table.name is not None or not is_glob(name):
             yield from check_name(key / "name", name)
         yield from check_model(key, table)
+        fallback = table.fallback or self._table.fallback
+        if is_folder:
+            # Imported here: few projects have a language model.
+            from hatch_epcontext.config.genai import read_folder
+
+            path, table, genai = yield from read_folder(key, table, path, self._targets)
+            fallback = "source"
+        elif table.context_length is not None:
+            message = "is for a folder of onnxruntime-genai, and this is a single model."
+            yield Problem.at(key / "context-length", Kind.NOT_APPLICABLE, message, "Remove it.")
         validate = yield from self._validate(key / "validate", table.validate)
         targets = yield from self._targets_of(key, table)
-        return Model(
+        model = Model(
             name=name,
             path=path,
             key=key,
@@ -170,11 +190,13 @@ class Resolver:
             validate=validate,
             targets=targets,
             share_weights=table.share_weights,
-            fallback=table.fallback or self._table.fallback,
+            fallback=fallback,
             cut=Cut(table.cut.inputs, table.cut.outputs) if table.cut else Cut(),
             license=table.license,
             download=_download(table),
+            genai=genai,
         )
+        return model, table
 
     def _validate(self, key: Key, value: Any) -> Diagnosed[ValidateTable]:
         table = value if isinstance(value, ValidateTable) else ValidateTable(mode=value)

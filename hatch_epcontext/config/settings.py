@@ -36,6 +36,9 @@ from hatch_epcontext.providers import (
 )
 from hatch_epcontext.shipped import OPTION_FILE
 
+GENAI_CONFIG = "genai_config.json"
+"""The file that makes a folder one of onnxruntime-genai."""
+
 SYNTHETIC = ("ones", "random", "zeros")
 """Names of generated dummy inputs."""
 
@@ -197,6 +200,18 @@ class ShapeSet:
 
 
 @dataclass(frozen=True)
+class Genai:
+    """That a model is of a folder of onnxruntime-genai, which is shipped as a whole.
+
+    ``beside``: the other files of the folder, by their paths in it. ``context_length``: the most tokens of a
+    prompt and its answer; None for the folder's own.
+    """
+
+    beside: tuple[str, ...]
+    context_length: int | None = None
+
+
+@dataclass(frozen=True)
 class Model:
     """A source model, with the targets that this build compiles it for.
 
@@ -206,7 +221,8 @@ class Model:
     ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of the dummy
     inputs. ``shape_set``: all shapes of the same model, None for a model with one. ``license``: its SPDX
     license expression. ``validate.inputs`` is one of `SYNTHETIC`, or an absolute path. ``download``: where
-    a model comes from that is not in the project; ``path`` is then its place in the user's cache.
+    a model comes from that is not in the project; ``path`` is then its place in the user's cache. ``genai``:
+    for a language model in a folder of onnxruntime-genai.
     """
 
     name: str
@@ -226,6 +242,7 @@ class Model:
     license: str | None = None
     download: Download | None = None
     origin: Path | None = None
+    genai: Genai | None = None
 
     def place(self, name: str) -> Key:
         """The place of ``dims`` or ``shapes`` in the configuration: of its table, if they are a list."""

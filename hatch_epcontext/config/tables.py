@@ -397,7 +397,9 @@ class ModelTable:
     """``[[tool.epcontext.models]]``."""
 
     path: str = declare(
-        "The ONNX file, relative to `pyproject.toml`. Either `path` or `url` is required.", ""
+        "The ONNX file, relative to `pyproject.toml`, or a language model's folder: see "
+        "`docs/language-models.md`. Either `path` or `url` is required.",
+        "",
     )
     url: str | None = declare(
         "Where the model is downloaded from, instead of `path`: `hf://` or `https://`. `epcontext fetch "
@@ -441,6 +443,11 @@ class ModelTable:
     cut: CutTable | None = declare(
         "Keep only the part of the graph between these tensors: see `docs/shapes.md#a-part-of-a-model`.",
         when_missing="the whole graph",
+    )
+    context_length: int | None = declare(
+        "Of a language model: the most tokens of a prompt and its answer.",
+        when_missing="that of `genai_config.json`",
+        check=_COUNT,
     )
     license: str | None = declare(
         "The model's license as an SPDX expression, for the SBOM.",

@@ -21,7 +21,7 @@ FORMAT = 18
 _NOT_COMPILED = frozenset(
     {
         *("path", "key", "listed", "validate", "targets", "share_weights"),
-        *("shape_set", "fallback", "cut", "license", "download", "origin"),
+        *("shape_set", "fallback", "cut", "license", "download", "origin", "genai"),
     }
 )
 """Fields of a model that do not change what is compiled. All others count, including future ones."""
@@ -172,6 +172,9 @@ def _jobs(config: Config) -> tuple[Job, ...]:
     problems: list[Problem] = []
     for model in config.models:
         for target in model.targets:
+            if model.genai is not None and target.provider.product == "optimized":
+                # onnxruntime-genai optimizes what it opens, and the folder is shipped.
+                continue
             members = _members(config, model, target)
             if len(members) < 2:
                 jobs.append(Job((model,), target))

@@ -155,7 +155,8 @@ def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Pr
 def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
     """The model with its hex sha256: of its file, or of its file and all files of its external data."""
     folder = model.path.parent
-    names = (model.path.name, *facts.external_data)
+    beside = model.genai.beside if model.genai else ()
+    names = dict.fromkeys((model.path.name, *facts.external_data, *beside))
     records = {name: index.record(folder / name) for name in names}
     sha256 = records[model.path.name].sha256
     if facts.external_data:

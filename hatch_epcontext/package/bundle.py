@@ -79,12 +79,18 @@ def _bundle(
     places: dict[str, str] = {}
     for source in result.sources:
         model, shipped = source.model, folders[source.model.name]
-        if _ships_source(model, result) if installed is None else _is_only_here(model):
+        only_here = _is_only_here(model) or (model.genai is not None and result.built)
+        if _ships_source(model, result) if installed is None else only_here:
             places[model.name] = f"{shipped}/{model.path.name}"
             files |= _copy_source(source, folder, shipped)
             own |= {f"{shipped}/{name}": model.path.parent / name for name in source.records}
         elif installed is not None:
             places[model.name] = Path(os.path.relpath(model.path, installed)).as_posix()
+    if any(source.model.genai for source in result.sources):
+        # Imported here: few projects have a language model.
+        from hatch_epcontext.package.genai import write_overlays
+
+        files |= write_overlays(result, folder)
     for name, path in modules.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
@@ -157,6 +163,8 @@ def modules(import_name: str | None, models: Collection[Model]) -> Mapping[str, 
     shipped = {"__init__.py": loader_file(), "_runner.py": loader_file().with_name("_runner.py")}
     if any(target.settings.recompile for model in models for target in model.targets):
         shipped["_recompile.py"] = loader_file().with_name("_recompile.py")
+    if any(model.genai for model in models):
+        shipped["genai.py"] = loader_file().with_name("_genai.py")
     if import_name is not None:
         folder = Path(__file__).with_name("pyinstaller")
         shipped[f"{_PYINSTALLER}/__init__.py"] = folder / "__init__.py"

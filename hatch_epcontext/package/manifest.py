@@ -348,6 +348,9 @@ def source_folders(sources: Iterable[Source]) -> dict[str, str]:
     for source in sources:
         files = [(source.model.path.parent, name) for name in source.records]
         own = f"{source.model.configured_name}/{SOURCE}"
+        if source.model.genai is not None:
+            # onnxruntime-genai opens only files below the folder: contexts are inside it.
+            own = source.model.configured_name
         folder = next((places[file] for file in files if file in places), own)
         folders[source.model.name] = folder
         places |= dict.fromkeys(files, folder)

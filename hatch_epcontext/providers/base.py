@@ -270,6 +270,9 @@ class Provider:
 
     # In apps
 
+    genai_name: str = ""
+    """The name by which onnxruntime-genai runs contexts of the EP; empty if it runs none."""
+
     runtime_cache: str | None = None
     """The load option for the folder in which the EP caches what it compiles while it opens an
     artifact, if it has one."""

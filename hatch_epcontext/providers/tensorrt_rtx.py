@@ -139,6 +139,7 @@ class TensorRTRTX(Provider):
     reserved = _RESERVED
     profiles = _PROFILES
     compares = True
+    genai_name = "NvTensorRtRtx"
     runtime_cache = "nv_runtime_cache_path"
     sources = (
         "onnxruntime.ai",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hatch_epcontext.config.paths import is_genai_folder
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.config.tables import ValidationMode
 from hatch_epcontext.errors import (
@@ -344,6 +345,15 @@ def _fixed_shapes(inputs: Iterable[TensorFacts]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _language_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Shapes that fit each other, of the inputs of the language model in ``folder``, if it has one."""
+    if not is_genai_folder(folder):
+        return {}
+    from hatch_epcontext.config.genai import read_config
+
+    return read_config(folder)[1].shapes
+
+
 def validate_package(
     path: Path,
     settings: Mapping[str, Any],
@@ -432,13 +442,18 @@ def _validate_variant(
         reference = _reference(component, result.variant)
         names = {tensor.name for tensor in opened.inputs}
         configured = (tensor for tensor in component.about.inputs if tensor.name in names)
+        place = folder / (reference or variant).variant_directory
         to_run = replace(
             model,
             name=result.component,
             path=(folder / reference.model_file if reference else file).absolute(),
             targets=(),
             static_shapes=True,
-            shapes={**_fixed_shapes(configured), **_fixed_shapes(opened.inputs)},
+            shapes={
+                **_language_shapes(place),
+                **_fixed_shapes(configured),
+                **_fixed_shapes(opened.inputs),
+            },
         )
         return _run_moved(
             file,

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.language_models import make_folder
 from tests.models import network, save
 from tests.projects import HEAD
 
@@ -50,6 +51,12 @@ path = "models/digits.onnx"
 shapes = [{ x = [1, 1, 8, 8] }, { x = [2, 1, 8, 8] }]
 """
 
+LANGUAGE_MODEL = """
+[tool.epcontext]
+models = ["models/llama"]
+targets.cpu.provider = "cpu"
+"""
+
 
 def default(folder: Path, configuration: str = CONFIGURATION) -> None:
     """A project with the model ``digits``, and the models that pages compile without a project."""
@@ -70,6 +77,11 @@ def default(folder: Path, configuration: str = CONFIGURATION) -> None:
 
 def two_shapes(folder: Path) -> None:
     default(folder, TWO_SHAPES)
+
+
+def language_model(folder: Path) -> None:
+    default(folder, LANGUAGE_MODEL)
+    make_folder(folder / "models" / "llama")
 
 
 def empty(folder: Path) -> None:
@@ -105,6 +117,7 @@ class Page:
 
 PAGES = {
     "docs/adopting.md": Page(unconfigured),
+    "docs/language-models.md": Page(language_model),
     "docs/validation.md": Page(recorded),
     "docs/shapes.md": Page(two_shapes),
     "docs/tutorial.md": Page(empty),

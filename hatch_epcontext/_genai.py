@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: MIT
+# Copyright (c) 2026 The hatch-epcontext developers
+"""Finds what onnxruntime-genai runs on this machine of a language model in this package.
+
+A copy of ``hatch_epcontext/_genai.py`` in hatch-epcontext, under the MIT licence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from hatch_epcontext.loader import Device, Variant
+
+_CONFIG = "genai_config.json"
+_OVERLAY = (
+    "overlay.json"  # The file in a target's folder with what it changes of the configuration.
+)
+_REGISTERED = (
+    "_epcontext_registered"  # The attribute of onnxruntime_genai with the libraries that it has.
+)
+
+
+class GenaiFolder(NamedTuple):
+    """A folder for ``onnxruntime_genai.Config``, and what the ``target`` changes of it.
+
+    ``overlay``: JSON for ``Config.overlay``. ``providers``: the options of each EP of the decoder, by
+    onnxruntime-genai's name of the EP: an overlay does not change these.
+    """
+
+    folder: str
+    overlay: str
+    target: str
+    providers: dict[str, dict[str, str]]
+
+    def config(self) -> Any:
+        """The ``onnxruntime_genai.Config`` for ``onnxruntime_genai.Model``."""
+        config = importlib.import_module("onnxruntime_genai").Config(self.folder)
+        config.overlay(self.overlay)
+        config.clear_providers()
+        for name, options in self.providers.items():
+            config.append_provider(name)
+            for option, value in options.items():
+                config.set_provider_option(name, option, value)
+        return config
+
+
+def genai_folder(
+    name: str,
+    *,
+    target: str | None = None,
+    device: Device | None = None,
+    package: str | os.PathLike[str] | None = None,
+    windows_ml: bool = False,
+) -> GenaiFolder:
+    """The folder of the language model ``name`` for the first target whose device this machine has.
+
+    The arguments are those of ``load``; the last target is the plain folder on the CPU. The library of the EP
+    is registered in onnxruntime and, once in a process, in onnxruntime-genai. Nothing is opened.
+
+    Raises LoadError if no target fits, or if ``name`` is no language model of the package.
+    """
+    assert __package__, "this module is in the package with the models"
+    loader: Any = importlib.import_module(__package__)
+    request = loader.Request(target, device, package=package, windows_ml=windows_ml)
+    ways, request = loader._prepare(name, request)  # noqa: SLF001
+    attempts = []
+    for (variant, *_), _ in ways:
+        root, providers = variant.package.root, dict[str, dict[str, str]]()
+        is_source = variant.target == loader.SOURCE
+        # In an editable install the source is the project's own.
+        folder = root / variant.folder if is_source else root / name
+        if not (folder / _CONFIG).is_file():
+            raise loader.LoadError(f"{name!r} is no language model of {root}")
+        try:
+            overlay = json.loads((root / name / variant.target / _OVERLAY).read_bytes())
+            if not is_source:
+                providers = _ready(loader, variant, request, overlay)
+        except (ImportError, loader.SkipTargetError) as error:
+            outcome, reason = loader.Outcome.SKIPPED, str(error)
+        except Exception as error:
+            outcome, reason = loader.Outcome.FAILED, f"{type(error).__name__}: {error}"
+        else:
+            return GenaiFolder(str(folder), json.dumps(overlay), variant.target, providers)
+        attempts.append(loader.TargetAttempt(variant.target, outcome, reason))
+        loader.log("info", f"{name} on {attempts[-1]}")
+    raise loader.LoadError(f"the model {name!r} cannot be opened on this machine:", attempts)
+
+
+def _ready(
+    loader: Any, variant: Variant, request: Any, overlay: dict[str, Any]
+) -> dict[str, dict[str, str]]:
+    """Check that the device is there, and register its EP; returns the EPs of the decoder, with options."""
+    variant.package.on_disk(variant)
+    opener = loader.Opener(variant, request)
+    opener.check(variant.about.get("from_app") or ())
+    with opener.lock:
+        # As for a session, which is not opened: that is how the loader compares chips too.
+        opener._add_devices(opener.ort.SessionOptions(), {})  # noqa: SLF001
+        _register(variant, opener.find_devices()[0])
+    session = overlay["model"]["decoder"].get("session_options", {})
+    own = opener._provider_options()  # noqa: SLF001
+    entries = session.get("provider_options", [])
+    return {name: {**options, **own} for entry in entries for name, options in entry.items()}
+
+
+def _register(variant: Variant, device: Any) -> None:
+    genai = importlib.import_module("onnxruntime_genai")
+    registered: set[str] = vars(genai).setdefault(_REGISTERED, set())
+    library = device.ep_metadata.get("library_path", "")
+    if library and library not in registered:
+        try:
+            genai.register_execution_provider_library(variant.plugin["registration_name"], library)
+        except Exception as error:
+            # By the app.
+            if "already registered" not in str(error):
+                raise
+        registered.add(library)

@@ -1,0 +1,212 @@
+"""A folder of onnxruntime-genai as a model: what its genai_config.json says, and what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hatch_epcontext.config.settings import GENAI_CONFIG, Genai
+from hatch_epcontext.config.tables import ModelTable, ProfileTable, TargetTable
+from hatch_epcontext.config.targets import NamedTarget
+from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
+from hatch_epcontext.files import is_portable, is_regular
+from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.shipped import SOURCE
+from hatch_epcontext.system import LIBRARIES
+from hatch_epcontext.text import show, toml_key
+
+T = TypeVar("T")
+
+_REFUSED = ("dims", "shapes", "constants", "cut", "fallback", "share_weights")
+"""Keys of a model that the folder decides."""
+
+_TOKENS, _PAST = 4, 8
+"""The tokens of dummy inputs: new ones, and those in the cache before."""
+
+_TYPICAL = 1024
+"""The most tokens that a profile is optimized for, as in onnxruntime-genai's own."""
+
+
+@dataclass(frozen=True)
+class GenaiConfig:
+    """What a ``genai_config.json`` says of the decoder.
+
+    ``files``: its model, or those of the stages of its pipeline, by their names in the folder.
+    ``past``: the names of the inputs with the cache, of the shape batch x ``heads`` x tokens x ``head_size``.
+    """
+
+    files: Mapping[str, str]
+    inputs: Mapping[str, str]
+    past: tuple[str, ...]
+    context_length: int
+    heads: int
+    head_size: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of dummy inputs that fit each other."""
+        tokens, mask = (1, _TOKENS), (1, _PAST + _TOKENS)
+        past = (1, self.heads, _PAST, self.head_size)
+        return self._by_input(tokens, mask, past)
+
+    def profile(self, context_length: int) -> dict[str, ProfileTable]:
+        """The optimization profile that onnxruntime-genai gives an EP for conversations of that length."""
+        usual = max(1, min(context_length // 2, _TYPICAL))
+        tokens = ProfileTable(min=(1, 1), opt=(1, 1), max=(1, context_length))
+        mask = ProfileTable(min=(1, 1), opt=(1, usual), max=(1, context_length))
+        bounds = (0, usual, context_length)
+        low, best, high = ((1, self.heads, slots, self.head_size) for slots in bounds)
+        return self._by_input(tokens, mask, ProfileTable(min=low, opt=best, max=high))
+
+    def _by_input(self, tokens: T, mask: T, past: T) -> dict[str, T]:
+        known = {"input_ids": tokens, "position_ids": tokens, "attention_mask": mask}
+        named = {self.inputs[name]: own for name, own in known.items() if name in self.inputs}
+        return named | dict.fromkeys(self.past, past)
+
+
+def read_folder(
+    key: Key, table: ModelTable, folder: Path, targets: Mapping[str, NamedTarget | None]
+) -> Diagnosed[tuple[Path, ModelTable, Genai | None]]:
+    """The language model in ``folder``: its first file, and the ``table`` with what its targets need.
+
+    ``targets``: those of the configuration, by name.
+    """
+    for name in _REFUSED:
+        if getattr(table, name):
+            message = "is for a single model, and this one is a folder of onnxruntime-genai."
+            yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, "Remove it.")
+    try:
+        content, config = read_config(folder)
+    except (OSError, ValueError) as error:
+        hint = "Write the folder again, for example with onnxruntime-genai's model builder."
+        yield _wrong(key, f"cannot be read: {error}.", hint)
+        return folder / "model.onnx", table, None
+    yield from _check_files(key, folder, config)
+    yield from _check_options(key, content)
+    length = table.context_length or config.context_length
+    if length > config.context_length:
+        slots = f"{config.context_length} slots (model.context_length in {GENAI_CONFIG})"
+        message, hint = f"is {length}, and the model has {slots}.", "Lower it, or leave it out."
+        yield Problem.at(key / "context-length", Kind.INVALID_FOLDER, message, hint)
+    named = {name: target for name, target in targets.items() if target is not None}
+    changed = yield from _changed(key, table, config, length, named)
+    beside = _files(folder)
+    for name in (*changed, SOURCE):
+        if any(other.startswith(f"{name}/") for other in beside):
+            message = (
+                f"has a folder {show(name)}, where the package has what belongs to that target."
+            )
+            yield Problem.at(key / "path", Kind.INVALID_FOLDER, message, "Rename one of them.")
+    main = next(iter(config.files.values()))
+    genai = Genai(tuple(name for name in beside if name != main), table.context_length)
+    shapes = {} if len(config.files) > 1 else config.shapes
+    return folder / main, dataclasses.replace(table, targets=changed, shapes=shapes), genai
+
+
+def read_config(folder: Path) -> tuple[Any, GenaiConfig]:
+    """The ``genai_config.json`` in ``folder``; raises OSError, and ValueError for one that cannot be used."""
+    content = json.loads((folder / GENAI_CONFIG).read_bytes())
+    return content, _read(content)
+
+
+def _wrong(key: Key, message: str, hint: str) -> Problem:
+    return Problem.at(key / "path", Kind.INVALID_FOLDER, f"{GENAI_CONFIG} {message}", hint)
+
+
+def _read(content: Any) -> GenaiConfig:
+    """Raises ValueError for what is missing, or has another type."""
+    decoder = _value(content, "model.decoder", dict)
+    pipeline = _value(content, "model.decoder.pipeline", list, [])
+    stages = {name: stage for entry in pipeline for name, stage in dict(entry).items()}
+    if stages:
+        files = {name: _value(stage, "filename", str) for name, stage in stages.items()}
+    else:
+        files = {"": _value(content, "model.decoder.filename", str)}
+    layers = _value(decoder, "num_hidden_layers", int)
+    names = [
+        _value(decoder, f"inputs.{name}", str, "")
+        for name in ("past_key_names", "past_value_names")
+    ]
+    return GenaiConfig(
+        files,
+        _value(decoder, "inputs", dict),
+        tuple(name.replace("%d", str(layer)) for layer in range(layers) for name in names if name),
+        _value(content, "model.context_length", int),
+        _value(decoder, "num_key_value_heads", int),
+        _value(decoder, "head_size", int),
+    )
+
+
+def _value(table: Any, path: str, type_: type, default: Any = None) -> Any:
+    """The value at the dotted ``path``."""
+    value = table
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    value = default if value is None else value
+    if type(value) is not type_:
+        raise ValueError(f"{path} must be of the type {type_.__name__}, not {show(value)}")
+    return value
+
+
+def _check_files(key: Key, folder: Path, config: GenaiConfig) -> Iterator[Problem]:
+    for name in config.files.values():
+        if not is_portable(name) or "/" in name:
+            message = f"names the file {show(name)}, which is not in the folder itself."
+            hint = "Put the model beside it, and name it without folders: onnxruntime-genai refuses '..'."
+            yield _wrong(key, message, hint)
+        elif not is_regular(folder / name):
+            yield _wrong(key, f"names the file {show(name)}, which is missing.", "Fetch it.")
+
+
+def _check_options(key: Key, content: Any, place: tuple[str, ...] = ()) -> Iterator[Problem]:
+    """Paths of libraries: they are those of one system, and the app may run on another one."""
+    if isinstance(content, Mapping | list):
+        items = content.items() if isinstance(content, Mapping) else enumerate(content)
+        for name, value in items:
+            yield from _check_options(key, value, (*place, str(name)))
+    elif isinstance(content, str) and Path(content).suffix in LIBRARIES:
+        message = f"names the library {show(content)} of one system: {'.'.join(place)}."
+        hint = 'Remove it. For QNN, "backend_type": "htp" is right on every system.'
+        yield _wrong(key, message, hint)
+
+
+def _changed(
+    key: Key,
+    table: ModelTable,
+    config: GenaiConfig,
+    length: int,
+    targets: Mapping[str, NamedTarget],
+) -> Diagnosed[dict[str, Any]]:
+    """The model's targets with its own changes of them, and with what the folder needs."""
+    changes: dict[str, Any] = {}
+    own = table.targets if isinstance(table.targets, Mapping) else {}
+    chosen = table.targets if isinstance(table.targets, tuple) else targets
+    for name, target in targets.items():
+        if name not in chosen or own.get(name) is False:
+            changes[name] = False
+            continue
+        needed: dict[str, Any] = {"static_shapes": False}
+        if target.provider.product == "context":
+            if target.provider.genai_name and len(config.files) == 1:
+                needed["profiles"] = (config.profile(length),)
+            else:
+                what = "a folder" if len(config.files) == 1 else "a pipeline"
+                message = (
+                    f"names {name}, and {what} of onnxruntime-genai is not compiled for its EP."
+                )
+                hint = f"Set targets = {{ {name} = false }} in the model's table."
+                yield Problem.at(key / "targets", Kind.NOT_APPLICABLE, message, hint)
+        changes[name] = dataclasses.replace(own.get(name) or TargetTable(), **needed)
+    # Names of unknown targets are another check.
+    return {**dict.fromkeys((*own, *chosen)), **changes}
+
+
+def _files(folder: Path) -> list[str]:
+    """The files of the folder but hidden ones, by their paths in it, sorted."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)
+    )

@@ -1,0 +1,101 @@
+"""Folders of onnxruntime-genai in place of a model's file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.errors import Kind
+from tests.config.examples import assert_one_problem, problems, read
+from tests.language_models import make_folder
+
+LLAMA = 'models = [{ path = "models/llama", context-length = 128 }]\n'
+CPU = 'targets.cpu.provider = "cpu"\n'
+RTX = 'targets.rtx = { provider = "tensorrt-rtx", chip = "rtx-40" }\n'
+
+
+@pytest.fixture
+def folder(project: Path) -> Path:
+    return make_folder(project / "models" / "llama")
+
+
+def change(folder: Path, **decoder: Any) -> None:
+    """Change the decoder's keys; None removes one."""
+    file = folder / "genai_config.json"
+    content = json.loads(file.read_text())
+    table = {**content["model"]["decoder"], **decoder}
+    content["model"]["decoder"] = {key: value for key, value in table.items() if value is not None}
+    file.write_text(json.dumps(content))
+
+
+def test_a_folder_is_a_model_with_all_its_files(project: Path, folder: Path) -> None:
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "state").touch()
+    (model,) = read(project, 'models = ["models/llama"]\n' + CPU).models
+    assert (model.name, model.path, model.fallback) == ("llama", folder / "model.onnx", "source")
+    assert model.genai is not None
+    assert model.genai.beside == (
+        "genai_config.json",
+        "model.onnx.data",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    )
+
+
+def test_an_ep_with_profiles_gets_that_of_onnxruntime_genai(project: Path, folder: Path) -> None:
+    (model,) = read(project, LLAMA + CPU + RTX).models
+    profiles = {target.name: target.profiles for target in model.targets}
+    past = {"min": (1, 1, 0, 16), "opt": (1, 1, 64, 16), "max": (1, 1, 128, 16)}
+    names = [f"past_key_values.{layer}.{kind}" for layer in (0, 1) for kind in ("key", "value")]
+    assert profiles["rtx"] == (
+        {
+            "input_ids": {"min": (1, 1), "opt": (1, 1), "max": (1, 128)},
+            "attention_mask": {"min": (1, 1), "opt": (1, 64), "max": (1, 128)},
+            **dict.fromkeys(names, past),
+        },
+    )
+    assert not any(target.settings.static_shapes for target in model.targets)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        ({"filename": "../llama/model.onnx"}, 'names the file "../llama/model.onnx", which is not'),
+        ({"filename": "other.onnx"}, 'names the file "other.onnx", which is missing'),
+        ({"filename": None}, "model.decoder.filename must be of the type str"),
+        ({"head_size": "16"}, 'head_size must be of the type int, not "16"'),
+        (
+            {"session_options": {"provider_options": [{"qnn": {"backend_path": "QnnHtp.dll"}}]}},
+            'names the library "QnnHtp.dll" of one system: model.decoder.session_options.provider_o',
+        ),
+    ],
+)
+def test_what_is_wrong_with_its_configuration_is_one_problem(
+    project: Path, folder: Path, decoder: dict[str, Any], message: str
+) -> None:
+    change(folder, **decoder)
+    assert_one_problem(project, LLAMA + CPU, "models[0].path", message)
+
+
+def test_keys_that_contradict_the_folder_are_problems(project: Path, folder: Path) -> None:
+    (folder / "cpu").mkdir()
+    (folder / "cpu" / "notes.txt").touch()
+    toml = """
+        models = [{ path = "models/llama", context-length = 257, dims = { batch_size = 1 } }]
+        targets.cuda = { provider = "openvino" }
+    """
+    found = problems(project, toml + CPU)
+    assert {place: problem.kind for place, problem in found.items()} == {
+        "models[0].dims": Kind.NOT_APPLICABLE,
+        "models[0].context-length": Kind.INVALID_FOLDER,
+        "models[0].targets": Kind.NOT_APPLICABLE,
+        "models[0].path": Kind.INVALID_FOLDER,
+    }
+
+
+def test_a_context_length_is_of_language_models_only(project: Path) -> None:
+    toml = 'models = [{ path = "models/a.onnx", context-length = 9 }]\n' + CPU
+    assert_one_problem(project, toml, "models[0].context-length", "is for a folder")

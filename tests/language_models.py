@@ -1,0 +1,171 @@
+"""A tiny random Llama as a folder of onnxruntime-genai, in the form of its model builder.
+
+``python -m tests.language_models DIR`` writes one, of 180 kB. Its tokenizer has one token for each byte.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, INNER = 259, 32, 2, 2, 1, 16, 64
+CONTEXT = 256
+
+PROMPTS = ("", "a", "Hello", "x" * 61, "y" * 63, "What is the capital of France? " * 4)
+"""Prompts of 1 to 125 tokens, with the first token."""
+
+
+def make_folder(folder: Path, dtype: str = "float32", **changes: Any) -> Path:
+    """Write the folder, with ``changes`` of ``model`` in its genai_config.json; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save(
+        _decoder(np.dtype(dtype)),
+        folder / "model.onnx",
+        save_as_external_data=True,
+        location="model.onnx.data",
+        size_threshold=1024,
+    )
+    files = {"genai_config": _config(changes), "tokenizer": _tokenizer()}
+    files["tokenizer_config"] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "model_max_length": CONTEXT,
+    }
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return folder
+
+
+def _decoder(dtype: np.dtype[Any]) -> onnx.ModelProto:
+    random, float_type = np.random.default_rng(0), helper.np_dtype_to_tensor_dtype(dtype)
+    nodes: list[onnx.NodeProto] = []
+    weights: dict[str, Any] = {}
+
+    def constant(name: str, value: Any) -> str:
+        weights[name] = value
+        return name
+
+    def weight(name: str, *shape: int) -> str:
+        return constant(name, random.normal(0, 0.3, shape).astype(dtype))
+
+    def add(operator: str, inputs: list[str], *outputs: str, **attributes: Any) -> str:
+        name = f"/{outputs[0]}"
+        nodes.append(helper.make_node(operator, inputs, outputs, name=name, **attributes))
+        return outputs[0]
+
+    def matmul(value: str, name: str, rows: int, columns: int) -> str:
+        return add("MatMul", [value, weight(f"{name}.weight", rows, columns)], name)
+
+    def norm(value: str, name: str) -> str:
+        ones = constant(f"{name}.weight", np.ones(HIDDEN, dtype))
+        return add("SimplifiedLayerNormalization", [value, ones], name, axis=-1, epsilon=1e-5)
+
+    def tensor(name: str, type_: int, *shape: int | str) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, type_, shape)
+
+    frequencies = 10000 ** (-np.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
+    angles = np.outer(np.arange(CONTEXT), frequencies)
+    rotary = [constant(f.__name__, f(angles).astype(dtype)) for f in (np.cos, np.sin)]
+    add("ReduceSum", ["attention_mask", constant("axis", np.array([1]))], "tokens", keepdims=1)
+    add("Sub", ["tokens", constant("one", np.array([1]))], "before")
+    add("Shape", ["attention_mask"], "mask_shape")
+    add("Gather", ["mask_shape", constant("last", np.array(1))], "slots")
+    lengths = [add("Cast", [n], f"{n}_int32", to=TensorProto.INT32) for n in ("before", "slots")]
+    value = add("Gather", [weight("embedding", VOCABULARY, HIDDEN), "input_ids"], "hidden")
+    tokens = ("batch_size", "sequence_length")
+    inputs = [
+        tensor("input_ids", TensorProto.INT64, *tokens),
+        tensor("attention_mask", TensorProto.INT64, "batch_size", "total_sequence_length"),
+    ]
+    outputs = [tensor("logits", float_type, *tokens, VOCABULARY)]
+    for layer in range(LAYERS):
+        at, kinds = f"layers.{layer}", ("key", "value")
+        past = [f"past_key_values.{layer}.{kind}" for kind in kinds]
+        present = [f"present.{layer}.{kind}" for kind in kinds]
+        for names, values, length in ((past, inputs, "past"), (present, outputs, "total")):
+            shape = ("batch_size", KV_HEADS, f"{length}_sequence_length", HEAD_SIZE)
+            values.extend(tensor(name, float_type, *shape) for name in names)
+        normed = norm(value, f"{at}.norm")
+        heads = (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
+        qkv = [matmul(normed, f"{at}.{n}", HIDDEN, count * HEAD_SIZE) for n, count in heads]
+        attention = add(
+            "GroupQueryAttention",
+            [*qkv, *past, *lengths, *rotary],
+            f"{at}.attention",
+            *present,
+            domain="com.microsoft",
+            num_heads=HEADS,
+            kv_num_heads=KV_HEADS,
+            do_rotary=1,
+        )
+        projected = matmul(attention, f"{at}.o", HEADS * HEAD_SIZE, HIDDEN)
+        value = add("Add", [value, projected], f"{at}.attended")
+        normed = norm(value, f"{at}.norm2")
+        gate = matmul(normed, f"{at}.gate", HIDDEN, INNER)
+        gate = add("Mul", [gate, add("Sigmoid", [gate], f"{at}.sigmoid")], f"{at}.silu")
+        up = add("Mul", [gate, matmul(normed, f"{at}.up", HIDDEN, INNER)], f"{at}.gated")
+        value = add("Add", [value, matmul(up, f"{at}.down", INNER, HIDDEN)], f"{at}.output")
+    matmul(norm(value, "norm"), "logits", HIDDEN, VOCABULARY)
+    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, "decoder", inputs, outputs, tensors)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+def _config(changes: dict[str, Any]) -> dict[str, Any]:
+    past = {f"past_{n}_names": f"past_key_values.%d.{n}" for n in ("key", "value")}
+    present = {f"present_{n}_names": f"present.%d.{n}" for n in ("key", "value")}
+    decoder = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "filename": "model.onnx",
+        "head_size": HEAD_SIZE,
+        "hidden_size": HIDDEN,
+        "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask", **past},
+        "outputs": {"logits": "logits", **present},
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+    }
+    model = {
+        "type": "llama",
+        "bos_token_id": 1,
+        "context_length": CONTEXT,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "vocab_size": VOCABULARY,
+        "decoder": {**decoder, **changes.pop("decoder", {})},
+        **changes,
+    }
+    search = {"do_sample": False, "max_length": CONTEXT, "past_present_share_buffer": True}
+    return {"model": model, "search": search}
+
+
+def _tokenizer() -> dict[str, Any]:
+    special = ["<pad>", "<s>", "</s>"]
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown} | {b: chr(256 + i) for i, b in enumerate(others)}
+    tokens = [*special, *(letters[byte] for byte in range(256))]
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    about = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": token, "special": True, **about} for i, token in enumerate(special)
+        ],
+        "pre_tokenizer": {**bytes_, "use_regex": True},
+        "decoder": {**bytes_, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": []},
+    }
+
+
+if __name__ == "__main__":
+    make_folder(Path(sys.argv[1]))

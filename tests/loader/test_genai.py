@@ -1,0 +1,57 @@
+"""`genai_folder`, which an app with a language model calls in place of `load`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext import _genai, loader
+from hatch_epcontext.package.bundle import bundle
+from tests.language_models import make_folder
+from tests.results import compiled, configured, install
+
+TOML = """
+models = [{ path = "models/llama", context-length = 128 }, "models/a.onnx"]
+targets.rtx = { provider = "tensorrt-rtx", chip = "rtx-40" }
+targets.cpu.provider = "cpu"
+"""
+
+
+@pytest.fixture(autouse=True)
+def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package with the models, whose loader it imports.
+    monkeypatch.setattr(_genai, "__package__", "hatch_epcontext.loader")
+
+
+@pytest.fixture
+def package(project: Path, tmp_path: Path) -> Path:
+    make_folder(project / "models" / "llama")
+    config = configured(project, TOML)
+    return bundle(compiled(config, tmp_path / "artifacts"), tmp_path, {}).folder
+
+
+def test_without_the_device_it_is_the_plain_folder(package: Path) -> None:
+    overlay = '{"model": {"context_length": 128}, "search": {"max_length": 128}}'
+    chosen = _genai.genai_folder("llama", package=package)
+    assert chosen == (str(package / "llama"), overlay, "source", {})
+    with pytest.raises(loader.LoadError, match=r"\n  rtx: skipped, .+ cannot be loaded"):
+        _genai.genai_folder("llama", target="rtx", package=package)
+
+
+def test_another_model_is_an_error(package: Path) -> None:
+    with pytest.raises(loader.LoadError, match="'a' is no language model of "):
+        _genai.genai_folder("a", package=package)
+
+
+def test_in_an_editable_install_it_is_the_folder_of_the_project(
+    project: Path, tmp_path: Path
+) -> None:
+    folder: Any = make_folder(project / "models" / "llama")
+    config = configured(project, 'models = ["models/llama"]\ntargets.cpu.provider = "cpu"')
+    package = project / "my_app" / "epcontext"
+    install(compiled(config, tmp_path / "artifacts"), package)
+    chosen = _genai.genai_folder("llama", package=package)
+    assert Path(chosen.folder).samefile(folder)
+    assert (chosen.overlay, chosen.target) == ('{"model": {}}', "source")

@@ -1,0 +1,56 @@
+"""The package of a language model in a folder of onnxruntime-genai."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hatch_epcontext.package.bundle import bundle, modules
+from tests.language_models import make_folder
+from tests.package.conftest import opened
+from tests.package.test_bundle import recorded
+from tests.results import compiled, configured
+
+TOML = """
+models = [{ path = "models/llama", context-length = 128 }]
+targets.rtx = { provider = "tensorrt-rtx", chip = "rtx-40" }
+targets.cpu.provider = "cpu"
+"""
+
+FOLDER = {
+    "llama/genai_config.json",
+    "llama/model.onnx",
+    "llama/model.onnx.data",
+    "llama/tokenizer.json",
+    "llama/tokenizer_config.json",
+}
+
+
+def test_the_folder_is_in_it_once_with_an_overlay_for_each_target(
+    project: Path, tmp_path: Path
+) -> None:
+    options = {"provider_options": [{"NvTensorRtRtx": {"enable_cuda_graph": "1"}}]}
+    make_folder(project / "models" / "llama", decoder={"session_options": options})
+    config = configured(project, TOML)
+    bundled = bundle(compiled(config, tmp_path / "a"), tmp_path, modules(None, config.models))
+    assert recorded(bundled) == FOLDER | {
+        "__init__.py",
+        "_runner.py",
+        "genai.py",
+        "llama/rtx/llama_ctx.onnx",
+        "llama/rtx/overlay.json",
+        "llama/rtx/sidecar.bin",
+        "llama/source/overlay.json",
+    }
+    limits = {"model": {"context_length": 128}, "search": {"max_length": 128}}
+    overlays = {
+        target: json.loads((bundled.folder / f"llama/{target}/overlay.json").read_text())
+        for target in ("rtx", "source")
+    }
+    assert overlays["source"] == limits
+    decoder = {
+        "filename": "rtx/llama_ctx.onnx",
+        "session_options": {"session.disable_model_compile": "1", **options},
+    }
+    assert overlays["rtx"] == {**limits, "model": {**limits["model"], "decoder": decoder}}
+    assert list(opened(bundled.folder).components["llama"].variants) == ["rtx", "source"]
