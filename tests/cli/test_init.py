@@ -241,11 +241,6 @@ def test_a_trial_writes_what_works(cli: Cli, new_project: Path) -> None:
 PROJECT_TABLE = '[project]\nname = "my-app"\nversion = "1.0"\ndescription = "An app."\n'
 
 BACKENDS = {
-    "setuptools": (
-        ('[build-system]\nrequires = ["setuptools>=77"]\nbuild-backend = "setuptools.build_meta"\n'
-        f'{PROJECT_TABLE}[tool.setuptools.packages.find]\ninclude = ["my_app*"]\n'),
-        "my_app",
-    ),
     "a setup.py": (None, "my_app"),
     "no back end": (
         f'{PROJECT_TABLE}[build-system]\nrequires = ["setuptools"]\n',
@@ -257,23 +252,21 @@ BACKENDS = {
         '[build-system]\nrequires = ["poetry-core"]\nbuild-backend = "poetry.core.masonry.api"\n'),
         "my_app",
     ),
-    "flit": (
-        ('[build-system]\nrequires = ["flit_core<4"]\nbuild-backend = "flit_core.buildapi"\n'
-        f"{PROJECT_TABLE}"),
-        "my_app",
-    ),
     "flit in src": (
         ('[build-system]\nrequires = ["flit_core<4"]\nbuild-backend = "flit_core.buildapi"\n'
         f"{PROJECT_TABLE}"),
         "src/my_app",
     ),
-    "uv": (
-        ('[build-system]\nrequires = ["uv_build"]\nbuild-backend = "uv_build"\n'
-        f"{PROJECT_TABLE}"),
-        "src/my_app",
-    ),
 }  # fmt: skip
-"""The ``pyproject.toml`` of a project before ``init``, and the folder of its import package."""
+"""The ``pyproject.toml`` of a project before ``init``, and the folder of its import package; others are in
+``tests/test_backend.py``.
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for all back ends: their models are the same."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.slow
@@ -281,7 +274,7 @@ BACKENDS = {
 @pytest.mark.filterwarnings("ignore:Editable installation")
 @pytest.mark.parametrize("name", BACKENDS)
 def test_builds_of_any_back_end_work_without_another_edit(
-    name: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, cli: Cli, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, package = BACKENDS[name]
     project = tmp_path / "project"
@@ -296,6 +289,7 @@ def test_builds_of_any_back_end_work_without_another_edit(
     monkeypatch.chdir(project)
     scripts = sysconfig.get_path("scripts")
     monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(cache))
     cli("init", "-p", "cpu")
     hooks = BuildBackendHookCaller(str(project), "hatch_epcontext.backend")
     with zipfile.ZipFile(tmp_path / hooks.build_wheel(str(tmp_path))) as archive:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
-import onnxruntime as ort
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
@@ -15,7 +15,7 @@ from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
 from hatch_epcontext.graph.rewrites.precise import PRECISE, correct
 from hatch_epcontext.graph.rewriting import apply
 from hatch_epcontext.worker.ort_values import value_types
-from tests.graph.rewrites.equal import check_equal
+from tests.graph.rewrites.equal import check_equal, session
 
 # All opsets of all rules take more than ten seconds.
 pytestmark = pytest.mark.slow
@@ -120,9 +120,11 @@ FORMS: Mapping[str, Forms] = {
 
 UNROLLABLE: Mapping[str, Forms] = {
     "Loop": {
-        7: """(float[1, 4] s, float[4, 4] w) => (float[1, 4] y) <int64 n = {3}, bool go = {1}>
-        { y = Loop (n, go, s) <body = b (int64 i, bool c, float[1, 4] s0) =>
-        (bool d, float[1, 4] t) { d = Identity (c) m = MatMul (s0, w) t = Tanh (m) }> }""",
+        7: """(float[1, 4] s, float[4, 4] w) => (float[1, 4] y, float[3, 1, 4] rows)
+        <int64 n = {3}, bool go = {1}>
+        { y, rows = Loop (n, go, s) <body = b (int64 i, bool c, float[1, 4] s0) =>
+        (bool d, float[1, 4] t, float[1, 4] row)
+        { d = Identity (c) m = MatMul (s0, w) t = Tanh (m) row = Neg (t) }> }""",
     },
     **{
         operator: {
@@ -160,13 +162,14 @@ CORRECTED: Mapping[str, Forms] = {
 """By the id of the rewrite."""
 
 
+@functools.cache
 def newest() -> int:
     """The newest opset that onnx and ONNX Runtime know."""
     opset = onnx.defs.onnx_opset_version()
     while True:
         model = parsed(f"{X} {{ y = Relu (x) }}", opset)
         try:
-            ort.InferenceSession(model.SerializeToString())
+            session(model)
         except ort_errors.Fail:
             opset -= 1
         else:
@@ -205,7 +208,7 @@ def test_a_change_computes_the_same_in_every_opset(kind: str, name: str, forms: 
 def is_run(model: onnx.ModelProto) -> bool:
     """Whether ONNX Runtime has kernels for the opset of ``model``: it has none yet for some newer forms."""
     try:
-        ort.InferenceSession(model.SerializeToString())
+        session(model)
     except ort_errors.NotImplemented:
         return False
     return True

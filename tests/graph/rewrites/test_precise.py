@@ -42,6 +42,7 @@ def run(model: onnx.ModelProto) -> list[Floats]:
     """The first output for each sample, on the CPU, of the nodes as they are."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
     session = ort.InferenceSession(model.SerializeToString(), options)
     inputs = session.get_inputs()
     # The second input is not the first one again.

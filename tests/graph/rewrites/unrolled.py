@@ -1,22 +1,21 @@
-"""Models with loops, and what runs and compares them."""
+"""Models with layers, and what unrolls and compares them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import TooManyNodesError
-from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.rewrites import UNROLLS
 from hatch_epcontext.graph.rewriting import Rewritten, apply
+from tests.graph.rewrites.equal import check_equal
 from tests.models import parsed
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -92,31 +91,6 @@ def unrolled(model: onnx.ModelProto, limit: int = 5000) -> tuple[onnx.ModelProto
     return result, done
 
 
-def run(model: onnx.ModelProto, *feeds: Mapping[str, Array]) -> list[list[Array]]:
-    """The outputs of ``model`` on the CPU for each of ``feeds``."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return [list(session.run(None, dict(each))) for each in feeds]
-
-
-def feeds(model: onnx.ModelProto, seed: int = 1) -> dict[str, Array]:
-    """Random inputs of ``model``; integers from 0 to 3."""
-    rng = np.random.default_rng(seed)
-    result: dict[str, Array] = {}
-    for value in graph.inputs(model.graph):
-        given = graph.facts(value)
-        shape = [size for size in given.sizes if isinstance(size, int)]
-        values = rng.standard_normal(shape)
-        result[value.name] = (
-            values if given.dtype.startswith("float") else rng.integers(0, 4, shape)
-        ).astype(given.dtype)
-    return result
-
-
 def assert_equal(
     model: onnx.ModelProto, *done: str, limit: int = 5000, atol: float = 1e-6
 ) -> onnx.ModelProto:
@@ -124,24 +98,8 @@ def assert_equal(
     result, rewritten = unrolled(model, limit)
     assert rewritten == (done, ())
     assert not {node.op_type for node in graph.nodes(result.graph)} & UNROLLED
-    given = [feeds(model, seed) for seed in (1, 2)]
-    for expected, found in zip(run(model, *given), run(result, *given), strict=True):
-        for one, other in zip(expected, found, strict=True):
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            assert_close(other, one, atol)
+    check_equal(model, result, scale=1.0, atol=atol)
     return result
-
-
-def assert_close(found: Any, expected: Any, atol: float = 1e-6) -> None:
-    """Check that two arrays are the same, but for the order of additions."""
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol)
-
-
-def assert_unchanged(model: onnx.ModelProto, reason: str) -> None:
-    """Check that the only layer or loop of ``model`` is not unrolled, for this ``reason``."""
-    result, rewritten = unrolled(model)
-    assert (rewritten.names, [declined.reason for declined in rewritten.declined]) == ((), [reason])
-    assert result == model
 
 
 def assert_too_large(model: onnx.ModelProto, limit: int) -> None:
