@@ -147,7 +147,6 @@ class _Build(ProjectBuild):
     def add_to_wheel(self, config: Config | None, built: Path, folder: Path) -> str:
         """Write the wheel ``built`` with the models into ``folder``."""
         from hatch_epcontext.package import wheel
-        from hatch_epcontext.package.dependencies import check_app
         from hatch_epcontext.package.repack import FinishedWheel
 
         finished = FinishedWheel(built)
@@ -157,13 +156,13 @@ class _Build(ProjectBuild):
             return finished.write(folder, {}, None, left_out).name
         self.show_overrides(config)
         project = finished.project
-        check_app(config.targets, project.dependencies)
+        wheel.check_app(config.targets, project.dependencies)
         tag = finished.checked_tag(config)
         tree = {name: self._source_of(name) for name in finished.names}
         output = wheel.output_folder(config.output, tree)
         earlier = self._earlier(output, output)
         wheel.check_collisions(output, tree, earlier)
-        result, package = self.compile_package(config, project, output, tree, {})
+        result, package = self.compile_package(config, project, output, tree)
         files = {target: Path(source) for source, target in package.entries(output).items()}
         if config.wheel.sbom:
             sbom = self.write_sbom(result, package, project)

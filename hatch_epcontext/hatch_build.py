@@ -60,16 +60,14 @@ class HatchBuild(ProjectBuild):
     def fill_wheel(self, build_data: dict[str, Any]) -> None:
         """Compile all models, and add their package to the wheel, with its SBOM and its tag."""
         from hatch_epcontext.package import wheel
-        from hatch_epcontext.package.dependencies import check_app
 
         config = self._overridden()
         project = self._project()
-        check_app(config.targets, project.dependencies)
+        wheel.check_app(config.targets, project.dependencies)
         packed = wheel.packed_files(self._selection, build_data)
-        selected = wheel.selected_files(self._selection)
-        output = self._output_folder(config, selected, packed)
+        output = self._output_folder(config, wheel.selected_files(self._selection), packed)
         place = self._in_wheel(output)
-        result, package = self.compile_package(config, project, place, packed, selected)
+        result, package = self.compile_package(config, project, place, packed)
         build_data["force_include"].update(package.entries(output))
         if config.wheel.sbom:
             build_data["sbom_files"].append(str(self.write_sbom(result, package, project)))

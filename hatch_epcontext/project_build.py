@@ -147,14 +147,9 @@ class ProjectBuild:
         project: ProjectMetadata,
         output: PurePosixPath,
         packed: Tree,
-        selected: Tree,
     ) -> tuple[Result, Bundle]:
-        """Compile all models, and make the package for ``output`` in the wheel.
-
-        ``packed``: the wheel's other files; ``selected``: those of them that no build hook adds.
-        """
+        """Compile all models, and make the package for ``output`` in the wheel, beside what is ``packed``."""
         from hatch_epcontext.package.bundle import bundle
-        from hatch_epcontext.package.dependencies import too_new_files
         from hatch_epcontext.package.wheel import repeated_models, unused_platforms
 
         if line := unused_platforms(config):
@@ -162,11 +157,8 @@ class ProjectBuild:
         staging = self.temp_dir()
         result = self.compile(config, project, staging)
         package = bundle(result, staging, _modules(config, project, output))
-        for message in (
-            *repeated_models(result, packed, selected, config.root),
-            *too_new_files(package.folder, package.files, project.dependencies),
-        ):
-            self.terminal.warn(message)
+        if warning := repeated_models(result, packed):
+            self.terminal.warn(warning)
         return result, package
 
     def editable_package(

@@ -235,6 +235,16 @@ def test_a_platform_wheel_keeps_its_tag(
     assert contents(wheel)["my_app/epcontext/manifest.json"][2] == (1980, 1, 1, 0, 0, 0)
 
 
+def test_a_time_that_is_no_number_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = make_in_tree(tmp_path, IN_TREE)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
+    text = fails(project, monkeypatch, capsys)
+    assert "SOURCE_DATE_EPOCH: EPC020" in text
+    assert 'must be a number of seconds, not "today".' in text
+
+
 def fails(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:

@@ -500,21 +500,3 @@ def test_a_source_with_data_in_several_files_and_folders(root: Path) -> None:
     # Without the source, none of it is needed.
     configure(root, 'fallback = "none"\n')
     assert not [name for name in zipfile.ZipFile(make(root)).namelist() if "weights" in name]
-
-
-def test_a_release_that_cannot_open_the_source_is_reported(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = network()
-    made.ir_version, made.opset_import[0].version = 13, 24
-    source = save(made, root / "models" / "a.onnx")
-    text = PROJECT.replace(
-        'version = "1.0"', 'version = "1.0"\ndependencies = ["onnxruntime>=1.23"]'
-    )
-    (root / "pyproject.toml").write_text(f'{text}fallback = "source"\n', encoding="utf-8")
-    wheel = zipfile.ZipFile(make(root))
-    shown = capsys.readouterr().err
-    # What is compiled opens, and the source is not changed.
-    assert "releases that cannot open a/source/a.onnx: the IR version" in shown
-    assert "Depend on onnxruntime>=1.24." in shown
-    assert wheel.read("my_app/epcontext/a/source/a.onnx") == source.read_bytes()

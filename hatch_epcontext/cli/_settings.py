@@ -33,7 +33,7 @@ from hatch_epcontext.errors import (
     Problem,
     Setting,
 )
-from hatch_epcontext.package.dependencies import check_app
+from hatch_epcontext.package.wheel import check_app
 from hatch_epcontext.providers import PROVIDERS, Device
 from hatch_epcontext.text import dotted, show, suggestion, to_toml
 from hatch_epcontext.tools.configure import MODEL_TABLES, nested

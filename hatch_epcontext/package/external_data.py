@@ -1,4 +1,4 @@
-"""The files of a model's external data, and what it needs of ONNX Runtime, read without onnx.
+"""The files of a model's external data, read without onnx.
 
 An sdist is made where nothing of what compiles is installed, and for these names alone no front end should
 install it. Only the places in an ONNX file that can hold them are read; what is wrong with the rest is
@@ -32,8 +32,6 @@ _PARTS: Mapping[str, Mapping[int, str]] = {
 """What messages of each kind contain, by the number of the field in onnx.proto."""
 
 _GRAPH = 7
-_IR_VERSION, _OPSET = 1, 8
-_OPSET_DOMAIN, _OPSET_VERSION = 1, 2
 _TENSOR_EXTERNAL_DATA, _TENSOR_DATA_LOCATION = 13, 14
 _EXTERNAL = 1
 _ENTRY_KEY, _ENTRY_VALUE = 1, 2
@@ -52,24 +50,6 @@ def external_data(path: Path) -> tuple[str, ...]:
             raise ValueError("the file is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return tuple(sorted(set(_locations(data))))
-
-
-def versions(path: Path) -> tuple[int, int]:
-    """The IR version of the ONNX file at ``path``, and the opset of its standard operators, 0 without one.
-
-    Raises as `external_data`.
-    """
-    ir_version = opset = 0
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for number, value in _fields(data, (0, len(data))):
-            if number == _IR_VERSION and isinstance(value, int):
-                ir_version = value
-            elif number == _OPSET and not isinstance(value, int):
-                entry = dict(_fields(data, value))
-                version = entry.get(_OPSET_VERSION)
-                if _text(data, entry.get(_OPSET_DOMAIN)) in ("", "ai.onnx"):
-                    opset = version if isinstance(version, int) else 0
-    return ir_version, opset
 
 
 def _locations(data: mmap.mmap) -> Iterator[str]:

@@ -7,6 +7,7 @@ https://packaging.python.org/en/latest/specifications/binary-distribution-format
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
 import gzip
 import hashlib
@@ -16,17 +17,23 @@ import re
 import tarfile
 import time
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from email.parser import Parser
 from pathlib import Path
+from typing import IO
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
+from hatch_epcontext.files import remove
 from hatch_epcontext.package.wheel import ProjectMetadata, tag
+from hatch_epcontext.text import show
 
 _EPOCH = 1580601600
 """The time of added files without SOURCE_DATE_EPOCH, which hatchling uses too: 2020-02-02."""
+
+_CHUNK = 1 << 20
 
 _FIRST_OF_ZIP = 315532800
 """The earliest time in a zip file: 1980-01-01."""
@@ -101,30 +108,48 @@ class FinishedWheel:
         ``tag`` replaces its own.
         """
         name, wheel, record = self.path.name, f"{self.info}/WHEEL", f"{self.info}/RECORD"
-        contents = {wheel: self._texts[wheel].encode()}
+        metadata = self._texts[wheel]
         if tag is not None:
-            name = f"{name.rsplit('-', 3)[0]}-{tag}.whl"
-            contents[wheel] = _with_tag(self._texts[wheel], tag).encode()
+            name, metadata = f"{name.rsplit('-', 3)[0]}-{tag}.whl", _with_tag(metadata, tag)
         rows = list[tuple[str, ...]]()
-        with zipfile.ZipFile(self.path) as old, zipfile.ZipFile(folder / name, "w") as new:
+        with (
+            _whole_or_none(folder / name) as target,
+            zipfile.ZipFile(self.path) as old,
+            zipfile.ZipFile(target, "w") as new,
+        ):
             own = [info for info in old.infolist() if info.filename not in (record, *left_out)]
             # Metadata come last, as the format recommends.
             for info in sorted(
-                [*own, *map(_added, sorted(files))],
+                [*own, *(_added(path, files[path]) for path in sorted(files))],
                 key=lambda info: info.filename.startswith(f"{self.info}/"),
             ):
-                path = info.filename
-                content = contents.get(path)
-                if content is None:
-                    content = files[path].read_bytes() if path in files else old.read(info)
-                new.writestr(info, content)
+                path, digest = info.filename, hashlib.sha256()
+                if path == wheel:
+                    opened: IO[bytes] = io.BytesIO(metadata.encode())
+                else:
+                    opened = files[path].open("rb") if path in files else old.open(info)
+                with opened, new.open(copy(info), "w") as packed:
+                    while chunk := opened.read(_CHUNK):
+                        packed.write(chunk)
+                        digest.update(chunk)
+                    size = opened.tell()
                 if not info.is_dir():
-                    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest())
-                    rows.append((path, f"sha256={digest.decode().rstrip('=')}", str(len(content))))
+                    code = base64.urlsafe_b64encode(digest.digest()).decode().rstrip("=")
+                    rows.append((path, f"sha256={code}", str(size)))
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows([*rows, (record, "", "")])
             new.writestr(old.getinfo(record), text.getvalue())
-        return folder / name
+        return target
+
+
+@contextlib.contextmanager
+def _whole_or_none(file: Path) -> Iterator[Path]:
+    """Remove ``file`` if an error ends what writes it."""
+    try:
+        yield file
+    except BaseException:
+        remove(file)
+        raise
 
 
 def _with_tag(wheel: str, tag: str) -> str:
@@ -141,8 +166,10 @@ def _systems(platform: str) -> set[str]:
     return {"macosx_arm64", "macosx_x86_64"} if system == "macosx_universal2" else {system}
 
 
-def _added(path: str) -> zipfile.ZipInfo:
+def _added(path: str, file: Path) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(path, time.gmtime(max(_time(), _FIRST_OF_ZIP))[:6])
+    # Above 4 GiB it has another format.
+    info.file_size = file.stat().st_size
     info.external_attr = 0o100644 << 16
     info.compress_type = zipfile.ZIP_DEFLATED
     return info
@@ -158,8 +185,8 @@ def write_sdist(
     sdist: Path, folder: Path, files: Mapping[str, Path], left_out: Collection[str]
 ) -> Path:
     """Write ``sdist`` into ``folder`` with ``files``, by their paths in the project, without ``left_out``."""
-    target = folder / sdist.name
     with (
+        _whole_or_none(folder / sdist.name) as target,
         tarfile.open(sdist) as old,
         target.open("wb") as raw,
         gzip.GzipFile("", "wb", fileobj=raw, mtime=_time()) as packed,
@@ -177,4 +204,8 @@ def write_sdist(
 
 
 def _time() -> int:
-    return int(os.environ.get("SOURCE_DATE_EPOCH") or _EPOCH)
+    text = os.environ.get("SOURCE_DATE_EPOCH") or str(_EPOCH)
+    if not text.isdecimal():
+        message = f"must be a number of seconds, not {show(text)}."
+        raise ConfigError(Problem(Kind.INVALID_VARIABLE, "SOURCE_DATE_EPOCH", message))
+    return int(text)

@@ -1,5 +1,5 @@
-"""The wheel: what Hatch packs, the package's place in it, its tag, models that are in it twice; and checks of
-the finished one, whoever packed it.
+"""The wheel: what Hatch packs, the package's place in it, its tag, models that are in it twice, what its
+metadata must allow; and checks of the finished one, whoever packed it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ import csv
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hatch_epcontext.config.settings import Config
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from hatch_epcontext.config.settings import Config, Target
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, WheelError
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
+from hatch_epcontext.jobs.requirements import installed
 from hatch_epcontext.package.manifest import FILE
-from hatch_epcontext.text import listing, show_size, to_toml
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.text import listing, show_size
 
 FOLDER = "epcontext"
 """The name of the package's folder in the app's import package, by default."""
@@ -158,11 +163,8 @@ def unused_platforms(config: Config) -> str | None:
     )
 
 
-def repeated_models(result: Result, tree: Tree, selected: Tree, root: Path) -> Iterator[str]:
-    """Warnings about the files of source models that are also package data of the project in ``root``.
-
-    ``selected``: those files of ``tree`` that Hatch selects, and no build hook adds.
-    """
+def repeated_models(result: Result, tree: Tree) -> str | None:
+    """A warning about the files of source models that are also package data."""
     # Who ships a model in another way says so.
     shipped = {
         file.resolve()
@@ -171,25 +173,55 @@ def repeated_models(result: Result, tree: Tree, selected: Tree, root: Path) -> I
         for file in source.users_files
     }
     repeated = {name: path for name, path in tree.items() if path.resolve() in shipped}
-    excluded = [path for name, path in repeated.items() if name in selected]
-    exclude = to_toml([path.relative_to(root).as_posix() for path in excluded])
-    for names, how in (
-        (
-            repeated.keys() & selected.keys(),
-            f"Exclude them (exclude = {exclude} in [tool.hatch.build.targets.wheel])",
-        ),
-        (
-            repeated.keys() - selected.keys(),
-            "Leave them out where they are added (as package data, by a build hook, or by force-include)",
-        ),
-    ):
-        if names:
-            files = [f"{n} ({show_size(repeated[n].stat().st_size)})" for n in sorted(names)]
-            yield (
-                f"models are in the wheel as package data, beside what is shipped of them: {listing(files)}. "
-                f"{how} if the app opens them only through the loader; otherwise set "
-                'fallback = "none" for them.'
-            )
+    if not repeated:
+        return None
+    files = [
+        f"{name} ({show_size(path.stat().st_size)})" for name, path in sorted(repeated.items())
+    ]
+    return (
+        f"models are in the wheel as package data, beside what is shipped of them: {listing(files)}. "
+        "If the app opens them only through the loader, leave them out where they are added (with hatchling: "
+        "exclude in [tool.hatch.build.targets.wheel], a build hook, or force-include). Otherwise set "
+        'fallback = "none" for them.'
+    )
+
+
+def check_app(targets: Iterable[Target], dependencies: Iterable[str]) -> None:
+    """Raise ConfigError if the app's ``dependencies`` exclude the EPs that run what a library compiles."""
+    problems = {}
+    for target in targets:
+        if (start := _release_of_ep(target)) is None:
+            # Nobody knows which EP is of this release of the library.
+            continue
+        packages = frozenset[str]().union(*PROVIDERS[target.provider.name].conflicts)
+        for dependency in map(Requirement, dependencies):
+            name = canonicalize_name(dependency.name)
+            # Those that it names may be pre-releases, for example.
+            named = [part.version for part in dependency.specifier]
+            own = [version for version in named if version.startswith(f"{start}.")]
+            releases = (f"{start}.{number}" for number in range(100))
+            if name in packages and not _allows(dependency, [*own, *releases]):
+                release = f"{name}=={start}.*"
+                message = f"the project depends on {dependency}, and only {release} runs what is compiled."
+                problems[target.name, name] = Problem.at(
+                    target.key, Kind.CONFLICTING_REQUIREMENTS, message, f"Depend on {release}."
+                )
+    if problems:
+        raise ConfigError(*problems.values())
+
+
+def _release_of_ep(target: Target) -> str | None:
+    """The release of the EP that runs what the installed library compiles for ``target``, if it is known."""
+    library = target.provider.compiler_library if target.provider.by_library else None
+    if library is None:
+        return None
+    release = installed(Requirement(library.requirements[0]).name) or ""
+    known = library.ep_versions.items()
+    return next((ep for start, ep in known if release.startswith(start)), None)
+
+
+def _allows(dependency: Requirement, releases: Iterable[str]) -> bool:
+    return any(dependency.specifier.contains(release, prereleases=True) for release in releases)
 
 
 def verify(wheel: Path, folder: PurePosixPath, files: Mapping[str, FileRecord]) -> None:

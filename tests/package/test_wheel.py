@@ -91,10 +91,9 @@ def test_the_tag_has_the_platforms_of_the_targets(
         assert wheel.tag(configured(project, toml)) == f"py3-none-{setting.rpartition('-')[2]}"
 
 
-def repeated(project: Path, tree: dict[str, Path], toml: str, folder: Path) -> list[str]:
-    """The warnings about models that are also package data."""
-    result = compiled(configured(project, toml), folder)
-    return list(wheel.repeated_models(result, tree, tree, project))
+def repeated(project: Path, tree: dict[str, Path], toml: str, folder: Path) -> str | None:
+    """The warning about models that are also package data."""
+    return wheel.repeated_models(compiled(configured(project, toml), folder), tree)
 
 
 def test_a_model_that_is_also_package_data_is_a_warning(project: Path, tmp_path: Path) -> None:
@@ -102,17 +101,46 @@ def test_a_model_that_is_also_package_data_is_a_warning(project: Path, tmp_path:
         "my_app/__init__.py": project / "my_app" / "__init__.py",
         "my_app/models/a.onnx": project / "models" / "a.onnx",
     }
-    (message,) = repeated(project, tree, TOML, tmp_path / "one")
-    assert message == (
+    message = repeated(project, tree, TOML, tmp_path / "one")
+    assert message is not None
+    assert message.startswith(
         "models are in the wheel as package data, beside what is shipped of them: my_app/models/a.onnx "
-        '(7 bytes). Exclude them (exclude = ["models/a.onnx"] in [tool.hatch.build.targets.wheel]) if the '
-        'app opens them only through the loader; otherwise set fallback = "none" for them.'
+        "(7 bytes). If the app opens them only through the loader, leave them out where they are added"
     )
-    assert repeated(project, tree, TOML.replace("a.onnx", "b.onnx"), tmp_path / "two") == []
-    (message,) = wheel.repeated_models(
-        compiled(configured(project), tmp_path / "three"), tree, {}, project
-    )
-    assert "Leave them out where they are added" in message
+    other = TOML.replace("a.onnx", "b.onnx")
+    assert repeated(project, tree, other, tmp_path / "two") is None
+
+
+@pytest.mark.parametrize(
+    ("dependency", "fits"),
+    [
+        ("onnxruntime-ep-nv-tensorrt-rtx-cu13", True),
+        ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5", True),
+        ("onnxruntime-ep-nv-tensorrt-rtx-cu13==0.5.0rc1", True),
+        ("onnxruntime_ep_nv_tensorrt_rtx_cu12==0.5.3", True),
+        ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.6", False),
+        ("onnxruntime-ep-nv-tensorrt-rtx-cu12<0.5; sys_platform == 'win32'", False),
+        ("onnxruntime-qnn<1", True),
+    ],
+)
+def test_the_app_needs_an_ep_that_runs_what_the_library_compiles(
+    project: Path, installed: dict[str, str], dependency: str, fits: bool
+) -> None:
+    keys = 'provider = "tensorrt-rtx"\nchip = "rtx-40"'
+    toml = f'models = ["models/a.onnx"]\n[targets.rtx]\n{keys}'
+    target = configured(project, toml).targets[0]
+    # Of a release without a known EP nothing is known.
+    for version in ("", "9.1.2"):
+        installed |= {"tensorrt-rtx-cu13-bindings": version} if version else {}
+        wheel.check_app([target], [dependency])
+    installed["tensorrt-rtx-cu13-bindings"] = "1.7.1.116"
+    if fits:
+        wheel.check_app([target], ["numpy", dependency])
+        return
+    with pytest.raises(ConfigError) as raised:
+        wheel.check_app([target], ["numpy", dependency])
+    (problem,) = raised.value.problems
+    assert (problem.kind, problem.key) == (Kind.CONFLICTING_REQUIREMENTS, target.key)
 
 
 RECORD = "my_app-1.dist-info/RECORD"
