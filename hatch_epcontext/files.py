@@ -46,6 +46,9 @@ A copy of the folder has another name, and belongs to the user.
 _LOCKED_BYTE = 1000
 """The locked byte of a marker on Windows. Locking makes it unreadable, so it is after the text."""
 
+_LOCKED = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK})
+"""The system's errors for a file that is locked; the last two are those of Windows."""
+
 _BINARY = getattr(os, "O_BINARY", 0)
 
 MAX_BYTES = 256 * 10**9
@@ -144,8 +147,10 @@ def sync(file: Path) -> None:
 def temp_dir(parent: Path | None = None) -> Iterator[Path]:
     """A temporary folder in ``parent``, or in the system's folder; it is removed at the end.
 
-    First removes such folders of killed processes. Raises OSError if it cannot be made.
+    ``parent`` is made if needed. First removes such folders of killed processes. Raises OSError.
     """
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     if parent is None and not is_text(place := Path(tempfile.gettempdir())):
         raise OSError(
@@ -161,7 +166,8 @@ def temp_dir(parent: Path | None = None) -> Iterator[Path]:
         raise
     try:
         # Locked before it names the owner: other processes ignore an empty marker, and a locked one.
-        _lock(marker)
+        with contextlib.suppress(OSError):
+            lock(marker)
         os.write(marker, _OURS.format(folder.name).encode())
         # Resolved, because a temporary folder is often a link, and EPs compare paths.
         yield folder.resolve()
@@ -186,27 +192,31 @@ def _sweep_one(folder: Path) -> None:
     # Not blocking: it can be a pipe.
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | _BINARY
     marker = os.open(folder / _MARKER, os.O_RDWR | flags)
-    ours = _OURS.format(folder.name).encode("utf-8", "surrogateescape")
-    if os.read(marker, len(ours) + 1) == ours and _lock(marker):
+    ours, is_unused = _OURS.format(folder.name).encode("utf-8", "surrogateescape"), False
+    with contextlib.suppress(OSError):
+        is_unused = os.read(marker, len(ours) + 1) == ours and lock(marker)
+    if is_unused:
         _remove(folder, marker)
     else:
         os.close(marker)
 
 
-def _lock(marker: int) -> bool:
-    """Lock an open marker until it is closed; False if it is locked, or cannot be locked."""
+def lock(file: int) -> bool:
+    """Lock an open file until it is closed; False if it is locked already. Raises OSError if it cannot be."""
     try:
         if sys.platform == "win32":
             import msvcrt
 
-            os.lseek(marker, _LOCKED_BYTE, os.SEEK_SET)
-            msvcrt.locking(marker, msvcrt.LK_NBLCK, 1)
-            os.lseek(marker, 0, os.SEEK_SET)
+            os.lseek(file, _LOCKED_BYTE, os.SEEK_SET)
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+            os.lseek(file, 0, os.SEEK_SET)
         else:
             import fcntl
 
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _LOCKED:
+            raise
         return False
     return True
 

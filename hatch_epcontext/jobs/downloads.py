@@ -19,6 +19,7 @@ from hatch_epcontext.files import (
     MAX_BYTES,
     FileRecord,
     file_sha256,
+    temp_dir,
 )
 from hatch_epcontext.jobs.cache.store import DamagedError, Files, Store, untrusted
 from hatch_epcontext.jobs.processes.process import Heartbeat
@@ -103,7 +104,7 @@ class Downloads:
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
         """A temporary folder for files while they arrive."""
-        with writing("a downloaded model", self.store.root), self.store.staging() as folder:
+        with writing("a downloaded model", self.store.root), temp_dir(self.store.staging) as folder:
             yield folder
 
     def check_online(self, url: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.files import _OURS
+from hatch_epcontext.files import _OURS, temp_dir
 from hatch_epcontext.jobs.cache.signing import public_key
 from hatch_epcontext.jobs.cache.store import Store
 from tests.cli.conftest import Cli
@@ -135,7 +135,7 @@ def test_clearing_removes_only_files_of_the_cache_and_what_killed_builds_left(
 
 
 def test_what_a_running_build_uses_stays(cli: Cli, filled: Path) -> None:
-    with Store(filled).staging() as folder:
+    with temp_dir(Store(filled).staging) as folder:
         (folder / "entry").mkdir()
         cli("cache", "prune", "--all")
         cli("cache", "prune", "--older-than", "1d")

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from hatch_epcontext.cli.app import app as commands
 from hatch_epcontext.cli.fetch import Table, pin_location
 from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.cache.store import Store
 from tests.cli.conftest import Cli, problems
 from tests.hub import COMMIT, Hub, model_hub, sha256
@@ -293,7 +294,7 @@ def test_the_cache_lists_and_removes_models(cli: Cli, app: Path, tmp_path: Path)
     listed = cli("cache", "info").stdout
     assert "0 artifacts, 2 downloaded models" in listed
     assert "b.onnx" in listed
-    with store.staging() as folder:
+    with temp_dir(store.staging) as folder:
         (folder / "a.onnx").touch()
         assert "2 downloaded models" in cli("cache", "prune", "--all").stdout
         # What somebody downloads stays.

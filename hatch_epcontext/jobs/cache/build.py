@@ -172,7 +172,18 @@ class Cache:
         only its record is read. An entry is used only if its record ``fits``. A shared cache is asked for
         what this machine lacks; with ``latest`` also for what others have added or replaced.
         """
-        own = self._own(kind, key, type_, folder)
+        own, reason = None, ""
+        if self._store is not None:
+            try:
+                own = self._store.get(kind, key, type_, folder)
+            except DamagedError as error:
+                reason = f"is damaged ({error})"
+            except OSError as error:
+                reason = f"cannot be read ({error.strerror or error})"
+            entry = self._store.entry(kind, key)
+            if reason and entry not in self._damaged:
+                self._damaged.add(entry)
+                self._warn(f"the entry {entry} of the cache {reason}, and is made again")
         record = own if own is not None and fits(own) else None
         if self.shared is not None and (record is None or latest):
             other = self.shared.get(kind, key, type_, folder)
@@ -203,21 +214,6 @@ class Cache:
     def lock(self, key: str, on_wait: Callable[[], None]) -> AbstractContextManager[object]:
         """Hold the right to make what ``key`` identifies: see `Store.lock`."""
         return contextlib.nullcontext() if self._store is None else self._store.lock(key, on_wait)
-
-    def _own(self, kind: EntryKind, key: str, type_: type[T], folder: Path | None) -> T | None:
-        if self._store is None:
-            return None
-        try:
-            return self._store.get(kind, key, type_, folder)
-        except DamagedError as error:
-            reason = f"is damaged ({error})"
-        except OSError as error:
-            reason = f"cannot be read ({error.strerror or error})"
-        entry = self._store.entry(kind, key)
-        if entry not in self._damaged:
-            self._damaged.add(entry)
-            self._warn(f"the entry {entry} of the cache {reason}, and is made again")
-        return None
 
     def _keep(self, kind: EntryKind, key: str, record: object, folder: Path | None) -> None:
         if self._store is None or not self._is_writable:

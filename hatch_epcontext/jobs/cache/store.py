@@ -23,7 +23,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
@@ -35,6 +34,7 @@ from hatch_epcontext.files import (
     is_sha256,
     known_text,
     link_or_copy,
+    lock,
     mark_used,
     patiently,
     read_regular,
@@ -44,6 +44,7 @@ from hatch_epcontext.files import (
     temp_dir,
     write_atomically,
 )
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.text import file_name
 
@@ -65,8 +66,8 @@ _RECORD, _FILES, _STATUS = "record.json", "files", "status.json"
 _ATTEMPTS = 3
 """How many times an entry is published again while other processes remove it."""
 
-_POLL_SECONDS = 0.5
-"""Seconds after which a build that waits for another one checks again whether it must end."""
+_POLL_SECONDS = 0.1
+"""Seconds after which a build that waits for another one looks again."""
 
 
 class DamagedError(ValueError):
@@ -128,11 +129,14 @@ class Entry:
 
 
 class Store:
-    """The cache folder ``root``. Builds may use it at the same time. Methods raise OSError."""
+    """The cache folder ``root``. Builds may use it at the same time. Methods raise OSError.
+
+    ``staging``: a folder on the file system of the entries, whose contents can be renamed to them.
+    """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.layout = root / LAYOUT
+        self.root, self.layout = root, root / LAYOUT
+        self.staging = self.layout / "staging"
 
     def entry(self, kind: EntryKind, key: str) -> Path:
         """The folder of an entry."""
@@ -174,7 +178,7 @@ class Store:
                     write_atomically(entry / _RECORD, text, durable=False)
             return
         lasts = kind in _LASTING
-        with self.staging() as temporary:
+        with temp_dir(self.staging) as temporary:
             staged = temporary / "entry"
             for name in files_of(record):
                 _transfer(kind, folder / name, staged / _FILES / name)
@@ -209,30 +213,17 @@ class Store:
         While another one holds it, ``on_wait`` is called repeatedly; an exception from it ends the wait.
         Where nothing can be locked, all may make it. The system releases the lock of a process that ends.
         """
-        # Imported here because it imports asyncio, which builds from the cache do not need.
-        import filelock
-
         file = self.layout / "locks" / key
-        lock = filelock.FileLock(file, thread_local=False)
-        with contextlib.suppress(OSError, NotImplementedError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            while not lock.is_locked:
-                try:
-                    lock.acquire(timeout=_POLL_SECONDS)
-                except filelock.Timeout:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+                stack.callback(os.close, opened)
+                mark_used(file)
+                while not lock(opened):
                     on_wait()
-        try:
+                    time.sleep(_POLL_SECONDS)
             yield
-        finally:
-            lock.release()
-
-    @contextlib.contextmanager
-    def staging(self) -> Iterator[Path]:
-        """A temporary folder on the file system of the entries, so that it can be renamed."""
-        parent = self.layout / "staging"
-        parent.mkdir(parents=True, exist_ok=True)
-        with temp_dir(parent) as folder:
-            yield folder
 
     def entries(self) -> list[Entry]:
         """All entries, the most recently used first."""
@@ -276,14 +267,14 @@ class Store:
             with contextlib.suppress(OSError):
                 if file.stat().st_mtime < before:
                     file.unlink()
-        sweep(self.layout / "staging")
+        sweep(self.staging)
         if refused:
             raise refused[0]
         return removed
 
     def _discard(self, entry: Path) -> None:
         """Remove an entry so that a build finds all of it or nothing."""
-        with self.staging() as trash, contextlib.suppress(FileNotFoundError):
+        with temp_dir(self.staging) as trash, contextlib.suppress(FileNotFoundError):
             entry.rename(trash / "entry")
 
 

@@ -15,7 +15,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.files import FileRecord, is_sha256, record_file, record_files
+from hatch_epcontext.files import FileRecord, is_sha256, record_file, record_files, temp_dir
 from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache import store as store_module
 from hatch_epcontext.jobs.cache.build import Cache
@@ -73,7 +73,7 @@ def test_a_stored_artifact_is_found_again(
 def test_storing_sweeps_what_killed_builds_left(
     cache: Cache, artifact: Artifact, tmp_path: Path
 ) -> None:
-    with Store(tmp_path / "cache").staging() as running:
+    with temp_dir(Store(tmp_path / "cache").staging) as running:
         killed = running.with_name(".epcontext-abcd1234")
         (killed / "entry").mkdir(parents=True)
         marker = (running / ".lock").read_bytes()
