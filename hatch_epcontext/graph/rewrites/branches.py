@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-import numpy as np
 import onnx
-from onnx import helper
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs
-from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
-from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.scope import Scope
 
 _OF_FLOATS = frozenset({"Cast", "Div", "Pow"})
 """Operators that never fail for floats; with integers they may divide by zero."""
-
-_MAX_CONDITIONS = 3
-"""The most conditions of which all combinations are tried."""
 
 
 @rewrites("If", nested=False)
@@ -72,58 +63,3 @@ def _is_safe(node: onnx.NodeProto, scope: Scope) -> bool:
     operands = {**operators.SIZES_FROM, **operators.FAILS_ON}.get(node.op_type, (0,))
     names = node.input[1:] if operands else ()
     return 0 not in operands and all(scope.constant(name) is not None for name in names if name)
-
-
-def removed(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
-    """The conditions of the ``If`` nodes of ``before`` that ``after`` no longer has."""
-    left = {name for node in after.graph.node if node.op_type == "If" for name in node.output}
-    conditions = (
-        node.input[0]
-        for node in before.graph.node
-        if node.op_type == "If" and left.isdisjoint(node.output)
-    )
-    return tuple(dict.fromkeys(conditions))
-
-
-def with_inputs(model: onnx.ModelProto, names: Iterable[str], types: Types) -> onnx.ModelProto:
-    """A copy of ``model`` in which the conditions ``names`` are inputs; ``types``: as for `Scope.of`."""
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    scope, builder = Scope.of(model, types), Builder(result)
-    inputs = {value.name for value in result.graph.input}
-    for name in names:
-        if name in inputs:
-            continue
-        for node in result.graph.node:
-            node.output[:] = [
-                builder.fresh(name) if output == name else output for output in node.output
-            ]
-        shape = scope.shape(name)
-        assert shape is not None, "it was a condition of one value"
-        result.graph.input.append(
-            helper.make_tensor_value_info(name, onnx.TensorProto.BOOL, list(shape))
-        )
-        for value in [value for value in result.graph.value_info if value.name == name]:
-            result.graph.value_info.remove(value)
-    return result
-
-
-def assignments(
-    conditions: tuple[str, ...], shapes: Mapping[str, Sequence[int]]
-) -> Iterator[dict[str, Array]]:
-    """Values for ``conditions``: all combinations of a few; for many, all equal or one different."""
-    combinations: Iterable[tuple[bool, ...]] = itertools.product(
-        (True, False), repeat=len(conditions)
-    )
-    if len(conditions) > _MAX_CONDITIONS:
-        numbers = range(len(conditions))
-        combinations = [
-            tuple((number == different) is value for number in numbers)
-            for value in (True, False)
-            for different in (-1, *numbers)
-        ]
-    for values in combinations:
-        yield {
-            name: np.full(shapes[name], value)
-            for name, value in zip(conditions, values, strict=True)
-        }

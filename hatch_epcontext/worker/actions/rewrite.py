@@ -18,12 +18,6 @@ from hatch_epcontext.graph.external import load_whole, put_data
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
-from hatch_epcontext.graph.rewrites.branches import (
-    assignments,
-    if_as_where,
-    removed,
-    with_inputs,
-)
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, correct
 from hatch_epcontext.graph.rewriting import Rewrite, apply
 from hatch_epcontext.graph.scope import Types
@@ -36,12 +30,10 @@ from hatch_epcontext.worker.comparison.compare import (
 )
 from hatch_epcontext.worker.comparison.reference import round_weights
 from hatch_epcontext.worker.comparison.runs import (
-    Facts,
     Reference,
     ReferenceRun,
     for_other_numbers,
     read_reference,
-    run_model,
 )
 from hatch_epcontext.worker.compiler import optimize
 from hatch_epcontext.worker.ort_values import value_types
@@ -175,9 +167,7 @@ class _RewriteSession:
     def candidates(self) -> tuple[Rewrite, ...]:
         """The rewrites that may change the model."""
         if not self.request.corrections:
-            # Only a comparison shows that both branches are right.
-            compares = self.expected is not None
-            return tuple(r for r in REWRITES if compares or r is not if_as_where)
+            return REWRITES
         names = correct(self.read(), self.types, self.request.corrections)
         if not set(self.request.corrections).issubset(ALWAYS) and set(names).issubset(ALWAYS):
             return ()
@@ -188,8 +178,6 @@ class _RewriteSession:
         folder = Path(tempfile.mkdtemp(prefix="rewritten-", dir=self.request.folder))
         path, session = self.write_model(model, Path(self.request.before.path).parent, folder)
         self.compare(session, path)
-        if self.expected is not None and (conditions := removed(self.read(), model)):
-            self._compare_branches(model, conditions, self.expected, folder)
         return _rewritten(self.request.before, path, names)
 
     def write_model(
@@ -257,35 +245,6 @@ class _RewriteSession:
         agreements = compare_runs(session, expected, tolerance, subject, runs=runs).agreements
         refuse_differences(agreements)
         return min((a.margin for a in agreements if a.margin is not None), default=math.inf)
-
-    def _compare_branches(
-        self,
-        onnx_model: onnx.ModelProto,
-        conditions: tuple[str, ...],
-        expected: Reference,
-        folder: Path,
-    ) -> None:
-        """Compare the model with the prepared one where ``conditions`` are true, and where they are not."""
-        model, source = self.request.model, Path(self.request.before.path).parent
-
-        def opened(form: onnx.ModelProto, name: str) -> ort.InferenceSession:
-            branching = with_inputs(form, conditions, self.types)
-            return open_session(self._save(branching, folder / name, source), cpu_options())
-
-        before = opened(self.read(), "branches-before.onnx")
-        after = opened(onnx_model, "branches-after.onnx")
-        shapes = {value.name: value.shape for value in before.get_inputs()}
-        subject = Subject(model, "the rewritten branch on the CPU", "the branch's")
-        for values in assignments(conditions, shapes):
-            for run in expected.runs:
-                feeds = {**run.feeds[0], **values}
-                outputs = run_model(before, feeds, "a branch of the model on the CPU")
-                branch = replace(
-                    run, name="given", feeds=(feeds,), outputs=(outputs,), candidates=()
-                )
-                alone = Reference((replace(branch, usual=True),), Facts())
-                compared = compare_runs(after, alone, SIMPLIFIED, subject, runs=alone.runs)
-                refuse_differences(compared.agreements)
 
     def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""

@@ -19,7 +19,7 @@ LOST = 0.01
 """The noise from which a row is another row."""
 
 WRONG = 1e3
-"""The noise of a whole number that is not the right one, and of a row that is in no other output."""
+"""The noise of a whole number that is not the right one."""
 
 _MAX_PAIRS = 2**24
 """The most pairs of rows and candidates that are compared."""
@@ -193,38 +193,3 @@ def floor_of(scores: Numbers, unit: float) -> float:
     finite = scores[np.isfinite(scores)]
     largest = float(np.abs(finite).max(initial=0))
     return unit if largest <= 1 and finite.min(initial=0) >= 0 else SIGNAL_PART * largest
-
-
-def compare_possible(
-    columns: Sequence[Columns], result: Mapping[str, Aligned], runs: Sequence[Arrays]
-) -> None:
-    """Compare the rows of outputs in ``result`` with those of the first of ``runs``, as a set.
-
-    Rows that another one lacks may be missing, and rows that it adds may be there.
-    """
-    first, *others = runs
-    outputs = {name: aligned.output for name, aligned in result.items()}
-    for name in first.keys() & result.keys():
-        result[name].reference = first[name]
-    groups: dict[tuple[int, ...], list[Columns]] = {}
-    for span in columns:
-        if span.output in outputs and outputs[span.output].dtype.kind in "biuf":
-            sizes = [span.of(arrays).shape[:2] for arrays in (outputs, first)]
-            # The rows of several samples are not counted apart.
-            if all(map(all, sizes)) and (sizes[0][0] == 1 or len(set(sizes)) == 1):
-                groups.setdefault((*sizes[0], *sizes[1]), []).append(span)
-    for group in groups.values():
-        rows = Rows(group, first)
-        own, possible = rows.of(outputs), rows.of(first)
-        is_needed = np.ones(possible.shape[:2], bool)
-        for other in others if len(own) == 1 else ():
-            places, _, noise = rows.match(rows.of(other), rows.of(first))
-            is_same = np.asarray(noise.max(axis=0).ravel() < LOST, bool)
-            is_needed &= np.isin(np.arange(is_needed.size), places.ravel()[is_same])
-            possible = np.concatenate([possible, rows.of(other)[:, ~is_same]], axis=1)
-        places, values, noise = rows.match(own, possible)
-        for index, needed in enumerate(is_needed):
-            if not set(np.flatnonzero(needed)) <= set(places[index]):
-                # The row that is the farthest from any is in the place of the missing one.
-                noise[:, index, noise[:, index].max(axis=0).argmax()] = WRONG
-        rows.put(result, values, noise)

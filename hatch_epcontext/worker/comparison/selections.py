@@ -6,7 +6,7 @@ largest score is compared by its score in the source model.
 
 Rounding changes which boxes of a NonMaxSuppression overlap too much, and with one of them all that follow.
 So its inputs are compared with the CPU's; and from these inputs it must select what the CPU selects from the
-same ones. Inside a context its inputs are unknown: then only rows may be others that a little noise changes.
+same ones. Inside a context its inputs are unknown: then its results must be the CPU's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers, is_float
+from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers
 from hatch_epcontext.graph.parts import Part, extract
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import MANY, TINY, Aligned
@@ -32,7 +32,6 @@ from hatch_epcontext.worker.comparison.rows import (
     Choice,
     Columns,
     Rows,
-    compare_possible,
     floor_of,
 )
 from hatch_epcontext.worker.ort_values import run
@@ -52,11 +51,6 @@ _WHOLE = frozenset({"Ceil", "Floor", "Mod", "Round"})
 
 _MAX_ROWS = 2**11
 """The most rows of which the nearest are found."""
-
-_NOISE = 0.01
-"""The noise of values that agree well, as a part of their size."""
-
-_NOISY_RUNS = 8
 
 _MAX_REST = 2**24
 """The most bytes of the rest of a model that is kept with the reference."""
@@ -86,19 +80,6 @@ class Rest:
         feeds: dict[str, Array] = {name: candidates[name] for name in self.shapes}
         feeds |= {name: own[name].astype(candidates[name].dtype) for name in self.reads}
         return run(_opened(self.model), feeds)
-
-    def outputs_with_noise(self, candidates: Arrays) -> Iterator[dict[str, Array]]:
-        """Its outputs for ``candidates`` with a little noise: rows come and go that are at a limit."""
-        rng = np.random.default_rng(0)
-        for _ in range(_NOISY_RUNS):
-            own = dict(candidates)
-            for name in self.reads:
-                if is_float((array := candidates[name]).dtype):
-                    noise = rng.standard_normal(array.shape) * np.sqrt(
-                        np.mean(np.square(array, dtype=np.float64))
-                    )
-                    own[name] = array + _NOISE * noise
-            yield self.outputs_of(own, candidates)
 
 
 @lru_cache(maxsize=2)
@@ -272,22 +253,21 @@ def select(
     ``unit``: that of the limits. ``elsewhere``: the source's outputs for other inputs.
     """
     rest = selections.rest
-    same: Arrays = {}
-    if rest is not None and rest.values <= candidates.keys():
-        same = rest.outputs_of(outputs, candidates)
-        wanted = {**{name: candidates[name] for name in rest.reads if same}, **wanted}
+    if rest is not None and (same := rest.outputs_of(outputs, candidates)):
+        wanted = {**{name: candidates[name] for name in rest.reads}, **wanted, **same}
     result = {name: Aligned(own, wanted[name]) for name, own in outputs.items() if name in wanted}
-    if rest is not None and rest.values <= candidates.keys():
-        runs = [same] if same else [wanted, *rest.outputs_with_noise(candidates)]
-        compare_possible(selections.suppressed, result, runs)
-    others = rest.outputs if rest is not None else ()
     outputs = {
         name: aligned.output
         for name, aligned in result.items()
-        if name not in others
-        and aligned.output.shape == aligned.reference.shape
-        and aligned.output.dtype.kind in "biuf"
+        if aligned.output.shape == aligned.reference.shape and aligned.output.dtype.kind in "biuf"
     }
+    for span in selections.suppressed:
+        # One wrong row among many is wrong.
+        if (own := outputs.get(span.output)) is not None and own.size:
+            rows = Rows([span], wanted)
+            rows.put(result, rows.of(wanted), rows.noise(rows.of(outputs), rows.of(wanted)))
+    if rest is not None:
+        outputs = {name: own for name, own in outputs.items() if name not in rest.outputs}
     for group in selections.rows:
         columns = [span for span in group if span.output in outputs]
         sizes = {span.of(outputs).shape[:2] for span in columns}

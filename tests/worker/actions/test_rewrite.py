@@ -15,7 +15,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.builder import Builder, copy_of
 from hatch_epcontext.graph.rewrites import REWRITES
-from hatch_epcontext.graph.rewriting import Rewrite, Rewritten, apply
+from hatch_epcontext.graph.rewriting import Rewrite
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.actions import prepare, rewrite
 from hatch_epcontext.worker.requests import (
@@ -26,7 +26,6 @@ from hatch_epcontext.worker.requests import (
 )
 from tests.conftest import needs_qnn
 from tests.graph.rewrites.equal import operators
-from tests.graph.rewrites.test_branches import NEGATIVE, TWICE, choosing
 from tests.models import parsed, save, save_with_data
 from tests.worker.actions.test_compile import X_ELITE, run_compile, target
 
@@ -156,37 +155,6 @@ def test_a_rewrite_that_changes_results_is_dropped(
     assert len(reply.rewrites) == 2
     (dropped,) = reply.dropped
     assert dropped.startswith("wrong: the output 'y' differs from the source model's")
-
-
-def test_both_branches_are_compared(tmp_path: Path) -> None:
-    source = save(choosing(TWICE, NEGATIVE), tmp_path / "a.onnx")
-    assert rewritten(source, tmp_path, ("If",)).rewrites
-
-
-def test_a_branch_that_no_input_takes_is_compared_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = choosing(TWICE, NEGATIVE)
-    # No sum is above that.
-    (zero,) = (each for each in model.graph.initializer if each.name == "zero")
-    zero.CopyFrom(onnx.numpy_helper.from_array(np.array(1e30, np.float32), "zero"))
-
-    def wrong(model: onnx.ModelProto, *arguments: Any) -> Rewritten:
-        rewritten = apply(model, *arguments)
-        for node in model.graph.node:
-            if node.op_type == "Mul":
-                node.op_type = "Sub"
-        return rewritten
-
-    monkeypatch.setattr(rewrite, "apply", wrong)
-    reply = rewritten(save(model, tmp_path / "a.onnx"), tmp_path, ("If",))
-    assert not reply.changed
-    assert "the branch's" in reply.dropped[0]
-
-
-def test_without_a_comparison_no_branch_is_removed(tmp_path: Path) -> None:
-    source = save(choosing(TWICE, NEGATIVE), tmp_path / "a.onnx")
-    assert not rewritten(source, tmp_path, None, compare=False).changed
 
 
 @needs_qnn

@@ -500,8 +500,8 @@ def test_other_boxes_and_another_number_may_be_selected_of_nearly_the_same(
     own, wanted = suppressing.outputs(suppressing.near), suppressing.wanted[suppressing.name]
     assert len(own[suppressing.name]) != len(wanted)
     assert suppressing.disagreement(own) is None
-    # So it is inside a context, where nothing shows what it reads.
-    assert suppressing.disagreement({suppressing.name: own[suppressing.name]}) is None
+    # Inside a context nothing shows what it reads.
+    assert suppressing.disagreement({suppressing.name: own[suppressing.name]}) == suppressing.name
 
 
 @pytest.mark.parametrize(
