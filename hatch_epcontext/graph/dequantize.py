@@ -37,11 +37,21 @@ _SUFFIX = "_dequantized"
 _WHOLE = frozenset({0, TensorProto.FLOAT, TensorProto.INT32})
 """The types to which quantizers cast sums of integers; 0 is that of an operator that keeps it."""
 
+_ACCURACY, _FLOATS, _INTEGERS = "accuracy_level", 1, 4
+"""An attribute of products with stored integers: activations stay float32, or become int8 while they run."""
+
 
 def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
     """Whether a model is dynamically quantized, at least in parts."""
-    nodes = graph.nodes(onnx_model.graph)
-    return not operators.DYNAMIC_QUANTIZATION.isdisjoint(map(graph.operator, nodes))
+    return any(
+        graph.operator(node) in operators.DYNAMIC_QUANTIZATION or _rounds(node)
+        for node in graph.nodes(onnx_model.graph)
+    )
+
+
+def _rounds(node: onnx.NodeProto) -> bool:
+    """Whether the CPU computes ``node`` with activations of int8."""
+    return bool(graph.attribute(node, _ACCURACY, 0) == _INTEGERS)
 
 
 def is_quantized(onnx_model: onnx.ModelProto) -> bool:
@@ -58,6 +68,8 @@ def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     a known quantizer writes it like this. All tensors must have their values.
     """
     before = _count(model)
+    for node in filter(_rounds, graph.nodes(model.graph)):
+        next(attr for attr in node.attribute if attr.name == _ACCURACY).i = _FLOATS
     is_static = any(node.op_type == "QuantizeLinear" for node in model.graph.node)
     builder = Builder(model)
     substitution = _Substitution(static=static, weights=static or not is_static)
@@ -70,7 +82,8 @@ def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
 
 
 def _count(model: onnx.ModelProto) -> int:
-    return sum(graph.operator(node) in _QUANTIZATION for node in graph.nodes(model.graph))
+    nodes = graph.nodes(model.graph)
+    return sum(graph.operator(node) in _QUANTIZATION or _rounds(node) for node in nodes)
 
 
 @dataclass(frozen=True)

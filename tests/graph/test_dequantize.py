@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.dequantize import dequantize
+from hatch_epcontext.graph.dequantize import dequantize, is_dynamic
 from hatch_epcontext.graph.operators import DEQUANTIZES, DYNAMIC_QUANTIZATION
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.conftest import newer_runtime
@@ -223,6 +223,23 @@ def test_static_quantization_is_only_undone_on_request() -> None:
     # The second is beyond what the integers can be.
     for number in (1.234, 12.34):
         assert noise(source, undone, {"x": np.full((3, 4), number, np.float32)}) < 0.03
+
+
+def test_activations_of_products_with_blocks_are_no_integers_any_more() -> None:
+    def product(level: int) -> onnx.ModelProto:
+        return parsed(
+            f"""(float[3, 64] x) => (float[3, 5] y) {{ y = com.microsoft.MatMulNBits
+            <K = 64, N = 5, bits = 4, block_size = 32, accuracy_level = {level}> (x, w, s) }}""",
+            w=np.arange(160, dtype=np.uint8).reshape(5, 2, 16),
+            s=(10,),
+        )
+
+    source, undone = product(4), product(4)
+    assert dequantize(undone) == 1
+    assert undone == product(1)
+    assert not is_dynamic(undone)
+    (x,) = feeds_of(source).values()
+    assert 1e-4 < noise(source, undone, {"x": x}) < 0.03
 
 
 def test_a_bias_of_one_number_has_no_channels() -> None:
