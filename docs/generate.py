@@ -597,7 +597,8 @@ def what_compiles() -> str:
     for stage in STAGES:
         is_same = before and before[-1].applies is stage.applies
         again = " (again)" if any(stage.propose is other.propose for other in before) else ""
-        rows.append(("" if is_same else _doc(stage.applies), _doc(stage.propose) + again))
+        applies = "Always" if stage.applies is None else _doc(stage.applies)
+        rows.append(("" if is_same else applies, _doc(stage.propose) + again))
         before.append(stage)
     table = "\n".join(_table(("if", "recipe"), rows))
     page = (FOLDER / "what-compiles.md").read_text(encoding="utf-8")

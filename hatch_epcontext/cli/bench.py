@@ -162,8 +162,11 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int) -> Bench:
             hint = "Measure the chips one at a time."
             raise BuildError(Problem(Kind.NOT_RUN, job.location, f"{reason}.", hint))
         artifact = run_job(build, job).artifact
-        with job.locating():
-            prepared = Steps(build).prepare(job, 0, Recipe(artifact.record.recipe.simplifier))
+        recipe = Recipe(artifact.record.recipe.simplifier)
+        try:
+            prepared = Steps(build, build.scratch("prepared")).prepare(job, 0, recipe)
+        except BuildError as error:
+            raise job.located(error) from error
         versions |= artifact.record.versions
         folder = staging / f"cache-{len(requests)}"
         folder.mkdir()

@@ -10,8 +10,7 @@ import click
 
 from hatch_epcontext.cli._common import echo, show_table
 from hatch_epcontext.graph.facts import Size
-from hatch_epcontext.jobs.report import describe_coverage
-from hatch_epcontext.jobs.validation import describe_validation
+from hatch_epcontext.jobs.report import describe_coverage, describe_validation
 from hatch_epcontext.package.manifest import ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain

@@ -13,7 +13,7 @@ from hatch_epcontext.cli._settings import (
     setting_flags,
     use_flag_names,
 )
-from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
+from hatch_epcontext.jobs.report import describe_validation, validation_warnings
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count

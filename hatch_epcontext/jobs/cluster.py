@@ -38,8 +38,8 @@ from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements, versions_of
 from hatch_epcontext.jobs.search import Search
+from hatch_epcontext.jobs.sources import input_files
 from hatch_epcontext.jobs.steps import Build
-from hatch_epcontext.jobs.validation import input_files
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import hide_credentials, pairs
@@ -119,16 +119,16 @@ class Cluster:
         """
         if job.target.from_cache:
             return run_job(self._build, job)
-        with job.locating():
-            try:
-                address = self._find_worker(job, threading.Event())
-                own = {_NAME: hatch_epcontext.__version__}
-                versions = self._client.run(look, to_json(job), own, workers=[address])[address]
-                return self._known(job, versions) or self._run(job, versions)
-            except Exception as error:
-                if self._workers.stopped:
-                    raise interrupted() from None
-                raise BuildError(*_problems(error, "the build", self._transport.url)) from error
+        try:
+            address = self._find_worker(job, threading.Event())
+            own = {_NAME: hatch_epcontext.__version__}
+            versions = self._client.run(look, to_json(job), own, workers=[address])[address]
+            return self._known(job, versions) or self._run(job, versions)
+        except Exception as error:
+            if self._workers.stopped:
+                raise job.located(interrupted()) from None
+            problems = _problems(error, "the build", self._transport.url)
+            raise job.located(BuildError(*problems)) from error
 
     def close(self) -> None:
         """End the connection; dask then cancels the tasks of the build."""
@@ -316,7 +316,9 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
     sources = {source.model.name: source for source in task.sources}
     workers.expect([task.job.target.provider])
     with workers:
-        build = Build(workers, cache, folder, versions, sources, devices=_devices)
+        own = {name: version for name, version in versions.items() if name != _NAME}
+        by_target = {task.job.target.name: own}
+        build = Build(workers, cache, folder, by_target, sources, devices=_devices)
         built = run_job(build, task.job)
     record = built.artifact.record
     for name in record.files:

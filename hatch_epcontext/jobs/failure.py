@@ -19,10 +19,16 @@ from hatch_epcontext.worker.results import Coverage
 _CPU = "cpu"
 """The provider for the CPU, and the usual name of its target."""
 
+_OF_THE_EP = (
+    *(Kind.NOTHING_COMPILED, Kind.LOW_COVERAGE, Kind.COMPILE_FAILED, Kind.WORKER_CRASHED),
+    Kind.OUTPUT_DIFFERS,
+)
+"""The kinds of problems that a model has with an EP, and not with the CPU's."""
 
-def failure(job: Job, tried: Sequence[Attempt], targets: Iterable[Target] = ()) -> BuildError:
+
+def failure(job: Job, tried: Sequence[Attempt], jobs: Iterable[Job] = ()) -> BuildError:
     """Why no attempt that was ``tried`` wins: the disagreement nearest to the limits, the nodes that are left
-    to the CPU, or the EP's refusal, in that order. ``targets``: those of the build.
+    to the CPU, or the EP's refusal, in that order. ``jobs``: those of the build.
     """
     compiled = [attempt for attempt in tried if attempt.record is not None]
     if differing := [attempt for attempt in compiled if attempt.differences]:
@@ -48,14 +54,14 @@ def failure(job: Job, tried: Sequence[Attempt], targets: Iterable[Target] = ()) 
         again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, message=f"{first.message}\n{again}")
     first = replace(first, tried=notes(tried, cause))
-    if first.kind in (Kind.LOW_COVERAGE, Kind.OUTPUT_DIFFERS):
-        first = _with_last_remedy(first, job, targets)
+    if cause.stopped_in != "prepare" and first.kind in _OF_THE_EP:
+        first = _with_last_remedy(first, job, jobs)
     return BuildError(first, *others)
 
 
-def _with_last_remedy(problem: Problem, job: Job, targets: Iterable[Target]) -> Problem:
+def _with_last_remedy(problem: Problem, job: Job, jobs: Iterable[Job]) -> Problem:
     """``problem``, with the settings that leave the models of ``job`` to the CPU."""
-    by_name = {target.name: target for target in (job.target, *targets)}
+    by_name = {other.target.name: other.target for other in (job, *jobs)}
     names = [name for name, target in by_name.items() if target.provider.ep == CPU_EP]
     if job.target.name in names or not (names or _CPU not in by_name):
         return problem

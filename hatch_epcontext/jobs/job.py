@@ -11,34 +11,28 @@ The cache has of a job:
 from __future__ import annotations
 
 import contextlib
+import platform
 import shutil
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.files import is_sha256
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
+from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
+from hatch_epcontext.files import FileRecord, is_sha256
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Recipe, Record
-from hatch_epcontext.jobs.cache.build import changed_error
+from hatch_epcontext.jobs.cache.build import Index, changed_error
 from hatch_epcontext.jobs.failure import failure
-from hatch_epcontext.jobs.plan import Job
+from hatch_epcontext.jobs.plan import FORMAT, Job
 from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.search import Attempt, Next, Search, most_complete, next_recipe
+from hatch_epcontext.jobs.sources import input_files, inputs_digest
 from hatch_epcontext.jobs.steps import Build, Steps
-from hatch_epcontext.jobs.validation import (
-    check_conclusive,
-    input_files,
-    inputs_digest,
-    not_run_error,
-    validation_key,
-    validation_of_alone,
-    validation_without_run,
-)
+from hatch_epcontext.providers import Provider
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
 
@@ -51,8 +45,11 @@ def run_job(build: Build, job: Job) -> Built:
 
     Raises BuildError with the job's problems.
     """
-    with contextlib.closing(Steps(build)) as steps:
+    steps = Steps(build, build.scratch("prepared"))
+    try:
         return _JobRun(build, job, steps).run()
+    finally:
+        shutil.rmtree(steps.folder, ignore_errors=True)
 
 
 def keep(build: Build, job: Job, built: Built, search: Search) -> None:
@@ -60,7 +57,8 @@ def keep(build: Build, job: Job, built: Built, search: Search) -> None:
 
     Raises ValueError if that is the search for another job.
     """
-    run, record, cache = _JobRun(build, job, Steps(build)), built.artifact.record, build.cache
+    run = _JobRun(build, job, Steps(build, build.scratch("prepared")))
+    record, cache = built.artifact.record, build.cache
     key = value_sha256([run.settings, record.versions])
     attempt = search.attempts.get(record.recipe.key(key))
     if attempt is None or attempt.record is None or attempt.record.files != record.files:
@@ -76,40 +74,55 @@ class _JobRun:
     def __init__(self, build: Build, job: Job, steps: Steps) -> None:
         self._build, self._job, self._steps = build, job, steps
         self._cache, self._index = build.cache, build.cache.index
-        inputs = job.target.calibration
-        sha256 = {name: source.sha256 for name, source in build.sources.items()}
-        self.settings = job.key(sha256, inputs_digest(inputs, self._index) if inputs else "")
+        sources = [build.sources[model.name] for model in job.models]
+        self._files = [file for source in sources for file in source.files]
+        inputs = (job.target.calibration, *(model.validate.inputs for model in job.models))
+        self._inputs = list(filter(None, inputs))
+        calibration = job.target.calibration and inputs_digest(job.target.calibration, self._index)
+        self.settings = job.key([source.sha256 for source in sources], calibration)
         self._place = build.staging / PACKAGE / job.folder
-        self._search = Search(job.target.settings)
+        required = value_sha256(
+            [
+                [validation_key(job, model, {}, self._index), str(model.validate.mode)]
+                for model in job.models
+            ]
+        )
+        self._search = self._new = Search(
+            job.target.settings,
+            job.target.min_coverage,
+            # For groups and contexts for several chips, other jobs are compared: see `Job.alone`.
+            compares=job.group is None and not job.reason_not_to_open,
+            is_dynamic=any(source.facts.dynamic for source in sources) and job.may_dequantize,
+            required=required,
+            terms=value_sha256([required, job.target.min_coverage]),
+        )
         self._key, self._start = "", time.monotonic()
         self._artifacts: dict[str, Artifact] = {}
         self._alone: dict[str, Built] = {}
 
     def run(self) -> Built:
         """The job's result; raises BuildError with its problems."""
-        with self._job.locating():
+        try:
             return self.from_cache() if self._job.target.from_cache else self.search_on()
+        except BuildError as error:
+            raise self._job.located(error) from error
 
     def search_on(self) -> Built:
         """The winner of the job's search."""
-        self._key = value_sha256([self.settings, self._build.versions(self._job.target)])
+        versions = self._build.versions[self._job.target.name]
+        self._key = value_sha256([self.settings, versions])
         self._search = self.stored(self._key)
         step = next_recipe(self._search)
-        has_won = step.winner and self._artifact(step.winner)
-        if not has_won and (step.recipe or step.attempt or step.winner):
-            self._check_embeddable()
+        if step.winner is None or not self._artifact(step.winner):
             with self._cache.lock(self._key, self._wait):
                 # Another build may have tried more in the meantime.
                 self._search = self.stored(self._key, latest=True)
                 step = self._try_all()
         if step.winner is None:
-            raise failure(self._job, step.tried, self._targets())
-        built = self._built(step.winner)
+            raise failure(self._job, step.tried, self._build.jobs)
+        built = self._built(step.winner, step.tried)
         self._cache.put("refs", self.settings, step.winner.key)
         return built
-
-    def _targets(self) -> list[Target]:
-        return [job.target for job in self._build.jobs]
 
     def from_cache(self) -> Built:
         """The latest artifact with the job's settings, whatever is installed."""
@@ -118,39 +131,24 @@ class _JobRun:
         record = None if key is None else self._take(key, self._place)
         if key is None or record is None:
             raise self._not_cached("the cache has no artifact of this model with these settings.")
-        attempt = Attempt(record.recipe, key, record, day=_today())
+        winner = Attempt(record.recipe, key, record, day=self._build.day)
         self._search = self.stored(record.search, latest=True)
-        if not self._search.is_enough(attempt):
-            raise failure(self._job, [attempt], self._targets())
-        self._search = self._validated(self._search, attempt, self._artifacts[key])
-        winner = self._search.attempts[key]
-        if winner.differences:
-            raise failure(self._job, [winner], self._targets())
-        return self._built(winner)
+        if self._search.is_enough(winner):
+            self._search = self._validated(self._search, winner, self._artifacts[key])
+            winner = self._search.attempts[key]
+            if not winner.differences:
+                return self._built(winner, next_recipe(self._search).tried)
+        raise failure(self._job, [winner], self._build.jobs)
 
     def stored(self, key: str, *, latest: bool = False) -> Search:
         """The search with ``key`` as far as earlier builds went, with the validations that the job requires.
 
         The shared cache is asked with ``latest``, or if this machine knows nothing.
         """
-        job, sources = self._job, self._build.sources
-        is_dynamic = any(sources[model.name].facts.dynamic for model in job.models)
-        required = [
-            [validation_key(job, model, {}, self._index), str(model.validate.mode)]
-            for model in job.models
-        ]
-        search = Search(
-            job.target.settings,
-            job.target.min_coverage,
-            # For groups and contexts for several chips, other jobs are compared: see `Job.alone`.
-            compares=job.group is None and not job.needs_device,
-            is_dynamic=is_dynamic and job.may_dequantize,
-            required=value_sha256(required),
-        )
         stored = self._cache.get("searches", key, Search, latest=latest)
         if stored is None:
-            return search
-        search = replace(search, validations=stored.validations, winners=stored.winners)
+            return self._new
+        search = replace(self._new, validations=stored.validations, winners=stored.winners)
         for name, attempt in stored.attempts.items():
             # A shared cache may contain what no build has written.
             is_own = name == attempt.key == attempt.recipe.key(key)
@@ -175,23 +173,26 @@ class _JobRun:
                     others = {k: a for k, a in self._search.attempts.items() if k != attempt.key}
                     self._search = replace(self._search, attempts=others)
                 elif step.winner is not None:
-                    self._search = self._search.won_by(attempt)
+                    self._search = self._search.won_by(attempt, step.tried)
                     return step
                 else:
                     self._keep(attempt)
                     self._search = self._validated(self._search, attempt, artifact)
         finally:
             if self._search is not stored:
-                self._cache.put("searches", self._key, self._search.to_store(_today()))
+                search = self._search.to_store(self._build.day)
+                self._cache.put("searches", self._key, search)
 
     def _try(self, recipe: Recipe) -> None:
         """Add an attempt to compile the job with ``recipe``, unless the cache has the result."""
         key, folder = recipe.key(self._key), self._build.scratch("artifact")
         if record := self._take(key, folder):
-            attempt = Attempt(recipe, key, record, day=_today())
+            attempt = Attempt(recipe, key, record, day=self._build.day)
             self._search = self._validated(self._search, attempt)
             return
-        self._announce(recipe)
+        if number := len(self._search.attempts):
+            # The first one needs no name.
+            self._announce(f"recipe {number + 1}: {recipe.name}")
         with self._unchanged():
             result = self._steps.compile(recipe.form_of(self._job), recipe, folder)
         if isinstance(result, Record):
@@ -205,15 +206,13 @@ class _JobRun:
             attempt = Attempt(recipe, key, refused=result, required=required)
         self._search = self._search.adding(attempt)
 
-    def _announce(self, recipe: Recipe) -> None:
-        """Let progress name a ``recipe`` that is not the first; a job that takes long does so at once."""
+    def _announce(self, line: str) -> None:
+        """Let progress show ``line``; a job that takes long does so at once."""
         workers, place = self._build.workers, self._job.location
-        if self._search.attempts:
-            line = f"recipe {len(self._search.attempts) + 1}: {recipe.name}"
-            workers.recipes[place] = line
-            if workers.progress and time.monotonic() > self._start + _ANNOUNCED:
-                workers.progress(f"{place}: {line} ...")
-                workers.pulse.mark_reported()
+        workers.recipes[place] = line
+        if workers.progress and time.monotonic() > self._start + _ANNOUNCED:
+            workers.progress(f"{place}: {line} ...")
+            workers.pulse.mark_reported()
 
     def _keep(self, attempt: Attempt) -> None:
         """Store the artifact of ``attempt``, if it may be shipped and this build has compiled it."""
@@ -223,19 +222,21 @@ class _JobRun:
 
     def _artifact(self, attempt: Attempt) -> Artifact | None:
         """The artifact of ``attempt``: of this build, or of the cache if it is the same there."""
-        if attempt.record is None or attempt.key in self._artifacts:
-            return self._artifacts.get(attempt.key)
-        # Mostly it is the winner, whose place this is.
-        folder = self._build.scratch("artifact") if self._place.exists() else self._place
-        if self._take(attempt.key, folder) == attempt.record:
-            return self._artifacts[attempt.key]
-        shutil.rmtree(folder, ignore_errors=True)
-        self._artifacts.pop(attempt.key, None)
-        return None
+        if attempt.record is not None and attempt.key not in self._artifacts:
+            # Mostly it is the winner, whose place this is.
+            folder = self._build.scratch("artifact") if self._place.exists() else self._place
+            self._take(attempt.key, folder, attempt.record)
+        return self._artifacts.get(attempt.key)
 
-    def _take(self, key: str, folder: Path) -> Record | None:
+    def _take(self, key: str, folder: Path, expected: Record | None = None) -> Record | None:
         """The record of the artifact with ``key`` if the cache has it, with its files in ``folder``."""
-        record = self._cache.get("artifacts", key, Record, folder, self._fits)
+        record = self._cache.get(
+            "artifacts",
+            key,
+            Record,
+            folder,
+            lambda record: self._fits(record) and expected in (None, record),
+        )
         if record is not None:
             self._artifacts[key] = Artifact(folder, record)
         return record
@@ -267,34 +268,29 @@ class _JobRun:
         return replace(search, validations=stored).adding(replace(attempt, validations=validations))
 
     def _run(self, form: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
-        """Validate a model of ``artifact``; raises BuildError if it must be run and was not."""
+        """Validate a model of ``artifact``, or what is compiled alone if this machine cannot open that."""
         if form.target.from_cache:
             reason = (
                 "the artifact in the cache was not validated with these inputs, this tolerance and these "
                 "options."
             )
             raise self._not_cached(reason, step="validation")
-        if form.needs_device:
+        if reason := form.reason_not_to_open:
             alone = [job for job in self._job.alone if job.models == (model,)]
             for job in alone:
                 if job.folder not in self._alone:
-                    run = _JobRun(self._build, job, self._steps)
-                    self._alone[job.folder] = run.run()
+                    self._alone[job.folder] = _JobRun(self._build, job, self._steps).run()
             built = (self._alone[job.folder] for job in alone)
-            return validation_of_alone(form, model, [b.validations[model.name] for b in built])
+            return worst_of_alone([b.validations[model.name] for b in built], reason)
         with self._unchanged():
-            validation = self._steps.validate(form, model, artifact, context)
-        is_run = validation.differs or validation.status is ValidationStatus.RAN
-        if not is_run and model.validate.mode == "require":
-            raise not_run_error(form, model, validation.reason or "it was not run")
-        return validation
+            return self._steps.validate(form, model, artifact, context)
 
-    def _built(self, winner: Attempt) -> Built:
-        """The result, with what else was tried; raises BuildError if more must be known of it."""
+    def _built(self, winner: Attempt, tried: Sequence[Attempt]) -> Built:
+        """The result, with what else was ``tried``; raises BuildError if more must be known of it."""
         form, artifact = winner.recipe.form_of(self._job), self._artifacts[winner.key]
         for model in form.models:
-            check_conclusive(form, model, winner.validations[model.name])
-        win = self._search.won_by(winner).winners[self._search.terms]
+            check_required(form, model, winner.validations[model.name])
+        win = self._search.won_by(winner, tried).winners[self._search.terms]
         preparations = (
             replace(done, tried=tuple(dict.fromkeys((*done.tried, *win.tried))))
             for done in artifact.record.preparations
@@ -306,35 +302,15 @@ class _JobRun:
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
         """Raise ModelError at the end if a file that the job reads has changed since the build hashed it."""
-        files = self._files()
+        before = {file for path in self._inputs for file in input_files(path)}
         try:
             yield
         finally:
             # A file that has changed in the meantime may be the cause of an error too.
-            for file in files:
+            for file in (*self._files, *sorted(before)):
                 self._index.sha256(file, again=True)
-        if added := set(self._files()).difference(files):
+        if added := {file for path in self._inputs for file in input_files(path)} - before:
             raise changed_error(min(added))
-
-    def _files(self) -> list[Path]:
-        """All files that compiling and validating the job read."""
-        job = self._job
-        inputs = [job.target.calibration, *(model.validate.inputs for model in job.models)]
-        sources = [self._build.sources[model.name] for model in job.models]
-        return [
-            *(file for source in sources for file in source.files),
-            *(file for folder in filter(None, inputs) for file in input_files(folder)),
-        ]
-
-    def _check_embeddable(self) -> None:
-        for model in self._job.models if self._job.target.settings.embed else ():
-            if (size := self._build.sources[model.name].size) > PROTOBUF_LIMIT:
-                message = (
-                    "embed = true puts the compiled blob into an ONNX file, which cannot be larger "
-                    f"than 2 GiB, and the model has {size / 2**30:.1f} GiB."
-                )
-                hint = "Remove embed: the blob is then a file beside the context model."
-                raise BuildError(Problem(Kind.TOO_LARGE, "", message, hint))
 
     def _wait(self) -> None:
         workers = self._build.workers
@@ -355,5 +331,86 @@ class _JobRun:
         return BuildError(Problem(Kind.NOT_CACHED, "", message, hint, step=step))
 
 
-def _today() -> str:
-    return datetime.now(timezone.utc).date().isoformat()
+def validation_key(job: Job, model: Model, files: Mapping[str, FileRecord], index: Index) -> str:
+    """What identifies the validation of ``model`` in an artifact with these ``files``."""
+    return value_sha256(
+        [
+            *(FORMAT, model.name, inputs_digest(model.validate.inputs, index)),
+            *(model.tolerance_for(job.target), model.validate.states, job.target.load_options),
+            {name: file.sha256 for name, file in files.items()},
+        ]
+    )
+
+
+def validation_without_run(
+    job: Job, model: Model, stored: Validation | None = None
+) -> Validation | None:
+    """The validation of ``model`` if it must not be run, cannot be run here, or has a ``stored`` one."""
+    mode = model.validate.mode
+    if stored is not None and job.target.from_cache:
+        return stored
+    if mode is False:
+        return Validation(ValidationStatus.NOT_VALIDATED)
+    if mode == "structure":
+        return Validation(ValidationStatus.STRUCTURE, reason='validate = "structure"')
+    if reason := reason_not_to_run(job.target.provider):
+        return Validation(ValidationStatus.STRUCTURE, reason=reason)
+    # If it was not run, the EP's device may be here now.
+    alone = () if mode == "require" else (ValidationStatus.RAN_ALONE,)
+    return stored if stored and stored.status in (ValidationStatus.RAN, *alone) else None
+
+
+def reason_not_to_run(provider: Provider) -> str | None:
+    """Why artifacts of ``provider`` cannot be run on this machine, if that is known without the EP."""
+    if provider.runs_on(sys.platform, platform.machine()):
+        return None
+    machine = f"({sys.platform}, {platform.machine()})"
+    return f"{provider.ep} cannot run its contexts on this machine {machine}"
+
+
+def worst_of_alone(alone: Sequence[Validation], reason: str) -> Validation:
+    """The validation of a context that this machine cannot open because of ``reason``.
+
+    ``alone``: the validations of the same model compiled alone, one for each chip; empty if none was run.
+    """
+    if not alone:
+        return Validation(ValidationStatus.STRUCTURE, reason=reason)
+    worst = min(alone, key=lambda v: (v.status is ValidationStatus.RAN, not v.sensitive, v.margin))
+    if worst.status is not ValidationStatus.RAN:
+        return worst
+    # The session was one of the file that was compiled alone.
+    return replace(worst, status=ValidationStatus.RAN_ALONE, reason=reason, load=None, day="")
+
+
+def check_required(job: Job, model: Model, validation: Validation) -> None:
+    """Raise BuildError if ``model`` must be run, and was not, or if its comparison is inconclusive."""
+    validate = model.key / "validate"
+    if model.validate.mode != "require":
+        return
+    if validation.status is not ValidationStatus.RAN and not job.target.from_cache:
+        only_mode = replace(model.validate, mode="auto") == ValidateTable()
+        reason = validation.reason or "it was not run"
+        raise UnavailableError(
+            Problem(
+                Kind.NOT_RUN,
+                "",
+                f'{reason.rstrip(".")}, and validate is "require".',
+                "Build on another machine, or check only what this one can:",
+                settings=(Setting(validate if only_mode else validate / "mode", "auto"),),
+                step="validation",
+            )
+        )
+    problems = [
+        Problem(
+            Kind.INCONCLUSIVE,
+            "",
+            f"the comparison of the output {agreement.output!r} is inconclusive, because "
+            f'{agreement.reason}, and validate is "require".',
+            "Give real inputs:",
+            settings=(Setting(validate / "inputs", "samples.npz"),),
+            step="validation",
+        )
+        for agreement in validation.inconclusive
+    ]
+    if problems:
+        raise BuildError(*problems)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hatch_epcontext.config.settings import Config, Model, Target
@@ -57,22 +56,18 @@ class Job:
         chip = f" ({self.chip})" if self.chip else ""
         return self.name + members, self.target.name + chip
 
-    @contextlib.contextmanager
-    def locating(self) -> Iterator[None]:
-        """Give the job's location to problems of BuildErrors that have none, and its target to those with the
-        key of a model with several.
+    def located(self, error: BuildError) -> BuildError:
+        """``error``, with the job's location in problems that have none, and its target in those with the key
+        of a model with several.
         """
-        try:
-            yield
-        except BuildError as error:
-            problems: Iterable[Problem] = error.located(*self._place).problems
-            if any(len(model.targets) > 1 for model in self.models):
-                own = (self.target.name,)
-                problems = (
-                    dataclasses.replace(p, targets=p.targets or own) if p.key is not None else p
-                    for p in problems
-                )
-            raise type(error)(*problems) from error
+        problems: Iterable[Problem] = error.located(*self._place).problems
+        if any(len(model.targets) > 1 for model in self.models):
+            own = (self.target.name,)
+            problems = (
+                dataclasses.replace(p, targets=p.targets or own) if p.key is not None else p
+                for p in problems
+            )
+        return type(error)(*problems)
 
     @property
     def reason_not_to_open(self) -> str:
@@ -88,17 +83,12 @@ class Job:
         return f"{provider.ep} cannot open contexts{kind} on this machine" if kind else ""
 
     @property
-    def needs_device(self) -> bool:
-        """Whether there is a `reason_not_to_open`."""
-        return bool(self.reason_not_to_open)
-
-    @property
     def alone(self) -> tuple[Job, ...]:
         """A job for each model on each chip whose result is run instead; empty where nothing is to be run."""
         return tuple(
             Job((model,), with_options(self.target, options), chip=chip)
             for model in self.models
-            if self.needs_device and model.validate.mode == "auto"
+            if self.reason_not_to_open and model.validate.mode == "auto"
             for chip, options in self._chips().items()
         )
 
@@ -121,16 +111,16 @@ class Job:
         folder = f"{self.name}/{self.target.name}"
         return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
 
-    def key(self, sha256: Mapping[str, str], calibration: str = "") -> str:
+    def key(self, contents: Sequence[str], calibration: str = "") -> str:
         """The hex sha256 that identifies what the job compiles to, with any versions: no paths, no times.
 
-        ``sha256``: of each model's contents, by its name; ``calibration``: identifies the inputs for which
-        models are quantized.
+        ``contents``: the hex sha256 of each model; ``calibration``: identifies the inputs for which models
+        are quantized.
         """
         models = [
             # Without a comparison, preparation may accept the result of another simplifier.
-            (sha256[model.name], model_settings(model.on(self.target)), model.is_compared)
-            for model in self.models
+            (sha256, model_settings(model.on(self.target)), model.is_compared)
+            for sha256, model in zip(contents, self.models, strict=True)
         ]
         return value_sha256([FORMAT, models, self.target.settings, calibration])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import hatch_epcontext
@@ -16,9 +17,16 @@ from hatch_epcontext.jobs.artifact import (
     Source,
     Times,
 )
-from hatch_epcontext.jobs.validation import describe_validation
+from hatch_epcontext.providers import QUANTIZED
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.results import Context, Coverage, Validation, ValidationStatus
+from hatch_epcontext.worker.results import (
+    NOTHING,
+    Context,
+    Coverage,
+    Emulation,
+    Validation,
+    ValidationStatus,
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,75 @@ def describe_coverage(coverage: Coverage | None) -> str:
         return "optimized graph"
     contexts = f" in {coverage.partitions} contexts" if coverage.partitions > 1 else ""
     return f"{coverage.compiled}/{coverage.nodes} nodes{contexts}"
+
+
+def describe_validation(validation: Validation, *, with_reason: bool = True) -> str:
+    """The validation in a few words; the report has the numbers. In tables there is no place for a reason."""
+    reason = f" ({validation.reason})" if validation.reason and with_reason else ""
+    if validation.status is ValidationStatus.NOT_VALIDATED:
+        return "NOT validated (validate = false)"
+    if validation.status is ValidationStatus.STRUCTURE:
+        return f"structure checked, NOT run{reason}"
+    snr = validation.snr if validation.simulated or validation.emulation else None
+    decibels = "" if snr is None else f" ({snr:.0f} dB)"
+    but = "" if validation.differs else ", NOT compared"
+    parts = [f"ran{but}{reason if validation.status is ValidationStatus.RAN else ''}"]
+    if validation.compared:
+        number = count(len(validation.samples), "given input")
+        reference = "" if validation.float_form is None else " with its float form"
+        but = ", but is SENSITIVE" if validation.sensitive else ""
+        on = "synthetic inputs" if validation.synthetic else number
+        parts = [f"agrees{reference} on {on}{but}{'' if validation.simulated else decibels}"]
+    others = [a.status.value for a in validation.agreements if a not in validation.compared]
+    parts += (f"{count(n, 'output')} {status}" for status, n in Counter(others).items())
+    if validation.status is ValidationStatus.RAN_ON_CPU:
+        parts.append(f"on the CPU only{reason}")
+    if validation.status is ValidationStatus.RAN_ALONE:
+        parts.append("compiled alone")
+    if validation.simulated:
+        parts.append(f"simulator{decibels}")
+    return ", ".join(parts)
+
+
+def describe_emulation(emulation: Emulation) -> str:
+    """What the number format of the EP makes of the model, for a summary."""
+    if not emulation.samples:
+        needs = "that needs a build, fixed shapes and less than 1 GB of weights"
+        return f"{emulation.format} NOT emulated ({needs})"
+    ratio = emulation.nearest and emulation.nearest.snr
+    snr = "equal" if ratio is None else f"at least {ratio:.0f} dB"
+    if ratio == NOTHING:
+        snr = "no numbers"
+    return f"{emulation.format} emulated on {count(emulation.samples, 'input')}, {snr}"
+
+
+def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
+    """What the validation of the model ``name`` leaves open, in lines."""
+    where = "(validate.inputs, or --inputs on the command line)"
+    for agreement in validation.inconclusive:
+        hint = f"; give real inputs {where}" if validation.synthetic else ""
+        reason = f"is inconclusive, because {agreement.reason}{hint}"
+        yield f"{name}: the comparison of the output {agreement.output!r} {reason}"
+    integers = validation.float_form
+    if integers is not None and integers.snr is not None and integers.snr < QUANTIZED.snr:
+        yield (
+            f"{name}: it agrees with its float form, and the int8 file on the CPU differs from it by "
+            f"{integers.snr:.0f} dB, because its quantization is coarse; compare the answers of both "
+            "in the app"
+        )
+    yield from (f"{name}: {warning}" for warning in validation.warnings)
+    emulation = validation.emulation
+    reasons = [agreement.reason for agreement in validation.compared if agreement.reason]
+    if emulation is not None and emulation.reason and not reasons:
+        # The number format was not measured, so this only warns.
+        reasons = [emulation.reason]
+    real = f"; compare with real ones {where}"
+    for reason in dict.fromkeys(reasons):
+        if any(other != reason and other.startswith(reason) for other in reasons):
+            # Another output has this reason too, with the node that is the cause.
+            continue
+        hint = real if validation.synthetic else ""
+        yield f"{name}: other inputs may give wrong answers: {reason}{hint}"
 
 
 def summarize(built: Built, seconds: float) -> str:

@@ -16,8 +16,6 @@ from hatch_epcontext.jobs.report import (
     ModelReport,
     Report,
     describe_coverage,
-)
-from hatch_epcontext.jobs.validation import (
     describe_emulation,
     describe_validation,
     validation_warnings,

@@ -76,6 +76,28 @@ def versions_of(target: Target, installed_versions: Mapping[str, str]) -> dict[s
     return {name: version for name in relevant if (version := versions.get(name))}
 
 
+def versions_by_target(
+    targets: Iterable[Target], installed_versions: Mapping[str, str]
+) -> Mapping[str, Mapping[str, str]]:
+    """By the name of each target that is compiled, the versions with which any of its forms is."""
+    # Models may narrow a target. Each lookup is slow in a large environment.
+    forms = {
+        (
+            target.name,
+            target.requirements,
+            target.provider.plugin,
+            target.provider.by_library,
+        ): target
+        for target in targets
+        if not target.from_cache
+    }
+    versions: dict[str, dict[str, str]] = {}
+    for target in forms.values():
+        own = versions.setdefault(target.name, {})
+        own.update(versions_of(target, installed_versions))
+    return versions
+
+
 def _most_demanding(targets: Iterable[Target]) -> list[Target]:
     """One target of each name, in the form with the most requirements: models narrow targets."""
     chosen: dict[str, Target] = {}

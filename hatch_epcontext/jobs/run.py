@@ -20,11 +20,10 @@ from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.report import make_report, summarize
-from hatch_epcontext.jobs.requirements import check_environment
+from hatch_epcontext.jobs.report import make_report, summarize, validation_warnings
+from hatch_epcontext.jobs.requirements import check_environment, versions_by_target
 from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Build
-from hatch_epcontext.jobs.validation import validation_warnings
 from hatch_epcontext.serialize import to_json
 
 T = TypeVar("T")
@@ -86,7 +85,8 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
     installed = check_environment(plan.local_targets, plan.requirements)
     read = read_sources(config, cache, workers, staging / "check")
     sources = {source.model.name: source for source in read}
-    return Build(workers, cache, staging, installed, sources, plan.jobs)
+    versions = versions_by_target(plan.local_targets, installed)
+    return Build(workers, cache, staging, versions, sources, plan.jobs)
 
 
 def _ignore(line: str) -> None:

@@ -28,12 +28,12 @@ from hatch_epcontext.graph.number_format import (
 )
 from hatch_epcontext.jobs.artifact import Operators, Recipe, Record, Refused
 from hatch_epcontext.providers import PROVIDERS, Provider
-from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
     GAIN,
     SIMPLIFIERS,
+    AgreementStatus,
     Coverage,
     Validation,
 )
@@ -61,29 +61,6 @@ class Verdict:
     in_format: bool = False
     in_layers: bool = False
 
-    @staticmethod
-    def of(validations: Iterable[Validation]) -> Verdict:
-        """The verdict that follows from the validations of a job's models."""
-        validations = tuple(validations)
-        margin = min(validation.margin for validation in validations)
-        differing = [validation for validation in validations if validation.differs]
-        if differing:
-            # Nothing is known about the cause.
-            gap = next((v.gap for v in differing if v.gap is not None), math.inf)
-            return Verdict("differs", margin, gap, in_format=True, in_layers=True)
-        emulations = [v.emulation for v in validations if v.emulation is not None]
-        # Simulators are slow with large models: rewrites for kernels are tried only if these differ.
-        gaps = (validation.gap or 0.0 for validation in validations if not _is_large(validation))
-        is_run = any(validation.agreements for validation in validations)
-        is_sensitive = any(validation.sensitive for validation in validations)
-        return Verdict(
-            "sensitive" if is_sensitive else "agrees" if is_run else "not-run",
-            max(0.0, margin),
-            max(gaps, default=0.0),
-            any(emulation.in_format for emulation in emulations),
-            any(emulation.inexact for emulation in emulations),
-        )
-
     @property
     def agrees(self) -> bool:
         """Whether nothing speaks against the attempt."""
@@ -107,12 +84,6 @@ class Verdict:
         return is_closer or self.margin >= other.margin + GAIN
 
 
-def _is_large(validation: Validation) -> bool:
-    """Whether the model is large: only few of its inputs were emulated."""
-    emulation = validation.emulation
-    return validation.synthetic and emulation is not None and 0 < emulation.samples <= FEW_SAMPLES
-
-
 @dataclass(frozen=True)
 class Attempt:
     """One recipe, tried: the record of its artifact, which has ``key``, or why it was refused.
@@ -133,7 +104,31 @@ class Attempt:
     @property
     def verdict(self) -> Verdict | None:
         """What validation says of it; None before that."""
-        return Verdict.of(self.validations.values()) if self.validations else None
+        if not self.validations:
+            return None
+        validations = self.validations.values()
+        margin = min(validation.margin for validation in validations)
+        agreements = [a for validation in validations for a in validation.agreements]
+        if any(agreement.differs for agreement in agreements):
+            # Nothing is known about the cause.
+            gap = max((a.gap for a in agreements if a.gap is not None), default=math.inf)
+            return Verdict("differs", margin, gap, in_format=True, in_layers=True)
+        emulations = [v.emulation for v in validations if v.emulation is not None]
+        # Simulators are slow with large models, for which only few inputs are emulated: rewrites for kernels
+        # are tried only if these differ.
+        small = (
+            v
+            for v in validations
+            if not (v.synthetic and v.emulation and 0 < v.emulation.samples <= FEW_SAMPLES)
+        )
+        is_sensitive = any(a.status is AgreementStatus.SENSITIVE for a in agreements)
+        return Verdict(
+            "sensitive" if is_sensitive else "agrees" if agreements else "not-run",
+            max(0.0, margin),
+            max((a.gap or 0.0 for v in small for a in v.agreements), default=0.0),
+            any(emulation.in_format for emulation in emulations),
+            any(emulation.inexact for emulation in emulations),
+        )
 
     @property
     def stopped_in(self) -> str | None:
@@ -164,7 +159,9 @@ class Attempt:
     @property
     def is_whole(self) -> bool:
         """Whether no node is left to the CPU, as far as that is known."""
-        return self.record is not None and not any(c.uncovered for c in self.coverages)
+        return self.record is not None and not any(
+            context.coverage.uncovered for context in self.record.contexts if context.coverage
+        )
 
     @property
     def may_ship(self) -> bool:
@@ -260,7 +257,6 @@ class Form:
     """The attempts of one form of a job, quantized or dequantized, by the phases of the stages."""
 
     search: Search
-    settings: CompileSettings
     provider: Provider
     attempts: Mapping[str, list[Attempt]]
 
@@ -274,7 +270,8 @@ class Form:
 
     def helpful(self, *names: RewriteName) -> tuple[RewriteName, ...]:
         """Those of ``names`` that help in the EP's number format."""
-        format_ = self.provider.number_format(self.settings.device, self.settings.provider_options)
+        settings = self.search.settings
+        format_ = self.provider.number_format(settings.device, settings.provider_options)
         helpful = format_.rewrites if format_ and self.provider.product == "context" else ()
         return tuple(name for name in names if name in helpful)
 
@@ -297,11 +294,6 @@ class Form:
         """The attempts that may win, before the model is compiled in other ways, the best first."""
         enough = self.enough("prepare", "cover", "correct")
         return sorted(enough, key=lambda attempt: attempt.quality, reverse=True)
-
-
-def _always(form: Form) -> bool:
-    """Always."""
-    return True
 
 
 def _leaves_nodes(form: Form) -> bool:
@@ -337,7 +329,7 @@ def _simplified(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """A library that simplifies the graph, the next one if it fails or leaves control flow; at last none."""
     if own and own[-1].stopped_in != "prepare":
         return None
-    basic = form.settings.optimization != "none"
+    basic = form.search.settings.optimization != "none"
     others = (SIMPLIFIERS if basic else ("none",))[len(own) :]
     leaving = [attempt for attempt in own if attempt.control_flow]
     # Without a simplifier at least as much control flow would stay.
@@ -359,7 +351,7 @@ def _with_options(form: Form, own: Sequence[Attempt]) -> Recipe | None:
         return None
     # If it refuses everything, it is unknown which operators they would help.
     left = {operator for operators in last.uncovered_operators or () for operator in operators}
-    are_set = not more.options.keys().isdisjoint(form.settings.provider_options)
+    are_set = not more.options.keys().isdisjoint(form.search.settings.provider_options)
     if are_set or left.isdisjoint(more.operators):
         return None
     return replace(last.recipe, options=tuple(sorted(more.options.items())))
@@ -373,7 +365,7 @@ def _rewritten(form: Form, own: Sequence[Attempt]) -> Recipe | None:
 
 def _unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """Loops and recurrent layers unrolled, if nothing is left to the CPU then, and rewrites of these."""
-    if not form.settings.unroll_limit:
+    if not form.search.settings.unroll_limit:
         return None
     if not own:
         return form.covering.changed("unroll")
@@ -397,7 +389,7 @@ def _layers_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     verdict, recipe = form.nearest.verdict, form.nearest.recipe.with_change("unroll", None)
     # The emulation also has the faults of a layer whose kernel is known.
     helps = verdict and verdict.in_layers and (verdict.in_kernels or verdict.differs)
-    return recipe if form.settings.unroll_limit and helps else None
+    return recipe if form.search.settings.unroll_limit and helps else None
 
 
 def _around_kernels(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -421,14 +413,14 @@ def _together(form: Form, own: Sequence[Attempt]) -> Recipe | None:
 
 def _unfused(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """The simplified model, with nothing folded into the weights of convolutions."""
-    is_fused = form.settings.optimization == "basic"
+    is_fused = form.search.settings.optimization == "basic"
     return replace(_unchanged(form), fuse=False) if is_fused else None
 
 
 def _only_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """The simplified model, with all loops and recurrent layers unrolled."""
     recipe = _unchanged(form).with_change("unroll", None)
-    return recipe if form.settings.unroll_limit else None
+    return recipe if form.search.settings.unroll_limit else None
 
 
 def _unchanged(form: Form) -> Recipe:
@@ -441,18 +433,18 @@ def _unchanged(form: Form) -> Recipe:
 class Stage:
     """One way to find the next recipe; the docstrings of its functions are in ``docs/what-compiles.md``.
 
-    ``applies``: its precondition, or an attempt whose verdict decides about that. ``propose``: the recipe
-    that follows from a form and the stage's own attempts, which are at most ``rounds``.
+    ``applies``: its precondition, or an attempt whose verdict decides about that; None for always.
+    ``propose``: the recipe that follows from a form and the stage's own attempts, at most ``rounds``.
     """
 
     phase: Literal["prepare", "cover", "correct", "restart"]
-    applies: Callable[[Form], bool | Attempt]
+    applies: Callable[[Form], bool | Attempt] | None
     propose: Callable[[Form, Sequence[Attempt]], Recipe | None]
     rounds: int = 1
 
 
 STAGES = (
-    Stage("prepare", _always, _simplified, rounds=len(SIMPLIFIERS) + 1),
+    Stage("prepare", None, _simplified, rounds=len(SIMPLIFIERS) + 1),
     Stage("cover", _leaves_nodes, _with_options),
     Stage("cover", _leaves_nodes, _rewritten, rounds=_ROUNDS),
     Stage("cover", _leaves_nodes, _with_options),
@@ -480,8 +472,8 @@ class Search:
     """The attempts for a job, those of earlier builds too, and which ones won: one stored document.
 
     ``compares``: whether results decide what else is tried. ``is_dynamic``: whether dynamic quantization may
-    be undone. ``required``: identifies what validation requires. ``attempts`` and ``validations``: by their
-    keys. ``winners``: by the `terms` under which they won.
+    be undone. ``required``: identifies what validation requires, and ``terms`` what the job requires of a
+    winner. ``attempts`` and ``validations``: by their keys. ``winners``: by the terms under which they won.
     """
 
     settings: CompileSettings
@@ -489,31 +481,22 @@ class Search:
     compares: bool = True
     is_dynamic: bool = False
     required: str = ""
+    terms: str = ""
     attempts: Mapping[str, Attempt] = field(default_factory=dict)
     validations: Mapping[str, Validation] = field(default_factory=dict)
     winners: Mapping[str, Win] = field(default_factory=dict)
-
-    @property
-    def terms(self) -> str:
-        """What identifies what the job requires of a winner."""
-        return value_sha256([self.required, self.min_coverage])
 
     def is_enough(self, attempt: Attempt) -> bool:
         """Whether ``attempt`` may be shipped, and compiles as much as the job requires."""
         shares = [coverage.share for coverage in attempt.coverages]
         return attempt.may_ship and all(share >= self.min_coverage for share in shares)
 
-    @property
-    def won(self) -> Attempt | None:
-        """The attempt that won an earlier search with these `terms`."""
+    def won_by(self, winner: Attempt, tried: Iterable[Attempt]) -> Search:
+        """The search with its ``winner``, and the notes on what else was ``tried``."""
         win = self.winners.get(self.terms)
-        return None if win is None else self.attempts.get(win.key)
-
-    def won_by(self, winner: Attempt) -> Search:
-        """The search with the ``winner`` that it has, and the notes on what else was tried."""
-        if self.won == winner:
+        if win is not None and win.key == winner.key:
             return self
-        win = Win(winner.key, notes(next_recipe(self).tried, winner))
+        win = Win(winner.key, notes(tried, winner))
         return replace(self, winners={**self.winners, self.terms: win})
 
     def to_store(self, day: str) -> Search:
@@ -564,14 +547,15 @@ class Next(NamedTuple):
 
 def next_recipe(search: Search) -> Next:
     """What to try next. It follows from the search alone."""
-    if (won := search.won) and won.verdict is None:
-        return Next((), attempt=won)
-    if won and won.verdict and not won.verdict.differs:
-        return Next((), winner=won)
+    win = search.winners.get(search.terms)
+    if win is not None and (won := search.attempts.get(win.key)):
+        if (verdict := won.verdict) is None:
+            return Next((), attempt=won)
+        if not verdict.differs:
+            return Next((), winner=won)
     tried: list[Attempt] = []
     for dequantize in (False, True) if search.is_dynamic else (False,):
-        step = _next_in_form(search, tried, dequantize=dequantize)
-        if step is not None:
+        if step := _next_in_form(search, tried, dequantize=dequantize):
             return step
         whole = (attempt.verdict for attempt in tried if attempt.is_whole)
         if any(verdict and not verdict.differs for verdict in whole):
@@ -598,27 +582,27 @@ def _next_in_form(search: Search, tried: list[Attempt], *, dequantize: bool) -> 
     """What follows for a form of the job; None at its end. ``tried`` gets its attempts."""
     known = {attempt.recipe: attempt for attempt in search.attempts.values()}
     provider = PROVIDERS[search.settings.provider]
-    form = Form(search, search.settings, provider, {stage.phase: [] for stage in STAGES})
+    form = Form(search, provider, {stage.phase: [] for stage in STAGES})
     for stage in STAGES:
         own: list[Attempt] = []
         while len(own) < stage.rounds:
-            applies = stage.applies(form)
+            applies = stage.applies is None or stage.applies(form)
             if isinstance(applies, Attempt):
                 return Next(tried, attempt=applies)
             recipe = stage.propose(form, own) if applies else None
             if recipe is None:
                 break
             recipe = replace(recipe, dequantize=dequantize)
-            if any(attempt.recipe == recipe for attempt in form.all(*form.attempts)):
+            if any(attempt.recipe == recipe for attempt in tried):
                 break
             if recipe not in known:
                 return Next(tried, recipe)
             attempt = known[recipe]
             for attempts in (own, form.attempts[stage.phase], tried):
                 attempts.append(attempt)
-            if attempt.is_whole and attempt.verdict is None:
+            if attempt.is_whole and (verdict := attempt.verdict) is None:
                 return Next(tried, attempt=attempt)
-            if attempt.is_whole and attempt.verdict and attempt.verdict.agrees:
+            if attempt.is_whole and verdict and verdict.agrees:
                 return Next(tried, winner=attempt)
         # ONNX Runtime optimizes any graph: there is nothing else to change.
         is_done = tried[-1].stopped_in == "prepare" or provider.product != "context"

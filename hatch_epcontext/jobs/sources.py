@@ -1,4 +1,7 @@
-"""The source models of a build, cut as configured: their facts and sha256, from the index or a worker."""
+"""The source models of a build, cut as configured: their facts and sha256, from the index or a worker.
+
+And the files of dummy inputs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import hatch_epcontext
-from hatch_epcontext.config.settings import Config, Model
+from hatch_epcontext.config.settings import SYNTHETIC, Config, Model
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, merged
 from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_file, too_large
 from hatch_epcontext.frozen import dataclass
@@ -19,7 +22,6 @@ from hatch_epcontext.jobs.cache.build import Cache, Index
 from hatch_epcontext.jobs.plan import FORMAT, Plan, model_settings, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
-from hatch_epcontext.jobs.validation import inputs_digest
 from hatch_epcontext.serialize import to_plain, value_sha256
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import show_size, suggestion
@@ -129,7 +131,10 @@ def read_sources(
     if problems := [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]:
         # All shapes of one model have the same tolerance.
         raise ModelError(*merged(problems))
-    return tuple(_source(model, known[model.name], index) for model in config.models)
+    sources = tuple(_source(model, known[model.name], index) for model in config.models)
+    if problems := [problem for source in sources for problem in _not_embeddable(source)]:
+        raise ModelError(*merged(problems))
+    return sources
 
 
 def check_unchanged(sources: Iterable[Source], hint: str) -> None:
@@ -150,6 +155,31 @@ def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Pr
         if name not in names:
             message, hint = f"the model has no output {name!r}.", suggestion(name, names)
             yield Problem.at(key / name, Kind.UNKNOWN_INPUT, message, hint)
+
+
+def inputs_digest(inputs: str, index: Index) -> str:
+    """What identifies the dummy inputs of a model: the contents of their files, or their name."""
+    if inputs in SYNTHETIC:
+        return inputs
+    path = Path(inputs)
+    if path.is_file():
+        return index.sha256(path)
+    if path.is_dir():
+        files = input_files(inputs)
+        return value_sha256(
+            {file.relative_to(path).as_posix(): index.sha256(file) for file in files}
+        )
+    return inputs
+
+
+def input_files(inputs: str) -> list[Path]:
+    """The files of the dummy inputs of a model; empty for synthetic ones."""
+    if inputs in SYNTHETIC:
+        return []
+    path = Path(inputs)
+    if path.is_file():
+        return [path]
+    return [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else []
 
 
 def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
@@ -182,6 +212,17 @@ def _too_large(model: Model) -> Iterator[Problem]:
     if size > PROTOBUF_LIMIT:
         message = f"{name} has {show_size(size)}, but an ONNX file cannot be larger than 2 GiB."
         yield Problem.at(model.key, Kind.INVALID_MODEL, message)
+
+
+def _not_embeddable(source: Source) -> Iterator[Problem]:
+    for target in source.model.targets:
+        if target.settings.embed and source.size > PROTOBUF_LIMIT:
+            message = (
+                "puts the compiled blob into an ONNX file, which cannot be larger than 2 GiB, and the "
+                f"model has {show_size(source.size)}."
+            )
+            hint = "Remove embed: the blob is then a file beside the context model."
+            yield Problem.at(target.place("embed"), Kind.TOO_LARGE, message, hint)
 
 
 def _not_known(models: Iterable[Model], cache: Cache) -> BuildError:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -38,7 +39,6 @@ from hatch_epcontext.jobs.artifact import (
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
-from hatch_epcontext.jobs.requirements import versions_of
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import Context, Precision, Validation
 
@@ -53,27 +53,19 @@ _SMALL = 10 * 10**6
 class Build:
     """What the ``jobs`` of one build share: the ``sources`` of models, by name, and files in ``staging``.
 
-    ``installed``: the versions of all build requirements. ``devices``: the locks of exclusive devices, by the
-    names of their EPs.
+    ``versions``: of what can change what is compiled, by target. ``devices``: the locks of exclusive devices,
+    by the names of their EPs. ``day``: the present one, as ``"2026-11-23"``.
     """
 
     workers: Workers
     cache: Cache
     staging: Path
-    installed: Mapping[str, str]
+    versions: Mapping[str, Mapping[str, str]]
     sources: Mapping[str, Source]
     jobs: tuple[Job, ...] = ()
     devices: dict[str, threading.Lock] = field(default_factory=dict)
-    _versions: dict[Hashable, Mapping[str, str]] = field(default_factory=dict)
+    day: str = field(default_factory=lambda: datetime.now(timezone.utc).date().isoformat())
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def versions(self, target: Target) -> Mapping[str, str]:
-        """The versions of everything installed that can change what is compiled for ``target``."""
-        # Once for all models: looking them up is slow in a large environment.
-        key = (target.name, target.requirements, target.provider.plugin)
-        if key not in self._versions:
-            self._versions[key] = versions_of(target, self.installed)
-        return self._versions[key]
 
     def scratch(self, step: str) -> Path:
         """A new path for files of a ``step``."""
@@ -86,22 +78,19 @@ class Build:
         return self.devices.setdefault(target.provider.ep, threading.Lock())
 
 
+@dataclass(frozen=True)
 class Steps:
     """The steps of one job of ``build`` in workers, and of those whose results are run instead.
 
-    Until they are closed they keep what they prepare, by model, form and the steps of a recipe; and the file
-    with the outputs of each source on the CPU.
+    They keep what they prepare in ``folder``, by model, form and the steps of a recipe; and by model and form
+    the file with the outputs of each source on the CPU.
     """
 
-    def __init__(self, build: Build) -> None:
-        self._build, self._folder = build, build.scratch("prepared")
-        self._prepared: dict[Hashable, Prepared] = {}
-        self._references: dict[Hashable, str] = {}
-        self._numbers = itertools.count()
-
-    def close(self) -> None:
-        """Remove what is prepared."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    build: Build
+    folder: Path
+    _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
+    _references: dict[Hashable, str] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Prepare and compile ``job`` with ``recipe`` in one process into ``folder``, which is made.
@@ -114,7 +103,7 @@ class Steps:
         start = time.monotonic()
         optimizes = job.target.provider.product == "optimized"
         purpose = self._purpose(job, recipe, "optimize" if optimizes else "run")
-        with self._build.workers.process(purpose) as worker:
+        with self.build.workers.process(purpose) as worker:
             prepared = self._prepare_all(job, recipe, worker)
             if isinstance(prepared, Refused):
                 return prepared
@@ -122,7 +111,9 @@ class Steps:
             preparations = _preparations(recipe, prepared)
             with writing("an artifact", folder):
                 folder.mkdir(parents=True)
-            target = with_options(job.target, dict(recipe.options))
+            target = job.target
+            if recipe.options:
+                target = with_options(target, dict(recipe.options))
             if not recipe.fuse:
                 # ONNX Runtime would fuse what preparation has deliberately not fused.
                 settings = replace(target.settings, optimization="none")
@@ -130,16 +121,16 @@ class Steps:
             models = tuple(model.on(job.target) for model in job.models)
             paths = tuple(model.path for model in prepared)
             request = CompileRequest(models, paths, target, str(folder))
-            call = self._build.scratch("compile")
+            call = self.build.scratch("compile")
             # Hashed and validated when it is complete, and the device is free.
             compiler: AbstractContextManager[Worker] = contextlib.closing(worker)
             if purpose is not None:
                 # Compilers number what a process compiles, and blobs of QNN contain the numbers.
                 compiler = (
-                    contextlib.nullcontext(worker) if optimizes else self._build.workers.process()
+                    contextlib.nullcontext(worker) if optimizes else self.build.workers.process()
                 )
             try:
-                with self._build.device(job.target), compiler as compiling:
+                with self.build.device(job.target), compiler as compiling:
                     reply = compiling.call(request, call, location=job.location, step="")
             except BuildError as error:
                 changes = (
@@ -148,7 +139,7 @@ class Steps:
                 names = tuple(dict.fromkeys(changes))
                 return replace(_refused("compile", error, recipe), rewrites=names)
         files, times = record_files(folder), Times(prepare_seconds, reply.seconds)
-        versions = self._build.versions(job.target)
+        versions = self.build.versions[job.target.name]
         return Record(recipe, preparations, reply.contexts, files, versions, times)
 
     def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
@@ -164,7 +155,7 @@ class Steps:
             # With other samples, other rewrites are worthwhile.
             is_same = again.rewrites == record.preparations[index].rewrites
             prepared = again.path if is_same else None
-        scratch = self._build.scratch("validate")
+        scratch = self.build.scratch("validate")
         moved = scratch.with_name(f"{scratch.name}-moved")
         with writing("a copy to validate", moved):
             shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
@@ -182,7 +173,7 @@ class Steps:
             prepared=prepared,
         )
         purpose = self._purpose(job, record.recipe, "run")
-        with self._build.device(target), self._build.workers.process(purpose) as worker:
+        with self.build.device(target), self.build.workers.process(purpose) as worker:
             validation = worker.call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
         return validation
@@ -192,15 +183,43 @@ class Steps:
     ) -> Prepared:
         """The job's model with this ``index`` as ``recipe`` prepares and changes it, made by ``worker``.
 
-        Raises BuildError when that fails.
+        It is made of what the recipe without its last step makes. Raises BuildError when that fails.
         """
+        worker = worker or self.build.workers
         changes = ((c.kind, c.refused and c.refused[index]) for c in recipe.changes)
         form = _form(job, job.models[index])
         steps = (form, recipe.simplifier, recipe.fuse, *changes, recipe.corrections)
-        if steps not in self._prepared:
-            made = self._make(job, index, recipe, worker or self._build.workers)
-            self._prepared[steps] = made
-        return self._prepared[steps]
+        if steps in self._prepared:
+            return self._prepared[steps]
+        if recipe.corrections:
+            before = self.prepare(job, index, replace(recipe, corrections=()), worker)
+            last = recipe.last_corrections
+            if frozenset(recipe.corrections).isdisjoint(before.applicable):
+                prepared = replace(before, changed=before.changed and not last)
+            else:
+                after = self._change(job, index, before, recipe, worker)
+                is_new = after.changed and not last.isdisjoint(after.rewrites)
+                # The rewrites for all models may change nothing in this one.
+                changed, dropped = is_new if last else before.changed, before.dropped
+                prepared = replace(after, changed=changed, dropped=(*dropped, *after.dropped))
+        elif recipe.changes:
+            shorter = replace(recipe, changes=recipe.changes[:-1])
+            before = self.prepare(job, index, shorter, worker)
+            prepared = self._change(job, index, before, recipe, worker)
+        else:
+            try:
+                prepared = self._simplify(job, index, recipe, worker)
+            except CrashError:
+                # It may be transient; a second one is the simplifier's own fault.
+                prepared = self._simplify(job, index, recipe, worker)
+            if not recipe.fuse:
+                fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
+                names, changed = (
+                    ("nothing folded into convolutions",),
+                    prepared.nodes != fused.nodes,
+                )
+                prepared = replace(prepared, rewrites=names, changed=changed)
+        return self._prepared.setdefault(steps, prepared)
 
     def _prepare_all(
         self, job: Job, recipe: Recipe, worker: Worker
@@ -228,38 +247,11 @@ class Steps:
         declined = (reason for model in changed for reason in model.declined)
         return Refused("change", tuple(problems), declined=tuple(declined))
 
-    def _make(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
-        """Make the model, from that of a recipe without the last step of ``recipe``."""
-        if recipe.corrections:
-            before = self.prepare(job, index, replace(recipe, corrections=()), worker)
-            last = recipe.last_corrections
-            if frozenset(recipe.corrections).isdisjoint(before.applicable):
-                return replace(before, changed=before.changed and not last)
-            after = self._change(job, index, before, recipe, worker)
-            is_new = after.changed and not last.isdisjoint(after.rewrites)
-            # The rewrites for all models may change nothing in this one.
-            changed = is_new if last else before.changed
-            return replace(after, changed=changed, dropped=(*before.dropped, *after.dropped))
-        if recipe.changes:
-            shorter = replace(recipe, changes=recipe.changes[:-1])
-            before = self.prepare(job, index, shorter, worker)
-            return self._change(job, index, before, recipe, worker)
-        try:
-            prepared = self._simplify(job, index, recipe, worker)
-        except CrashError:
-            # It may be transient; a second one is the simplifier's own fault.
-            prepared = self._simplify(job, index, recipe, worker)
-        if recipe.fuse:
-            return prepared
-        fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
-        changed = prepared.nodes != fused.nodes
-        return replace(prepared, rewrites=("nothing folded into convolutions",), changed=changed)
-
     def _simplify(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
         """Fix and simplify the model."""
         from hatch_epcontext.worker.requests import PrepareRequest
 
-        model, folder = job.models[index], self._folder / str(next(self._numbers))
+        model, folder = job.models[index], self.folder / str(next(self._numbers))
         form = _form(job, model)
         request = PrepareRequest(
             model.on(job.target),
@@ -288,7 +280,7 @@ class Steps:
         refused = None if last is None or last.refused is None else last.refused[index]
         if refused == ():
             return replace(before, changed=False, dropped=())
-        model, folder = job.models[index], self._folder / str(next(self._numbers))
+        model, folder = job.models[index], self.folder / str(next(self._numbers))
         limit, precision = job.target.settings.unroll_limit, _precision(job, model)
         request = RewriteRequest(
             model.on(job.target),
@@ -305,7 +297,7 @@ class Steps:
 
     def _purpose(self, job: Job, recipe: Recipe, task: str) -> Hashable:
         """What small jobs of one target use the same processes for; None if this one has its own."""
-        is_small = all(self._build.sources[model.name].size <= _SMALL for model in job.models)
+        is_small = all(self.build.sources[model.name].size <= _SMALL for model in job.models)
         is_alone = job.target.provider.exclusive_device or job.group is not None
         return (task, job.target.name) if is_small and recipe.is_plain and not is_alone else None
 

@@ -291,7 +291,7 @@ def _variant(built: Built, model: str) -> Variant:
         validation=dataclasses.replace(built.validations[model], load=None, day="", batch={}),
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
         from_app=from_app,
-        needs_device=job.needs_device,
+        needs_device=bool(job.reason_not_to_open),
         needs_code_page=target.provider.needs_code_page and not settings.embed,
         compares=target.provider.compares,
         group=job.group,

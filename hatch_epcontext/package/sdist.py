@@ -14,7 +14,7 @@ from hatch_epcontext.config.build_hooks import NAME, BuildHooks
 from hatch_epcontext.config.settings import SYNTHETIC, Config, Model, Target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, SdistError, collect
 from hatch_epcontext.files import is_lfs_pointer, is_portable, is_regular, known_text
-from hatch_epcontext.jobs.validation import input_files
+from hatch_epcontext.jobs.sources import input_files
 from hatch_epcontext.package.external_data import external_data
 from hatch_epcontext.package.wheel import Tree
 from hatch_epcontext.text import to_toml

@@ -31,11 +31,11 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.cache.build import Cache
+from hatch_epcontext.jobs.job import reason_not_to_run
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.jobs.sources import cut_plan, unknown_outputs
-from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.package.folder import damaged_files
 from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Variant
 from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find

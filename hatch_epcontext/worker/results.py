@@ -333,6 +333,9 @@ class ValidationStatus(Enum):
     """Validation is switched off."""
 
 
+_CONCLUSIVE = (AgreementStatus.AGREES, AgreementStatus.SENSITIVE)
+"""Those of outputs that were compared, and do not differ."""
+
 _HARDLY = -0.1
 """The margin in decibels of an output that is beyond another limit."""
 
@@ -378,11 +381,7 @@ class Validation:
     @property
     def compared(self) -> tuple[Agreement, ...]:
         """The agreements of the outputs whose comparison is conclusive."""
-        return tuple(
-            a
-            for a in self.agreements
-            if a.status in (AgreementStatus.AGREES, AgreementStatus.SENSITIVE)
-        )
+        return tuple(a for a in self.agreements if a.status in _CONCLUSIVE)
 
     @property
     def sensitive(self) -> bool:
@@ -405,18 +404,13 @@ class Validation:
 
         Negative if one differs: a limit that is not in decibels counts as slightly exceeded.
         """
-        if self.differs:
-            return min(min(a.margin or 0.0, _HARDLY) for a in self.agreements if a.differs)
-        margins = [agreement.margin for agreement in self.compared]
+        if differing := [agreement for agreement in self.agreements if agreement.differs]:
+            return min(min(agreement.margin or 0.0, _HARDLY) for agreement in differing)
+        margins = [a.margin for a in self.agreements if a.status in _CONCLUSIVE]
         emulation = self.emulation
         if emulation is not None and emulation.seen and emulation.nearest is not None:
             margins.append(emulation.nearest.margin)
         return min((margin for margin in margins if margin is not None), default=math.inf)
-
-    @property
-    def gap(self) -> float | None:
-        """The largest `Agreement.gap` of an output."""
-        return max((a.gap for a in self.agreements if a.gap is not None), default=None)
 
     @property
     def inconclusive(self) -> tuple[Agreement, ...]:

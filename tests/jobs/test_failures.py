@@ -32,9 +32,7 @@ models = ["models/a.onnx"]
 
 def failure(job: Job, problem: Problem) -> FailureReport:
     """The failure of ``job`` by an error with ``problem``."""
-    with pytest.raises(BuildError) as raised, job.locating():
-        raise BuildError(problem)
-    return FailureReport.of(job, raised.value.problems)
+    return FailureReport.of(job, job.located(BuildError(problem)).problems)
 
 
 def places(failures: Sequence[FailureReport]) -> list[str]:
@@ -70,6 +68,6 @@ def test_a_target_is_named_beside_the_key_of_a_model_with_several(
 def test_a_problem_for_one_of_several_chips_names_it_and_its_model(project: Path) -> None:
     (job,) = plan(configured(project, SEVERAL_CHIPS)).jobs
     one = replace(job, chip="soc_model 60")
-    with pytest.raises(BuildError) as raised, job.locating(), one.locating():
-        raise BuildError(Problem(Kind.NOT_RUN, "", "it is not there."))
-    assert str(raised.value.problems[0]).startswith("a -> qnn (soc_model 60): EPC404\n")
+    error = one.located(BuildError(Problem(Kind.NOT_RUN, "", "it is not there.")))
+    (problem,) = job.located(error).problems
+    assert str(problem).startswith("a -> qnn (soc_model 60): EPC404\n")

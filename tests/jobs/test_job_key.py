@@ -11,7 +11,7 @@ from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
 from hatch_epcontext.jobs.plan import Job, plan
 from tests.results import configured
 
-SHA256 = {"a": "00"}
+SHA256 = ["00"]
 
 CHANGED: dict[str, Any] = {
     "provider": "other",
@@ -87,9 +87,9 @@ def test_what_is_fixed_in_a_model_counts_and_where_it_is_and_how_it_is_validated
 
 def test_contents_and_members_change_the_fingerprint(job: Job) -> None:
     same = job.key(SHA256)
-    assert job.key({"a": "01"}) != same
+    assert job.key(["01"]) != same
     twice = dataclasses.replace(job, models=job.models * 2)
-    assert twice.key(SHA256) != same
+    assert twice.key(SHA256 * 2) != same
 
 
 def test_how_it_is_loaded_and_where_it_is_compiled_does_not_count(job: Job) -> None:

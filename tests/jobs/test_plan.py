@@ -99,8 +99,8 @@ def test_models_that_share_weights_are_one_job_for_eps_that_can_share(project: P
     only_a = GROUP.replace('b.onnx"', 'b.onnx"\nvalidate = false')
     (run_alone,) = plan(config(project, only_a)).jobs[0].alone
     assert run_alone.location == "a -> npu"
-    assert together.needs_device
-    assert (alone.group, alone.alone, alone.needs_device) == (None, (), False)
+    assert together.reason_not_to_open
+    assert (alone.group, alone.alone, alone.reason_not_to_open) == (None, (), "")
 
 
 def test_without_an_ep_that_can_share_there_is_no_group(project: Path) -> None:
@@ -156,7 +156,7 @@ provider-options = { vtcm_mb = 8 }
 def test_a_job_for_several_chips_is_also_one_for_each(project: Path) -> None:
     toml = BOTH.replace('"qnn"', f'"qnn"\n{CHIPS}')
     both, cpu, _ = plan(config(project, toml)).jobs
-    assert (both.needs_device, both.folder) == (True, "a/npu")
+    assert (bool(both.reason_not_to_open), both.folder) == (True, "a/npu")
     first, second = both.alone
     assert first.location == "a -> npu (snapdragon-x-elite)"
     assert (first.target.settings.provider_options, second.target.settings.provider_options) == (
@@ -165,7 +165,7 @@ def test_a_job_for_several_chips_is_also_one_for_each(project: Path) -> None:
     )
     assert len({both.folder, first.folder, second.folder}) == 3
     for job in (first, second, cpu):
-        assert (job.alone, job.needs_device) == ((), False)
+        assert (job.alone, job.reason_not_to_open) == ((), "")
 
 
 @newer_python
@@ -173,7 +173,7 @@ def test_a_group_for_several_chips_is_also_a_job_for_each_model_and_chip(project
     toml = GROUP.replace('"qnn"', f'"qnn"\n{CHIPS}')
     job, *_ = plan(config(project, toml)).jobs
     chips = ("snapdragon-x-elite", "snapdragon-8-gen-3")
-    assert job.needs_device
+    assert job.reason_not_to_open
     assert [alone.location for alone in job.alone] == [
         f"{model} -> npu ({chip})" for model in "ab" for chip in chips
     ]
@@ -184,4 +184,4 @@ def test_the_same_chip_twice_is_one_job_alone(project: Path) -> None:
     keys = 'allow-unknown-options = true\nprovider-options = { soc_model = "60,60" }'
     toml = BOTH.replace('"qnn"', f'"qnn"\n{keys}')
     job = plan(config(project, toml)).jobs[0]
-    assert (job.needs_device, len(job.alone)) == (True, 1)
+    assert (bool(job.reason_not_to_open), len(job.alone)) == (True, 1)

@@ -12,8 +12,7 @@ import pytest
 from onnxruntime.quantization import quantize_dynamic
 
 from hatch_epcontext.errors import EpcontextError
-from hatch_epcontext.jobs.report import summarize
-from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
+from hatch_epcontext.jobs.report import describe_validation, summarize, validation_warnings
 from hatch_epcontext.worker.results import Agreement, ValidationStatus
 from tests.conftest import needs_qnn, newer_runtime
 from tests.graph.test_dequantize import int4_blocks, recurrent

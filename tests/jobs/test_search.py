@@ -125,7 +125,7 @@ class Ep:
             elif step.attempt is not None:
                 search = search.adding(self._validate(step.attempt))
             else:
-                return search.won_by(step.winner) if step.winner else search
+                return search.won_by(step.winner, step.tried) if step.winner else search
 
     def winner(self, search: Search) -> Attempt | None:
         return next_recipe(self.finish(search)).winner
@@ -463,7 +463,7 @@ def test_accidents_are_not_stored_and_what_has_won_stays() -> None:
     assert name_of(winner.recipe) == "rewrite"
     assert again.compiled == []
     # With other terms it may be another one.
-    again.finish(replace(known, min_coverage=0.5))
+    again.finish(replace(known, min_coverage=0.5, terms="others"))
     assert again.tried == ["plain"]
 
 
@@ -564,9 +564,10 @@ def test_the_difference_that_is_nearest_to_the_limits_is_the_error(project: Path
 def test_the_last_remedy_is_the_cpu(project: Path, targets: str, remedy: list[str]) -> None:
     toml = f'targets.t.provider = "qnn"\n{targets}\nmodels = ["models/a.onnx"]'
     job, *others = plan(configured(project, toml)).jobs
-    for ep in (Ep({"plain": ("GRU",)}), Ep({"plain": ()}, {"plain": wrong(-9)})):
+    differs = Ep({"plain": ()}, {"plain": wrong(-9)})
+    for ep in (Ep({"plain": ("GRU",)}), Ep({"plain": NO}), differs):
         tried = next_recipe(ep.finish(search_for("qnn"))).tried
-        (problem,) = failure(job, tried, [other.target for other in others]).problems
+        (problem,) = failure(job, tried, others).problems
         settings = [str(setting) for setting in problem.settings if "min-" not in str(setting)]
         assert settings == [f"tool.epcontext.{setting}" for setting in remedy]
 
@@ -583,9 +584,9 @@ def test_what_an_ep_refuses_may_compile_with_the_sizes_that_are_known(
     project: Path, keys: str, advised: bool
 ) -> None:
     problem = why(job_of(project, keys, "openvino"), Ep({"plain": NO}))
-    settings = [str(setting) for setting in problem.settings]
+    settings = [str(setting) for setting in problem.settings if "cpu" not in str(setting)]
     assert settings == (["tool.epcontext.targets.t.static-shapes = true"] if advised else [])
-    assert bool(problem.causes) is advised
+    assert len(problem.causes) == 1 + advised
 
 
 def test_what_an_earlier_build_tried_has_its_day_and_the_keys_of_this_project(
@@ -600,7 +601,7 @@ def test_what_an_earlier_build_tried_has_its_day_and_the_keys_of_this_project(
     (problem,) = failure(job, tried).problems
     again = "This was tried before (2026-11-23); HATCH_EPCONTEXT_NO_CACHE=1 tries it again."
     assert problem.message == f"it fails.\n{again}"
-    assert [str(setting) for setting in problem.settings] == [
+    assert [str(setting) for setting in problem.settings[:2]] == [
         "tool.epcontext.models[0].cut",
         "tool.epcontext.targets.t.profiles",
     ]

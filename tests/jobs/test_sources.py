@@ -12,6 +12,7 @@ import pytest
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.jobs import sources as sources_module
 from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.processes.process import Workers
@@ -129,3 +130,20 @@ def test_files_that_nothing_can_need_are_not_even_hashed(reader: Reader, project
         file.truncate(2**40)
     with pytest.raises(BuildError, match="cannot be larger than 2 GiB"):
         reader.read()
+
+
+def test_a_model_that_is_too_large_to_embed_is_refused_before_compiling(
+    reader: Reader, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = project / "models" / "a.onnx"
+    save_with_data(network(), model)
+    monkeypatch.setattr(sources_module, "PROTOBUF_LIMIT", model.stat().st_size)
+    toml = TOML.replace("cpu", "qnn").replace(
+        '"models/a.onnx"', '{ path = "models/a.onnx", dims = { batch = 1 } }'
+    )
+    reader.read(toml)
+    with pytest.raises(BuildError, match="2 GiB, and the model has") as raised:
+        reader.read(f"{toml}targets.qnn.embed = true")
+    (problem,) = raised.value.problems
+    assert str(problem.key) == "tool.epcontext.targets.qnn.embed"
+    assert "Remove embed" in problem.advice()

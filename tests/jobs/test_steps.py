@@ -75,12 +75,13 @@ def new_build(workers: Workers, staging: Path, *jobs: Job) -> Build:
         record = record_file(model.path)
         facts, files = ModelFacts((), (), ()), {model.path.name: record}
         sources[model.name] = Source(model, facts, record.sha256, files)
-    return Build(workers, Cache(None, pytest.fail), staging, {}, sources)
+    versions = {job.target.name: dict[str, str]() for job in jobs}
+    return Build(workers, Cache(None, pytest.fail), staging, versions, sources)
 
 
 def run(build: Build, job: Job) -> Validation:
     """Compile and validate ``job``."""
-    steps, folder = Steps(build), build.staging / job.target.name
+    steps, folder = Steps(build, build.staging / "prepared"), build.staging / job.target.name
     record = steps.compile(job, Recipe("onnxruntime"), folder)
     assert isinstance(record, Record)
     return steps.validate(job, job.models[0], Artifact(folder, record), record.contexts[0])
@@ -121,7 +122,7 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
     save(network(1), project / "models" / "b.onnx")
     toml = TOML.replace('"models/a.onnx"', '"models/a.onnx", "models/b.onnx"')
     folded, other = plan(configured(project, toml)).jobs
-    steps = Steps(new_build(workers, tmp_path, folded, other))
+    steps = Steps(new_build(workers, tmp_path, folded, other), tmp_path / "prepared")
     unfused = Recipe("onnxruntime", fuse=False)
     before = steps.prepare(folded, 0, Recipe("onnxruntime"))
     after = steps.prepare(folded, 0, unfused)
@@ -138,7 +139,7 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
 ) -> None:
     text = f"(float[4] x) => (float[4] y) {{ y = {operator} (x, two) }}"
     save(parsed(text, two=np.float32(2)), project / "models" / "a.onnx")
-    steps = Steps(new_build(workers, tmp_path, job))
+    steps = Steps(new_build(workers, tmp_path, job), tmp_path / "prepared")
     prepared = steps.prepare(job, 0, Recipe("onnxruntime", corrections=ALWAYS))
     assert prepared.rewrites == (("square",) if requests == 2 else ())
     assert [step for step, _ in answering(tmp_path)] == ["call"] * requests

@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 
 from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
-from hatch_epcontext.errors import Kind
+from hatch_epcontext.errors import Kind, UnavailableError
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache.build import Index
-from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.jobs.validation import (
-    describe_validation,
-    not_run_error,
+from hatch_epcontext.jobs.job import (
+    check_required,
     validation_key,
-    validation_of_alone,
-    validation_warnings,
     validation_without_run,
+    worst_of_alone,
 )
+from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.report import describe_validation, validation_warnings
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.results import (
     Agreement,
@@ -185,7 +184,10 @@ def test_the_hint_keeps_the_other_settings_of_validate(
     job: Job, changes: dict[str, Any], setting: str
 ) -> None:
     job = with_validate(job, mode="require", **changes)
-    (problem,) = not_run_error(job, job.models[0], "no NPU.").problems
+    not_run = Validation(ValidationStatus.STRUCTURE, reason="no NPU.")
+    with pytest.raises(UnavailableError) as raised:
+        check_required(job, job.models[0], not_run)
+    (problem,) = raised.value.problems
     assert (problem.kind, problem.message) == (
         Kind.NOT_RUN,
         'no NPU, and validate is "require".',
@@ -210,22 +212,21 @@ def for_several_chips(job: Job) -> Job:
 
 
 def test_a_context_for_several_chips_has_the_worst_validation_of_the_chips(job: Job) -> None:
-    (model,) = job.models
-    job = for_several_chips(job)
+    reason = for_several_chips(job).reason_not_to_open
     near, nearer = (
         Validation(ValidationStatus.RAN, (Agreement("y", 0.02, 0.9991, 40.0, margin=margin),))
         for margin in (3.0, 12.0)
     )
-    found = validation_of_alone(job, model, [nearer, near])
+    found = worst_of_alone([nearer, near], reason)
     assert found.agreements == near.agreements
     assert found.status is ValidationStatus.RAN_ALONE
     assert found.reason == (
         "QNNExecutionProvider cannot open contexts for several chips on this machine"
     )
-    assert validation_of_alone(job, model, [RAN, STRUCTURE]) is STRUCTURE
+    assert worst_of_alone([RAN, STRUCTURE], reason) is STRUCTURE
     agreement = Agreement("y", 0.02, 0.9991, 40.0, status=AgreementStatus.SENSITIVE, margin=30.0)
     sensitive = Validation(ValidationStatus.RAN, (agreement,))
-    assert validation_of_alone(job, model, [nearer, sensitive]).sensitive
+    assert worst_of_alone([nearer, sensitive], reason).sensitive
 
 
 def test_the_reason_not_to_open_names_all_that_is_special(job: Job) -> None:
