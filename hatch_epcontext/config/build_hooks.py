@@ -20,12 +20,11 @@ _MAKE_NO_MODELS = frozenset({"vcs", "version"})
 class BuildHooks:
     """The other build hooks of a project that may make files, in the order in which Hatch runs them.
 
-    ``before`` and ``after`` ours. They are ``run`` in a build, but not by a command.
+    ``before`` and ``after`` ours.
     """
 
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    run: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.before or self.after)
@@ -34,21 +33,11 @@ class BuildHooks:
         """What to do if one of them makes a missing file; None if there are none."""
         if not self:
             return None
-        if not self.run:
-            return (
-                f"If a build hook makes it ({listing(self.before + self.after)}), run the hooks first, which "
-                "this command does not: hatch build -t wheel --hooks-only"
-            )
-        lines = []
-        if self.after:
-            lines.append(
-                f"If a later build hook makes it ({listing(self.after)}), write the table of that hook above "
-                "this one's. Hatch runs the hooks of [tool.hatch.build.hooks] first, and then those of one "
-                "target."
-            )
-        if self.before:
-            lines.append(f"Hooks that ran before did not make it: {listing(self.before)}.")
-        return "\n".join(lines)
+        return (
+            f"If a build hook makes it ({listing(self.before + self.after)}), write the table of that hook "
+            "above this one's: Hatch runs the hooks of [tool.hatch.build.hooks] first, and then those of one "
+            "target. epcontext's commands run none; hatch build -t wheel --hooks-only does."
+        )
 
 
 def read_hooks(builder_config: Any) -> BuildHooks:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hatch_epcontext.config.location import check_url, file_of, hub_file
-from hatch_epcontext.config.settings import Listed, Model, ShapeSet
+from hatch_epcontext.config.settings import Model, ShapeSet
 from hatch_epcontext.config.tables import Dims, ModelTable, Shapes
 from hatch_epcontext.config.targets import NamedTarget, check_name
 from hatch_epcontext.errors import Key, Kind, Problem
@@ -111,7 +111,7 @@ def _forms(model: Model, table: ModelTable) -> Iterator[Model]:
             others = {other: _first(getattr(table, other)) for other in _SIZES if other != key}
             for index, size in enumerate(listed):
                 name = f"{model.name}.{suffix(size, tuple(listed[0]))}"
-                sizes = {key: size, **others, "listed": Listed(key, index)}
+                sizes = {key: size, **others, "sizes": model.key / key / index}
                 yield dataclasses.replace(model, name=name, **sizes)
             return
     yield dataclasses.replace(model, dims=_first(table.dims), shapes=_first(table.shapes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -58,7 +57,7 @@ class Finder:
         """The project's other build hooks, which may make files."""
         if self.run_hooks is not None:
             return self.run_hooks
-        return replace(hooks_of_project(self.root), run=False) if self.confined else BuildHooks()
+        return hooks_of_project(self.root) if self.confined else BuildHooks()
 
     def models(self, key: Key, pattern: str) -> Diagnosed[list[Path]]:
         """The models that a path or a glob names, in order."""

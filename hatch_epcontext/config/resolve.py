@@ -344,9 +344,9 @@ def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:
     yield from _check_duplicates(names, "model")
     yield from check_groups(models)
     for model in models:
-        sizes, is_valid = model.listed, not any(check_name(model.key, model.configured_name))
-        if model.shape_set is not None and sizes is not None and is_valid:
-            yield from check_name(model.key / sizes.name / sizes.index, model.name)
+        is_valid = not any(check_name(model.key, model.configured_name))
+        if model.shape_set is not None and model.sizes is not None and is_valid:
+            yield from check_name(model.sizes, model.name)
 
 
 def _check_duplicates(named: Iterable[tuple[Key, str]], what: str) -> Diagnosed[None]:
@@ -420,8 +420,6 @@ def _compile_settings(
             if gpu in chips.get("compute capability", "").split(",")
         ),
         "quantize": _quantize(table, provider),
-        # A sidecar by default: large models need one, and no known EP requires embedding.
-        "embed": table.embed is True,
     }
     return CompileSettings(**{**copied, **derived})
 

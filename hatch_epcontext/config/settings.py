@@ -179,14 +179,6 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A table in a list: the list's key (``"dims"`` or ``"shapes"``), and the table's index."""
-
-    name: str
-    index: int
-
-
-@dataclass(frozen=True)
 class ShapeSet:
     """A model with several shapes, which is resolved into one `Model` for each.
 
@@ -217,7 +209,7 @@ class Model:
 
     ``path`` is absolute; with a ``cut`` or ``constants`` it is that of the whole model until a build has
     written the model that they make of it; ``origin`` is then that of the whole model. ``key`` is
-    the model's place in the configuration, and ``listed`` that of its sizes in a list. With
+    the model's place in the configuration, and ``sizes`` that of its table in a list of sizes. With
     ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of the dummy
     inputs. ``shape_set``: all shapes of the same model, None for a model with one. ``license``: its SPDX
     license expression. ``validate.inputs`` is one of `SYNTHETIC`, or an absolute path. ``download``: where
@@ -234,7 +226,7 @@ class Model:
     validate: ValidateTable = ValidateTable()
     targets: tuple[Target, ...] = ()
     static_shapes: bool = True
-    listed: Listed | None = None
+    sizes: Key | None = None
     share_weights: str | None = None
     shape_set: ShapeSet | None = None
     fallback: Fallback = "auto"
@@ -246,9 +238,8 @@ class Model:
 
     def place(self, name: str) -> Key:
         """The place of ``dims`` or ``shapes`` in the configuration: of its table, if they are a list."""
-        if self.listed is not None and self.listed.name == name:
-            return self.key / name / self.listed.index
-        return self.key / name
+        is_listed = self.sizes is not None and self.sizes.parts[-2] == name
+        return self.sizes if self.sizes and is_listed else self.key / name
 
     def on(self, target: Target) -> Model:
         """The model for requests that compile it for ``target``."""

@@ -274,9 +274,9 @@ class TargetTable:
     optimization: Optimization | None = declare(
         "ONNX Runtime's graph optimization before partitioning.", otherwise="basic"
     )
-    embed: bool | Literal["auto"] | None = declare(
-        "The compiled blob inside the context model (`true`), or beside it, which large models need.",
-        otherwise="auto",
+    embed: bool | None = declare(
+        "Put the compiled blob into the context model, and not beside it, as large models need.",
+        otherwise=False,
         feature=Feature("has no contexts to embed", lambda p: p.product == "context"),
     )
     external_initializers: bool | None = declare(

@@ -47,6 +47,6 @@ def test_hooks_run_in_the_order_of_hatchling(
 
 def test_the_advice_names_the_hook_that_runs_too_late(tmp_path: Path) -> None:
     hooks = hooks_of_project(write(tmp_path, tables(f"{WHEEL}.custom", f"{EVERYWHERE}.epcontext")))
-    assert "a later build hook makes it (custom), write the table of that hook above" in str(
+    assert "If a build hook makes it (custom), write the table of that hook above" in str(
         hooks.advice()
     )

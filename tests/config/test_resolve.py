@@ -84,7 +84,7 @@ def test_the_settings_that_choose_a_device(project: Path) -> None:
     assert target(project, openvino).settings.device == "npu"
 
 
-@pytest.mark.parametrize("keys", ["", "embed = false", 'embed = "auto"'])
+@pytest.mark.parametrize("keys", ["", "embed = false"])
 def test_contexts_are_beside_the_model_by_default(project: Path, keys: str) -> None:
     assert target(project, one("qnn", keys)).settings.embed is False
 

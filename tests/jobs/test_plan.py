@@ -117,7 +117,7 @@ def test_a_shared_sidecar_cannot_be_embedded(project: Path) -> None:
         "tool.epcontext.models[0].share-weights",
         "tool.epcontext.models[1].share-weights",
     ]
-    plan(config(project, toml.replace("true", '"auto"')))
+    plan(config(project, toml.replace("true", "false")))
     with pytest.raises(ConfigError, match="embed = true") as raised:
         plan(config(project, SHARED_SHAPES.replace("shapes", "targets.npu.embed = true, shapes")))
     assert len(raised.value.problems) == 1

@@ -92,7 +92,7 @@ def test_variables_about_the_build_count(tmp_path: Path, monkeypatch: pytest.Mon
     found = config(tmp_path, {})
     assert (found.build.jobs, found.build.timeout) == (3, 5)
     assert found.models[0].validate.mode == "auto"
-    assert found.cache_dir == tmp_path / "user-cache"
+    assert found.environment.cache_dir == tmp_path / "user-cache"
 
 
 def test_a_setting_wins_over_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.config.settings import Listed, Model, Target
+from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.facts import Size, TensorFacts
@@ -65,19 +65,19 @@ def test_a_type_that_onnx_runtime_lacks_is_named(tmp_path: Path, type_: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("batch", "listed", "setting"),
+    ("batch", "sizes", "setting"),
     [
         ("batch", None, "dims = { batch = 1 }"),
         (None, None, "shapes.x"),
-        ("batch", Listed("dims", 1), "dims[1] = { batch = 1 }"),
+        ("batch", Key() / "models" / 0 / "dims" / 1, "dims[1] = { batch = 1 }"),
     ],
 )
 def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
-    tmp_path: Path, batch: str | None, listed: Listed | None, setting: str
+    tmp_path: Path, batch: str | None, sizes: Key | None, setting: str
 ) -> None:
     path = save(network(batch), tmp_path / "a.onnx")
     with pytest.raises(ModelError) as raised:
-        handle(request_for(path, QNN, listed=listed))
+        handle(request_for(path, QNN, sizes=sizes))
     (problem,) = raised.value.problems
     assert problem.message.startswith("QNNExecutionProvider compiles only fixed shapes, and")
     assert problem.kind is Kind.OPEN_DIMENSION
