@@ -132,11 +132,6 @@ def transformer(length: int) -> onnx.ModelProto:
     return parsed(text, **matrices)
 
 
-def choosing_nothing() -> onnx.ModelProto:
-    """A single operator, which no NPU has."""
-    return parsed("(float[2, 4] x) => (int64[2, ?] y) { [where] y = NonZero (x) }")
-
-
 def unknown_operator() -> onnx.ModelProto:
     """A single operator, which no EP has."""
     return parsed("(float[2, 4] x) => (float[2, 4] y) { [strange] y = our.own.Strange (x) }")

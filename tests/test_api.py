@@ -28,7 +28,7 @@ from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.ort_values import run
 from hatch_epcontext.worker.session import context_options, open_session
 from tests.conftest import needs_qnn
-from tests.models import choosing_nothing, network, save, save_with_data
+from tests.models import network, save, save_with_data
 from tests.worker.actions.test_compile import X_ELITE, target
 
 OPTIONS = {"soc_model": 60, "htp_arch": 73}
@@ -144,13 +144,6 @@ def test_bytes_are_compiled_as_files_are(tmp_path: Path, external: bool) -> None
     assert (outputs(compiled) == outputs(tmp_path / "a_ctx.onnx")).all()
     # Nothing was written beside the source.
     assert [file.name for file in path.parent.iterdir()] == ["a.onnx"]
-
-
-@needs_qnn
-def test_bytes_of_which_nothing_is_compiled_are_an_error() -> None:
-    with pytest.raises(BuildError, match="compiled no node of the model") as raised:
-        compile_to_bytes(choosing_nothing().SerializeToString(), "qnn", OPTIONS)
-    assert raised.value.problems[0].kind is Kind.NOTHING_COMPILED
 
 
 @pytest.mark.parametrize(

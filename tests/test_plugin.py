@@ -416,17 +416,6 @@ def test_compiled_files_of_an_editable_install_are_not_in_the_next_wheel(root: P
     assert make(root).read_bytes() == plain
 
 
-def test_an_editable_install_does_not_overwrite_changed_files(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make(root, "editable")
-    module = root / "my_app" / "epcontext" / "__init__.py"
-    module.write_text("mine", encoding="utf-8")
-    capsys.readouterr()
-    assert "files that this tool did not write: __init__.py" in failure(root, capsys, "editable")
-    assert module.read_text(encoding="utf-8") == "mine"
-
-
 def test_an_editable_install_can_do_without_models(root: Path) -> None:
     configure(root, 'editable = "skip"\n')
     before = files(root)

@@ -5,13 +5,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 
 from tests.cli.conftest import Cli, problems
 from tests.conftest import needs, needs_qnn
-from tests.models import network, parsed, save, transformer
+from tests.models import network, parsed, save
 
 QNN = ("-p", "qnn", "--set", "chip=snapdragon-x-elite")
 
@@ -36,34 +35,6 @@ def test_one_model_is_compiled_into_one_file_and_its_sidecar(
     assert printed.stdout.count("wrote ") == 2
     assert names(out) == ["net_ctx.onnx", "net_ctx_qnn.bin"]
     assert cli("inspect", out / "net_ctx.onnx", "--verify").output.endswith("verified: 1 file\n")
-
-
-@needs_qnn
-def test_an_embedded_blob_and_any_file_name(cli: Cli, source: Path, out: Path) -> None:
-    file = out / "anything.onnx"
-    cli("compile", source, "-o", file, *QNN, "--dim", "batch=1", "--embed", "--no-validate")
-    assert names(out) == ["anything.onnx"]
-    (node,) = onnx.load(file).graph.node
-    assert (node.op_type, node.name.startswith("QNN")) == ("EPContext", True)
-
-
-@needs_qnn
-def test_weights_are_shared_as_by_the_tool_of_onnx_runtime(
-    cli: Cli, tmp_path: Path, out: Path
-) -> None:
-    models = [save(transformer(n), tmp_path / f"model{n}.onnx") for n in (64, 1)]
-    cli(
-        "compile", *models, "-o", out, "-p", "qnn", "-O", "soc_model=60",
-        "-O", "htp_graph_finalization_optimization_mode=3",
-        "--set", "session-options.\"ep.context_node_name_prefix\"=_part1", "--share-weights",
-    )  # fmt: skip
-    contexts = [onnx.load(out / f"model{n}_ctx.onnx") for n in (64, 1)]
-    named = {
-        attribute.s for model in contexts for node in model.graph.node
-        for attribute in node.attribute if attribute.name == "ep_cache_context"
-    }  # fmt: skip
-    assert named == {b"model64_ctx_qnn.bin"}
-    assert names(out) == ["model1_ctx.onnx", "model64_ctx.onnx", "model64_ctx_qnn.bin"]
 
 
 def test_the_cpu_provider_writes_an_optimized_graph(cli: Cli, source: Path, out: Path) -> None:
@@ -194,13 +165,6 @@ def test_set_takes_any_other_key(cli: Cli, source: Path, out: Path) -> None:
     cli("compile", source, "-o", out, "-p", "cpu", "--constant", "nothing=1", *settings, code=1)
     cli("compile", source, "-o", out, "-p", "cpu", *settings)
     assert names(out) == ["net_optimized.data", "net_optimized.onnx"]
-
-
-@needs_qnn
-def test_compiling_from_memory_gives_one_file(cli: Cli, source: Path, out: Path) -> None:
-    flags = ("--from-memory", "--dim", "batch=1")
-    cli("compile", source, "-o", out, "-p", "qnn", "-O", "soc_model=60", *flags)
-    assert names(out) == ["net_ctx.onnx"]
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
-from onnx import helper
 
+from tests.cli.conftest import scaled
 from tests.conftest import needs_qnn, printed_json
 from tests.integration.conftest import build_project, run
-from tests.models import network, value
 from tests.projects import make_project
 
 pytestmark = needs_qnn
@@ -75,15 +73,6 @@ print(json.dumps([answer(*case) for case in json.loads(sys.argv[1])]))
 
 Case = tuple[int | None, str | None]
 """A number of images, and a target."""
-
-
-def scaled() -> onnx.ModelProto:
-    """`network` with an input ``scale``, by which its output is multiplied."""
-    model = network()
-    model.graph.node[-1].output[0] = "unscaled"
-    model.graph.node.append(helper.make_node("Mul", ["unscaled", "scale"], ["y"], "scale"))
-    model.graph.input.append(value("scale", []))
-    return model
 
 
 @pytest.fixture(scope="module")
