@@ -22,20 +22,15 @@ from hatch_epcontext.jobs.report import (
 )
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_folder, writing
-from hatch_epcontext.text import count, pairs, printable, show_size
+from hatch_epcontext.text import pairs, printable, show_size
 from hatch_epcontext.worker.results import Agreement, Validation, ValidationStatus
-
-_OWN = re.compile(
-    '<!DOCTYPE html>\n.*<meta name="generator" content="hatch-epcontext '
-    '|{\n(?s:.*)\n  "generator": "hatch-epcontext '
-)
-"""How a report begins; in JSON the keys are sorted, so its failures come before the generator."""
 
 
 def check_report(path: Path) -> None:
     """Raise OutputError if ``path`` cannot be written, or is a file and not a report, which stays."""
     check_folder(path.parent)
-    if path.exists() and not _OWN.match(known_text(path) or ""):
+    own = '(?m)^(  "generator": |<html.*<meta name="generator" content=)"hatch-epcontext '
+    if path.exists() and not re.search(own, known_text(path) or ""):
         message, hint = "exists already, and is not a report.", "Choose another name, or remove it."
         raise OutputError(Problem(Kind.FILE_EXISTS, str(path), message, hint))
 
@@ -53,11 +48,8 @@ def write_report(report: Report, title: str, path: Path) -> None:
 
 def render_page(report: Report, title: str) -> str:
     """``report`` as a page."""
-    sections: dict[str, list[_Html]] = {
-        "Failed": [*map(_failure, report.failures)],
-        "Models by targets": _matrix(report),
-        "Jobs": [*map(_job, report.jobs)],
-    }
+    failed, built = [*map(_failure, report.failures)], [*map(_job, report.jobs)]
+    sections = {"Failed": failed, "Models by targets": _matrix(report), "Jobs": built}
     values = {
         "title": title,
         "generator": report.generator,
@@ -92,31 +84,19 @@ def _tag(name: str, *content: object, **attributes: str) -> _Html:
 
 def _failure(failure: FailureReport) -> _Html:
     head = _tag("h3", _name(failure), " ", _badge("FAILED"))
-    problems = map(_problem, failure.problems)
+    problems = [_tag("p", problem.text(), class_="message") for problem in failure.problems]
     return _tag("article", head, problems, id=_name(failure, "-"), class_="failed")
-
-
-def _problem(problem: Problem) -> list[_Html]:
-    log = problem.log and f"The end of the worker's log:\n{problem.log}"
-    return [
-        _tag("p", f"{problem.where()}: {problem.kind.id}", class_="quiet"),
-        _tag("p", problem.account, class_="message"),
-        _tag("p", problem.advice(), class_="message hint"),
-        _tag("pre", log, tabindex="0"),
-    ]
 
 
 def _matrix(report: Report) -> list[_Html]:
     rows: dict[str, dict[str, object]] = {}
     for job in report.jobs:
         for model in job.models:
-            badge = _badge(
-                describe_validation(model.validation, with_reason=False), model.validation
-            )
             load = "" if job.load is None else f" · opens in {job.load:.3f} s"
             facts = f"{describe_coverage(model.coverage)} · {show_size(job.size)}{load}"
+            link = _tag("a", _badge_of(model.validation), href=f"#{_name(job, '-')}")
             row = rows.setdefault(model.model, {"": model.model})
-            row[job.target] = [_tag("a", badge, href=f"#{_name(job, '-')}"), _tag("small", facts)]
+            row[job.target] = [link, _tag("small", facts)]
     for failure in report.failures:
         link = _tag("a", _badge("FAILED"), href=f"#{_name(failure, '-')}")
         for name in failure.models:
@@ -125,23 +105,19 @@ def _matrix(report: Report) -> list[_Html]:
 
 
 def _job(job: JobReport) -> _Html:
-    files = {name: [f"{show_size(file.size)} {file.sha256}"] for name, file in job.files.items()}
     facts = {
         "compiled in": [f"{job.times.compile:.1f} s{', from the cache' if job.cached else ''}"],
         "with": [f"{job.provider}, {pairs(job.versions)}"],
+        "files": (f"{n}, {show_size(f.size)}, sha256 {f.sha256}" for n, f in job.files.items()),
     }
-    summary = _tag("summary", count(len(files), "file"), " with sha256")
-    parts = [_facts(facts), [_model(model, job) for model in job.models]]
-    details = _tag("details", summary, _facts(files))
-    return _tag("article", _tag("h3", _name(job)), parts, details, id=_name(job, "-"))
+    models = [_model(model, job) for model in job.models]
+    return _tag("article", _tag("h3", _name(job)), _facts(facts), models, id=_name(job, "-"))
 
 
 def _model(model: ModelReport, job: JobReport) -> list[_Html]:
     validation, prepared, coverage = model.validation, model.preparation, model.coverage
     # Where and when it was run: its validation means little without that.
-    run = [model.chip, validation.day, pairs(job.versions)] if validation.day else []
-    label = describe_validation(validation, with_reason=False)
-    badge = _badge(" · ".join(filter(None, [label, *run])), validation)
+    run = (model.chip, validation.day, pairs(job.versions)) if validation.day else ()
     nodes = coverage.uncovered if coverage else ()
     facts: dict[str, Iterable[str]] = {
         "left to the CPU": [f"{node.op} {node.name} {node.reason or ''}" for node in nodes],
@@ -151,15 +127,11 @@ def _model(model: ModelReport, job: JobReport) -> list[_Html]:
         "also tried": prepared.tried,
         "synthetic inputs" if validation.synthetic else "given inputs": validation.samples,
         "emulated on the CPU": map(describe_emulation, filter(None, [validation.emulation])),
-        "the source on the CPU": (
-            f"differs from its float form by {form.snr or 0:.0f} dB"
-            for form in filter(None, [validation.float_form])
-        ),
         "warning": validation_warnings(model.model, validation),
     }
     head = [_tag("h4", model.model)] if len(job.models) > 1 else []
-    outputs = _table(map(_agreement, validation.agreements))
-    return [*head, _tag("p", badge, " ", validation.reason), _facts(facts), *outputs]
+    verdict = _tag("p", _badge_of(validation, *run), " ", validation.reason)
+    return [*head, verdict, _facts(facts), *_table(map(_agreement, validation.agreements))]
 
 
 def _agreement(output: Agreement) -> Mapping[str, object]:
@@ -189,12 +161,17 @@ def _facts(facts: Mapping[str, Iterable[str]]) -> _Html:
     return _tag("dl", ([_tag("dt", name), _tag("dd", text)] for name, text in rows))
 
 
-def _badge(text: str, validation: Validation | None = None) -> _Html:
-    rating = "poor"
-    if validation and validation.status is not ValidationStatus.NOT_VALIDATED:
-        doubtful = validation.sensitive or validation.synthetic or validation.few
-        ran = validation.status is ValidationStatus.RAN and validation.compared
-        rating = "good" if ran and not doubtful else "fair"
+def _badge_of(validation: Validation, *more: str) -> _Html:
+    doubtful = validation.sensitive or validation.synthetic or validation.few
+    ran = validation.status is ValidationStatus.RAN and validation.compared
+    rating = "good" if ran and not doubtful else "fair"
+    if validation.status is ValidationStatus.NOT_VALIDATED:
+        rating = "poor"
+    label = describe_validation(validation, with_reason=False)
+    return _badge(" · ".join(filter(None, [label, *more])), rating)
+
+
+def _badge(text: str, rating: str = "poor") -> _Html:
     return _tag("span", text, class_=f"badge {rating}")
 
 

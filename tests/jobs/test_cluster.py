@@ -385,6 +385,7 @@ def test_another_worker_takes_up_the_job_of_one_that_was_killed(
     run.cluster.kill(first)
     # A fast machine finishes the job before the build looks at it for the first time.
     while len(run.cluster.held()) == 1 or "on the cluster" not in run.progress[-1]:
+        assert not building.done(), building.exception()
         time.sleep(0.05)
     hold.unlink()
     (built,) = building.result().built

@@ -69,7 +69,7 @@ def test_it_shows_finished_and_failed_jobs_in_one_file(report: Report, tmp_path:
     assert "0.00125 0.999500" in text
     assert "opens in 0.200 s" in text
     assert "it &lt;crashed&gt; &amp; burned. Do this." in text
-    assert "first line\nlast line</pre>" in html
+    assert "| first line\n    | last line</p>" in html
     assert not re.search(r"<(script|link|img)|url\(|@import|https?:", html)
     links = re.findall(r'href="#([^"]+)"', html)
     assert sorted(links) == ["a-cpu", "b-npu"]
