@@ -57,7 +57,7 @@ from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, listing, quoted_key, to_toml
 from hatch_epcontext.tools.configure import for_model, split
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
-from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
+from hatch_epcontext.worker.requests import InspectReply, SuggestReply, SuggestRequest
 
 _PACKAGE, _BACKEND = "hatch-epcontext", "hatch_epcontext.backend"
 
@@ -542,7 +542,6 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
 
 def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
     """Each line with sizes of open dimensions, whether some are unknown, and whether all are 1."""
-    suggested = {(size.input, size.axis): size for size in model.suggested.sizes}
     tables = {key: dict(model.settings.get(key, {})) for key in ("dims", "shapes")}
     sizes: dict[str, list[tuple[int | None, str]]] = {"dims": [], "shapes": []}
     for tensor in model.facts.inputs:
@@ -556,13 +555,12 @@ def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
         for axis, name in enumerate(tensor.shape):
             if isinstance(name, int) or (key == "dims" and name in tables[key]):
                 continue
-            unknown = OpenSize(tensor.name, axis, None, "which size?")
-            size = suggested.get((tensor.name, axis), unknown)
-            shape[axis] = size.size or _UNKNOWN
+            size = 1 if axis in model.suggested.batches.get(tensor.name, ()) else None
+            shape[axis] = size or _UNKNOWN
             if key == "dims":
                 tables[key][str(name)] = shape[axis]
-            what = "" if size.size else f"{name or f'axis {axis} of {tensor.name}'}: "
-            sizes[key].append((size.size, what + size.note))
+            what = name or f"axis {axis} of {tensor.name}"
+            sizes[key].append((size, "1 is a guess" if size else f"{what}: which size?"))
         if key == "shapes":
             tables[key][tensor.name] = shape
     for key, notes in sizes.items():

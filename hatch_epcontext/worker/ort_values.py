@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.dtypes import Array, Arrays, is_extended, is_float, numpy_dtype
+from hatch_epcontext.graph.dtypes import Array, Arrays, is_extended, is_float
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
 from hatch_epcontext.worker.session import open_unoptimized
 
@@ -37,18 +37,6 @@ def elem_type(type_: str) -> int | None:
     name = type_.removeprefix("tensor(").removesuffix(")").upper()
     known: dict[str, int] = dict(onnx.TensorProto.DataType.items())
     return known.get(name)
-
-
-def can_run(dtype: str) -> bool:
-    """Whether ONNX Runtime has tensors of a `TensorFacts` dtype."""
-    if dtype == "string":
-        return True
-    number = onnx.helper.np_dtype_to_tensor_dtype(numpy_dtype(dtype))
-    try:
-        ort.OrtValue.ortvalue_from_shape_and_type([0], number)
-    except RuntimeError:
-        return False
-    return True
 
 
 @functools.cache

@@ -254,18 +254,6 @@ class InspectRequest(WorkerRequest[InspectReply], action="inspect"):
 
 
 @dataclass(frozen=True)
-class OpenSize:
-    """An open dimension of an input. ``size`` is None if the user must choose it; ``note`` is its origin, or
-    a question for the user.
-    """
-
-    input: str
-    axis: int
-    size: int | None
-    note: str
-
-
-@dataclass(frozen=True)
 class SuggestedConstant:
     """An input that can be a constant; ``needed``: whether it chooses between graphs inside the model."""
 
@@ -277,9 +265,9 @@ class SuggestedConstant:
 
 @dataclass(frozen=True)
 class SuggestReply:
-    """All open dimensions of a model, and the inputs that can be constants."""
+    """The axes of open batches of a model's inputs, by their names, and the inputs that can be constants."""
 
-    sizes: tuple[OpenSize, ...] = ()
+    batches: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     constants: tuple[SuggestedConstant, ...] = ()
 
 

@@ -28,7 +28,7 @@ from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Range, TensorFacts, freeze
 from hatch_epcontext.graph.refusals import deciders
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.graph.values.conventions import dimension_kind
+from hatch_epcontext.graph.values.conventions import is_batch
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.inputs import constant, dummy_inputs, sized
@@ -240,8 +240,7 @@ def fix_open(tensors: Iterable[TensorFacts], model: Model) -> Advice:
             continue
         for axis, size in enumerate(tensor.sizes):
             if isinstance(size, str):
-                is_batch = dimension_kind(tensor, axis, is_state=False) == "batch"
-                dims.setdefault(size, 1 if is_batch else None)
+                dims.setdefault(size, 1 if is_batch(tensor, axis) else None)
     place = model.place("dims")
     sizes = [Setting(place / name, size) for name, size in dims.items()]
     if dims and None not in dims.values():

@@ -119,7 +119,7 @@ def test_a_link_is_taken_and_unknown_sizes_are_asked_for_in_a_comment(
     link.symlink_to(elsewhere)
     printed = cli("init", link, "-p", "qnn").stdout
     assert 'from my_app.epcontext import load\n    session = load("link")\n' in printed
-    question = "dims = { batch = 1, width = ? }  # 1 is a guess; width: how long is it?"
+    question = "dims = { batch = 1, width = ? }  # 1 is a guess; width: which size?"
     assert f"models/link.onnx: {question}" in printed
     # Until its size is known, there are only errors to see.
     assert "--dry-run" not in printed

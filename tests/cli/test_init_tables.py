@@ -12,7 +12,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ConfigError
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import PROVIDERS, Provider
-from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestedConstant, SuggestReply
+from hatch_epcontext.worker.requests import InspectReply, SuggestedConstant, SuggestReply
 
 QNN, CPU = PROVIDERS["qnn"], PROVIDERS["cpu"]
 
@@ -22,7 +22,7 @@ HATCHLING = '[build-system]\nbuild-backend = "hatchling.build"\n'
 def new(path: str = "models/a.onnx", *inputs: TensorFacts) -> NewModel:
     given = inputs or (TensorFacts("x", "float32", ("batch", 3)),)
     facts = InspectReply(given, (TensorFacts("y", "float32", (1,)),), {}, {}, (), (), (), {})
-    return NewModel(path, facts, SuggestReply((OpenSize("x", 0, 1, "1 is a guess"),)))
+    return NewModel(path, facts, SuggestReply({"x": (0,)}))
 
 
 def add_models(project: Path, text: str, models: list[NewModel], providers: list[Provider]) -> str:
@@ -55,11 +55,6 @@ def test_a_new_project_gets_all_tables(project: Path) -> None:
 
 
 def test_open_dimensions_of_one_are_a_comment_if_the_ep_takes_them(project: Path) -> None:
-    sizes = (OpenSize("x", 0, 1, "1 is a guess"), OpenSize("x", 1, 76, "the only size"))
-    tensor = TensorFacts("x", "float32", ("batch", "time"))
-    model = replace(new("models/a.onnx", tensor), suggested=SuggestReply(sizes))
-    (written,) = models_of(add_models(project, "", [model], [CPU]))
-    assert written == {"path": "models/a.onnx", "dims": {"batch": 1, "time": 76}}
     made = add_models(project, "", [new()], [CPU])
     assert models_of(made) == [{"path": "models/a.onnx"}]
     assert "# dims = { batch = 1 }" in made
@@ -83,23 +78,16 @@ def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(projec
         TensorFacts("im:age.0", "float32", (None, 3, "h", None)),
         TensorFacts("line\nbreak", "string", ("new\nline",)),
     )
-    suggested = SuggestReply(
-        (
-            OpenSize("im:age.0", 0, 1, "1 is a guess"),
-            OpenSize("im:age.0", 2, 48, "1 is a guess"),
-            OpenSize("im:age.0", 3, None, "how wide are the images?"),
-            OpenSize("line\nbreak", 0, 1, "1 is a guess"),
-        )
-    )
+    suggested = SuggestReply({"im:age.0": (0,), "line\nbreak": (0,)})
     asked = replace(new("models/a.onnx", *tensors), suggested=suggested)
     made = add_models(project, "", [asked], [QNN])
     assert models_of(made) == [{"path": "models/a.onnx", "dims": {"new\nline": 1}}]
     (line,) = asked.questions
     assert line == (
-        'shapes = { "im:age.0" = [1, 3, 48, ?] }  # 1 is a guess; '
-        "axis 3 of im:age.0: how wide are the images?"
+        'shapes = { "im:age.0" = [1, 3, ?, ?] }  # 1 is a guess; h: which size?; '
+        "axis 3 of im:age.0: which size?"
     )
-    answered = made.replace(f"# {line}", line.replace("?]", "320]"))
+    answered = made.replace(f"# {line}", line.replace("?, ?]", "48, 320]"))
     (model,) = models_of(answered)
     assert model == {
         "path": "models/a.onnx",
@@ -119,7 +107,7 @@ def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project:
         SuggestedConstant('quo"ted', 2, "another length"),
         SuggestedConstant("n", 32, "the length"),
     )
-    model = replace(new("models/a.onnx", *tensors), suggested=SuggestReply((), constants))
+    model = replace(new("models/a.onnx", *tensors), suggested=SuggestReply({}, constants))
     made = add_models(project, "", [model], [QNN])
     assert models_of(made) == [{"path": "models/a.onnx", "constants": {"sr": 16000}}]
     made = add_models(project, "", [model], [CPU])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
 
 from hatch_epcontext.graph.facts import TensorFacts
 
@@ -30,9 +29,6 @@ _ALONG = re.compile(
     r"len|seq|time|frame|sample|token|word|char|phoneme|step|num_|points|^t$", re.IGNORECASE
 )
 _STATE = re.compile(r"^(h|c|hn|cn|h_?[0n]|c_?[0n])$|hidden|cell|state", re.IGNORECASE)
-
-DimensionKind = Literal["batch", "height", "width", "length", "other"]
-"""The meaning of an open dimension."""
 
 _LAYOUTS = ((1, (2, 3)), (3, (1, 2)))
 """The axes of the channels, and of height and width, of images."""
@@ -66,24 +62,17 @@ def looks_like_image(facts: TensorFacts) -> bool:
     return bool(sides) and all(not isinstance(n, int) or n >= _MIN_IMAGE for n in sides)
 
 
-def dimension_kind(facts: TensorFacts, axis: int, *, is_state: bool) -> DimensionKind:
-    """The meaning of the open dimension ``axis`` of an input, as far as its name and place show it.
+def is_batch(facts: TensorFacts, axis: int, *, is_state: bool = False) -> bool:
+    """Whether the open dimension ``axis`` of an input is a batch, as far as its name and place show it.
 
     ``is_state``: whether the input is the state of a recurrent layer.
     """
-    name = facts.sizes[axis]
-    if isinstance(name, str) and _BATCH.search(name):
-        return "batch"
-    along = isinstance(name, str) and bool(_ALONG.search(name))
-    rank = len(facts.sizes)
-    if rank == 3 and axis == 1 and not along and (is_state or _STATE.search(facts.name)):
-        return "batch"
-    if axis == 0 and not along and (rank > 1 or is_length_name(facts.name)):
-        return "batch"
-    sides = _sides(facts)
-    if axis in sides:
-        return "height" if axis == sides[0] else "width"
-    return "length" if rank <= 3 or along else "other"
+    name, rank = facts.sizes[axis], len(facts.sizes)
+    if isinstance(name, str) and (_BATCH.search(name) or _ALONG.search(name)):
+        return _BATCH.search(name) is not None
+    if rank == 3 and axis == 1 and (is_state or _STATE.search(facts.name)):
+        return True
+    return axis == 0 and (rank > 1 or is_length_name(facts.name))
 
 
 def _sides(facts: TensorFacts) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -15,7 +14,6 @@ from hatch_epcontext.errors import Advice, Kind, ModelError, Problem, Setting, m
 from hatch_epcontext.graph import graph, refusals
 from hatch_epcontext.graph.dequantize import is_dynamic
 from hatch_epcontext.graph.facts import TensorFacts, describe_nodes, freeze
-from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.inputs import check_inputs, sized
 from hatch_epcontext.worker.protocol import step
@@ -59,10 +57,8 @@ def _check_model(model: Model) -> ModelFacts:
     if model.static_shapes:
         fix_shapes(onnx_model, model)
     inputs = _inputs(onnx_model)
-    outputs_problems = [
-        *_check_outputs(onnx_model, model),
-        *_check_dtypes(map(graph.facts, onnx_model.graph.output), "output", model),
-    ]
+    outputs = tuple(map(graph.facts, onnx_model.graph.output))
+    outputs_problems = [*_check_types(outputs, "output", model)]
     # The EPs for fixed shapes, and those of a library without profiles, by whether their targets fix them.
     eps = {
         target.settings.static_shapes: target.settings.ep
@@ -70,7 +66,7 @@ def _check_model(model: Model) -> ModelFacts:
         if target.provider.static_shapes or (target.provider.by_library and not target.profiles)
     }
     problems = [
-        *_check_dtypes(inputs, "input", model),
+        *_check_types(inputs, "input", model),
         *check_fixed(inputs, model, eps.get(True)),
         *check_fixed(open_inputs, model, eps.get(False), left_open=True),
     ]
@@ -88,7 +84,6 @@ def _check_model(model: Model) -> ModelFacts:
     state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
     # Before anything is compiled.
     check_inputs(inputs, model)
-    outputs = tuple(map(graph.facts, onnx_model.graph.output))
     return ModelFacts(
         inputs,
         outputs,
@@ -176,53 +171,18 @@ def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
     return tuple(map(graph.facts, graph.inputs(model.graph)))
 
 
-def _can_run(dtype: str) -> bool:
-    """Whether ONNX Runtime runs tensors of this type."""
-    if re.fullmatch(r"(u?int|float)(8|16|32|64)|bool|string", dtype):
-        return True
-    # It imports ONNX Runtime, which checking most models does not need.
-    from hatch_epcontext.worker.ort_values import can_run
-
-    return can_run(dtype)
-
-
-def _check_dtypes(tensors: Iterable[TensorFacts], noun: str, model: Model) -> Iterator[Problem]:
-    """Problems of inputs that are no tensors, and of tensors of types that ONNX Runtime does not run."""
+def _check_types(tensors: Iterable[TensorFacts], noun: str, model: Model) -> Iterator[Problem]:
+    """Problems of inputs and outputs that are no tensors, or of a type that ONNX Runtime does not run."""
     kind = Kind.UNSUPPORTED_INPUT if noun == "input" else Kind.UNSUPPORTED_OUTPUT
     for tensor in tensors:
-        is_tensor = not (tensor.dtype.endswith("_type") or tensor.dtype in ("unknown", "undefined"))
-        if noun == "input" and not is_tensor:
-            message = f"the input {tensor.name!r} is not a tensor: {tensor.dtype}."
-            yield Problem.at(model.key, kind, message)
-        elif is_tensor and not _can_run(tensor.dtype):
+        if tensor.dtype.endswith("_type") or (noun == "input" and tensor.dtype == "unknown"):
+            message = f"the {noun} {tensor.name!r} is not a tensor: {tensor.dtype}."
+            hint = "Keep the tensors that it is made of, or change the model there (not tried)."
+            yield Problem.at(model.key, kind, message, hint, Setting(model.key / "cut"))
+        elif tensor.dtype.startswith("complex"):
             message = f"the {noun} {tensor.name!r} is {tensor.dtype}, and ONNX Runtime has no such tensors."
-            hint = "Change its type in the model, such as to float16."
-            if tensor.dtype.startswith("complex"):
-                hint = (
-                    "Change its type in the model, such as to float32 with a last dimension of 2."
-                )
+            hint = "Change its type in the model, such as to float32 with a last dimension of 2."
             yield Problem.at(model.key, kind, message, hint)
-
-
-def _check_outputs(onnx_model: onnx.ModelProto, model: Model) -> Iterator[Problem]:
-    """The problem of outputs that are no tensors, with the values that they are made of."""
-    main = onnx_model.graph
-    others = [value.name for value in main.output if graph.facts(value).dtype.endswith("_type")]
-    if not others:
-        return
-    scope = Scope(main)
-    makers = filter(None, map(scope.maker, others))
-    parts = dict.fromkeys(name for node in makers for name in node.input)
-    listed = listing(map(repr, others))
-    what = "is no tensor" if len(others) == 1 else "are no tensors"
-    yield Problem.at(
-        model.key,
-        Kind.UNSUPPORTED_OUTPUT,
-        f"the output {listed} {what}, but a sequence, a map or an optional value, which no EP compiles.",
-        f"Keep what it is made of ({listing(map(repr, parts))}) as outputs instead, or change the model "
-        "there (not tried).",
-        Setting(model.key / "cut"),
-    )
 
 
 def check_fixed(

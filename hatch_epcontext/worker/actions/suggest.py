@@ -1,8 +1,8 @@
-"""Suggest sizes for a model's open dimensions, and constants, from its graph."""
+"""Suggest which open dimensions of a model are batches, and constants, from its graph."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -10,25 +10,10 @@ import onnx
 from hatch_epcontext.graph import graph, reading
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.graph.values.conventions import DimensionKind, dimension_kind, is_length_name
+from hatch_epcontext.graph.values.conventions import is_batch, is_length_name
 from hatch_epcontext.graph.values.ranges import input_ranges
-from hatch_epcontext.worker.requests import (
-    OpenSize,
-    SuggestedConstant,
-    SuggestReply,
-    SuggestRequest,
-)
+from hatch_epcontext.worker.requests import SuggestedConstant, SuggestReply, SuggestRequest
 from hatch_epcontext.worker.states import first_states
-
-_NOTES: Mapping[DimensionKind, str] = {
-    "batch": "1 is a guess",
-    "height": "how high are the images?",
-    "width": "how wide are the images?",
-    "length": "how long is it?",
-}
-
-_Dim = str | tuple[str, int]
-"""An open dimension: its name, which has one size in the whole model, or an input and its axis."""
 
 
 def handle(request: SuggestRequest) -> SuggestReply:
@@ -37,46 +22,30 @@ def handle(request: SuggestRequest) -> SuggestReply:
     Raises ModelError when the file is not an ONNX model.
     """
     model = reading.load(Path(request.path))
-    inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-    kinds = _kinds(model, inputs)
-    suggestions = tuple(
-        OpenSize(
-            facts.name,
-            axis,
-            1 if kinds[dim] == "batch" else None,
-            _NOTES.get(kinds[dim], "which size?"),
+    batches = _batches(model)
+    for value in graph.inputs(model.graph):
+        for axis in batches.get(value.name, ()):
+            value.type.tensor_type.shape.dim[axis].dim_value = 1
+    return SuggestReply(batches, tuple(_constants(model)))
+
+
+def _batches(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
+    """The axes of open batches of the inputs of ``model``."""
+    inputs, states = [*map(graph.facts, graph.inputs(model.graph))], first_states(model.graph)
+
+    def axes(facts: TensorFacts) -> Iterator[int]:
+        for axis, size in enumerate(facts.sizes):
+            if not isinstance(size, int) and is_batch(facts, axis, is_state=facts.name in states):
+                yield axis
+
+    # A name has one size in the whole model.
+    names = {facts.sizes[axis] for facts in inputs for axis in axes(facts)} - {None}
+    return {
+        facts.name: tuple(
+            axis for axis, size in enumerate(facts.sizes) if size in names or axis in axes(facts)
         )
         for facts in inputs
-        for axis, dim in _open(facts)
-    )
-    _fix_batches(model, kinds)
-    return SuggestReply(suggestions, tuple(_constants(model)))
-
-
-def _open(facts: TensorFacts) -> Iterator[tuple[int, _Dim]]:
-    """The axis of each open dimension of an input."""
-    for axis, size in enumerate(facts.sizes):
-        if not isinstance(size, int):
-            yield axis, size or (facts.name, axis)
-
-
-def _kinds(model: onnx.ModelProto, inputs: Sequence[TensorFacts]) -> dict[_Dim, DimensionKind]:
-    states = first_states(model.graph)
-    kinds: dict[_Dim, DimensionKind] = {}
-    for facts in inputs:
-        for axis, dim in _open(facts):
-            kind = dimension_kind(facts, axis, is_state=facts.name in states)
-            if kind == "batch" or dim not in kinds:
-                kinds[dim] = kind
-    return kinds
-
-
-def _fix_batches(model: onnx.ModelProto, kinds: Mapping[_Dim, DimensionKind]) -> None:
-    """Fix the batches of the inputs of ``model`` to 1, in place."""
-    for value in graph.inputs(model.graph):
-        for axis, dim in _open(graph.facts(value)):
-            if kinds[dim] == "batch":
-                value.type.tensor_type.shape.dim[axis].dim_value = 1
+    }
 
 
 def _constants(model: onnx.ModelProto) -> Iterator[SuggestedConstant]:

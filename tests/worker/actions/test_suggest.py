@@ -13,10 +13,6 @@ def suggested(path: Path, made: onnx.ModelProto) -> SuggestReply:
     return handle(SuggestRequest(str(save(made, path / "a.onnx"))))
 
 
-def sizes(reply: SuggestReply) -> dict[tuple[str, int], int | None]:
-    return {(each.input, each.axis): each.size for each in reply.sizes}
-
-
 def convolution(shape: str) -> onnx.ModelProto:
     """A convolution of ``x``."""
     return parsed(
@@ -24,25 +20,18 @@ def convolution(shape: str) -> onnx.ModelProto:
     )
 
 
-def test_a_batch_is_one_and_sides_of_images_are_questions(tmp_path: Path) -> None:
-    reply = suggested(tmp_path, convolution("n, 3, ?, w"))
-    assert sizes(reply) == {("x", 0): 1, ("x", 2): None, ("x", 3): None}
-    assert [each.note for each in reply.sizes] == [
-        "1 is a guess",
-        "how high are the images?",
-        "how wide are the images?",
-    ]
+def test_the_first_axis_of_images_is_a_batch(tmp_path: Path) -> None:
+    assert suggested(tmp_path, convolution("n, 3, ?, w")).batches == {"x": (0,)}
 
 
-def test_the_batch_of_a_state_is_one(tmp_path: Path) -> None:
+def test_the_batch_of_a_state_is_that_of_other_inputs_too(tmp_path: Path) -> None:
     made = parsed(
         """(float[time, many, 2] x, float[1, many, 2] before) => (float[time, 1, many, 2] y)
         { y = GRU <hidden_size = 2> (x, w, r, , , before) }""",
         w=(1, 6, 2),
         r=(1, 6, 2),
     )
-    found = sizes(suggested(tmp_path, made))
-    assert found == {("x", 0): None, ("x", 1): 1, ("before", 1): 1}
+    assert suggested(tmp_path, made).batches == {"x": (1,), "before": (1,)}
 
 
 def test_lengths_and_numbers_that_choose_a_branch_can_be_constants(tmp_path: Path) -> None:
