@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.jobs.artifact import Artifact, FailureReport
 from hatch_epcontext.jobs.report import Report, make_report
 from hatch_epcontext.jobs.report_file import render_page, write_report
@@ -21,7 +22,6 @@ from hatch_epcontext.worker.results import (
     Agreement,
     AgreementStatus,
     Coverage,
-    NodeFacts,
     Validation,
     ValidationStatus,
 )

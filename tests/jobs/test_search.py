@@ -12,6 +12,7 @@ import pytest
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.graph.number_format import FOR_KERNELS, FOR_RANGES
 from hatch_epcontext.jobs.artifact import Preparation, Recipe, Record, Refused, Times
 from hatch_epcontext.jobs.failure import failure
@@ -25,7 +26,6 @@ from hatch_epcontext.worker.results import (
     Context,
     Coverage,
     Emulation,
-    NodeFacts,
     Validation,
     ValidationStatus,
 )
