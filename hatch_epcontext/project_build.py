@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from hatch_epcontext.config.pyproject import PyprojectNames, tool_table
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import EpcontextError, MissingError, ModelError, WheelError
 from hatch_epcontext.files import remove, temp_dir
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import INSPECTION, cache_requirements

@@ -171,7 +171,13 @@ def test_only_workers_import_onnxruntime_and_they_and_graph_onnx() -> None:
             continue
         if part_of(module) == "graph":
             allowed = HEAVY - {"onnxruntime"}
-            assert parts_imported(module) <= {"errors", "files", "graph", "text"}, name_of(module)
+            assert parts_imported(module) <= {
+                "errors",
+                "files",
+                "frozen",
+                "graph",
+                "text",
+            }, name_of(module)
         # They run in apps, and not in a build. onnxruntime brings numpy along.
         elif module.stem in {"_runner", "loader", "recorder"}:
             allowed = {"onnxruntime", "numpy"}

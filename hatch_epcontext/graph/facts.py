@@ -6,10 +6,11 @@ Shapes are lists of sizes; an open dimension is its name, or None if it has none
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from hatch_epcontext.errors import Advice, Key, Setting
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import listing, show
 
 Size = int | str | None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
+
+from hatch_epcontext.frozen import dataclass
 
 FUSING = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Operators that EPs fuse with the addition and the activation after them."""
