@@ -7,6 +7,7 @@ classes share the methods. Type checkers ensure that they are frozen.
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,23 +50,20 @@ class _Fields:
     def __init__(self, cls: type[Any]) -> None:
         fields, missing = dataclasses.fields(cls), dataclasses.MISSING
         self.names = dict.fromkeys(item.name for item in fields)
-        self.compared = [item.name for item in fields if item.compare]
+        self.compared = attrgetter("__class__", *(item.name for item in fields if item.compare))
         self.positional = [item.name for item in fields if not item.kw_only]
         self.defaults = {item.name: item.default for item in fields if item.default is not missing}
         factories = ((item.name, item.default_factory) for item in fields)
         self.factories = [(name, factory) for name, factory in factories if factory is not missing]
 
 
-def _compared(instance: Any) -> tuple[Any, ...]:
-    return tuple([getattr(instance, name) for name in instance._fields.compared])
-
-
 def _eq(self: Any, other: object) -> Any:
-    return _compared(self) == _compared(other) if type(other) is type(self) else NotImplemented
+    compared = self._fields.compared
+    return compared(self) == compared(other) if type(other) is type(self) else NotImplemented
 
 
 def _hash(self: Any) -> int:
-    return hash(_compared(self))
+    return hash(self._fields.compared(self))
 
 
 def _repr(self: Any) -> str:

@@ -64,16 +64,11 @@ def describe_type(type_: Any) -> str:
     if get_origin(type_) in _UNIONS:
         members = (member for member in get_args(type_) if member is not type(None))
         return " or ".join(map(describe_type, members))
-    if get_origin(type_) is Literal or (isinstance(type_, type) and issubclass(type_, Enum)):
-        return " or ".join(map(show, _choices(type_)))
-    return _LIST if get_origin(type_) in _SEQUENCES else _TABLE
-
-
-def _choices(type_: Any) -> dict[Any, Any]:
-    """The results for the only values of a Literal, an Enum or None."""
     if isinstance(type_, type) and issubclass(type_, Enum):
-        return {member.value: member for member in type_}
-    return {value: value for value in get_args(type_) or (None,)}
+        type_ = Literal[tuple(member.value for member in type_)]
+    if get_origin(type_) is Literal:
+        return " or ".join(map(show, get_args(type_)))
+    return _LIST if get_origin(type_) in _SEQUENCES else _TABLE
 
 
 class _Form(NamedTuple):
@@ -106,8 +101,10 @@ def _form(type_: Any, *, is_toml: bool) -> _Form:
         kind, parts = "list", _form(arguments[0], is_toml=is_toml)
     elif arguments and origin is not Literal:
         kind, parts = "table", _form(arguments[1], is_toml=is_toml)
+    elif isinstance(type_, type) and issubclass(type_, Enum):
+        kind, parts = "choice", {member.value: member for member in type_}
     elif type_ is not Any:
-        kind, parts = "choice", _choices(type_)
+        kind, parts = "choice", {value: value for value in arguments or (None,)}
     return _Form(kind, type_, parts)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,7 +106,8 @@ class Workers:
         self.pulse, self.recipes = pulse or Heartbeat(), dict[str, str]()
         self.stopped = self._is_open = False
         self._lock = threading.Lock()
-        self._running: set[WorkerProcess] = set()
+        # Those that a worker still has: for others `kill` does nothing.
+        self._running = weakref.WeakSet[WorkerProcess]()
         self._idle: list[tuple[Hashable, Worker]] = []
         self._server: ForkServer | None = None
         self._simulated: tuple[str, ...] = ()
@@ -200,12 +202,6 @@ class Workers:
             self._running.add(process)
             return process
 
-    def end(self, process: WorkerProcess) -> None:
-        """Return when ``process`` has ended, with all its children."""
-        process.close()
-        with self._lock:
-            self._running.discard(process)
-
 
 class Worker:
     """A process that answers the requests of one thread, one after the other; it starts with the first.
@@ -221,7 +217,7 @@ class Worker:
     def close(self) -> None:
         """Return when it has ended, with all its children. The next request starts another process."""
         if self._process is not None:
-            self._workers.end(self._process)
+            self._process.close()
             self._process, self.tasks = None, 1
 
     def call(
