@@ -33,9 +33,8 @@ class Hub:
 
     The hub's large files, all but text, are at a server of their own, as those of the real one. ``faults``
     of paths below ``/web/``, or of the hub's large files by their names: a status code, ``"cut"``,
-    ``"cut-once"``, ``"reset-once"``, ``"pieces-no-range"``, ``"slow"`` (a byte at a time),
-    ``"wrong"`` (other bytes of the same size), ``"html"``, ``"no-length"``,
-    ``"other-range"`` (from the next byte), ``"unasked"`` (a 206 to a request without a range), or a URL to
+    ``"cut-once"``, ``"reset-once"``, ``"slow"`` (a byte at a time), ``"wrong"`` (other bytes of the same
+    size), ``"html"``, ``"no-length"``, ``"unasked"`` (a 206 to a request without a range), or a URL to
     redirect to. With ``private`` the hub wants the token. ``answer``: that to questions about the repository.
     ``requests``: the method, path and headers of each.
     """
@@ -148,24 +147,13 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
         data = bytes(len(data))
     if fault == "html":
         data = b"<!DOCTYPE html><title>Log in</title>"
-    start, status, headers = 0, 200, {}
-    asked = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-    if asked and fault not in ("no-length", "pieces-no-range"):
-        start, status = int(asked[1]), 206
-        if start >= len(data):
-            _send(handler, 416, {"Content-Range": f"bytes */{len(data)}"})
-            return
-        start += fault == "other-range"
-        headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+    status, headers = 200, {}
     if fault == "unasked":
         status, headers["Content-Range"] = 206, f"bytes 0-{len(data) - 1}/{len(data)}"
     headers["ETag"] = f'"{sha256(data)}"'
-    sent = data[start:]
+    sent = data
     if fault != "no-length":
         headers["Content-Length"] = str(len(sent))
-    if fault == "pieces-no-range":
-        # Now more, now less.
-        sent = sent[: 30_000 + 10_000 * (len(hub.requests) % 2)]
     if fault in ("cut", "cut-once", "reset-once"):
         sent = sent[: len(sent) // 2]
         if fault != "cut":
@@ -186,7 +174,7 @@ def _send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, name: str)
         handler.connection.close()
 
 
-_PARTIAL = ("cut", "cut-once", "reset-once", "pieces-no-range", "no-length")
+_PARTIAL = ("cut", "cut-once", "reset-once", "no-length")
 """The faults of an answer with another length than it has, or without one."""
 
 

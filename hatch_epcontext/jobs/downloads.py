@@ -117,7 +117,7 @@ class Downloads:
         """Put what is at ``url`` into ``file``, and return its hex sha256: ``digest``, if that is known."""
         file.parent.mkdir(parents=True, exist_ok=True)
         self.check_online(url)
-        self._fetch(url, file, pinned=digest is not None)
+        self._fetch(url, file)
         actual = file_sha256(file)
         if digest is None or actual == digest:
             return actual
@@ -127,7 +127,7 @@ class Downloads:
             Kind.OTHER_CONTENT,
         )
 
-    def _fetch(self, url: str, part: Path, *, pinned: bool) -> None:
+    def _fetch(self, url: str, file: Path) -> None:
         from hatch_epcontext.jobs import web
 
         def progress(arrived: int, total: int | None) -> None:
@@ -137,5 +137,5 @@ class Downloads:
 
         hub = hub_file(url)
         address, token = (web.hub_url(hub), web.hub_token()) if hub else (url, "")
-        web.download(address, part, MAX_BYTES, progress, token, pinned=pinned)
-        self._log(f"downloaded {url} ({show_size(part.stat().st_size)})")
+        web.download(address, file, MAX_BYTES, progress, token)
+        self._log(f"downloaded {url} ({show_size(file.stat().st_size)})")

@@ -14,13 +14,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
 import hatch_epcontext
 from hatch_epcontext.config.location import HUB, HubFile, check_url, is_local, is_safe
 from hatch_epcontext.errors import DownloadError
-from hatch_epcontext.files import remove
 from hatch_epcontext.text import show_size
 
 _CHUNK = 1 << 20
@@ -76,27 +75,21 @@ def hub_token() -> str:
 def read(url: str, token: str) -> bytes:
     """The document at ``url``, which may know ``token``; raises DownloadError."""
     with tempfile.TemporaryDirectory() as folder:
-        part = Path(folder, "document")
-        download(url, part, _MAX_DOCUMENT, lambda *_: None, token)
-        return part.read_bytes()
+        document = Path(folder, "document")
+        download(url, document, _MAX_DOCUMENT, lambda *_: None, token)
+        return document.read_bytes()
 
 
-def download(
-    url: str, part: Path, limit: int, progress: Progress, token: str = "", *, pinned: bool = False
-) -> None:
-    """Download ``url`` to ``part``, which is missing or a regular file.
+def download(url: str, file: Path, limit: int, progress: Progress, token: str = "") -> None:
+    """Download ``url`` to ``file``; ``token`` is what identifies the user to its origin.
 
-    ``token``: what identifies the user to its origin. ``pinned``: whether the hash of the file is known. Only
-    then it continues what is there, because a wrong continuation shows. Raises DownloadError, also for more
-    than ``limit`` bytes, and OSError if the file cannot be written. What has arrived stays in ``part``.
+    Raises DownloadError, also for more than ``limit`` bytes, and OSError if the file cannot be written.
     """
     for attempt in range(_ATTEMPTS):
         time.sleep(_PAUSE * attempt)
-        if not pinned:
-            remove(part)
         try:
-            with _open(url, part, token) as reply:
-                _receive(reply, part, limit, progress)
+            with _open(url, token) as reply, file.open("wb") as target:
+                _receive(reply, target, limit, progress)
                 return
         except DownloadError as error:
             if isinstance(error, _TransientError) and attempt < _ATTEMPTS - 1:
@@ -105,17 +98,11 @@ def download(
             raise DownloadError(message, error.hint) from error
 
 
-def _size(part: Path) -> int:
-    return part.stat().st_size if part.exists() else 0
-
-
-def _open(url: str, part: Path, token: str) -> Any:
-    """The answer of ``url`` with what ``part`` lacks, which is removed if all comes; raises DownloadError."""
-    # No compression: ranges and lengths are those of the file.
+def _open(url: str, token: str) -> Any:
+    """The answer of ``url``; raises DownloadError."""
+    # No compression: lengths are those of the file.
     agent = f"hatch-epcontext/{hatch_epcontext.__version__}"
     headers = {"User-Agent": agent, "Accept-Encoding": "identity"}
-    if have := _size(part):
-        headers["Range"] = f"bytes={have}-"
     try:
         request = urllib.request.Request(url, headers=headers)  # noqa: S310, checked
         if token:
@@ -125,54 +112,39 @@ def _open(url: str, part: Path, token: str) -> Any:
         reply = opener.open(request, timeout=_TIMEOUT)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            remove(part)
         raise _refusal(error) from None
     except ValueError:
         raise DownloadError("it leads to an invalid address", _CHECK) from None
     except (http.client.HTTPException, OSError) as error:
         raise _TransientError(_reason(error)) from error
-    is_rest = (
-        have
-        and reply.status == http.HTTPStatus.PARTIAL_CONTENT
-        and reply.headers.get("Content-Range", "").startswith(f"bytes {have}-")
-    )
-    if not is_rest:
-        remove(part)
-    if is_rest or reply.status == http.HTTPStatus.OK:
+    if reply.status == http.HTTPStatus.OK:
         return reply
     reply.close()
-    raise _TransientError(f"HTTP {reply.status}, and not the bytes that are missing")
+    raise _TransientError(f"HTTP {reply.status}, and not the file")
 
 
-def _receive(reply: Any, part: Path, limit: int, progress: Progress) -> None:
-    """Append the body of ``reply`` to ``part``."""
-    arrived = before = _size(part)
-    since = time.monotonic()
-    total = None if reply.length is None else arrived + reply.length
-    with part.open("ab") as file:
-        while max(arrived, total or 0) <= limit:
-            progress(arrived, total)
-            if arrived == total:
-                return
-            most = _CHUNK if total is None else min(_CHUNK, total - arrived)
-            try:
-                # Only what is there: a connection that is reset loses what a longer read waits for.
-                piece = reply.read1(most)
-            except (http.client.HTTPException, OSError) as error:
-                raise _TransientError(_reason(error)) from error
-            if not piece and total is None:
-                return
-            if not piece:
+def _receive(reply: Any, target: BinaryIO, limit: int, progress: Progress) -> None:
+    """Write the body of ``reply`` to ``target``."""
+    arrived = before = 0
+    since, total = time.monotonic(), reply.length
+    while max(arrived, total or 0) <= limit:
+        progress(arrived, total)
+        try:
+            # Only what is there: progress is reported, and a slow server noticed.
+            piece = reply.read1(_CHUNK)
+        except (http.client.HTTPException, OSError) as error:
+            raise _TransientError(_reason(error)) from error
+        if not piece:
+            if total is not None and arrived < total:
                 raise _TransientError(f"it ended after {arrived} of {total} bytes")
-            file.write(piece)
-            arrived += len(piece)
-            if (seconds := time.monotonic() - since) >= _WINDOW:
-                if arrived - before < _SLOWEST * seconds:
-                    message = f"it sends fewer than {_SLOWEST} bytes a second"
-                    raise DownloadError(message, "Try again.")
-                before, since = arrived, since + seconds
-    remove(part)
+            return
+        target.write(piece)
+        arrived += len(piece)
+        if (seconds := time.monotonic() - since) >= _WINDOW:
+            if arrived - before < _SLOWEST * seconds:
+                message = f"it sends fewer than {_SLOWEST} bytes a second"
+                raise DownloadError(message, "Try again.")
+            before, since = arrived, since + seconds
     raise DownloadError(f"it has more than {show_size(limit)}", "Choose another file.")
 
 
@@ -217,7 +189,7 @@ def _refusal(error: urllib.error.HTTPError) -> DownloadError:
     # What else the server says may be a page, with any text.
     code = error.headers.get("X-Error-Code")
     reason = f"HTTP {error.code} ({code})" if code else f"HTTP {error.code}"
-    if error.code in (408, 416, 429) or error.code >= 500:
+    if error.code in (408, 429) or error.code >= 500:
         return _TransientError(reason)
     hint = f"{_CHECK} Is the file still there?"
     if error.code in (401, 403):
