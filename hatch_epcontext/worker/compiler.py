@@ -29,7 +29,6 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.bodies import keep_weights, move_weights, remove_readers
 from hatch_epcontext.graph.builder import renamed, restore_inlined
 from hatch_epcontext.graph.external import external_data
-from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker.reasons import refused_nodes
@@ -360,13 +359,6 @@ def _nothing_compiled(
     if not Scope(source).counted:
         message += " None of them depends on an input: ONNX Runtime computes them all beforehand."
         hint = "Ship their results: the provider cpu stores them in its model."
-    elif any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in graph.nodes(source)):
-        message += " It is dynamically quantized: it measures its activations when it runs,"
-        message += " which NPUs cannot do."
-        hint, settings = (
-            "Undo the quantization (not tried):",
-            () if key is None else (Setting(key / "dequantize", True),),
-        )
     elif control := graph.control_flow(source):
         message += f" It has {' and '.join(control)}, which few EPs compile."
         hint, settings = on_conditions(source, key) or ("Remove them from the model.", ())

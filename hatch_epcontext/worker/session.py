@@ -6,8 +6,6 @@ import contextlib
 import ctypes
 import importlib
 import os
-import re
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -331,38 +329,19 @@ def _registration_problem(
 
 
 def unloadable(ep: str | None, message: str, library: Path) -> Problem:
-    """The problem of an EP's ``library`` that cannot be loaded, with the libraries that it lacks.
+    """The problem of an EP's ``library`` that cannot be loaded, with the first library that it lacks.
 
-    ``message`` is the error of the system's loader, or of ONNX Runtime, which may not name them.
+    ``message`` is the error of the system's loader, or of ONNX Runtime, which may not name it.
     """
     what = f"the library of {ep}" if ep else "the library"
-    first = missing(message)
-    if lacking := missing_for(library) or ([first] if first else []):
-        verb = "are" if len(lacking) > 1 else "is"
-        message = f"{what} cannot be loaded, because {listing(map(str, lacking))} {verb} missing."
-        hint = "\n".join(dict.fromkeys(library.advice for library in lacking))
-        return Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)
+    if lacking := missing_for(library) or missing(message):
+        message = f"{what} cannot be loaded, because {lacking} is missing."
+        return Problem(Kind.UNLOADABLE_LIBRARY, "", message, lacking.advice)
     hint = "Check that the file is a library for this system and this version of ONNX Runtime."
     return Problem(Kind.UNLOADABLE_LIBRARY, "", f"{what} cannot be loaded: {message}", hint)
 
 
-def missing_for(library: Path) -> list[MissingLibrary]:
-    """The libraries that ``library`` needs, and the system does not find; without ``ldd`` the first alone."""
-    first = _missing_first(library)
-    if first is None:
-        return []
-    listed = ""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        command = ("ldd", str(library))
-        listed = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False
-        ).stdout
-    # A library that this process has loaded, from a pip package, is not missing.
-    others = map(_missing_first, re.findall(r"^\s*(\S+) => not found", listed, re.MULTILINE))
-    return list(dict.fromkeys([first, *filter(None, others)]))
-
-
-def _missing_first(library: str | Path) -> MissingLibrary | None:
+def missing_for(library: Path) -> MissingLibrary | None:
     """The library that the system's loader does not find first when it loads ``library``."""
     try:
         ctypes.CDLL(str(library))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from hatch_epcontext.errors import (
     collect,
 )
 from hatch_epcontext.files import is_lfs_pointer
-from hatch_epcontext.graph import external, graph, operators, reading
+from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.bodies import fix_states
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Range, TensorFacts, freeze
@@ -33,20 +32,8 @@ from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.inputs import constant, dummy_inputs, sized
 
-_FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
-
-_NO_KERNEL = re.compile(r"find an implementation for (\w+)\(\d+\) node with name '([^']*)'")
-
-_NOT_LOADED = " failed:"
-"""What ONNX Runtime writes after "Load model from" and the file; the reason follows it."""
-
-_UNCOMPARED = "switch off the comparison (not tried: the EP may fail at the same node)"
-
-_OTHER_LAYOUT = "_nchwc"
-"""The suffix of an output's name of a node that ONNX Runtime runs in another memory layout."""
-
 _MAX_NAMED = 3
-"""The most inputs or nodes that a message names."""
+"""The most nodes that a message names."""
 
 
 def read_source(path: Path, key: Key | None) -> onnx.ModelProto:
@@ -273,70 +260,25 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
 
     ``fixed``: the model after its configuration was applied.
     """
-    text = str(error)
-    start = "the source model itself cannot be run on the CPU"
-    uncompared = Setting(model.key / "validate" / "tolerance", False)
-
-    def problem(message: str, hint: str, *settings: Setting) -> Problem:
-        return Problem.at(model.key, Kind.SOURCE_FAILED, f"{start}{message}", hint, *settings)
-
-    if _NOT_LOADED in text:
-        message = f", because ONNX Runtime cannot load it: {text.split(_NOT_LOADED, 1)[1]}"
-        return problem(
-            message, "Correct the model: no EP gets a model that ONNX Runtime cannot load."
-        )
-    if kernel := _NO_KERNEL.search(text):
-        operator, name = kernel.groups()
-        message = f": ONNX Runtime's CPU EP has no {operator} for the types of the node {name!r}."
-        return problem(
-            message, f"Use other types or another operator, or {_UNCOMPARED}.", uncompared
-        )
-    message = f": {text}"
+    message = f"the source model itself cannot be run on the CPU: {error}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
-    scope = Scope(fixed.graph, nested=True)
-    named: list[TensorFacts] = []
-    if (node := _node(scope, text)) is not None:
-        named = _inputs_of(node, scope, inputs)
-        reason = text.rsplit("Status Message: ", 1)[-1].strip().rstrip(".")
-        message = f": its node {node.name!r} ({graph.operator(node)}) fails: {reason}."
-        if named:
-            names = listing(repr(tensor.name) for tensor in named)
-            message += (
-                f"\nIt depends on {'the input' if len(named) == 1 else 'the inputs'} {names}."
-            )
     if unsized := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:
         names = listing(repr(tensor.name) for tensor in unsized)
         message += f"\nOpen dimensions of {names} have no size in the configuration, and get 1."
-        hint, sizes = fix_open(unsized, model)
-        return problem(message, hint, *sizes)
+        hint, settings = fix_open(unsized, model)
+        return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint, *settings)
     hint, settings = (not model.constants and on_conditions(fixed.graph, model.key)) or ("", ())
-    hint = (
-        f"{hint}\nGive inputs, constants or sizes that the model accepts, or {_UNCOMPARED}.".strip()
+    hint += (
+        "\nGive inputs, constants or sizes that the model accepts, or switch off the comparison (not tried: "
+        "the EP may fail at the same node)."
     )
-    samples = Setting(model.key / "validate" / "inputs", "samples.npz")
-    others = (Setting(model.place(name)) for name in ("constants", "dims"))
-    return problem(message, hint, *settings, samples, *others, uncompared)
-
-
-def _node(scope: Scope, text: str) -> onnx.NodeProto | None:
-    """The innermost node that ONNX Runtime's message names, if the model has it."""
-    nodes = {(node.op_type, node.name): node for node in scope.nodes if node.name}
-    # The message names outer nodes first.
-    candidates = (
-        nodes.get((operator, name)) or scope.maker(name.removesuffix(_OTHER_LAYOUT))
-        for operator, name in reversed(_FAILED.findall(text))
+    validate = model.key / "validate"
+    others = (
+        Setting(validate / "inputs", "samples.npz"),
+        *(Setting(model.place(name)) for name in ("constants", "dims")),
+        Setting(validate / "tolerance", False),
     )
-    return next((node for node in candidates if node is not None), None)
-
-
-def _inputs_of(
-    node: onnx.NodeProto, scope: Scope, inputs: Sequence[TensorFacts]
-) -> list[TensorFacts]:
-    """The inputs that decide whether ``node`` fails, the nearest first."""
-    by_name = {tensor.name: tensor for tensor in inputs}
-    deciding = operators.FAILS_ON.get(graph.operator(node), ())
-    names = [name for index in deciding if (name := graph.operand(node, index))] or node.input
-    return [by_name[name] for name in scope.ancestors(names) if name in by_name][:_MAX_NAMED]
+    return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint.strip(), *settings, *others)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,18 +56,6 @@ class Inner:
     def largest(self, node: onnx.NodeProto) -> float:
         """The largest magnitude of its results."""
         return max((largest(array) for array in self._results(node)), default=0.0)
-
-    def size(self, node: onnx.NodeProto) -> float:
-        """The root mean square of its first result."""
-        arrays = (array.astype(np.float64) for array in self._results(node) if array.size)
-        return next((float(np.sqrt(np.mean(array**2))) for array in arrays), 0.0)
-
-    def range(self, name: str) -> tuple[float, float]:
-        """The smallest and the largest value of ``name``."""
-        array = self.exact.get(name)
-        if array is None or not array.size:
-            return math.inf, -math.inf
-        return float(np.min(array)), float(np.max(array))
 
     def matters(self, node: onnx.NodeProto, scope: Scope) -> bool:
         """Whether an error in the values of ``node`` still exists after the next two nodes that read them.

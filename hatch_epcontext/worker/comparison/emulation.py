@@ -408,13 +408,7 @@ class Emulator:
             return f"{name} reaches {_number(largest)}; {format_.name} ends at {_number(ends)}"
         for fault in format_.faults_of(graph.operator(node)):
             if fault.gives is not None and applies(fault, node, self.scope):
-                low, high = inner.range(node.input[fault.operand])
-                if low <= fault.high and high >= fault.low:
-                    return f"{name} {fault.text}"
-        size = inner.size(node)
-        if format_.name == "float16" and 0 < size < 2.0**-14:
-            digits = f"{format_.name} has few digits below {2.0**-14:.1g}"
-            return f"{name} has values of {size:.1g}; {digits}"
+                return f"{name} {fault.text}"
         return f"{name} has an error of {min(100 * inner.behind(node), 100):.2g} %"
 
     def _level(self, session: ort.InferenceSession, run: ReferenceRun) -> Level:
