@@ -96,7 +96,7 @@ def _ready(
     """Check that the device is there, and register its EP; returns the EPs of the decoder, with options."""
     variant.package.on_disk(variant)
     opener = loader.Opener(variant, request)
-    opener.check(variant.about.get("from_app") or ())
+    opener.check()
     with opener.lock:
         # As for a session, which is not opened: that is how the loader compares chips too.
         opener._add_devices(opener.ort.SessionOptions(), {})  # noqa: SLF001

@@ -12,8 +12,7 @@ import contextlib
 import copy
 import os
 import posixpath
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
     opener.variant = variant = copy.copy(opener.variant)
     # It is that of the context that was shipped.
     variant.compatibility = ""
-    opener.check(variant.about.get("from_app") or ())
+    opener.check()
     prepared = copy.copy(variant)
     prepared.folder, prepared.file = posixpath.dirname(variant.prepared), variant.prepared
     if request.verify:
@@ -99,11 +98,11 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
     import json
     import tempfile
 
-    ort, settings, own = opener.ort, prepared.settings, opener.request.provider_options
+    ort, settings = opener.ort, prepared.settings
     model = prepared.package.on_disk(prepared, verify=True)
     compiled_with: dict[str, str] = settings.get("provider_options") or {}
-    from_app = _named_elsewhere(loader, opener.variant, compiled_with)
-    opener.check(from_app)
+    files = str(opener.variant.option_files)
+    provider_options = {n: v.replace(loader.OPTION_FILE, files) for n, v in compiled_with.items()}
     options = ort.SessionOptions()
     for key, value in (settings.get("session_options") or {}).items():
         options.add_session_config_entry(key, value)
@@ -117,14 +116,6 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
     with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as temporary:
         result = parent / temporary / file.parent.name
         result.mkdir()
-        provider_options: dict[str, str] = {}
-        for name, value in compiled_with.items():
-            if name in from_app:
-                provider_options[name] = str(own[name])
-            else:
-                provider_options[name] = value.replace(
-                    loader.OPTION_FILE, str(opener.variant.option_files)
-                )
         with opener.lock:
             # Listed again: this process may have waited for another one that compiled, and failed.
             options.add_provider_for_devices(opener.find_devices()[:1], provider_options)
@@ -145,16 +136,6 @@ def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None
         with contextlib.suppress(OSError):
             file.parent.rename(parent / temporary / "old")
         result.rename(file.parent)
-
-
-def _named_elsewhere(loader: Any, variant: Variant, options: Mapping[str, str]) -> list[str]:
-    """The ``options`` that name files of the build machine, which the package does not contain."""
-    named = {
-        name: re.findall(re.escape(loader.OPTION_FILE) + r"/([0-9a-f]{32}/[^:;,]+)", value)
-        for name, value in options.items()
-    }
-    folder = variant.option_files
-    return [name for name in named if not all((folder / file).is_file() for file in named[name])]
 
 
 @contextlib.contextmanager

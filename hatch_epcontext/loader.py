@@ -559,15 +559,11 @@ class Opener:
         # The kind of device to open on.
         self.kind = request.device or variant.device
 
-    def check(self, from_app: Sequence[str]) -> None:
-        """Check the requested device, and that the app gives the options ``from_app``."""
+    def check(self) -> None:
+        """Check the requested device."""
         if "any" not in (self.kind, self.variant.device) and self.kind != self.variant.device:
             other = f"device={self.kind!r} was requested"
             raise SkipTargetError(f"it is for the {self.variant.device}, and {other}")
-        if missing := set(from_app) - self.request.provider_options.keys():
-            example = ", ".join(f"{name!r}: ..." for name in sorted(missing))
-            needs = "it was compiled with a file that only the app can give"
-            raise SkipTargetError(f"{needs}: load(..., provider_options={{{example}}})")
 
     def open_shipped(self) -> tuple[Any, str]:
         file = self.variant.package.on_disk(self.variant, verify=self.request.verify)
@@ -600,7 +596,7 @@ class Opener:
             file = self.readable(
                 file, "mbcs", f"{crash} of Windows; set embed = true for the target"
             )
-        self.check(variant.about.get("from_app") or ())
+        self.check()
         options = (options() if callable(options) else options) or ort.SessionOptions()
         provider_options = self._provider_options()
         # onnxruntime also counts a registered library among its own.

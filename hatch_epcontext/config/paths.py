@@ -134,9 +134,15 @@ class Finder:
     def _option_file(self, key: Key, path: str) -> OptionFile:
         place = Path(os.path.normpath(self.root / path))
         sha256 = file_sha256(place) if is_regular(place) else ""
-        is_own = place.is_relative_to(os.path.normpath(self.root))
         # Names of folders in a wheel must not be too long for Windows.
-        return OptionFile(key, str(place), f"{sha256[:32]}/{place.name}", sha256, is_own)
+        return OptionFile(key, str(place), f"{sha256[:32]}/{place.name}", sha256)
+
+    def shipped(self, file: OptionFile) -> Diagnosed[None]:
+        """Check that ``file``, which apps get, is in the project, where an sdist has it too."""
+        if self.confined and not Path(file.path).is_relative_to(os.path.normpath(self.root)):
+            message = f"{show(file.path)} is outside of the project, and apps need it."
+            hint = "Copy the file into the project, or link it there: the wheel contains it."
+            yield Problem.at(file.key, Kind.OUTSIDE_PROJECT, message, hint)
 
     def library(self, key: Key, written: str | None, path: Path) -> Diagnosed[None]:
         """Check that the library at ``path``, which may be anywhere, exists."""

@@ -268,7 +268,7 @@ class Resolver:
         calibration = yield from self._calibration(place.of("quantize"), table)
         cached = self._environment.from_cache
         assert table.min_coverage is not None, "the table has a value for a missing key"
-        return Target(
+        target = Target(
             name=named.name,
             key=named.key,
             changes=place.changed,
@@ -284,6 +284,9 @@ class Resolver:
             from_cache=cached is not None and not {ALL, named.name}.isdisjoint(cached),
             calibration=calibration,
         )
+        for file in target.shipped_files:
+            yield from self._finder.shipped(file)
+        return target
 
     def _calibration(self, key: Key, table: TargetTable) -> Diagnosed[str]:
         """The absolute path of the calibration inputs, empty if the model is not quantized."""

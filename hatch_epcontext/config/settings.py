@@ -56,15 +56,13 @@ class OptionFile:
     """A file that the option at ``key`` names, by its absolute ``path``, and that the EP reads.
 
     ``name`` stands for it in options, behind `OPTION_FILE`: the start of its ``sha256`` and its own name, so
-    that the contents are a part of the fingerprint. ``is_own``: whether it is of the project, so that apps
-    get it.
+    that the contents are a part of the fingerprint.
     """
 
     key: Key
     path: str
     name: str
     sha256: str
-    is_own: bool
 
     @property
     def placeholder(self) -> str:
@@ -153,9 +151,7 @@ class Target:
         """Those of ``files`` that apps get, because they count where a model is opened or compiled there."""
         compiled = self.settings.provider_options if self.settings.recompile else {}
         return tuple(
-            file
-            for file in self.files
-            if file.is_own and (file.is_in(self.load_options) or file.is_in(compiled))
+            file for file in self.files if file.is_in(self.load_options) or file.is_in(compiled)
         )
 
     @property

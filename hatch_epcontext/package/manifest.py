@@ -80,8 +80,7 @@ class VariantMetadata:
     only the EP's own device can open it, because a simulator refuses it or crashes. ``needs_code_page``: on
     Windows the EP crashes where the code page lacks a letter of the path. ``compares``: the loader
     asks the EP whether it can run the context. ``prepared``: the path of the prepared model in the variant's
-    folder, if it is shipped. ``from_app``: the provider options that the app has to give, because their files
-    are not shipped. ``group``: the name of the weight-sharing group.
+    folder, if it is shipped. ``group``: the name of the weight-sharing group.
     """
 
     product: Product
@@ -100,7 +99,6 @@ class VariantMetadata:
     needs_code_page: bool = False
     compares: bool = False
     prepared: str | None = None
-    from_app: tuple[str, ...] = ()
     group: str | None = None
 
 
@@ -266,7 +264,7 @@ def _variant(built: Built, model: str) -> Variant:
     (index,) = (i for i, entry in enumerate(record.contexts) if entry.model == model)
     context = record.contexts[index]
     plugin = target.provider.plugin
-    only_ours, from_app, load_options = _split_options(target)
+    only_ours, load_options = _split_options(target)
     options = dict(settings.session_options)
     if target.provider.product == "context":
         # Where the EP does not accept the context: fail, and do not compile on the user's machine.
@@ -290,7 +288,6 @@ def _variant(built: Built, model: str) -> Variant:
         # The same for equal files: a wheel does not depend on the clock.
         validation=dataclasses.replace(built.validations[model], load=None, day="", batch={}),
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
-        from_app=from_app,
         needs_device=bool(job.reason_not_to_open),
         needs_code_page=target.provider.needs_code_page and not settings.embed,
         compares=target.provider.compares,
@@ -313,19 +310,13 @@ def _variant(built: Built, model: str) -> Variant:
     )
 
 
-def _split_options(target: Target) -> tuple[dict[str, str], tuple[str, ...], dict[str, str]]:
-    """The load options that only the loader understands, names of those that the app gives, and the rest."""
-    only_ours, rest, from_app = dict[str, str](), dict[str, str](), list[str]()
+def _split_options(target: Target) -> tuple[dict[str, str], dict[str, str]]:
+    """The load options that only the loader understands, and the rest."""
+    only_ours, rest = dict[str, str](), dict[str, str]()
     for name, value in target.load_options.items():
-        named = [file for file in target.files if file.is_in({name: value})]
-        if not all(file.is_own for file in named):
-            # The machine of the app has no file of this one.
-            from_app.append(name)
-        elif named or USER_CACHE in value:
-            only_ours[name] = value
-        else:
-            rest[name] = value
-    return only_ours, tuple(from_app), rest
+        is_ours = any(file.is_in({name: value}) for file in target.files) or USER_CACHE in value
+        (only_ours if is_ours else rest)[name] = value
+    return only_ours, rest
 
 
 def artifact_files(result: Result) -> dict[str, FileRecord]:

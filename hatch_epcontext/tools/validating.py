@@ -495,7 +495,7 @@ def _target(variant: Variant, name: str, file: Path, model: InspectReply) -> Tar
     load_options = {**ort.provider_options, **(about.load_options if about else {})}
     target = Target(name, settings, about.plugin if about else None, load_options)
     _check_contexts(variant, target.provider, file, model)
-    if reason := next(_reasons_not_to_open(target, about.from_app if about else ()), None):
+    if reason := next(_reasons_not_to_open(target), None):
         raise _not_run(reason)
     _check_chip(file, model, target.provider, settings)
     shipped = str(file.parent / OPTION_FILES)
@@ -505,7 +505,7 @@ def _target(variant: Variant, name: str, file: Path, model: InspectReply) -> Tar
     return replace(target, load_options=load_options)
 
 
-def _reasons_not_to_open(target: Target, from_app: Iterable[str]) -> Iterator[str]:
+def _reasons_not_to_open(target: Target) -> Iterator[str]:
     """What is missing, and what an app may do but a package of somebody else may not: names files elsewhere,
     or read the environment of who validates it.
     """
@@ -516,8 +516,6 @@ def _reasons_not_to_open(target: Target, from_app: Iterable[str]) -> Iterator[st
         yield f"no package contains the library of {ep}"
     if places := sorted(_PATH_OPTIONS & settings.session_options.keys()):
         yield f"its session option {places[0]} names files elsewhere"
-    for name in from_app:
-        yield f"its option {name} names a file elsewhere, and only an app gives that"
     provider_options = {**settings.provider_options, **target.load_options}
     for name, value in (*provider_options.items(), *settings.session_options.items()):
         if name in _OUTPUT_OPTIONS or _ELSEWHERE.search(value):

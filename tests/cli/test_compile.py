@@ -253,8 +253,6 @@ def test_a_file_that_counts_at_load_time_is_shipped_and_no_path_is_written(
     out = out.with_suffix(".ortpackage")
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "own.bin").write_bytes(b"table")
-    other = tmp_path.parent / f"{tmp_path.name}-elsewhere.bin"
-    other.write_bytes(b"elsewhere")
     monkeypatch.chdir(tmp_path)
     arguments = [
         *("compile", source, "-o", out, "--dim", "batch=1", "-p", "plugin"),
@@ -269,9 +267,3 @@ def test_a_file_that_counts_at_load_time_is_shipped_and_no_path_is_written(
     assert "/tables" not in manifest
     assert f"{{file}}/{shipped.parent.name}/own.bin" in manifest
     cli("validate", tmp_path / "moved")
-    # Of a file elsewhere only the app knows a path.
-    cli(*arguments, "-O", f"more={other}")
-    manifest = (out / "manifest.json").read_text(encoding="utf-8")
-    assert str(other.parent) not in manifest
-    assert '"from_app": [\n' in manifest
-    assert not list(out.rglob(other.name))

@@ -218,7 +218,6 @@ LIBRARY = {"package": "", "module": "", "registration_name": "x", "path": "/x.so
         (("session_options", "ep.context_file_path"), "x.onnx", ""),
         (("session_options", "session.model_external_initializers_file_folder_path"), "x", ""),
         ((*OURS, "settings", "session_options", "session.optimized_model_filepath"), "x", ""),
-        ((*OURS, "from_app"), ["backend_type"], "its option backend_type names a file elsewhere"),
         ((*OURS, "load_options", "x"), "{user-cache}/../x", "names a file elsewhere"),
         ((*OURS, "plugin"), LIBRARY, "it names a library elsewhere: /x.so"),
     ],

@@ -210,6 +210,7 @@ def test_an_option_has_the_contents_of_its_files_and_no_path(
     ("provider", "value", "kind"),
     [
         ("qnn", 'op_affinity = "no/file"', Kind.FILE_NOT_FOUND),
+        ("vitisai", 'xclbin = "/etc/hostname"', Kind.OUTSIDE_PROJECT),
         ("openvino", "load_config = { CPU = { CACHE_DIR = 'C:\\x' } }", Kind.INVALID_OPTION),
         (
             "openvino",

@@ -78,15 +78,3 @@ def test_one_object_of_session_options_is_enough_for_the_fallback(qnn: Shipper) 
     session = app.load("a", device="any", session_options=options)
     assert app.target_of(session) == "source"
     assert session.get_providers() == [CPU_EP]
-
-
-def test_the_app_gives_the_files_that_it_alone_has(ship: Shipper) -> None:
-    app = ship(cpu=changed(CPU, from_app=["table", "plugins"]))
-    (step, source) = app.explain("a", provider_options={"plugins": "a"})
-    assert (step.outcome, source.outcome) == ("skipped", "opened")
-    assert step.reason == (
-        "it was compiled with a file that only the app can give: "
-        "load(..., provider_options={'table': ...})"
-    )
-    given = {"plugins": "a", "table": "b"}
-    assert app.target_of(app.load("a", provider_options=given)) == "cpu"

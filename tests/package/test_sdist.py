@@ -229,4 +229,4 @@ def test_a_hook_that_makes_it_later_is_named(
     ignore(root, "*.onnx")
     with_custom(root, "sdist", "hooks.epcontext", "hooks.custom")
     text = failure(root, capsys)
-    assert "If a later build hook makes it (custom), write the table of that hook above" in text
+    assert "If a build hook makes it (custom), write the table of that hook above" in text
