@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -138,6 +139,9 @@ class ProjectBuild:
 
         cache, workers = open_cache(config, self.terminal.warn), self._workers(config)
         download_sources(config, workers)
+        # A language model's folder serves all targets.
+        models = (m for m in config.models if not (m.genai and m.genai.stage))
+        config = dataclasses.replace(config, models=tuple(models))
         config = cut_models(config, cache, workers, staging)
         return Result(read_sources(config, cache, workers, staging / "check"), ())
 

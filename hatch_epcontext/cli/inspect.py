@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,12 +86,17 @@ def _show_package(folder: str, package: ModelPackage) -> None:
     files = package.files
     total = show_size(sum(file.size for file in files.values()))
     echo(f"{folder}: {package.about.generator}, {count(len(files), 'file')}, {total}")
-    rows = []
+    rows, sizes = [], Counter[str]()
+    folders = {
+        v.variant_directory for c in package.components.values() for v in c.variants.values()
+    }
+    for file, record in files.items():
+        # The folder of a language model has those of its targets inside.
+        inside = (folder for folder in folders if file.startswith(f"{folder}/"))
+        sizes[max(inside, key=len, default="")] += record.size
     for name, component in package.components.items():
         for target, variant in component.variants.items():
-            size = sum(
-                s.size for f, s in files.items() if f.startswith(f"{variant.variant_directory}/")
-            )
+            size = sizes[variant.variant_directory]
             its = variant.about
             provider = its.settings.provider if its else variant.ep
             compatibility = variant.compatibility_string or ""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hatch_epcontext.config.settings import GENAI_CONFIG, Genai
+from hatch_epcontext.config.settings import GENAI_CONFIG, Genai, Model, ShapeSet
 from hatch_epcontext.config.tables import ModelTable, ProfileTable, TargetTable
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import is_portable, is_regular
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.shipped import SOURCE
 from hatch_epcontext.system import LIBRARIES
 from hatch_epcontext.text import show, toml_key
@@ -34,16 +35,23 @@ _TYPICAL = 1024
 class GenaiConfig:
     """What a ``genai_config.json`` says of the decoder.
 
-    ``files``: its model, or those of the stages of its pipeline, by their names in the folder.
+    ``files``: the model by its name in the folder, or those of the stages of its pipeline by stage.
+    ``cached``: the stages that have a cache, which are those worth compiling; none without a pipeline.
     ``past``: the names of the inputs with the cache, of the shape batch x ``heads`` x tokens x ``head_size``.
     """
 
     files: Mapping[str, str]
+    cached: tuple[str, ...]
     inputs: Mapping[str, str]
     past: tuple[str, ...]
     context_length: int
     heads: int
     head_size: int
+
+    def fixed_shapes(self, tokens: int, context_length: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the inputs for that many tokens at once, and a cache for all of a conversation."""
+        past = (1, self.heads, context_length, self.head_size)
+        return {self.inputs["input_ids"]: (1, tokens), **dict.fromkeys(self.past, past)}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -93,6 +101,9 @@ def read_folder(
         yield Problem.at(key / "context-length", Kind.INVALID_FOLDER, message, hint)
     named = {name: target for name, target in targets.items() if target is not None}
     changed = yield from _changed(key, table, config, length, named)
+    fixed = [name for name, table in changed.items() if table and table.static_shapes]
+    if fixed or config.cached:
+        yield from _check_chunks(key, table, content, config, length)
     beside = _files(folder)
     for name in (*changed, SOURCE):
         if any(other.startswith(f"{name}/") for other in beside):
@@ -101,9 +112,71 @@ def read_folder(
             )
             yield Problem.at(key / "path", Kind.INVALID_FOLDER, message, "Rename one of them.")
     main = next(iter(config.files.values()))
-    genai = Genai(tuple(name for name in beside if name != main), table.context_length)
-    shapes = {} if len(config.files) > 1 else config.shapes
-    return folder / main, dataclasses.replace(table, targets=changed, shapes=shapes), genai
+    others = tuple(name for name in beside if name != main)
+    genai = Genai(others, table.context_length, table.chunk)
+    return folder / main, dataclasses.replace(table, targets=changed), genai
+
+
+def stages(model: Model) -> tuple[Model, ...]:
+    """``model``, and before it the stages of a pipeline for the targets with fixed sizes.
+
+    These are the stages with a cache of the folder's own pipeline; or the whole model for a chunk of a
+    prompt, and for one token, with the lengths of the cache as inputs.
+    """
+    assert model.genai is not None, "other models have no stages"
+    genai, folder = model.genai, model.path.parent
+    _, config = read_config(folder)
+    fixed = tuple(target for target in model.targets if target.settings.static_shapes)
+    still_open = tuple(target for target in model.targets if not target.settings.static_shapes)
+    shapes = {} if config.cached else config.shapes
+    plain = dataclasses.replace(model, targets=still_open, static_shapes=False, shapes=shapes)
+    if not fixed:
+        return (plain,)
+    names = config.cached or tuple(dict.fromkeys((str(genai.chunk), "1")))
+    shape_set = ShapeSet(
+        model.name,
+        tuple(f"{model.name}.{name}" for name in names),
+        tuple(target.name for target in model.targets),
+    )
+    length = genai.context_length or config.context_length
+    members = []
+    for name, member in zip(names, shape_set.members, strict=True):
+        stage = dataclasses.replace(
+            model,
+            name=member,
+            targets=fixed,
+            fallback="none",
+            genai=dataclasses.replace(genai, stage=name),
+            shape_set=shape_set,
+            share_weights=f"{model.name}.shared" if len(names) > 1 else None,
+        )
+        if config.cached:
+            stage = dataclasses.replace(stage, path=folder / config.files[name])
+        else:
+            cut = Cut((config.inputs["input_ids"], *config.past), lengths=True)
+            shapes = config.fixed_shapes(int(name), length)
+            stage = dataclasses.replace(stage, cut=cut, shapes=shapes)
+        members.append(stage)
+    return (*members, plain)
+
+
+def check_slots(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Problem]:
+    """A conversation that is longer than the cache of a stage with these ``inputs``: some give no error."""
+    if model.genai is None or not model.genai.stage or model.cut:
+        return
+    _, config = read_config(model.path.parent)
+    length = model.genai.context_length or config.context_length
+    sizes = [
+        value.sizes[2] for value in inputs if value.name in config.past and len(value.sizes) > 2
+    ]
+    slots = min((size for size in sizes if isinstance(size, int)), default=length)
+    if slots < length:
+        message = (
+            f"must be at most {slots}, the slots in the cache of {model.path.name}, not {length}."
+        )
+        yield Problem.at(
+            model.key / "context-length", Kind.INVALID_FOLDER, message, f"Set {slots}."
+        )
 
 
 def read_config(folder: Path) -> tuple[Any, GenaiConfig]:
@@ -125,15 +198,14 @@ def _read(content: Any) -> GenaiConfig:
         files = {name: _value(stage, "filename", str) for name, stage in stages.items()}
     else:
         files = {"": _value(content, "model.decoder.filename", str)}
-    layers = _value(decoder, "num_hidden_layers", int)
-    names = [
-        _value(decoder, f"inputs.{name}", str, "")
-        for name in ("past_key_names", "past_value_names")
-    ]
+    names = [_value(decoder, f"inputs.past_{kind}_names", str) for kind in ("key", "value")]
+    layers = range(_value(decoder, "num_hidden_layers", int))
+    past = tuple(name.replace("%d", str(layer)) for layer in layers for name in names)
     return GenaiConfig(
         files,
-        _value(decoder, "inputs", dict),
-        tuple(name.replace("%d", str(layer)) for layer in range(layers) for name in names if name),
+        tuple(name for name, stage in stages.items() if {*past} & {*stage.get("inputs", ())}),
+        {"input_ids": "input_ids", **_value(decoder, "inputs", dict)},
+        past,
         _value(content, "model.context_length", int),
         _value(decoder, "num_key_value_heads", int),
         _value(decoder, "head_size", int),
@@ -188,20 +260,44 @@ def _changed(
         if name not in chosen or own.get(name) is False:
             changes[name] = False
             continue
+        provider = target.provider
         needed: dict[str, Any] = {"static_shapes": False}
-        if target.provider.product == "context":
-            if target.provider.genai_name and len(config.files) == 1:
-                needed["profiles"] = (config.profile(length),)
-            else:
-                what = "a folder" if len(config.files) == 1 else "a pipeline"
-                message = (
-                    f"names {name}, and {what} of onnxruntime-genai is not compiled for its EP."
-                )
-                hint = f"Set targets = {{ {name} = false }} in the model's table."
-                yield Problem.at(key / "targets", Kind.NOT_APPLICABLE, message, hint)
+        if provider.genai_name and provider.profiles and not config.cached:
+            needed["profiles"] = (config.profile(length),)
+        elif provider.genai_name and not provider.profiles:
+            needed["static_shapes"] = True
+        elif provider.product == "context":
+            what = "a pipeline" if config.cached else "a folder"
+            message = f"names {name}, and {what} of onnxruntime-genai is not compiled for its EP."
+            hint = f"Set targets = {{ {name} = false }} in the model's table."
+            yield Problem.at(key / "targets", Kind.NOT_APPLICABLE, message, hint)
         changes[name] = dataclasses.replace(own.get(name) or TargetTable(), **needed)
     # Names of unknown targets are another check.
     return {**dict.fromkeys((*own, *chosen)), **changes}
+
+
+def _check_chunks(
+    key: Key, table: ModelTable, content: Any, config: GenaiConfig, length: int
+) -> Iterator[Problem]:
+    """What a pipeline with fixed sizes needs: genai fills the last chunk of a prompt."""
+    model = content["model"]
+    pad, bos = model.get("pad_token_id"), model.get("bos_token_id")
+    if type(pad) is not int or pad in (bos if isinstance(bos, list) else [bos]):
+        message = (
+            f"has the pad_token_id {show(pad)}, and prompts begin with {show(bos)} (bos_token_id)."
+        )
+        yield _wrong(key, message, "Set it to the number of a token that no prompt has.")
+    if config.cached:
+        return
+    if "position_ids" in config.inputs:
+        message = "has position_ids among the decoder's inputs, which no stage of fixed sizes gets."
+        yield _wrong(key, message, "Build the folder for another EP: -e cpu.")
+    if table.context_length is None:
+        message = "is required for targets with fixed sizes: the cache has as many slots."
+        yield Problem.at(key / "context-length", Kind.MISSING_KEY, message, "For example 2048.")
+    elif table.chunk > length:
+        message = f"is {table.chunk}, and context-length is {length}."
+        yield Problem.at(key / "chunk", Kind.INVALID_VALUE, message, "Lower it.")
 
 
 def _files(folder: Path) -> list[str]:

@@ -192,11 +192,14 @@ class Genai:
     """That a model is of a folder of onnxruntime-genai, which is shipped as a whole.
 
     ``beside``: the other files of the folder, by their paths in it. ``context_length``: the most tokens of a
-    prompt and its answer; None for the folder's own.
+    prompt and its answer; None for the folder's own. ``chunk``: the most tokens of a prompt at once, for EPs
+    with fixed sizes. ``stage``: the name of the stage of genai's pipeline, if the model is no more than that.
     """
 
     beside: tuple[str, ...]
     context_length: int | None = None
+    chunk: int = 64
+    stage: str = ""
 
 
 @dataclass(frozen=True)

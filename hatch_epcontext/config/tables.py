@@ -449,6 +449,9 @@ class ModelTable:
         when_missing="that of `genai_config.json`",
         check=_COUNT,
     )
+    chunk: int = declare(
+        "Of a language model: how many tokens of a prompt an NPU takes at once.", 64, check=_COUNT
+    )
     license: str | None = declare(
         "The model's license as an SPDX expression, for the SBOM.",
         when_missing="that of the file's metadata",

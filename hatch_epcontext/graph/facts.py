@@ -80,10 +80,14 @@ class Range:
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a graph that is kept, by the names of tensors; without names, up to the graph's own end."""
+    """The part of a graph that is kept, by the names of tensors; without names, up to the graph's own end.
+
+    With ``lengths`` it also begins at the lengths of the cache, which all attention nodes have in common.
+    """
 
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    lengths: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.inputs or self.outputs)

@@ -14,7 +14,7 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import file_name
 
-FORMAT = 18
+FORMAT = 19
 """Increased when workers compile or validate the same request differently."""
 
 _NOT_COMPILED = frozenset(
@@ -108,7 +108,11 @@ class Job:
     @property
     def folder(self) -> str:
         """The artifact's folder below the output folder, where the jobs of `alone` are not shipped."""
-        folder = f"{self.name}/{self.target.name}"
+        folder, genai = f"{self.name}/{self.target.name}", self.models[0].genai
+        if genai is not None:
+            # onnxruntime-genai opens only files below the model's folder.
+            folder = f"{self.models[0].configured_name}/{self.target.name}"
+            folder += f".{genai.stage}" if genai.stage and not self.group else ""
         return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
 
     def key(self, contents: Sequence[str], calibration: str = "") -> str:

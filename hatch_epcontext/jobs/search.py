@@ -158,9 +158,9 @@ class Attempt:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no node is left to the CPU, as far as that is known."""
-        return self.record is not None and not any(
-            context.coverage.uncovered for context in self.record.contexts if context.coverage
+        """Whether no node is left to the CPU but on purpose, as far as that is known."""
+        return self.record is not None and all(
+            context.coverage.share == 1 for context in self.record.contexts if context.coverage
         )
 
     @property

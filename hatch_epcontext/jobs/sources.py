@@ -128,7 +128,13 @@ def read_sources(
     kept |= {keys[model.name]: known[model.name] for model in unknown}
     for key, facts in kept.items():
         cache.put("facts", key, facts)
-    if problems := [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]:
+    problems = [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]
+    if any(model.genai for model in config.models):
+        # Imported here: few projects have a language model.
+        from hatch_epcontext.config.genai import check_slots
+
+        problems += (p for m in config.models for p in check_slots(m, known[m.name].inputs))
+    if problems:
         # All shapes of one model have the same tolerance.
         raise ModelError(*merged(problems))
     sources = tuple(_source(model, known[model.name], index) for model in config.models)
@@ -185,7 +191,7 @@ def input_files(inputs: str) -> list[Path]:
 def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
     """The model with its hex sha256: of its file, or of its file and all files of its external data."""
     folder = model.path.parent
-    beside = model.genai.beside if model.genai else ()
+    beside = model.genai.beside if model.genai and not model.genai.stage else ()
     names = dict.fromkeys((model.path.name, *facts.external_data, *beside))
     records = {name: index.record(folder / name) for name in names}
     sha256 = records[model.path.name].sha256

@@ -79,6 +79,9 @@ def _bundle(
     places: dict[str, str] = {}
     for source in result.sources:
         model, shipped = source.model, folders[source.model.name]
+        if model.genai is not None and model.genai.stage:
+            # The folder is shipped.
+            continue
         only_here = _is_only_here(model) or (model.genai is not None and result.built)
         if _ships_source(model, result) if installed is None else only_here:
             places[model.name] = f"{shipped}/{model.path.name}"

@@ -239,7 +239,8 @@ def _about(
     source: Source, sources: Mapping[str, Source], built: tuple[Built, ...], layout: Layout
 ) -> ComponentMetadata:
     model, facts = source.model, source.facts
-    members = model.shape_set.members if model.shape_set else ()
+    # The stages of a pipeline are no sizes to choose from.
+    members = model.shape_set.members if model.shape_set and not model.genai else ()
     validations = (job.validations[model.name] for job in built if model.name in job.validations)
     return ComponentMetadata(
         model.configured_name,

@@ -246,6 +246,9 @@ class Provider:
     more_coverage: MoreCoverage | None = None
     """Options that are tried where the EP leaves nodes to the CPU, unless the configuration sets them."""
 
+    waived: frozenset[str] = frozenset()
+    """Operators that it leaves to the CPU on purpose, and which do not count against ``min-coverage``."""
+
     tolerance: Tolerance
     """The default tolerance, for the precision in which the EP computes."""
 

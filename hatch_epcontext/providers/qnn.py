@@ -325,6 +325,9 @@ class Qnn(Provider):
         ),
         {"offload_graph_io_quantization": "0"},
     )
+    # Large caches can exhaust the NPU.
+    waived = frozenset({"com.microsoft.GroupQueryAttention"})
+    genai_name = "qnn"
     several_chips = "is_multi_soc_ep_context"
     # Tried with Transpose, Cast, Mul, Relu and Add.
     lacks_dtypes = frozenset({"float64", "bfloat16", "int8", "int16", "uint16", "uint64"})

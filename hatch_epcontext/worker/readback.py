@@ -81,6 +81,7 @@ def _read_context(
             compiled=max(total - len(uncovered), 0),
             partitions=len(contexts),
             uncovered=facts,
+            waived=sum(node.op in provider.waived for node in facts),
         ),
         compatibility=compatibility,
         ep_sdk_version=graph.text(contexts[0], "ep_sdk_version"),

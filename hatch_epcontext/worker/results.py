@@ -63,17 +63,21 @@ class Precision:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes."""
+    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes.
+
+    ``waived``: nodes that the EP leaves to the CPU on purpose, for which no share is missing.
+    """
 
     nodes: int
     compiled: int
     partitions: int
     uncovered: tuple[NodeFacts, ...] = ()
+    waived: int = 0
 
     @property
     def share(self) -> float:
         """The part of the nodes that is compiled, from 0 to 1."""
-        return self.compiled / self.nodes if self.nodes else 0.0
+        return (self.compiled + self.waived) / self.nodes if self.nodes else 0.0
 
 
 @dataclass(frozen=True)

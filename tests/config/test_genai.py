@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.errors import Kind
+from hatch_epcontext.graph.facts import Cut
 from tests.config.examples import assert_one_problem, problems, read
 from tests.language_models import make_folder
 
 LLAMA = 'models = [{ path = "models/llama", context-length = 128 }]\n'
 CPU = 'targets.cpu.provider = "cpu"\n'
+NPU = 'targets.npu = { provider = "qnn", chip = "snapdragon-x-elite" }\n'
 RTX = 'targets.rtx = { provider = "tensorrt-rtx", chip = "rtx-40" }\n'
 
 
@@ -99,3 +101,66 @@ def test_keys_that_contradict_the_folder_are_problems(project: Path, folder: Pat
 def test_a_context_length_is_of_language_models_only(project: Path) -> None:
     toml = 'models = [{ path = "models/a.onnx", context-length = 9 }]\n' + CPU
     assert_one_problem(project, toml, "models[0].context-length", "is for a folder")
+
+
+def test_an_ep_with_fixed_sizes_gets_a_stage_for_a_chunk_and_one_for_a_token(
+    project: Path, folder: Path
+) -> None:
+    toml = 'models = [{ path = "models/llama", context-length = 128, chunk = 32 }]\n'
+    chunk, token, plain = read(project, toml + NPU + CPU).models
+    past = [f"past_key_values.{layer}.{kind}" for layer in (0, 1) for kind in ("key", "value")]
+    slots = dict.fromkeys(past, (1, 1, 128, 16))
+    for stage, tokens in ((chunk, 32), (token, 1)):
+        assert stage.name == f"llama.{tokens}"
+        assert stage.shapes == {"input_ids": (1, tokens), **slots}
+        assert stage.cut == Cut(("input_ids", *past), lengths=True)
+        assert (stage.share_weights, stage.fallback) == ("llama.shared", "none")
+    assert [target.name for target in chunk.targets] == ["npu"]
+    assert (plain.name, [target.name for target in plain.targets]) == ("llama", ["cpu"])
+    assert not plain.cut
+
+
+def make_pipeline(folder: Path, **changes: Any) -> None:
+    """Make a pipeline of the folder, whose decoder is its only stage with a cache."""
+    stages = {
+        "embeddings": {"filename": "embeddings.onnx", "inputs": ["input_ids"]},
+        "context": {"filename": "model.onnx", "inputs": ["hidden", "past_key_values.0.key"]},
+    }
+    (folder / "embeddings.onnx").touch()
+    change(folder, filename=None, pipeline=[stages], **changes)
+
+
+def test_the_stages_of_a_pipeline_that_have_a_cache_are_compiled(
+    project: Path, folder: Path
+) -> None:
+    make_pipeline(folder)
+    stage, plain = read(project, 'models = ["models/llama"]\n' + NPU).models
+    assert (stage.name, stage.path, stage.cut) == ("llama.context", folder / "model.onnx", Cut())
+    assert (plain.path, plain.targets) == (folder / "embeddings.onnx", ())
+    assert_one_problem(
+        project,
+        'models = ["models/llama"]\n' + NPU + RTX,
+        "models[0].targets",
+        "names rtx, and a pipeline of onnxruntime-genai is not compiled",
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "place", "message"),
+    [
+        ("", "models[0].context-length", "is required for targets with fixed sizes"),
+        (", context-length = 32", "models[0].chunk", "is 64, and context-length is 32"),
+    ],
+)
+def test_fixed_sizes_are_consistent(
+    project: Path, folder: Path, keys: str, place: str, message: str
+) -> None:
+    toml = f'models = [{{ path = "models/llama"{keys} }}]\n{NPU}'
+    assert_one_problem(project, toml, place, message)
+
+
+def test_the_token_that_fills_a_chunk_begins_no_prompt(project: Path) -> None:
+    make_folder(project / "models" / "llama", bos_token_id=[1, 0])
+    message = "has the pad_token_id 0, and prompts begin with [1, 0] (bos_token_id)"
+    assert_one_problem(project, LLAMA + NPU, "models[0].path", message)
+    assert read(project, LLAMA + RTX + CPU).models

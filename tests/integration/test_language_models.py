@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import needs
+from hatch_epcontext.jobs.cache.build import Cache
+from hatch_epcontext.jobs.run import build
+from hatch_epcontext.tools.compiling import export
+from hatch_epcontext.tools.inspecting import inspect
+from tests.conftest import needs, needs_qnn
 from tests.integration.conftest import build_project, run, tool
 from tests.language_models import PROMPTS, make_folder
 from tests.projects import make_project
+from tests.results import configured
 
 pytestmark = needs("onnxruntime_genai")
+
+NPU = 'targets.npu = { provider = "qnn", chip = "snapdragon-x-elite" }'
 
 TOML = 'models = [{ path = "models/llama", context-length = 160 }]\n'
 
@@ -33,12 +42,13 @@ tokenizer, answers = og.Tokenizer(model), []
 for prompt in {PROMPTS!r}:
     tokens = [1, *tokenizer.encode(prompt)]
     parameters = og.GeneratorParams(model)
-    parameters.set_search_options(max_length=len(tokens) + 12, do_sample=False)
+    parameters.set_search_options(do_sample=False)
     generator = og.Generator(model, parameters)
     generator.append_tokens(tokens)
-    while not generator.is_done():
+    answers.append([])
+    while len(answers[-1]) < 12 and not generator.is_done():
         generator.generate_next_token()
-    answers.append([int(token) for token in generator.get_sequence(0)])
+        answers[-1].append(int(generator.get_next_tokens()[0]))
 print(json.dumps([target, answers]))
 """
 
@@ -69,4 +79,41 @@ def test_the_plain_folder_of_a_wheel_gives_the_same_tokens(folder: Path, tmp_pat
     target, tokens = answers(site, {})
     assert target == "source"
     assert tokens == answers(site, folder)[1]
-    assert {len(prompt) for prompt in tokens} == {len(prompt) + 13 for prompt in PROMPTS}
+    assert [len(answer) for answer in tokens] == [12] * len(PROMPTS)
+
+
+@needs_qnn
+def test_stages_for_an_npu_give_the_same_tokens_as_the_cpu(folder: Path, tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", TOML + NPU)
+    config = configured(project, TOML + NPU)
+    # Only a device opens contexts that share weights.
+    alone = [dataclasses.replace(model, share_weights=None) for model in config.models]
+    config = dataclasses.replace(config, models=tuple(alone))
+    package = tmp_path / "site" / "my_app" / "epcontext"
+    package.parent.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    lines: list[str] = []
+    run_plan = partial(build, cache=Cache(None, lines.append), log=lines.append)
+    export(config, package, run_plan, loader=True, overwrite=False)
+    # The attention, which the EP leaves to the CPU, does not count against min-coverage.
+    assert "llama.64 -> npu (qnn): ok, 31/33 nodes in 3 contexts" in lines[0]
+    target, tokens = answers(tmp_path / "site", {"device": "any"})
+    assert target == "npu"
+    assert tokens == answers(tmp_path / "site", folder)[1]
+
+
+@needs_qnn
+def test_a_wheel_has_the_stages_with_shared_weights(folder: Path, tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", TOML + NPU)
+    wheel, printed = build_project(project)
+    assert "llama.shared (llama.64 + llama.1) -> npu (qnn): compiled, " in printed
+    (package,) = inspect(wheel).packages.values()
+    assert {name for name in package.files if name.startswith("llama/npu/")} == {
+        "llama/npu/llama.1_ctx.onnx",
+        "llama/npu/llama.64_ctx.onnx",
+        "llama/npu/llama.64_ctx_qnn.bin",
+        "llama/npu/overlay.json",
+    }
+    # Here only a simulator is, which cannot open them.
+    site = install(wheel, tmp_path / "site")
+    assert answers(site, {"device": "any"})[0] == "source"

@@ -44,14 +44,33 @@ def handle(request: CutRequest) -> CutReply:
 def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
     """Keep only the part of ``onnx_model`` that ``model`` names, in place."""
     key = model.key / "cut"
-    part = part_between(onnx_model.graph, model.cut, model.constants, key)
+    lengths = _lengths(onnx_model.graph, model) if model.cut.lengths else {}
+    cut = replace(model.cut, inputs=(*model.cut.inputs, *lengths))
+    part = part_between(onnx_model.graph, cut, model.constants, key)
     names = (*part.inputs, *part.outputs)
-    values = _values(onnx_model, model.path, names)
+    values = _values(onnx_model, model.path, [name for name in names if name not in lengths])
+    values |= lengths
     if unknown := [name for name in names if not _is_typed(values.get(name))]:
         message = f"the type of {unknown[0]!r} is not known before the model runs."
         hint = "Cut at another tensor, or save the model with the types of all its tensors."
         raise ModelError(Problem.at(key, Kind.INVALID_CUT, message, hint))
     extract(onnx_model, part, values)
+
+
+def _lengths(main: onnx.GraphProto, model: Model) -> dict[str, onnx.ValueInfoProto]:
+    """The tensors with the lengths of the cache, before the last token and in all, as genai feeds them."""
+    attention = (node for node in main.node if node.op_type == "GroupQueryAttention")
+    names = {tuple(node.input[5:7]) for node in attention}
+    if len(names) != 1:
+        message = f"{model.path.name} has no GroupQueryAttention, or its lengths differ by layer."
+        hint = "Build the folder with onnxruntime-genai's model builder, with -e cpu for example."
+        raise ModelError(Problem.at(model.key / "path", Kind.INVALID_FOLDER, message, hint))
+    shapes = ([1, 1], [1])
+    int32 = onnx.TensorProto.INT32
+    return {
+        name: onnx.helper.make_tensor_value_info(name, int32, shape)
+        for name, shape in zip(names.pop(), shapes, strict=True)
+    }
 
 
 def _values(
