@@ -342,6 +342,18 @@ def symlink_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+def mentions(path: Path, words: Iterable[str]) -> bool:
+    """Whether the file at ``path``, if there is one, contains one of ``words``."""
+    import mmap  # Imported here: few builds need it.
+
+    # Empty files cannot be mapped.
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as map_:
+            return any(map_.find(word.encode()) >= 0 for word in words)
+    except (OSError, ValueError):
+        return False
+
+
 def is_text(path: Path) -> bool:
     """Whether ``path`` is text: on Linux a name may be any bytes."""
     try:

@@ -10,22 +10,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, INNER = 259, 32, 2, 2, 1, 16, 64
-CONTEXT = 256
+CONTEXT, BLOCK = 256, 32
 
 PROMPTS = ("", "a", "Hello", "x" * 61, "y" * 63, "What is the capital of France? " * 4)
 """Prompts of 1 to 125 tokens, with the first token."""
 
 
-def make_folder(folder: Path, dtype: str = "float32", **changes: Any) -> Path:
-    """Write the folder, with ``changes`` of ``model`` in its genai_config.json; returns it."""
+def make_folder(
+    folder: Path, dtype: Any = "float32", *, int4: bool = False, **changes: Any
+) -> Path:
+    """Write the folder, with ``changes`` of ``model`` in its genai_config.json; returns it.
+
+    ``int4``: whether the weights of products are stored in four bits.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(
-        _decoder(np.dtype(dtype)),
+        _decoder(np.dtype(dtype), int4=int4),
         folder / "model.onnx",
         save_as_external_data=True,
         location="model.onnx.data",
@@ -44,7 +50,7 @@ def make_folder(folder: Path, dtype: str = "float32", **changes: Any) -> Path:
     return folder
 
 
-def _decoder(dtype: np.dtype[Any]) -> onnx.ModelProto:
+def _decoder(dtype: np.dtype[Any], *, int4: bool) -> onnx.ModelProto:
     random, float_type = np.random.default_rng(0), helper.np_dtype_to_tensor_dtype(dtype)
     nodes: list[onnx.NodeProto] = []
     weights: dict[str, Any] = {}
@@ -62,7 +68,14 @@ def _decoder(dtype: np.dtype[Any]) -> onnx.ModelProto:
         return outputs[0]
 
     def matmul(value: str, name: str, rows: int, columns: int) -> str:
-        return add("MatMul", [value, weight(f"{name}.weight", rows, columns)], name)
+        factor = weight(f"{name}.weight", rows, columns)
+        if int4:
+            weights[factor] = (weights[factor] / 0.06).clip(-8, 7).round().astype(ml_dtypes.int4)
+            scale = constant(f"{name}.scale", np.full((rows // BLOCK, columns), 0.06, dtype))
+            factor = add(
+                "DequantizeLinear", [factor, scale], f"{name}.floats", axis=0, block_size=BLOCK
+            )
+        return add("MatMul", [value, factor], name)
 
     def norm(value: str, name: str) -> str:
         ones = constant(f"{name}.weight", np.ones(HIDDEN, dtype))
@@ -105,6 +118,7 @@ def _decoder(dtype: np.dtype[Any]) -> onnx.ModelProto:
             num_heads=HEADS,
             kv_num_heads=KV_HEADS,
             do_rotary=1,
+            scale=HEAD_SIZE**-0.5,
         )
         projected = matmul(attention, f"{at}.o", HEADS * HEAD_SIZE, HIDDEN)
         value = add("Add", [value, projected], f"{at}.attended")
@@ -116,8 +130,8 @@ def _decoder(dtype: np.dtype[Any]) -> onnx.ModelProto:
     matmul(norm(value, "norm"), "logits", HIDDEN, VOCABULARY)
     tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
     graph = helper.make_graph(nodes, "decoder", inputs, outputs, tensors)
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
 def _config(changes: dict[str, Any]) -> dict[str, Any]:

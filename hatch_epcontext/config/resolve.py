@@ -47,6 +47,7 @@ from hatch_epcontext.config.targets import (
     named_target,
 )
 from hatch_epcontext.errors import Diagnosed, Key, KeyNames, Kind, Problem, collect
+from hatch_epcontext.files import mentions
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Profile, Provider
@@ -182,6 +183,7 @@ class Resolver:
             yield Problem.at(key / "context-length", Kind.NOT_APPLICABLE, message, "Remove it.")
         validate = yield from self._validate(key / "validate", table.validate)
         targets = yield from self._targets_of(key, table)
+        targets = tuple(_with_plugins(target, path) for target in targets)
         model = Model(
             name=name,
             path=path,
@@ -434,6 +436,15 @@ def _compile_settings(
         "quantize": _quantize(table, provider),
     }
     return CompileSettings(**{**copied, **derived})
+
+
+def _with_plugins(target: Target, path: Path) -> Target:
+    """``target``, for which a library needs its plugins if the model at ``path`` names their operators."""
+    library = target.provider.compiler_library if target.provider.by_library else None
+    if library is None or not mentions(path, library.plugins):
+        return target
+    settings = dataclasses.replace(target.settings, compile_with="library-and-plugins")
+    return dataclasses.replace(target, settings=settings)
 
 
 def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:

@@ -162,7 +162,8 @@ class Target:
             settings.provider,
             settings.ep,
             self.plugin,
-            by_library=settings.compile_with == "library",
+            by_library=settings.compile_with != "ep",
+            with_plugins=settings.compile_with == "library-and-plugins",
         )
 
     @property

@@ -17,7 +17,7 @@ from hatch_epcontext.providers import Device, OptionValue, Provider
 from hatch_epcontext.text import parse_size
 
 Optimization = Literal["none", "basic", "extended", "all"]
-CompileWith = Literal["ep", "library"]
+CompileWith = Literal["ep", "library", "library-and-plugins"]
 Fallback = Literal["auto", "source", "none"]
 Editable = Literal["source", "compile", "skip"]
 ValidationMode = Literal["auto", "require", "structure", False]

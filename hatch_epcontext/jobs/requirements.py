@@ -46,8 +46,8 @@ def _relevant_distributions(target: Target) -> frozenset[str]:
     """The distributions whose versions can change what is compiled for ``target``."""
     provider, plugin = target.provider, target.provider.plugin
     if provider.by_library and provider.compiler_library is not None:
-        # What was compiled without the EP does not depend on it.
-        module, packages = provider.compiler_library.module, provider.compiler_library.requirements
+        # What was compiled without the EP does not depend on it, but for its plugins.
+        module, packages = provider.compiler_library.module, provider.requirements
     else:
         module = plugin.module if plugin else ""
         packages = target.requirements or provider.requirements
@@ -86,7 +86,7 @@ def versions_by_target(
             target.name,
             target.requirements,
             target.provider.plugin,
-            target.provider.by_library,
+            target.settings.compile_with,
         ): target
         for target in targets
         if not target.from_cache

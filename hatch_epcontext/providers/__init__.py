@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import HEADER as HEADER
 from hatch_epcontext.providers.base import QUANTIZED as QUANTIZED
+from hatch_epcontext.providers.base import CompilerLibrary as CompilerLibrary
 from hatch_epcontext.providers.base import Plugin as Plugin
 from hatch_epcontext.providers.base import Product as Product
 from hatch_epcontext.providers.base import Profile as Profile
@@ -64,16 +65,17 @@ def configured(
     plugin: Plugin | None,
     *,
     by_library: bool = False,
+    with_plugins: bool = False,
 ) -> Provider:
     """The provider called ``name``, with the EP that a configuration names and the library of that EP.
 
-    ``by_library``: the vendor's library compiles.
+    ``by_library``: the vendor's library compiles; ``with_plugins``: with those that the EP's package has.
     """
     provider = PROVIDERS[name]
-    if by_library and provider.compiler_library is not None:
+    if by_library and (library := provider.compiler_library) is not None:
         provider = provider.changed(
             by_library=True,
-            requirements=provider.compiler_library.requirements,
+            requirements=library.requirements + library.plugin_requirements * with_plugins,
             conflicts=(),
             distributions=DISTRIBUTIONS,
             exclusive_device=False,

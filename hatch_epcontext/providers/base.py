@@ -138,6 +138,8 @@ class CompilerLibrary:
     compute capabilities of the GPUs that it compiles for. ``options``: the EP's options that it has; the EP's
     others for compiling are errors. ``ep_versions``: the start of the versions of the EP's package that
     contain a release of the library, by the start of the library's version. Only they run what it compiles.
+    ``plugins``: the operators, of the domain com.microsoft, for which it needs the plugins in the EP's
+    package, which ``plugin_requirements`` name.
     """
 
     module: str
@@ -146,6 +148,8 @@ class CompilerLibrary:
     capabilities: tuple[str, ...]
     options: frozenset[str]
     ep_versions: Mapping[str, str]
+    plugins: frozenset[str]
+    plugin_requirements: tuple[str, ...]
 
 
 class Provider:

@@ -133,6 +133,11 @@ class TensorRTRTX(Provider):
             }
         ),
         ep_versions={"1.7.": "0.5"},
+        plugins=frozenset(
+            {"CausalConvWithState", "GroupQueryAttention", "LinearAttention", "MatMulNBits"}
+            | {"QMoE", "RotaryEmbedding"}
+        ),
+        plugin_requirements=("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5,<0.6",),
     )
     chips = _CHIPS
     options = _OPTIONS

@@ -6,8 +6,12 @@ engine's header in hexadecimal digits. The EP passes that to the library to know
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
+import importlib.util
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,7 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
-from hatch_epcontext.providers import HEADER, Profile
+from hatch_epcontext.providers import HEADER, CompilerLibrary, Profile
 from hatch_epcontext.providers.tensorrt_rtx import engine_size, sdk_version
 from hatch_epcontext.text import listing
 
@@ -50,6 +54,16 @@ _TYPES = {
 _MAX_REST = 2**20
 """The most bytes that a context model has besides its engine."""
 
+_OF_THE_EP = (
+    "In onnxruntime-genai's model builder choose -e NvTensorRtRtx, and -p fp16, int4 or bf16."
+)
+"""What to do about a language model in another form."""
+
+_DRIVER = (
+    "Install the libraries of NVIDIA's driver, which need no GPU here: libcuda1 from Debian's non-free, or "
+    "libnvidia-compute-<release> from Ubuntu. Or compile with the EP on an RTX GPU: remove chip."
+)
+
 _POOLS = {"nv_max_workspace_size": "WORKSPACE", "nv_max_shared_mem_size": "TACTIC_SHARED_MEMORY"}
 
 
@@ -60,25 +74,31 @@ def compile_with_library(
 
     Raises BuildError for what the library does not take, with its reasons.
     """
-    trt = _imported(target)
+    library = target.provider.compiler_library
+    assert library is not None, "only a target with a library is compiled by it"
+    trt = _imported(library)
     log = _log(trt)
     log.errors.clear()
     log.detailed = target.settings.provider_options.get("nv_detailed_build_log") == "1"
     source = onnx.load(prepared, load_external_data=False)
     key = target.key if model is None else model.key
+    fused = [node for node in graph.nodes(source.graph) if node.domain == "com.microsoft"]
+    if operators := sorted({node.op_type for node in fused} & library.plugins):
+        _refuse_without_heads(fused)
+        _register_plugins(trt, target, operators)
     builder = trt.Builder(log)
     network = builder.create_network(0)
     # By default a number, which differs in each engine of a process.
     network.name = result.stem
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(prepared)):
-        raise LibraryError(_not_parsed(parser, model))
+        raise LibraryError(_not_parsed(parser, model, fused))
     if problems := [*_other_tensors(network, source.graph)]:
         raise RefusedError(*problems)
     config = _configured(trt, builder, network, target, key)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
-        raise LibraryError(_not_built(log.errors, target))
+        raise LibraryError(_not_built(log.errors, target, fused))
     version = importlib.import_module(trt.__package__).__version__
     blob = bytes(engine)
     check_engine(blob, target)
@@ -105,10 +125,9 @@ def check_engine(engine: bytes, target: Target) -> None:
         raise RefusedError(_wrong(f"an engine for {gpus}, not for {listing(capabilities)}"))
 
 
-def _imported(target: Target) -> Any:
-    library = target.provider.compiler_library
-    assert library is not None, "only a target with a library is compiled by it"
+def _imported(library: CompilerLibrary) -> Any:
     try:
+        _link()
         return importlib.import_module(library.module)
     except (ImportError, OSError) as error:
         message = f"NVIDIA's library cannot be imported: {error}."
@@ -117,6 +136,63 @@ def _imported(target: Target) -> Any:
             "machine with an RTX GPU: remove chip."
         )
         raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)) from error
+
+
+def _link() -> None:
+    """Load the library through links beside one without a version: for plugins it opens itself by that name,
+    which the packages lack, and ends this process if there is none.
+    """
+    spec = importlib.util.find_spec("tensorrt_rtx_libs")
+    if sys.platform != "linux" or spec is None or spec.origin is None or spec.name in sys.modules:
+        return
+    # The libraries search the folder through which they were loaded first.
+    links = Path(tempfile.mkdtemp())
+    for file in Path(spec.origin).parent.glob("*.so.1"):
+        (links / file.stem).symlink_to(file)
+        (links / file.name).symlink_to(file)
+    for link in links.glob("*.so.1"):
+        ctypes.CDLL(str(link))
+
+
+def _register_plugins(trt: Any, target: Target, operators: Sequence[str]) -> None:
+    """Register the plugins in the EP's package, with which the library takes ``operators``."""
+    library, plugin = target.provider.compiler_library, target.provider.plugin
+    assert library is not None
+    assert plugin is not None
+    trt.get_plugin_registry()
+    if missing := _missing_plugins(plugin.module, listing(library.plugin_requirements)):
+        message = f"TensorRT RTX has no plugins for {listing(operators)}: {missing[0]}."
+        raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, missing[1]))
+
+
+def _missing_plugins(module: str, package: str) -> tuple[str, str] | None:
+    """Why the plugins in ``module`` cannot be registered, and what to do; None if they are."""
+    hint = f"Install {package}."
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return f"{module} is not installed", hint
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return str(error), _DRIVER
+    try:
+        for name in ("libcudart.so.*", "libtensorrt_plugins.so"):
+            plugins = ctypes.CDLL(str(next(Path(spec.origin).parent.glob(name), name)))
+    except OSError as error:
+        return str(error), hint
+    register = plugins.initLibNvTensorRTRtxPlugins
+    register.argtypes, register.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_bool
+    return None if register(None, b"") else ("they cannot be registered", hint)
+
+
+def _refuse_without_heads(fused: Sequence[onnx.NodeProto]) -> None:
+    """Refuse rotary embeddings without a number of heads, on which the parser ends the process."""
+    for node in fused:
+        if node.op_type == "RotaryEmbedding" and not graph.attribute(node, "num_heads", 0):
+            message = (
+                f"TensorRT RTX crashes on {node.name!r} (RotaryEmbedding), which has no num_heads."
+            )
+            raise LibraryError(Problem(Kind.COMPILE_FAILED, "", message, _OF_THE_EP))
 
 
 @functools.cache
@@ -141,7 +217,7 @@ def _log(trt: Any) -> Any:
     return Log()
 
 
-def _not_parsed(parser: Any, model: Model | None) -> Problem:
+def _not_parsed(parser: Any, model: Model | None, fused: Sequence[onnx.NodeProto]) -> Problem:
     """The problem of a model with nodes that the library's parser does not take."""
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
     named = [error for error in errors if error.node_operator()]
@@ -154,14 +230,18 @@ def _not_parsed(parser: Any, model: Model | None) -> Problem:
     message = f"TensorRT RTX does not take {shown}{more}{': ' if why else ''}{'; '.join(why)}."
     settings = () if model is None else (Setting(model.key / "cut"),)
     hint = "Change the model there, or keep only the part before or after it (not tried)."
+    if any(node.op_type.endswith("Attention") for node in fused):
+        # Each layer has one: no part is left.
+        hint, settings = f"{_OF_THE_EP} Or change the model there (not tried).", ()
     return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
 
 
-def _not_built(reasons: Sequence[str], target: Target) -> Problem:
+def _not_built(reasons: Sequence[str], target: Target, fused: Sequence[onnx.NodeProto]) -> Problem:
     reason = "; ".join(dict.fromkeys(reasons)) or "it gives no reason"
     message = f"TensorRT RTX cannot build an engine: {reason}."
     limits = sorted(_POOLS.keys() & target.settings.provider_options.keys())
     hint = f"Leave out {' or '.join(limits)}, or change it (not tried)." if limits else None
+    hint = hint or (_OF_THE_EP if fused else None)
     return Problem(Kind.COMPILE_FAILED, "", message, hint)
 
 

@@ -17,6 +17,7 @@ from hatch_epcontext.jobs.requirements import (
 )
 from hatch_epcontext.providers import DISTRIBUTIONS, Provider
 from tests.jobs.test_plan import BOTH, config, newer_python
+from tests.language_models import make_folder
 
 needs_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems have other packages"
@@ -102,6 +103,22 @@ def test_packages_that_overwrite_each_other_are_refused(
     planned = plan(config(project, RTX, TARGETS="old"))
     with pytest.raises(RequirementError, match="both installed, and overwrite each other"):
         check_environment(planned.config.targets, planned.requirements)
+
+
+@pytest.mark.parametrize(("model", "needed"), [("a.onnx", False), ("llama", True)])
+@needs_linux
+def test_only_a_language_model_needs_the_plugins_of_a_library(
+    project: Path, installed: dict[str, str], model: str, needed: bool
+) -> None:
+    make_folder(project / "models" / "llama")
+    toml = (
+        """models = ["models/{}"]\ntargets.rtx = {{ provider = "tensorrt-rtx", chip = "auto" }}"""
+    )
+    planned = plan(config(project, toml.format(model)))
+    package = "onnxruntime-ep-nv-tensorrt-rtx-cu13"
+    assert (f"{package}>=0.5,<0.6" in planned.requirements) == needed
+    (target,) = planned.config.targets
+    assert (package in versions_of(target, {package: "0.5.0"})) == needed
 
 
 @pytest.mark.parametrize(

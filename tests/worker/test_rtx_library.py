@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ctypes.util import find_library
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,36 @@ def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
     assert problem.kind is Kind.COMPILE_FAILED
     assert "'second' (Det)" in problem.message
     assert "first" not in problem.message
+
+
+@pytest.mark.parametrize(
+    ("heads", "kind", "message", "hint"),
+    [
+        (0, Kind.COMPILE_FAILED, "crashes on 'rotated'", "-e NvTensorRtRtx"),
+        (
+            2,
+            Kind.UNLOADABLE_LIBRARY,
+            "no plugins for RotaryEmbedding: libcuda.so.1",
+            "libcuda1 from",
+        ),
+    ],
+)
+def test_a_language_model_needs_another_form_or_the_driver(
+    tmp_path: Path, heads: int, kind: Kind, message: str, hint: str
+) -> None:
+    if heads and find_library("cuda"):
+        pytest.skip("this machine has NVIDIA's driver")
+    made = parsed(
+        f"""(float16[1, 4, 8] x, int64[1, 4] at) => (float16[1, 4, 8] y) {{ [rotated] y =
+        com.microsoft.RotaryEmbedding <num_heads = {heads}> (x, at, cos, sin) }}""",
+        cos=(16, 2),
+        sin=(16, 2),
+    )
+    problem = refusal(made, tmp_path, rtx())
+    assert problem.kind is kind
+    assert message in problem.message
+    assert hint in (problem.hint or "")
+    assert not problem.settings
 
 
 def test_a_type_that_the_library_changes_is_refused(tmp_path: Path) -> None:
