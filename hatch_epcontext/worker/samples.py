@@ -233,17 +233,17 @@ def run_samples(
     multiply_adds: int = 1,
     states: Mapping[str, str] | None = None,
     most: int = MANY,
-) -> list[tuple[Sample, T]]:
-    """Return the `samples` of ``inputs``, each with the result of ``run``.
+) -> list[T]:
+    """Return the result of ``run`` for each of the `samples` of ``inputs``.
 
     Raises what ``run`` raises, but not for synthetic samples after the first: they may be extremes that the
     graph rejects, although its ranges do not show it.
     """
     first, *others = samples(inputs, model, ranges, multiply_adds, states, most)
-    results = [(first, run(first))]
+    results = [run(first)]
     for sample in others:
         try:
-            results.append((sample, run(sample)))
+            results.append(run(sample))
         except ModelError:
             raise
         except Exception:

@@ -121,9 +121,9 @@ def _is_as_emulated(
     level: Level, emulated: float, runs: Sequence[ReferenceRun], model: Model
 ) -> bool:
     """Whether the run of ``level``, one of the worst, is about as near as the emulation, with that margin."""
-    longest = max(runs, key=lambda run: len(run.feeds))
+    longest = max(runs, key=lambda run: len(run.steps))
     is_worst = model.validate.inputs in SYNTHETIC and not (
-        level.run is longest and len(longest.feeds) > 1
+        level.run is longest and len(longest.steps) > 1
     )
     is_better = emulated < SENSITIVE <= level.margin
     return is_worst and level.margin >= emulated - GAIN and not is_better
@@ -161,7 +161,7 @@ def _warning(agreements: Iterable[Agreement]) -> str:
 
 
 def _place(run: ReferenceRun, number: int) -> str:
-    if len(run.feeds) > 1:
+    if len(run.steps) > 1:
         return f" in step {number + 1} of {run.name.replace(' steps', '', 1)}, with its own states"
     return "" if run.name in ("random", "given") else f" for the sample {run.name!r}"
 

@@ -190,9 +190,9 @@ class Emulator:
             return [run for run in self._reference.runs if run.on_target]
         chosen = [first.run]
         longest = max(
-            (level.run for level in others), key=lambda run: len(run.feeds), default=first.run
+            (level.run for level in others), key=lambda run: len(run.steps), default=first.run
         )
-        if len(longest.feeds) > 1:
+        if len(longest.steps) > 1:
             # The emulation does not show what kernels add to the states.
             chosen.append(longest)
         natures = {run.nature for run in chosen}
@@ -318,8 +318,8 @@ class Emulator:
     def _values(self, session: ort.InferenceSession, run: ReferenceRun) -> Iterator[Arrays]:
         """All values of ``session`` in each step of ``run``, with its inputs."""
         states, fed = self._reference.facts.states, dict[str, Array]()
-        steps = run_steps(session, run.feeds, states, "the model with all its values")
-        for feeds, outputs in zip(run.feeds, steps, strict=True):
+        steps = run_steps(session, run.steps, states, "the model with all its values")
+        for feeds, outputs in zip(run.steps, steps, strict=True):
             fed.update(feeds)
             yield {**fed, **outputs}
             fed.update({name: outputs[last] for name, last in states.items() if last in outputs})

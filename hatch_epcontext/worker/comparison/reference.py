@@ -115,21 +115,20 @@ def reference(
         ranges = ranges_for(folded, inputs, model)
         names = [value.name for value in fixed.graph.output]
         for most in (MANY,) if emulated else (SOME, MANY):
-            tried = run_samples(cpu.run, inputs, model, ranges, cost, states, most)
-            runs = [run for _, run in tried]
+            runs = run_samples(cpu.run, inputs, model, ranges, cost, states, most)
             if all(tells(name, runs) for name in names):
                 break
         outputs = {
             **output_facts(typed, chosen.reads, opset),
             **output_facts(folded, names, opset),
         }
-        random = cpu.random(*tried[0])
+        random = cpu.random(runs[0])
         is_fixed = all(tensor.is_fixed for tensor in inputs)
         batch = cpu.batch(runs) if is_fixed and cost < _SLOW else {}
         is_synthetic = model.validate.inputs in SYNTHETIC
         runs = _choose(_scoring_first(runs, outputs)) if is_synthetic else _choose_given(runs)
-        longest = max(runs, key=lambda run: len(run.feeds))
-        left = cpu.left_of(longest) if len(longest.feeds) > 1 and not chosen.values else 0.0
+        longest = max(runs, key=lambda run: len(run.steps))
+        left = cpu.left_of(longest) if len(longest.steps) > 1 and not chosen.values else 0.0
     except ModelError:
         raise
     except Exception as error:
@@ -190,19 +189,17 @@ class _SourceSession:
         return ReferenceRun(
             sample.name,
             sample.steps,
-            tuple(_some(arrays, outputs) for arrays in steps),
             sample.nature,
             sample.usual,
-            on_target=False,
+            outputs=tuple(_some(arrays, outputs) for arrays in steps),
             candidates=tuple(_some(arrays, self.inner) for arrays in steps) if self.inner else (),
         )
 
-    def random(self, sample: Sample, first: ReferenceRun) -> frozenset[str]:
-        """The outputs that differ between ``first`` and another run of ``sample``."""
+    def random(self, first: ReferenceRun) -> frozenset[str]:
+        """The outputs that differ between ``first`` and another run of the same sample."""
         if not any(map(graph.is_random, self.source.graph.node)):
             return frozenset()
-        again = self.run(sample)
-        return _differing(first, again)
+        return _differing(first, self.run(first))
 
     def batch(self, runs: Sequence[ReferenceRun]) -> Mapping[str, Mapping[str, int]]:
         """The axis of the batch: see `Validation`. ``runs``: those of single samples."""
@@ -213,10 +210,10 @@ class _SourceSession:
             # The graph may reject another batch, or reversed values.
             with contextlib.suppress(Exception):
                 if other is first:
-                    reverse = {name: np.flip(array) for name, array in first.feeds[0].items()}
+                    reverse = {name: np.flip(array) for name, array in first.feeds.items()}
                     other = self.run(Sample("", (reverse,)))
                 feeds = {
-                    name: np.concatenate([run.feeds[0][name] for run in (first, other)], axis)
+                    name: np.concatenate([run.feeds[name] for run in (first, other)], axis)
                     for name, axis in axes["inputs"].items()
                 }
                 (both,) = self.run(Sample("", (feeds,))).outputs
@@ -234,7 +231,7 @@ class _SourceSession:
     def _batch_axes(self, run: ReferenceRun) -> list[dict[str, dict[str, int]]]:
         """What may be the axis of the batch in all inputs and outputs of ``run``."""
         values = {"inputs": self.session.get_inputs(), "outputs": self.session.get_outputs()}
-        names = {"inputs": run.feeds[0].keys(), "outputs": run.outputs[0].keys()}
+        names = {"inputs": run.feeds.keys(), "outputs": run.outputs[0].keys()}
         symbols = [size for value in values["inputs"][:1] for size in value.shape]
         candidates = []
         for symbol in (*filter(lambda size: isinstance(size, str), symbols), None):
@@ -258,7 +255,7 @@ class _SourceSession:
 
         Means and counters keep it; the gates of LSTMs turn it into other differences.
         """
-        first, *others = run.feeds
+        first, *others = run.steps
         rng, left = np.random.default_rng(0), 0.0
         # The graph may reject such values.
         with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
@@ -331,7 +328,7 @@ def _is_same(out: Array, ref: Array) -> bool:
 
 def _choose_given(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
     """``runs``, of which the target runs the first few too; or the sequences of steps."""
-    sequences = [run for run in runs if len(run.feeds) > 1]
+    sequences = [run for run in runs if len(run.steps) > 1]
     number = 1 if len(sequences) > 1 else _MAX_ON_TARGET
     names = {run.name for run in (*runs[:number], *sequences)}
     return [replace(run, on_target=run.name in names) for run in runs]
@@ -349,7 +346,7 @@ def _scoring_first(
         return min(map(float, largest), default=math.inf)
 
     if score(first) < _NO_SCORE:
-        single = (run for run in runs if run.usual and len(run.feeds) == 1)
+        single = (run for run in runs if run.usual and len(run.steps) == 1)
         first = max(single, key=score, default=first)
     return [first, *(run for run in runs if run is not first)]
 
@@ -450,8 +447,8 @@ def with_noise(path: Path, expected: Reference) -> Reference:
     round_weights(onnx_model)
     rng, runs = np.random.default_rng(1), []
     for run in expected.runs:
-        feeds = ({name: _rounded(array, rng) for name, array in fed.items()} for fed in run.feeds)
-        runs.append(replace(run, feeds=tuple(feeds)))
+        feeds = ({name: _rounded(array, rng) for name, array in fed.items()} for fed in run.steps)
+        runs.append(replace(run, steps=tuple(feeds)))
     outputs = dict(expected.facts.outputs)
     with temp_dir() as folder:
         save_whole(onnx_model, folder / "rounded.onnx")

@@ -23,30 +23,26 @@ from hatch_epcontext.worker.comparison.selections import Selections, select
 from hatch_epcontext.worker.ort_values import not_finite, run
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
+from hatch_epcontext.worker.samples import Sample
 
 _OTHERS = 8
 """The number of samples that show how large an output's values are."""
 
 
 @dataclass(frozen=True)
-class ReferenceRun:
-    """One sample and the source's outputs. With several steps, states are fed back: ``feeds`` has them in the
-    first step only.
+class ReferenceRun(Sample):
+    """One sample, with the source's ``outputs`` in each of its steps.
 
-    ``candidates``: in each step the values inside the source that its selections need. ``nature`` and
-    ``usual``: see `Sample`. ``on_target``: whether the target runs it too, if no emulation chooses samples.
+    ``candidates``: in each step the values inside the source that its selections need. ``on_target``: whether
+    the target runs it too, if no emulation chooses samples.
     """
 
-    name: str
-    feeds: tuple[Arrays, ...]
-    outputs: tuple[Arrays, ...]
-    nature: str
-    usual: bool
-    on_target: bool
+    outputs: tuple[Arrays, ...] = ()
+    on_target: bool = False
     candidates: tuple[Arrays, ...] = ()
 
     @property
-    def steps(self) -> Iterator[tuple[Arrays, Arrays]]:
+    def results(self) -> Iterator[tuple[Arrays, Arrays]]:
         """The outputs of each step, and its candidates."""
         return zip(self.outputs, self.candidates or [{}] * len(self.outputs), strict=True)
 
@@ -82,7 +78,7 @@ class Reference:
     @property
     def feeds(self) -> Arrays:
         """The first sample."""
-        return self.runs[0].feeds[0]
+        return self.runs[0].feeds
 
     def elsewhere(self, output: str) -> Elsewhere:
         """The values of ``output`` for the first usual samples."""
@@ -94,7 +90,7 @@ class Reference:
         self, session: ort.InferenceSession, run: ReferenceRun, limits: Tolerance, what: str
     ) -> Iterator[list[Agreement]]:
         """Run ``session``, of the form ``what`` of a model, on the steps of ``run``, and compare each."""
-        for number, outputs in enumerate(run_steps(session, run.feeds, self.facts.states, what)):
+        for number, outputs in enumerate(run_steps(session, run.steps, self.facts.states, what)):
             yield self.compare(run, number, outputs, limits)
 
     def compare(
@@ -137,7 +133,7 @@ class Reference:
 
 def values_of(output: str, runs: Iterable[ReferenceRun]) -> list[Array]:
     """The values of ``output``, or of a candidate, in all steps of ``runs``."""
-    steps = (step for run in runs for step in run.steps)
+    steps = (step for run in runs for step in run.results)
     arrays = (outputs.get(output, candidates.get(output)) for outputs, candidates in steps)
     return [array for array in arrays if array is not None]
 
@@ -211,7 +207,7 @@ def for_other_numbers(expected: Reference) -> Reference:
     A quantizer scales to the range of values, and is inexact for constants, which have no range. So only the
     first sample is compared, and the first steps of a recurrent model.
     """
-    steps = next((run for run in expected.runs if len(run.feeds) > 1), None)
+    steps = next((run for run in expected.runs if len(run.steps) > 1), None)
     runs = tuple(
         replace(run, on_target=index == 0 or run is steps)
         for index, run in enumerate(expected.runs)

@@ -23,7 +23,7 @@ WANTED: Arrays = {"y": np.linspace(1, 2, 10, dtype=np.float32)}
 def compared(
     outputs: Arrays, tolerance: Tolerance, subject: Subject, wanted: Arrays
 ) -> list[Agreement]:
-    run = ReferenceRun("given", ({},), (wanted,), "", usual=True, on_target=True)
+    run = ReferenceRun("given", ({},), outputs=(wanted,), on_target=True)
     reference = Reference((run,), Facts())
     measured = reference.compare(run, 0, outputs, tolerance)
     return [explain(agreement, tolerance, subject, reference.facts) for agreement in measured]

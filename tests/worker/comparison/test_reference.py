@@ -94,9 +94,9 @@ def test_states_are_fed_back(tmp_path: Path) -> None:
     made = lstm()
     spec, expected = referred(made, tmp_path)
     steps = expected.runs[2]
-    assert (len(steps.feeds), steps.on_target) == (8, True)
-    assert not steps.feeds[0]["h0"].any()
-    assert set(steps.feeds[1]) == {"x"}
+    assert (len(steps.steps), steps.on_target) == (8, True)
+    assert not steps.steps[0]["h0"].any()
+    assert set(steps.steps[1]) == {"x"}
     check_second_step(spec, steps)
 
 
@@ -104,7 +104,7 @@ def check_second_step(spec: Model, steps: ReferenceRun) -> None:
     """It has the states that the first one gives."""
     session = open_session(Path(spec.path), cpu_options())
     states = {"h0": steps.outputs[0]["h1"], "c0": steps.outputs[0]["c1"]}
-    second = session.run(["h1"], {**steps.feeds[1], **states})[0]
+    second = session.run(["h1"], {**steps.steps[1], **states})[0]
     assert np.array_equal(second, steps.outputs[1]["h1"])
 
 
@@ -135,10 +135,10 @@ def test_given_steps_are_run_with_the_states_of_the_model(tmp_path: Path) -> Non
     made = lstm()
     given = save_steps(tmp_path / "samples", "a-1", "a-2", "a-3", "b-1", "b-2")
     spec, expected = referred(made, tmp_path, validate=ValidateTable(inputs=str(given)))
-    on_target = [(run.name, len(run.feeds)) for run in expected.runs if run.on_target]
+    on_target = [(run.name, len(run.steps)) for run in expected.runs if run.on_target]
     assert on_target == [("a-1", 1), ("3 steps from 'a-1'", 3), ("2 steps from 'b-1'", 2)]
     steps = expected.runs[-1]
-    assert steps.feeds[0]["h0"].any()
+    assert steps.steps[0]["h0"].any()
     check_second_step(spec, steps)
 
 
@@ -168,7 +168,7 @@ def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:
     problems = differences(check(counter(2.1), spec, expected, tmp_path).agreements)
     assert re.search(r"in step \d+ of .*, with its own states", problems[0].message)
     spec, alone = referred(counter(2.0), tmp_path)
-    assert not any(len(run.feeds) > 1 for run in alone.runs)
+    assert not any(len(run.steps) > 1 for run in alone.runs)
     assert not differences(check(counter(2.1), spec, alone, tmp_path).agreements)
 
 
@@ -252,7 +252,7 @@ def test_a_reference_is_kept_in_a_file(tmp_path: Path, name: str) -> None:
     assert found.facts == expected.facts
     for one, other in zip(found.runs, expected.runs, strict=True):
         assert (one.name, one.usual, one.on_target) == (other.name, other.usual, other.on_target)
-        for a, b in zip((*one.feeds, *one.outputs), (*other.feeds, *other.outputs), strict=True):
+        for a, b in zip((*one.steps, *one.outputs), (*other.steps, *other.outputs), strict=True):
             assert a.keys() == b.keys()
             assert all(np.array_equal(a[name], b[name]) for name in a)
 
@@ -271,7 +271,7 @@ def test_a_reference_is_kept_in_a_file(tmp_path: Path, name: str) -> None:
 def test_a_file_keeps_the_values_of_every_type(tmp_path: Path, array: Array) -> None:
     numbers = np.array([1, 2], np.float32)
     tensors = {"before": numbers, "x": array, "after": numbers}
-    run = ReferenceRun("a", (tensors,), (tensors,), "any", usual=True, on_target=True)
+    run = ReferenceRun("a", (tensors,), outputs=(tensors,), on_target=True)
     written = write_reference(Reference((run,), Facts()), tmp_path / "reference.bin")
     found = read_reference(written).runs[0].outputs[0]
     assert {name: (each.dtype, each.tolist()) for name, each in found.items()} == {

@@ -111,7 +111,7 @@ class Compared:
         # As workers get it.
         written = write_reference(reference(self.model, onnx.load(path)), folder / "reference")
         self.expected: Reference = read_reference(written)
-        ((self.wanted, self.candidates),) = self.expected.runs[0].steps
+        ((self.wanted, self.candidates),) = self.expected.runs[0].results
 
     def compare(self, outputs: Arrays, limits: Tolerance = HALF) -> Sequence[Agreement]:
         measured = self.expected.compare(self.expected.runs[0], 0, outputs, limits)
