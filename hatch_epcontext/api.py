@@ -31,7 +31,7 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.graph.facts import NodeFacts, TensorFacts
-from hatch_epcontext.jobs.artifact import FailureReport, Preparation, Result, Times
+from hatch_epcontext.jobs.artifact import FailureReport, Result, Times
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import JobReport, ModelReport, Report
@@ -47,6 +47,7 @@ from hatch_epcontext.worker.requests import ContextFacts, InspectReply
 from hatch_epcontext.worker.results import (
     Agreement,
     Coverage,
+    Preparation,
     Validation,
     ValidationStatus,
 )

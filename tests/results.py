@@ -12,7 +12,6 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import (
     Artifact,
     Built,
-    Preparation,
     Recipe,
     Record,
     Result,
@@ -26,6 +25,7 @@ from hatch_epcontext.worker.results import (
     Context,
     Coverage,
     ModelFacts,
+    Preparation,
     Validation,
     ValidationStatus,
 )

@@ -15,7 +15,13 @@ from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.number_format import CORRECTIONS, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.serialize import value_sha256
-from hatch_epcontext.worker.results import Context, ModelFacts, Simplifier, Validation
+from hatch_epcontext.worker.results import (
+    Context,
+    ModelFacts,
+    Preparation,
+    Simplifier,
+    Validation,
+)
 
 GENERATOR = "hatch-epcontext"
 """The name that manifests and reports give as their generator, followed by the version."""
@@ -23,28 +29,6 @@ GENERATOR = "hatch-epcontext"
 
 PACKAGE = "package"
 """The folder below staging that becomes the model package: cached artifacts go straight to their place."""
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """How a model was prepared: the simplifier, the nodes before and after.
-
-    ``precision``: how its numbers were changed, in words.
-    ``rewrites``: what was rewritten.
-    ``options``: those with which the EP compiles more nodes.
-    ``tried``: other recipes, each with its result.
-    ``declined``: why rewrites left refused nodes as they are.
-    """
-
-    simplifier: Simplifier
-    nodes_before: int
-    nodes: int
-    control_flow: tuple[str, ...] = ()
-    precision: str | None = None
-    rewrites: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    tried: tuple[str, ...] = ()
-    declined: tuple[Declined, ...] = ()
 
 
 Operators = tuple[str, ...]

@@ -42,7 +42,12 @@ def failure(job: Job, tried: Sequence[Attempt], jobs: Iterable[Job] = ()) -> Bui
             for attempt in tried
             for reason in attempt.declined
         }
-        problems = _low_coverage(job, cause, [*declined.values()])
+        form, contexts = cause.recipe.form_of(job), cause.record.contexts if cause.record else ()
+        problems = tuple(
+            problem
+            for model, context in zip(form.models, contexts, strict=True)
+            if (problem := low_coverage(context.coverage, form.target, model, [*declined.values()]))
+        )[:1]
     else:
         # Without dynamic quantization, if that was undone; or of the last simplifier, if none works.
         refused = [attempt for attempt in tried if attempt.stopped_in == "compile"]
@@ -88,16 +93,6 @@ def _with_own_keys(job: Job, problem: Problem) -> Problem:
 
     settings = (replace(setting, key=own(setting.key)) for setting in problem.settings)
     return replace(problem, settings=tuple(settings))
-
-
-def _low_coverage(job: Job, attempt: Attempt, declined: Sequence[Declined]) -> tuple[Problem, ...]:
-    """The problem of the first model of which less was compiled than the job's target requires."""
-    form, contexts = attempt.recipe.form_of(job), attempt.record.contexts if attempt.record else ()
-    problems = (
-        low_coverage(context.coverage, form.target, model, declined)
-        for model, context in zip(form.models, contexts, strict=True)
-    )
-    return tuple(filter(None, problems))[:1]
 
 
 def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:

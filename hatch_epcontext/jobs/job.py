@@ -384,9 +384,9 @@ def worst_of_alone(alone: Sequence[Validation], reason: str) -> Validation:
 
 def check_required(job: Job, model: Model, validation: Validation) -> None:
     """Raise BuildError if ``model`` must be run, and was not, or if its comparison is inconclusive."""
-    validate = model.key / "validate"
     if model.validate.mode != "require":
         return
+    validate = model.key / "validate"
     if validation.status is not ValidationStatus.RAN and not job.target.from_cache:
         only_mode = replace(model.validate, mode="auto") == ValidateTable()
         reason = validation.reason or "it was not run"

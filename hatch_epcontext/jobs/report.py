@@ -12,7 +12,6 @@ from hatch_epcontext.jobs.artifact import (
     GENERATOR,
     Built,
     FailureReport,
-    Preparation,
     Result,
     Source,
     Times,
@@ -24,6 +23,7 @@ from hatch_epcontext.worker.results import (
     Context,
     Coverage,
     Emulation,
+    Preparation,
     Validation,
     ValidationStatus,
 )

@@ -42,19 +42,6 @@ _IN_TURN = (
 )
 
 
-def _relevant_distributions(target: Target) -> frozenset[str]:
-    """The distributions whose versions can change what is compiled for ``target``."""
-    provider, plugin = target.provider, target.provider.plugin
-    if provider.by_library and provider.compiler_library is not None:
-        # What was compiled without the EP does not depend on it, but for its plugins.
-        module, packages = provider.compiler_library.module, provider.requirements
-    else:
-        module = plugin.module if plugin else ""
-        packages = target.requirements or provider.requirements
-    own = owners(module.split(".")[0]) if module else frozenset[str]()
-    return own.union(map(_name, packages), DISTRIBUTIONS)
-
-
 @functools.lru_cache
 def owners(package: str) -> frozenset[str]:
     """The installed distributions that have files in the import package ``package``."""
@@ -67,35 +54,24 @@ def owners(package: str) -> frozenset[str]:
 
 
 def versions_of(target: Target, installed_versions: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``installed_versions`` with which ``target`` is compiled."""
-    versions: dict[str, str | None] = dict(installed_versions)
-    relevant = sorted(_relevant_distributions(target))
-    for name in relevant:
-        if name not in DISTRIBUTIONS:
-            versions.setdefault(name, installed(name))
+    """The versions of the distributions that can change what is compiled for ``target``.
+
+    ``installed_versions``: those that are known.
+    """
+    provider, plugin = target.provider, target.provider.plugin
+    if provider.by_library and provider.compiler_library is not None:
+        # What was compiled without the EP does not depend on it, but for its plugins.
+        module, packages = provider.compiler_library.module, provider.requirements
+    else:
+        module = plugin.module if plugin else ""
+        packages = target.requirements or provider.requirements
+    own = owners(module.split(".")[0]) if module else frozenset[str]()
+    versions = dict[str, str | None](installed_versions)
+    names = own.union(map(_name, packages))
+    for name in names.difference(versions, DISTRIBUTIONS):
+        versions[name] = installed(name)
+    relevant = sorted(names.union(DISTRIBUTIONS))
     return {name: version for name in relevant if (version := versions.get(name))}
-
-
-def versions_by_target(
-    targets: Iterable[Target], installed_versions: Mapping[str, str]
-) -> Mapping[str, Mapping[str, str]]:
-    """By the name of each target that is compiled, the versions with which any of its forms is."""
-    # Models may narrow a target. Each lookup is slow in a large environment.
-    forms = {
-        (
-            target.name,
-            target.requirements,
-            target.provider.plugin,
-            target.settings.compile_with,
-        ): target
-        for target in targets
-        if not target.from_cache
-    }
-    versions: dict[str, dict[str, str]] = {}
-    for target in forms.values():
-        own = versions.setdefault(target.name, {})
-        own.update(versions_of(target, installed_versions))
-    return versions
 
 
 def _most_demanding(targets: Iterable[Target]) -> list[Target]:

@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import make_report, summarize, validation_warnings
-from hatch_epcontext.jobs.requirements import check_environment, versions_by_target
+from hatch_epcontext.jobs.requirements import check_environment, versions_of
 from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.serialize import to_json
@@ -85,7 +85,11 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
     installed = check_environment(plan.local_targets, plan.requirements)
     read = read_sources(config, cache, workers, staging / "check")
     sources = {source.model.name: source for source in read}
-    versions = versions_by_target(plan.local_targets, installed)
+    versions: dict[str, dict[str, str]] = {}
+    for target in plan.local_targets:
+        # Models may narrow a target: what can change any of its forms counts.
+        if not target.from_cache:
+            versions.setdefault(target.name, {}).update(versions_of(target, installed))
     return Build(workers, cache, staging, versions, sources, plan.jobs)
 
 

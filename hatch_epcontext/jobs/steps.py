@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import shutil
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
 from datetime import datetime, timezone
@@ -29,7 +30,6 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import (
     Artifact,
-    Preparation,
     Recipe,
     Record,
     Refused,
@@ -40,7 +40,7 @@ from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.results import Context, Precision, Validation
+from hatch_epcontext.worker.results import Context, Precision, Preparation, Validation
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import Prepared
@@ -101,6 +101,7 @@ class Steps:
         from hatch_epcontext.worker.requests import CompileRequest
 
         start = time.monotonic()
+        options = tuple(f"{name} = {value}" for name, value in recipe.options)
         optimizes = job.target.provider.product == "optimized"
         purpose = self._purpose(job, recipe, "optimize" if optimizes else "run")
         with self.build.workers.process(purpose) as worker:
@@ -108,7 +109,6 @@ class Steps:
             if isinstance(prepared, Refused):
                 return prepared
             prepare_seconds = time.monotonic() - start
-            preparations = _preparations(recipe, prepared)
             with writing("an artifact", folder):
                 folder.mkdir(parents=True)
             target = job.target
@@ -133,11 +133,14 @@ class Steps:
                 with self.build.device(job.target), compiler as compiling:
                     reply = compiling.call(request, call, location=job.location, step="")
             except BuildError as error:
-                changes = (
-                    name for done in preparations for name in (*done.options, *done.rewrites)
-                )
+                changes = (name for model in prepared for name in (*options, *model.rewrites))
                 names = tuple(dict.fromkeys(changes))
                 return replace(_refused("compile", error, recipe), rewrites=names)
+        facts = [item.name for item in dataclasses.fields(Preparation)]
+        preparations = tuple(
+            Preparation(**{name: getattr(model, name) for name in facts} | {"options": options})
+            for model in prepared
+        )
         files, times = record_files(folder), Times(prepare_seconds, reply.seconds)
         versions = self.build.versions[job.target.name]
         return Record(recipe, preparations, reply.contexts, files, versions, times)
@@ -200,8 +203,8 @@ class Steps:
                 after = self._change(job, index, before, recipe, worker)
                 is_new = after.changed and not last.isdisjoint(after.rewrites)
                 # The rewrites for all models may change nothing in this one.
-                changed, dropped = is_new if last else before.changed, before.dropped
-                prepared = replace(after, changed=changed, dropped=(*dropped, *after.dropped))
+                changed, tried = is_new if last else before.changed, (*before.tried, *after.tried)
+                prepared = replace(after, changed=changed, tried=tried)
         elif recipe.changes:
             shorter = replace(recipe, changes=recipe.changes[:-1])
             before = self.prepare(job, index, shorter, worker)
@@ -242,8 +245,8 @@ class Steps:
         is_other_form = not recipe.dequantize or any(model.precision for model in changed)
         if is_other_form and any(model.changed for model in changed):
             return changed
-        dropped = (text for model in changed for text in model.dropped)
-        problems = (Problem(Kind.COMPILE_FAILED, "", text) for text in dropped)
+        tried = (text for model in changed for text in model.tried)
+        problems = (Problem(Kind.COMPILE_FAILED, "", text) for text in tried)
         declined = (reason for model in changed for reason in model.declined)
         return Refused("change", tuple(problems), declined=tuple(declined))
 
@@ -252,14 +255,16 @@ class Steps:
         from hatch_epcontext.worker.requests import PrepareRequest
 
         model, folder = job.models[index], self.folder / str(next(self._numbers))
-        form = _form(job, model)
+        form, settings = _form(job, model), job.target.settings
+        tolerance = model.tolerance_for(job.target) if settings.changes_precision else None
+        calibration = job.target.calibration
         request = PrepareRequest(
             model.on(job.target),
             recipe.simplifier,
             str(folder),
             model.is_compared,
             self._references.get(form),
-            precision=_precision(job, model),
+            precision=Precision(settings.dequantize, settings.quantize, calibration, tolerance),
             fuse=recipe.fuse,
             emulated=_is_emulated(job.target),
         )
@@ -279,17 +284,18 @@ class Steps:
         last = None if recipe.corrections else recipe.changes[-1]
         refused = None if last is None or last.refused is None else last.refused[index]
         if refused == ():
-            return replace(before, changed=False, dropped=())
+            return replace(before, changed=False, tried=())
         model, folder = job.models[index], self.folder / str(next(self._numbers))
-        limit, precision = job.target.settings.unroll_limit, _precision(job, model)
+        settings = job.target.settings
+        is_other = settings.changes_precision and before.precision
         request = RewriteRequest(
             model.on(job.target),
             before,
             refused,
             str(folder),
             simplify=recipe.simplifier != "none",
-            tolerance=precision.tolerance if precision and before.precision else None,
-            unroll_limit=limit if last and last.kind == "unroll" else None,
+            tolerance=model.tolerance_for(job.target) if is_other else None,
+            unroll_limit=settings.unroll_limit if last and last.kind == "unroll" else None,
             corrections=recipe.corrections,
         )
         call = folder / "call"
@@ -311,33 +317,6 @@ def _is_emulated(target: Target) -> bool:
 def _form(job: Job, model: Model) -> Hashable:
     """The form in which ``job`` needs ``model`` prepared."""
     return model.name, job.target.settings.dequantize
-
-
-def _preparations(recipe: Recipe, prepared: Sequence[Prepared]) -> tuple[Preparation, ...]:
-    """How ``prepared`` models were prepared, for the record of their artifact."""
-    return tuple(
-        Preparation(
-            recipe.simplifier,
-            model.nodes_before,
-            model.nodes,
-            model.control_flow,
-            precision=model.precision,
-            rewrites=model.rewrites,
-            options=tuple(f"{name} = {value}" for name, value in recipe.options),
-            tried=model.dropped,
-            declined=model.declined,
-        )
-        for model in prepared
-    )
-
-
-def _precision(job: Job, model: Model) -> Precision | None:
-    """How ``job`` changes the numbers of ``model``."""
-    settings = job.target.settings
-    if not (settings.dequantize or settings.quantize):
-        return None
-    tolerance = model.tolerance_for(job.target) if settings.changes_precision else None
-    return Precision(settings.dequantize, settings.quantize, job.target.calibration, tolerance)
 
 
 def _refused(

@@ -24,11 +24,11 @@ from hatch_epcontext.config.settings import CompileSettings, Target
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
-from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source
+from hatch_epcontext.jobs.artifact import GENERATOR, Built, Result, Source
 from hatch_epcontext.providers import Plugin, Product
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
-from hatch_epcontext.worker.results import Coverage, Validation
+from hatch_epcontext.worker.results import Coverage, Preparation, Validation
 
 FILE = "manifest.json"
 """The name of the manifest."""

@@ -12,13 +12,14 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Declined, Range, TensorFacts
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.results import (
     Context,
     ModelFacts,
     Precision,
+    Preparation,
     Simplifier,
     Validation,
 )
@@ -72,29 +73,20 @@ class CheckRequest(WorkerRequest[tuple[ModelFacts, ...]], action="check"):
     models: tuple[Model, ...]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A prepared model: its absolute path, its nodes, and those of the source with its shapes.
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Preparation):
+    """A prepared model, and its absolute path.
 
-    ``control_flow``: operators that choose or repeat inner graphs. ``ranges``: those of the inputs, if dummy
-    inputs are random. ``reference``: the absolute path of the file with the outputs of the source model on
-    the CPU, if they were compared and fit into one. ``precision``: how its numbers were changed, in words.
-    ``applicable``: the rewrites for a number format that may change it. ``rewrites``: the names of those in
-    it. ``declined``: why others left refused nodes as they are; ``dropped``: changes that were wrong and left
-    out, each with the reason. ``changed``: whether the last step of its recipe changed it.
+    ``ranges``: those of the inputs, if dummy inputs are random. ``reference``: the absolute path of the file
+    with the outputs of the source model on the CPU, if they were compared and fit into one. ``applicable``:
+    the rewrites for a number format that may change it. ``changed``: whether the last step of its recipe
+    changed it.
     """
 
     path: str
-    nodes_before: int = 0
-    nodes: int = 0
-    control_flow: tuple[str, ...] = ()
     ranges: Mapping[str, Range] = field(default_factory=dict)
     reference: str | None = None
-    precision: str | None = None
     applicable: tuple[RewriteName, ...] = ()
-    rewrites: tuple[str, ...] = ()
-    declined: tuple[Declined, ...] = ()
-    dropped: tuple[str, ...] = ()
     changed: bool = True
 
 

@@ -15,7 +15,7 @@ from hatch_epcontext.config.settings import Quantize
 from hatch_epcontext.config.tables import Dequantize
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import NodeFacts, TensorFacts
+from hatch_epcontext.graph.facts import Declined, NodeFacts, TensorFacts
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import aligned, count
 
@@ -59,6 +59,29 @@ class Precision:
     quantize: Quantize | None
     calibration: str
     tolerance: Tolerance | None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How a model was prepared: the simplifier, the nodes before and after.
+
+    ``control_flow``: operators that choose or repeat inner graphs.
+    ``precision``: how its numbers were changed, in words.
+    ``rewrites``: what was rewritten.
+    ``options``: those with which the EP compiles more nodes.
+    ``tried``: changes that were wrong and left out, and other recipes, each with its result.
+    ``declined``: why rewrites left refused nodes as they are.
+    """
+
+    simplifier: Simplifier
+    nodes_before: int
+    nodes: int
+    control_flow: tuple[str, ...] = ()
+    precision: str | None = None
+    rewrites: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
+    declined: tuple[Declined, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from hatch_epcontext.jobs.artifact import Artifact, Preparation
+from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.report import Report, make_report, summarize
 from hatch_epcontext.jobs.report_file import render_page
 from hatch_epcontext.serialize import from_json, to_json
-from hatch_epcontext.worker.results import Agreement, Coverage, Validation, ValidationStatus
+from hatch_epcontext.worker.results import (
+    Agreement,
+    Coverage,
+    Preparation,
+    Validation,
+    ValidationStatus,
+)
 from tests.results import configured, resulting
 
 

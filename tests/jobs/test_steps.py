@@ -13,13 +13,13 @@ from onnx import helper
 from hatch_epcontext.errors import AccidentError, Kind
 from hatch_epcontext.files import record_file
 from hatch_epcontext.graph.number_format import ALWAYS
-from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Refused, Source
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.steps import Build, Steps
-from hatch_epcontext.worker.results import ModelFacts, Validation
+from hatch_epcontext.worker.results import ModelFacts, Preparation, Validation
 from tests.altered_workers import workers_with
 from tests.conftest import needs_qnn
 from tests.models import network, parsed, save, weights

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Artifact, Preparation, Result
+from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.package.manifest import (
     ModelPackage,
     Variant,
@@ -19,6 +19,7 @@ from hatch_epcontext.package.manifest import (
 from hatch_epcontext.providers import Plugin
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.shipped import METADATA
+from hatch_epcontext.worker.results import Preparation
 from tests.projects import GROUP
 from tests.results import compiled, configured, resulting
 

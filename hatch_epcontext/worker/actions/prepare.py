@@ -88,14 +88,15 @@ def handle(request: PrepareRequest) -> Prepared:
         _compare(simplified, result, expected, request, done)
     prepared = onnx.load(result, load_external_data=False)
     return Prepared(
-        str(result),
+        request.simplifier,
         nodes_before,
         len(graph.compute_nodes(prepared.graph)),
         graph.control_flow(prepared.graph),
-        ranges_for(folded, list(map(graph.facts, graph.inputs(onnx_model.graph))), model),
-        outputs_path,
         precision,
-        applicable(prepared.graph),
+        path=str(result),
+        ranges=ranges_for(folded, list(map(graph.facts, graph.inputs(onnx_model.graph))), model),
+        reference=outputs_path,
+        applicable=applicable(prepared.graph),
     )
 
 

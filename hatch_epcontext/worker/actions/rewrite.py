@@ -69,13 +69,13 @@ def handle(request: RewriteRequest) -> Prepared:
     model = work.read()
     names, declined = apply(model, candidates, work.refused, work.types)
     if not names:
-        return replace(before, changed=False, declined=declined, dropped=())
+        return replace(before, changed=False, declined=declined, tried=())
     try:
-        return replace(work.write(model, names), declined=declined, dropped=())
+        return replace(work.write(model, names), declined=declined, tried=())
     except Exception as error:
         if len(names) == 1:
             note = _dropped(names[0], error)
-            return replace(before, changed=False, declined=declined, dropped=(note,))
+            return replace(before, changed=False, declined=declined, tried=(note,))
     # One after the other: those that change results are left out.
     best = replace(before, changed=False)
     dropped: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ def handle(request: RewriteRequest) -> Prepared:
             dropped = (*dropped, _dropped(rewrite.name, error))
         else:
             kept = (*kept, rewrite)
-    return replace(best, declined=declined, dropped=dropped)
+    return replace(best, declined=declined, tried=dropped)
 
 
 def _unroll(work: _RewriteSession, limit: int) -> Prepared:
@@ -109,12 +109,12 @@ def _unroll(work: _RewriteSession, limit: int) -> Prepared:
             folder = Path(tempfile.mkdtemp(prefix="unrolled-", dir=request.folder))
             path, session = work.write_model(model, path.parent, folder)
         if not names:
-            return replace(before, changed=False, declined=declined, dropped=())
+            return replace(before, changed=False, declined=declined, tried=())
         work.compare(session, path)
     except Exception as error:
         note = (_dropped("; ".join(names) or "unrolling", error),)
-        return replace(before, changed=False, declined=(), dropped=note)
-    return replace(_rewritten(before, path, names), declined=declined, dropped=())
+        return replace(before, changed=False, declined=(), tried=note)
+    return replace(_rewritten(before, path, names), declined=declined, tried=())
 
 
 def _rewritten(before: Prepared, path: Path, names: Iterable[str]) -> Prepared:

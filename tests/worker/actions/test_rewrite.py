@@ -71,7 +71,7 @@ def test_a_rewrite_is_as_near_to_the_source_as_what_is_rewritten(
         corrections=("square",),
     )
     assert reply.rewrites == kept
-    assert bool(reply.dropped) is not bool(kept)
+    assert bool(reply.tried) is not bool(kept)
 
 
 def softplus_and_comparison() -> onnx.ModelProto:
@@ -103,7 +103,7 @@ def test_what_is_refused_is_rewritten(
     kinds = ("Softplus", "Log", "GreaterOrEqual", "Or")
     assert [operator for operator in after if operator in kinds] == expected
     assert reply.nodes == len(after)
-    assert reply.dropped == ()
+    assert reply.tried == ()
 
 
 def test_external_data_stays_outside(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_rewrite_that_changes_results_is_dropped(
     monkeypatch.setattr(rewrite, "REWRITES", (wrong, *REWRITES))
     reply = rewritten(save(softplus_and_comparison(), tmp_path / "a.onnx"), tmp_path, None)
     assert len(reply.rewrites) == 2
-    (dropped,) = reply.dropped
+    (dropped,) = reply.tried
     assert dropped.startswith("wrong: the output 'y' differs from the source model's")
 
 

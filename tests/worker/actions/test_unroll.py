@@ -46,7 +46,7 @@ def unroll(
     folder.mkdir()
     file = folder.with_suffix(".reference")
     written = write_reference(reference(spec, onnx.load(path)), file) if compare else None
-    before, out = Prepared(str(path), reference=written), str(folder)
+    before, out = Prepared("none", 1, 1, path=str(path), reference=written), str(folder)
     request = RewriteRequest(spec, before, refused, out, True, unroll_limit=limit)
     return handle(request)
 
@@ -87,14 +87,14 @@ def test_a_layer_with_other_gates_is_named(tmp_path: Path) -> None:
     reply = unroll(path, tmp_path / "out", compare=False)
     reason = "its input and forget gates are coupled"
     assert reply.declined == (Declined(reason, "unroll_recurrent", "LSTM", "layer"),)
-    assert reply.dropped == ()
+    assert reply.tried == ()
 
 
 def test_the_limit_is_named(tmp_path: Path) -> None:
     path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", limit=5)
     assert not reply.changed
-    assert "more than 5 nodes (unroll-limit)" in reply.dropped[0]
+    assert "more than 5 nodes (unroll-limit)" in reply.tried[0]
 
 
 def test_a_layer_with_external_data_is_unrolled(tmp_path: Path) -> None:
@@ -114,4 +114,4 @@ def test_what_changes_the_results_is_dropped(
     text = "(float[2] x, float[2] z) => (float[2] y) { y = Sub (x, z) }"
     reply = unroll(save(parsed(text), tmp_path / "a.onnx"), tmp_path / "out")
     assert not reply.changed
-    assert "sub_as_add" in reply.dropped[0]
+    assert "sub_as_add" in reply.tried[0]
