@@ -178,8 +178,7 @@ class Cluster:
         record, folder = outcome.record, self._build.staging / PACKAGE / job.folder
         if record is None:
             raise BuildError(*outcome.problems)
-        for name, file in record.files.items():
-            self._transport.fetch_file(file.sha256, file.size, folder / name)
+        self._transport.fetch_files(record.files, folder)
         artifact, form = Artifact(folder, record), record.recipe.form_of(job)
         built = Built(form, artifact, outcome.validations, cached=False)
         if outcome.search is not None:
@@ -307,8 +306,7 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
     workers = Workers(task.timeout, memory_limit=task.memory_limit)
     threading.Thread(target=watch, args=[worker.get_current_task()], daemon=True).start()
     versions = look(to_json(task.job), task.versions, worker)
-    for path, file in task.files.items():
-        transport.fetch_file(file.sha256, file.size, Path(path))
+    transport.fetch_files(task.files, folder)
     own_cache = os.environ.get(f"{PREFIX}CACHE_DIR")
     cache = Cache(
         Path(own_cache) if own_cache else default_root(), logging.getLogger(_NAME).warning

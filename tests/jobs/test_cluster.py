@@ -270,18 +270,18 @@ def test_all_files_go_once_through_the_shared_cache_to_where_resources_are(run: 
 def test_only_the_build_signs_what_it_has_checked(
     run: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch_file, (private, public) = Transport.fetch_file, new_keys()
+    fetch_files, (private, public) = Transport.fetch_files, new_keys()
 
-    def alter(self: Transport, sha256: str, size: int, path: Path) -> None:
-        (sent,) = run.shared.rglob(sha256)
+    def alter(self: Transport, files: Mapping[str, FileRecord], folder: Path) -> None:
+        (sent,) = run.shared.rglob(next(iter(files.values())).sha256)
         sent.write_bytes(sent.read_bytes()[:-1] + b"?")
-        fetch_file(self, sha256, size, path)
+        fetch_files(self, files, folder)
         pytest.fail("other content was fetched")
 
     toml = f'{CPU}[build]\nshared-cache-keys = ["{public}"]\n'
     signing = {"SHARED_CACHE_WRITE": "1", "SHARED_CACHE_KEY": private}
     with monkeypatch.context() as patch:
-        patch.setattr(Transport, "fetch_file", alter)
+        patch.setattr(Transport, "fetch_files", alter)
         problem = run.problem(toml, signing)
     assert (problem.kind, problem.where()) == (Kind.UNUSABLE_CACHE, "a -> x")
     assert "has other content" in problem.message

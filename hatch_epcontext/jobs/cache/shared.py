@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,19 +121,22 @@ class Transport:
             self._intact[file.sha256] = True
         return file
 
-    def fetch_file(self, sha256: str, size: int, path: Path) -> None:
-        """Download the file that `send_file` sent, and no more bytes, to ``path``, which must not exist.
+    def fetch_files(self, files: Mapping[str, FileRecord], folder: Path) -> None:
+        """Download files that `send_file` sent, and no more bytes, to their paths in ``folder``; none exists.
 
-        Raises OSError, and DamagedError if it is missing or has other content: then it is sent again.
+        Raises OSError, and DamagedError if one is missing or has other content: then it is sent again.
         """
-        is_intact = False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(MissingError):
-            self.fetch(f"{_FILES}/{sha256}", path, size)
-            is_intact = record_file(path) == FileRecord(size, sha256)
-        self._intact[sha256] = is_intact
-        if not is_intact:
-            raise DamagedError(f"{self.url}/{_FILES}/{sha256} is missing or has other content")
+        for name, file in files.items():
+            path, is_intact = folder / name, False
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(MissingError):
+                self.fetch(f"{_FILES}/{file.sha256}", path, file.size)
+                is_intact = record_file(path) == file
+            self._intact[file.sha256] = is_intact
+            if not is_intact:
+                raise DamagedError(
+                    f"{self.url}/{_FILES}/{file.sha256} is missing or has other content"
+                )
 
     def send(self, source: Path, name: str) -> None:
         """Upload the file ``source`` as ``name``."""
@@ -294,9 +297,8 @@ class SharedCache:
         """
         with self._reported_faults():
             record = self._record(kind, key, type_)
-            for name, file in files_of(record).items():
-                if folder is not None:
-                    self.transport.fetch_file(file.sha256, file.size, folder / name)
+            if folder is not None:
+                self.transport.fetch_files(files_of(record), folder)
             self._known[kind, key] = record
             return record
         self._known.setdefault((kind, key), None)

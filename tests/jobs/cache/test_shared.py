@@ -20,7 +20,7 @@ import pytest
 
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.settings import BuildSettings
-from hatch_epcontext.files import record_file, record_files
+from hatch_epcontext.files import FileRecord, record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache.shared import SharedCache, Transport
 from hatch_epcontext.jobs.cache.signing import new_keys, sign, verify
@@ -126,10 +126,10 @@ def test_a_file_is_sent_once_and_fetched_by_its_content(server: WebServer, tmp_p
         file == record_file(tmp_path / "file") == Transport(server.url).send_file(tmp_path / "file")
     )
     assert [method for method, _ in server.requests].count("PUT") == 1
-    Transport(server.url).fetch_file(file.sha256, file.size, tmp_path / "fetched")
+    Transport(server.url).fetch_files({"fetched": file}, tmp_path)
     assert record_file(tmp_path / "fetched") == file
     with pytest.raises(DamagedError, match=f"{OTHER} is missing"):
-        Transport(server.url).fetch_file(OTHER, 3, tmp_path / "other")
+        Transport(server.url).fetch_files({"other": FileRecord(3, OTHER)}, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_a_transfer_that_progresses_is_waited_for(tmp_path: Path) -> None:
 
     with serving(send) as url:
         # The first answer waits for imports too.
-        Transport(url, timeout=3).fetch_file(file.sha256, file.size, tmp_path / "fetched")
+        Transport(url, timeout=3).fetch_files({"fetched": file}, tmp_path)
     assert record_file(tmp_path / "fetched") == file
 
 
