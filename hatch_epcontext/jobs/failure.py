@@ -156,7 +156,9 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
     if is_quantized and target.settings.dequantize != "all" and not target.settings.quantize:
         hint = "Undo the quantization of the weights, which makes the model larger (not tried)."
         return hint, (Setting(target.place("dequantize"), "all"),)
-    return "Change the model at these nodes, or cut it before them (not tried).", ()
+    # Each layer of a transformer has one: no part would be left.
+    cuts = "" if any(node.op.endswith("Attention") for node in nodes) else ", or cut it before them"
+    return f"Change the model at these nodes{cuts} (not tried).", ()
 
 
 def _with_declined(node: NodeFacts, declined: Sequence[Declined]) -> NodeFacts:
