@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,75 +61,25 @@ def handle(request: RewriteRequest) -> Prepared:
 
     A change after which the model cannot be run, or gives other results than the source, is left out.
     """
-    if request.unroll_limit is not None:
-        step("unrolling what the EP refuses")
-        return _unroll(_RewriteSession.begin(request), request.unroll_limit)
-    step("rewriting what the EP refuses, or computes wrong")
-    work, before = _RewriteSession.begin(request), request.before
+    unrolls = request.unroll_limit is not None
+    step(f"{'unrolling' if unrolls else 'rewriting'} what the EP refuses, or computes wrong")
+    work = _RewriteSession.begin(request)
     candidates = work.candidates()
-    model = work.read()
-    names, declined = apply(model, candidates, work.refused, work.types)
-    if not names:
-        return replace(before, changed=False, declined=declined, tried=())
-    try:
-        return replace(work.write(model, names), declined=declined, tried=())
-    except Exception as error:
-        if len(names) == 1:
-            note = _dropped(names[0], error)
-            return replace(before, changed=False, declined=declined, tried=(note,))
-    # One after the other: those that change results are left out.
-    best = replace(before, changed=False)
-    dropped: tuple[str, ...] = ()
-    kept: tuple[Rewrite, ...] = ()
+    # All at once, or else one after the other: those that change results are left out.
+    best, kept = replace(request.before, changed=False, tried=()), tuple[Rewrite, ...]()
+    declined, dropped = dict[Declined, None](), list[str]()
+    with contextlib.suppress(Exception):
+        return work.rewrite(candidates)
     for rewrite in candidates:
-        if rewrite.name not in names:
-            continue
-        model = work.read()
-        applied = apply(model, (*kept, rewrite), work.refused, work.types).names
         try:
-            best = work.write(model, applied)
+            result = work.rewrite((*kept, rewrite))
         except Exception as error:
-            dropped = (*dropped, _dropped(rewrite.name, error))
-        else:
-            kept = (*kept, rewrite)
-    return replace(best, declined=declined, tried=dropped)
-
-
-def _unroll(work: _RewriteSession, limit: int) -> Prepared:
-    request, names = work.request, dict[str, None]()
-    before, path = request.before, Path(request.before.path)
-    declined: tuple[Declined, ...] = ()
-    try:
-        # The length of a loop may be constant only after another one, whose result it is, was unrolled.
-        for _ in range(_MAX_ROUNDS if request.simplify else 1):
-            model = onnx.load(path, load_external_data=False)
-            new, declined = apply(model, UNROLLS, work.refused, work.types, limit)
-            if not new:
-                break
-            names |= dict.fromkeys(new)
-            folder = Path(tempfile.mkdtemp(prefix="unrolled-", dir=request.folder))
-            path, session = work.write_model(model, path.parent, folder)
-        if not names:
-            return replace(before, changed=False, declined=declined, tried=())
-        work.compare(session, path)
-    except Exception as error:
-        note = (_dropped("; ".join(names) or "unrolling", error),)
-        return replace(before, changed=False, declined=(), tried=note)
-    return replace(_rewritten(before, path, names), declined=declined, tried=())
-
-
-def _rewritten(before: Prepared, path: Path, names: Iterable[str]) -> Prepared:
-    """The model ``before`` after the rewrites ``names``, whose result is at ``path``."""
-    main = onnx.load(path, load_external_data=False).graph
-    return replace(
-        before,
-        path=str(path),
-        nodes=len(graph.compute_nodes(main)),
-        control_flow=graph.control_flow(main),
-        applicable=applicable(main),
-        rewrites=(*before.rewrites, *names),
-        changed=True,
-    )
+            dropped.append(_dropped(rewrite.name, error))
+            continue
+        declined |= dict.fromkeys(result.declined)
+        if rewrite.name in result.rewrites[len(request.before.rewrites) :]:
+            best, kept = result, (*kept, rewrite)
+    return replace(best, declined=tuple(declined), tried=tuple(dropped))
 
 
 def _dropped(name: str, error: Exception) -> str:
@@ -161,33 +112,51 @@ class _RewriteSession:
         types = value_types(model, Path(request.before.path))
         return _RewriteSession(request, frozenset(refused), expected, types)
 
-    def read(self) -> onnx.ModelProto:
-        return onnx.load(self.request.before.path, load_external_data=False)
-
     def candidates(self) -> tuple[Rewrite, ...]:
         """The rewrites that may change the model."""
         if not self.request.corrections:
-            return REWRITES
-        names = correct(self.read(), self.types, self.request.corrections)
+            return REWRITES if self.request.unroll_limit is None else UNROLLS
+        model = onnx.load(self.request.before.path, load_external_data=False)
+        names = correct(model, self.types, self.request.corrections)
         if not set(self.request.corrections).issubset(ALWAYS) and set(names).issubset(ALWAYS):
             return ()
         return tuple(PRECISE[name] for name in names)
 
-    def write(self, model: onnx.ModelProto, names: Iterable[str]) -> Prepared:
-        """Write ``model`` after the rewrites ``names``; raises an exception if its results changed."""
-        folder = Path(tempfile.mkdtemp(prefix="rewritten-", dir=self.request.folder))
-        path, session = self.write_model(model, Path(self.request.before.path).parent, folder)
+    def rewrite(self, rewrites: tuple[Rewrite, ...]) -> Prepared:
+        """The model after ``rewrites``; raises an exception if it cannot be run, or its results changed."""
+        before, limit = self.request.before, self.request.unroll_limit
+        path, session, names = Path(before.path), None, dict[str, None]()
+        # The length of a loop may be constant only after another one, whose result it is, was unrolled.
+        for _ in range(_MAX_ROUNDS if limit is not None and self.request.simplify else 1):
+            model = onnx.load(path, load_external_data=False)
+            new, declined = apply(model, rewrites, self.refused, self.types, limit)
+            if not new:
+                break
+            names |= dict.fromkeys(new)
+            path, session = self.write(model, path.parent)
+        if session is None:
+            return replace(before, changed=False, declined=declined, tried=())
         self.compare(session, path)
-        return _rewritten(self.request.before, path, names)
+        main = onnx.load(path, load_external_data=False).graph
+        return replace(
+            before,
+            path=str(path),
+            nodes=len(graph.compute_nodes(main)),
+            control_flow=graph.control_flow(main),
+            applicable=applicable(main),
+            rewrites=(*before.rewrites, *names),
+            declined=declined,
+            tried=(),
+            changed=True,
+        )
 
-    def write_model(
-        self, model: onnx.ModelProto, source: Path, folder: Path
-    ) -> tuple[Path, ort.InferenceSession]:
-        """Write ``model``, whose external data is in ``source``, into ``folder``, simplified if allowed.
+    def write(self, model: onnx.ModelProto, source: Path) -> tuple[Path, ort.InferenceSession]:
+        """Write ``model``, whose external data is in ``source``, simplified if allowed.
 
         Returns its path, and a session that runs it.
         """
         name = self.request.model.name
+        folder = Path(tempfile.mkdtemp(prefix="rewritten-", dir=self.request.folder))
         written = self._save(model, folder / f"{name}.rewritten.onnx", source)
         if not self.request.simplify:
             return written, open_session(written, cpu_options())
