@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import shlex
@@ -29,13 +28,11 @@ from hatch_epcontext.errors import (
     InspectionError,
     Key,
     KeyNames,
-    Kind,
-    Problem,
     Setting,
 )
 from hatch_epcontext.package.wheel import check_app
 from hatch_epcontext.providers import PROVIDERS, Device
-from hatch_epcontext.text import dotted, show, suggestion, to_toml
+from hatch_epcontext.text import dotted, show, to_toml
 from hatch_epcontext.tools.configure import MODEL_TABLES, nested
 
 _PROVIDER: tuple[tuple[str, ...], ...] = ((), ("provider",))
@@ -328,37 +325,22 @@ def requirements(listed: Any) -> Iterator[Requirement]:
 
 
 def project_options(command: Command) -> Command:
-    """``PROJECT``, ``--target`` and ``--model``."""
-    models = click.option(
-        "-m", "--model", "models", multiple=True, help="Only this model; repeatable."
-    )
+    """``PROJECT`` and ``--target``."""
     targets = click.option(
         "--target", "targets", multiple=True, help="Only this target; repeatable."
     )
-    project = click.argument("project", type=existing_folder, default=Path())
-    return project(targets(models(command)))
+    return click.argument("project", type=existing_folder, default=Path())(targets(command))
 
 
-def project_config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) -> Config:
-    """The configuration of the project in ``project``, for these targets and models, or for all.
+def project_config(project: Path, targets: tuple[str, ...] = ()) -> Config:
+    """The configuration of the project in ``project``, for these targets, or for all.
 
-    Raises ConfigError as `load` does, and for an unknown target or model.
+    Raises ConfigError as `load` does, and for an unknown target.
     """
     use_lines(project)
     config = _load(project, targets)
     check_app(config.targets, Project.read(project).dependencies)
-    if not models:
-        return config
-    both = ((model.configured_name, model.name) for model in config.models)
-    names = list(dict.fromkeys(itertools.chain.from_iterable(both)))
-    if unknown := [name for name in models if name not in names]:
-        texts = ((f"{show(name)} is not a model.", suggestion(name, names)) for name in unknown)
-        raise ConfigError(*(Problem(Kind.UNKNOWN_MODEL, "--model", *text) for text in texts))
-    # A weight-sharing group is one artifact.
-    named = [m for m in config.models if m.name in models or m.configured_name in models]
-    groups = {m.share_weights for m in named} - {None}
-    chosen = tuple(m for m in config.models if m in named or m.share_weights in groups)
-    return dataclasses.replace(config, models=chosen)
+    return config
 
 
 def _load(project: Path, targets: tuple[str, ...]) -> Config:

@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-import hatch_epcontext
 from hatch_epcontext.cli._common import Verbosity, show_table, warn
 from hatch_epcontext.cli._settings import (
     models_argument,
@@ -22,16 +21,16 @@ from hatch_epcontext.cli._settings import (
     use_flag_names,
 )
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.files import temp_dir, write_atomically
-from hatch_epcontext.jobs.artifact import GENERATOR, Artifact, Recipe
+from hatch_epcontext.files import temp_dir
+from hatch_epcontext.jobs.artifact import Artifact, Recipe
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import begin
 from hatch_epcontext.jobs.steps import Steps
-from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_folder
+from hatch_epcontext.text import pairs
 from hatch_epcontext.tools.configure import configure, name_models
 from hatch_epcontext.worker.requests import Prepared, TimeOpeningRequest
 
@@ -59,24 +58,12 @@ class Opening:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class Bench:
-    """All measurements."""
-
-    generator: str
-    provider: str
-    versions: Mapping[str, str]
-    openings: Sequence[Opening]
-
-
 # Click keeps the lines of a paragraph that begins with a backspace.
 _EXAMPLES = """\b
 Examples:
   epcontext bench model.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1
   epcontext bench --target x-elite
 """
-
-_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command("bench", epilog=_EXAMPLES)
@@ -85,9 +72,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @short_flags
 @click.option("--target", help="The target of the project, without MODEL.")
 @click.option("-n", "--runs", type=click.IntRange(1), default=5, help="How often; 5 by default.")
-@click.option("--json", "json_path", type=_FILE, metavar="F.json", help="Write all measurements.")
 @click.option(
-    "--plot", "plot_path", type=_FILE, metavar="F.png", help="Draw a bar chart: .png or .svg."
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="F.png",
+    help="Draw a bar chart: .png or .svg.",
 )
 @click.pass_context
 def command(
@@ -97,8 +86,7 @@ def command(
     settings: dict[str, Any],
     target: str | None,
     runs: int,
-    json_path: Path | None,
-    plot_path: Path | None,
+    plot: Path | None,
 ) -> None:
     """Measure how much faster compiled models open.
 
@@ -109,20 +97,20 @@ def command(
     Without MODEL: the models of the project in the current folder, for the only target or --target.
     """
     # Before the measurements, which take long.
-    for path in filter(None, (json_path, plot_path)):
-        check_folder(path.parent)
-    if json_path is not None and json_path.suffix != ".json":
-        raise click.UsageError(f"--json writes .json, and not {json_path.name}.")
-    if plot_path is not None and plot_path.suffix not in (".png", ".svg"):
-        raise click.UsageError(f"--plot writes .png or .svg, and not {plot_path.name}.")
-    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError('--plot needs matplotlib. Run: pip install "hatch-epcontext[plot]"')
+    if plot is not None:
+        check_folder(plot.parent)
+        if plot.suffix not in (".png", ".svg"):
+            raise click.UsageError(f"--plot writes .png or .svg, and not {plot.name}.")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise click.UsageError(
+                '--plot needs matplotlib. Run: pip install "hatch-epcontext[plot]"'
+            )
     if models and provider is not None and target is None:
         named = name_models(models)
         use_flag_names(named, "nothing was measured")
         config = configure(named, provider, settings)
     elif not models and provider is None and not settings:
-        config = project_config(Path().absolute(), (target,) if target else (), ())
+        config = project_config(Path().absolute(), (target,) if target else ())
     else:
         raise click.UsageError("Give MODEL and --provider, or neither and only --target.")
     planned = plan(config.on_this_machine)
@@ -130,24 +118,26 @@ def command(
         raise click.UsageError(f"Choose one target: --target {' or '.join(names) or 'NAME'}.")
     workers = Verbosity().workers(config.build.timeout)
     with temp_dir() as staging:
-        bench = measure(planned, staging, workers, runs)
-    if json_path is not None:
-        write_atomically(json_path.resolve(), to_json(bench))
-    if plot_path is not None:
-        draw(bench, plot_path)
+        openings, versions = measure(planned, staging, workers, runs)
+    if plot is not None:
+        draw(openings, f"{names.popitem()[0]}: {pairs(versions)}", plot)
     rows = (
         (
             *(o.model, WAYS[o.way], f"{o.compile:.2f} s" if o.compile else ""),
             *(_seconds(o.load), _seconds(o.first)),
         )
-        for o in bench.openings
+        for o in openings
     )
     show_table(("model", "opened", "compile", "load", "first run"), rows)
-    ctx.exit(1 if any(opening.error for opening in bench.openings) else 0)
+    ctx.exit(1 if any(opening.error for opening in openings) else 0)
 
 
-def measure(planned: Plan, staging: Path, workers: Workers, runs: int) -> Bench:
+def measure(
+    planned: Plan, staging: Path, workers: Workers, runs: int
+) -> tuple[list[Opening], Mapping[str, str]]:
     """Compile the models of ``planned`` without the cache, and open each of them ``runs`` times in each way.
+
+    Returns the measurements, and the versions of the packages.
 
     The ways take turns, so that changes on the machine affect all alike, after a run that only fills caches.
     Raises RequirementError when something is not installed, and BuildError when a model cannot be compiled,
@@ -189,12 +179,7 @@ def measure(planned: Plan, staging: Path, workers: Workers, runs: int) -> Bench:
             if run > 0:
                 opening.load.append(reply.load)
                 opening.first.append(reply.first)
-    return Bench(
-        f"{GENERATOR} {hatch_epcontext.__version__}",
-        planned.jobs[0].target.provider.name,
-        versions,
-        [opening for opening, _ in requests],
-    )
+    return [opening for opening, _ in requests], versions
 
 
 def _requests(
@@ -219,11 +204,11 @@ def _seconds(values: Sequence[float]) -> str:
     return f"{median(values):.3f} s ({min(values):.3f} to {max(values):.3f})"
 
 
-def draw(bench: Bench, path: Path) -> None:
+def draw(openings: Sequence[Opening], title: str, path: Path) -> None:
     """Write a bar chart to ``path``, in the format of its suffix: medians, with the range of all runs."""
     from matplotlib.figure import Figure
 
-    opened = [opening for opening in bench.openings if opening.load]
+    opened = [opening for opening in openings if opening.load]
     figure = Figure((9, 1.6 + 0.4 * len(opened)), dpi=120, layout="constrained")
     axes = figure.subplots()
     for opening in opened:
@@ -240,6 +225,5 @@ def draw(bench: Bench, path: Path) -> None:
     # Space for the numbers beside the bars.
     axes.margins(x=0.18)
     axes.invert_yaxis()
-    versions = ", ".join(f"{name} {version}" for name, version in bench.versions.items())
-    figure.suptitle(f"{bench.provider}: {versions}; medians and ranges", fontsize=10)
+    figure.suptitle(f"{title}; medians and ranges", fontsize=10)
     figure.savefig(path)

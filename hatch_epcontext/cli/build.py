@@ -32,7 +32,6 @@ from hatch_epcontext.text import hide_credentials
 def command(
     project: Path,
     targets: tuple[str, ...],
-    models: tuple[str, ...],
     only_plan: bool,
     report: Path | None,
     verbose: int,
@@ -42,7 +41,7 @@ def command(
     PROJECT is the folder with the pyproject.toml; the default is the current folder. The artifacts go into
     the cache, from which the next build of the wheel takes them.
     """
-    config = project_config(project.absolute(), targets, models)
+    config = project_config(project.absolute(), targets)
     config = dataclasses.replace(config, report=report or config.report)
     planned = plan(config)
     with temp_dir() as staging:

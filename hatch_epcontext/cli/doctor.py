@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
 import click
 
@@ -32,7 +33,6 @@ from hatch_epcontext.jobs.requirements import (
     owners,
 )
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
-from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import file_name, quoted_key, to_toml
 from hatch_epcontext.worker.requests import Devices, DevicesRequest, EpDevice
 
@@ -56,19 +56,6 @@ class ProviderState:
     reason: str | None = None
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """An environment.
-
-    ``distributions`` (of ONNX Runtime) and ``tools``: the installed ones, with their versions.
-    """
-
-    distributions: Mapping[str, str]
-    tools: Mapping[str, str]
-    providers: tuple[ProviderState, ...]
-    problems: tuple[Problem, ...]
-
-
 _EXAMPLES = """\b
 Examples:
   epcontext doctor
@@ -77,7 +64,6 @@ Examples:
 
 
 @click.command("doctor", epilog=_EXAMPLES)
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
     "--library",
     metavar="PATH",
@@ -85,7 +71,7 @@ Examples:
     "get_library_path().",
 )
 @click.pass_context
-def command(ctx: click.Context, as_json: bool, library: str | None) -> None:
+def command(ctx: click.Context, library: str | None) -> None:
     """Show what this environment can compile for.
 
     Shows ONNX Runtime, and the EPs with their devices or the reason for none. The exit code is 1 if there are
@@ -95,16 +81,15 @@ def command(ctx: click.Context, as_json: bool, library: str | None) -> None:
     them.
     """
     if library is None:
-        diagnosis = _examine()
-        if as_json:
-            click.echo(to_json(diagnosis), nl=False)
-        else:
-            _show(diagnosis)
-        ctx.exit(1 if diagnosis.problems else 0)
+        states = provider_states()
+        _show(states)
+        problems = _problems(states)
+        if problems:
+            echo("problems:")
+        for problem in problems:
+            echo(f"  - {indent(str(problem), '    ').lstrip()}", lines=True)
+        ctx.exit(1 if problems else 0)
     name, devices = _describe_library(library)
-    if as_json:
-        click.echo(to_json({"name": name, "devices": devices}), nl=False)
-        return
     echo(f"{library} is registered as {name}, and offers:")
     for device in devices:
         echo(f"  {device.text}")
@@ -113,19 +98,19 @@ def command(ctx: click.Context, as_json: bool, library: str | None) -> None:
         echo(f"\n{table}", lines=True)
 
 
-def _show(diagnosis: Diagnosis) -> None:
+def _show(states: Iterable[ProviderState]) -> None:
     echo(
         f"hatch-epcontext {hatch_epcontext.__version__}, Python {platform.python_version()} "
         f"({sys.executable}), {platform.system()} {platform.machine()}"
     )
     for heading, packages in (
-        ("ONNX Runtime", diagnosis.distributions),
-        ("tools", diagnosis.tools),
+        ("ONNX Runtime", _versions(DISTRIBUTIONS)),
+        ("tools", _versions(requirement.split(">=")[0] for requirement in TOOLS)),
     ):
         listed = ", ".join(f"{name} {version}" for name, version in packages.items())
         echo(f"{heading}: {listed or 'none'}")
     echo("providers:")
-    for state in diagnosis.providers:
+    for state in states:
         package = f" ({state.package})" if state.package else ""
         echo(f"  {state.provider}{package}")
         for line in state.devices or (state.reason or "").splitlines():
@@ -134,21 +119,16 @@ def _show(diagnosis: Diagnosis) -> None:
         is_simulated = provider.simulator and provider.runs_on(sys.platform, platform.machine())
         if state.devices and not state.reason and is_simulated:
             echo(f"    compiles for {provider.title}; a simulator runs the results here")
-    if diagnosis.problems:
-        echo("problems:")
-    for problem in diagnosis.problems:
-        for index, line in enumerate(str(problem).splitlines()):
-            echo(f"  {'- ' if index == 0 else '  '}{line}")
 
 
-def _examine() -> Diagnosis:
-    distributions, states = _versions(DISTRIBUTIONS), provider_states()
+def _problems(states: Iterable[ProviderState]) -> list[Problem]:
+    """What is wrong with this environment."""
     problems: list[Problem] = []
     try:
         check_environment((), TOOLS)
     except EpcontextError as error:
         problems += error.problems
-    if not distributions:
+    if not _versions(DISTRIBUTIONS):
         hint = f"Install {' or '.join(DISTRIBUTIONS[:2])}, or another distribution."
         message = "No ONNX Runtime is installed."
         problems.append(Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))
@@ -157,8 +137,7 @@ def _examine() -> Diagnosis:
         for state in states
         if state.devices and state.reason
     )
-    tools = _versions(requirement.split(">=")[0] for requirement in TOOLS)
-    return Diagnosis(distributions, tools, tuple(states), tuple(problems))
+    return problems
 
 
 def provider_states() -> list[ProviderState]:

@@ -22,7 +22,7 @@ from hatch_epcontext.tools.compiling import export
 _EXAMPLES = """\b
 Examples:
   epcontext export -o src/my_app/epcontext --overwrite
-  epcontext export ../app --target x-elite -m digits -o build/models
+  epcontext export ../app --target x-elite -o build/models
 """
 
 
@@ -46,7 +46,6 @@ Examples:
 def command(
     project: Path,
     targets: tuple[str, ...],
-    models: tuple[str, ...],
     output: Path,
     overwrite: bool,
     report: Path | None,
@@ -60,7 +59,7 @@ def command(
 
     Nothing is written if a model fails, or if DIR has files of another origin.
     """
-    config = project_config(project.absolute(), targets, models)
+    config = project_config(project.absolute(), targets)
     config = dataclasses.replace(config, report=report or config.report)
     name = Project.read(config.root).name
     run = partial(run_plan, verbosity=Verbosity(verbose), name=name)

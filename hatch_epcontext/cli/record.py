@@ -41,7 +41,7 @@ def command(command: tuple[str, ...], compiled_shapes: bool) -> None:
     """
     models: dict[str, dict[str, Any]] = {}
     # Of several sizes the first, which `load` opens; where all targets leave them open, none.
-    for model in project_config(Path().absolute(), (), ()).models:
+    for model in project_config(Path().absolute()).models:
         sizes = {"dims": dict(model.dims), "shapes": dict(model.shapes)}
         models.setdefault(
             model.configured_name,

@@ -7,8 +7,7 @@ import pytest
 
 from hatch_epcontext.config.location import LAYOUT
 from tests.cli.conftest import Cli
-from tests.conftest import needs_qnn
-from tests.models import network, save, transformer, unknown_operator
+from tests.models import save, unknown_operator
 
 
 def test_models_are_built_into_the_cache(cli: Cli, app_project: Path) -> None:
@@ -98,17 +97,16 @@ def test_the_report_has_failed_and_successful_jobs(
 
 
 def test_verbose_prints_the_steps_of_workers(cli: Cli, app_project: Path) -> None:
-    printed = cli("build", app_project, "-v", "--target", "one", "-m", "a").stderr.splitlines()
+    printed = cli("build", app_project, "-v", "--target", "one").stderr.splitlines()
     assert "a -> one: compile ..." in printed
     assert "a -> one: validation: validate ..." in printed
-    assert printed[-2].startswith("a -> one (cpu): ok, optimized graph")
+    assert any(line.startswith("a -> one (cpu): ok, optimized graph") for line in printed)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--target", "thre"), '--target: EPC009\n    "thre" is not a target.'),
-        (("--model", "c"), '--model: EPC010\n    "c" is not a model.'),
         (("--nothing",), "No such option"),
         (("elsewhere",), "unexpected extra argument"),
     ],
@@ -127,37 +125,3 @@ def test_an_unknown_target_of_a_variable_names_the_variable(
     printed = cli("build", app_project, "--target", "five", code=2).stderr
     assert "HATCH_EPCONTEXT_FROM_CACHE: EPC009" in printed
     assert "--target: EPC009" in printed
-
-
-@needs_qnn
-@pytest.mark.parametrize(
-    ("name", "jobs"),
-    [
-        ("net", ["net.1x1x8x8 -> npu", "net.4x1x8x8 -> npu", "net -> cpu"]),
-        ("net.4x1x8x8", ["net.4x1x8x8 -> npu"]),
-        ("b", ["b -> npu", "b -> cpu"]),
-        # A weight-sharing group is one artifact.
-        ("d", ["both (c + d) -> npu", "c -> cpu", "d -> cpu"]),
-    ],
-)
-def test_a_model_is_chosen_by_its_name_by_that_of_a_shape_or_with_its_group(
-    cli: Cli, app_project: Path, name: str, jobs: list[str]
-) -> None:
-    toml = """
-[tool.epcontext]
-targets.npu.provider = "qnn"
-targets.cpu.provider = "cpu"
-models = [
-    { name = "net", path = "models/a.onnx", shapes = [{ x = [1, 1, 8, 8] }, { x = [4, 1, 8, 8] }] },
-    { path = "models/b.onnx", dims = { batch = 1 } },
-    { path = "models/c.onnx", share-weights = "both" },
-    { path = "models/d.onnx", share-weights = "both" },
-]
-"""
-    (app_project / "pyproject.toml").write_text(toml, encoding="utf-8")
-    for model, made in {"a": network(), "c": transformer(64), "d": transformer(1)}.items():
-        save(made, app_project / "models" / f"{model}.onnx")
-    lines = cli("build", app_project, "-m", name, "--dry-run").stdout.splitlines()[1:-1]
-    assert [line.rpartition("  ")[0].strip() for line in lines] == jobs
-    printed = cli("build", app_project, "-m", "net.4x1x8", "--dry-run", code=2).stderr
-    assert 'Did you mean "net.4x1x8x8"?' in printed

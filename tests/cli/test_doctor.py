@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import json
+import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from hatch_epcontext.cli import doctor
-from hatch_epcontext.cli.app import app
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.providers import PROVIDERS
 from tests.altered_workers import write_broken_qnn
@@ -18,27 +15,21 @@ from tests.conftest import needs, needs_qnn
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
-    return result
+def states() -> dict[str, doctor.ProviderState]:
+    return {state.provider: state for state in doctor.provider_states()}
 
 
-def state(found: dict[str, Any], provider: str) -> dict[str, Any]:
-    (one,) = [each for each in found["providers"] if each["provider"] == provider]
-    result: dict[str, Any] = one
-    return result
-
-
-def test_every_provider_has_devices_or_a_reason_for_none(found: dict[str, Any]) -> None:
-    assert [each["provider"] for each in found["providers"]] == list(PROVIDERS)
-    assert all(each["devices"] or each["reason"] for each in found["providers"])
-    assert state(found, "cpu")["devices"] == ["CPUExecutionProvider loads"]
-    assert state(found, "vitisai")["reason"] == "onnxruntime-vitisai is not installed."
-    assert (found["distributions"], found["problems"]) == (
-        {"onnxruntime": found["distributions"]["onnxruntime"]},
-        [],
-    )
-    assert found["tools"].keys() == {"onnx", "onnxslim", "numpy"}
+def test_every_provider_has_devices_or_a_reason_for_none(
+    cli: Cli, states: dict[str, doctor.ProviderState]
+) -> None:
+    assert list(states) == list(PROVIDERS)
+    assert all(state.devices or state.reason for state in states.values())
+    assert states["cpu"].devices == ("CPUExecutionProvider loads",)
+    assert states["vitisai"].reason == "onnxruntime-vitisai is not installed."
+    printed = cli("doctor").stdout
+    assert re.search(r"^ONNX Runtime: onnxruntime [\d.]+$", printed, re.MULTILINE)
+    assert re.search(r"^tools: onnx \S+, onnxslim \S+, numpy \S+$", printed, re.MULTILINE)
+    assert "problems:" not in printed
 
 
 @needs_qnn
@@ -52,10 +43,11 @@ def test_a_simulated_npu_is_called_so(cli: Cli, monkeypatch: pytest.MonkeyPatch)
 
 @needs("onnxruntime_ep_nv_tensorrt_rtx")
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA GPU")
-def test_a_plugin_ep_without_its_driver_has_a_reason(found: dict[str, Any]) -> None:
-    rtx = state(found, "tensorrt-rtx")
-    assert rtx["devices"] == []
-    assert "libcuda.so.1" in rtx["reason"]
+def test_a_plugin_ep_without_its_driver_has_a_reason(
+    states: dict[str, doctor.ProviderState],
+) -> None:
+    assert states["tensorrt-rtx"].devices == ()
+    assert "libcuda.so.1" in str(states["tensorrt-rtx"].reason)
 
 
 @needs_qnn

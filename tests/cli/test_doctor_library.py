@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -43,10 +42,8 @@ def test_the_table_of_an_ep_builds(cli: Cli, tmp_path: Path) -> None:
 def test_a_library_outside_of_a_package_is_named_after_its_file(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "libonnxruntime_providers_new.so"
     shutil.copy(library_of("nxrt_ep_cpu"), path)
-    reply = json.loads(cli("doctor", "--library", path, "--json").stdout)
-    assert reply["name"] == "new"
-    assert [(device["ep"], device["kind"]) for device in reply["devices"]] == [("cpu_ep", "cpu")]
     printed = cli("doctor", "--library", path).stdout
+    assert f"{path} is registered as new, and offers:\n  cpu_ep on cpu (" in printed
     assert f'library = "{path.as_posix()}"' in printed
     assert 'ep-name = "cpu_ep"\n' in printed
     assert "requirements" not in printed

@@ -161,8 +161,8 @@ WRITTEN_OUT = {
         "epcontext compile model.onnx -o model.ortpackage -p qnn --set chip=snapdragon-x-elite --dim batch=1"
     ),
     # In the help of the command the project is another folder.
-    "epcontext export ../app --target x-elite -m digits -o build/models": (
-        "epcontext export . --target x-elite -m digits -o build/models"
+    "epcontext export ../app --target x-elite -o build/models": (
+        "epcontext export . --target x-elite -o build/models"
     ),
     # Its page compiles the same model for QNN too.
     "epcontext compile model.onnx -o model_ctx.onnx -p NvTensorRTRTXExecutionProvider": (
