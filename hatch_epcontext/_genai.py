@@ -67,6 +67,8 @@ def genai_folder(
     loader: Any = importlib.import_module(__package__)
     request = loader.Request(target, device, package=package, windows_ml=windows_ml)
     ways, request = loader._prepare(name, request)  # noqa: SLF001
+    # The stages of a pipeline are models of their own, after the source.
+    ways.sort(key=lambda way: way[0][0].target == loader.SOURCE)
     attempts = []
     for (variant, *_), _ in ways:
         root, providers = variant.package.root, dict[str, dict[str, str]]()

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hatch_epcontext.config.settings import GENAI_CONFIG, Genai, Model, ShapeSet
 from hatch_epcontext.config.tables import ModelTable, ProfileTable, TargetTable
@@ -18,8 +18,6 @@ from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.shipped import SOURCE
 from hatch_epcontext.system import LIBRARIES
 from hatch_epcontext.text import show, toml_key
-
-T = TypeVar("T")
 
 _REFUSED = ("dims", "shapes", "constants", "cut", "fallback", "share_weights")
 """Keys of a model that the folder decides."""
@@ -48,31 +46,23 @@ class GenaiConfig:
     heads: int
     head_size: int
 
-    def fixed_shapes(self, tokens: int, context_length: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the inputs for that many tokens at once, and a cache for all of a conversation."""
-        past = (1, self.heads, context_length, self.head_size)
-        return {self.inputs["input_ids"]: (1, tokens), **dict.fromkeys(self.past, past)}
+    def shapes(self, tokens: int, slots: int, mask: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the inputs, for so many new ``tokens`` and a cache with so many ``slots``."""
+        known = {"input_ids": tokens, "position_ids": tokens, "attention_mask": mask}
+        named = {self.inputs[name]: (1, n) for name, n in known.items() if name in self.inputs}
+        return named | dict.fromkeys(self.past, (1, self.heads, slots, self.head_size))
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of dummy inputs that fit each other."""
-        tokens, mask = (1, _TOKENS), (1, _PAST + _TOKENS)
-        past = (1, self.heads, _PAST, self.head_size)
-        return self._by_input(tokens, mask, past)
+    def dummy_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes that fit each other; a pipeline, whose stages are fixed, has none."""
+        return {} if self.cached else self.shapes(_TOKENS, _PAST, _PAST + _TOKENS)
 
-    def profile(self, context_length: int) -> dict[str, ProfileTable]:
+    def profile(self, length: int) -> dict[str, ProfileTable]:
         """The optimization profile that onnxruntime-genai gives an EP for conversations of that length."""
-        usual = max(1, min(context_length // 2, _TYPICAL))
-        tokens = ProfileTable(min=(1, 1), opt=(1, 1), max=(1, context_length))
-        mask = ProfileTable(min=(1, 1), opt=(1, usual), max=(1, context_length))
-        bounds = (0, usual, context_length)
-        low, best, high = ((1, self.heads, slots, self.head_size) for slots in bounds)
-        return self._by_input(tokens, mask, ProfileTable(min=low, opt=best, max=high))
-
-    def _by_input(self, tokens: T, mask: T, past: T) -> dict[str, T]:
-        known = {"input_ids": tokens, "position_ids": tokens, "attention_mask": mask}
-        named = {self.inputs[name]: own for name, own in known.items() if name in self.inputs}
-        return named | dict.fromkeys(self.past, past)
+        usual = max(1, min(length // 2, _TYPICAL))
+        bounds = (1, 0, 1), (1, usual, usual), (length, length, length)
+        low, best, high = (self.shapes(*sizes) for sizes in bounds)
+        return {n: ProfileTable(min=low[n], opt=best[n], max=high[n]) for n in low}
 
 
 def read_folder(
@@ -88,7 +78,7 @@ def read_folder(
             yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, "Remove it.")
     try:
         content, config = read_config(folder)
-    except (OSError, ValueError) as error:
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
         hint = "Write the folder again, for example with onnxruntime-genai's model builder."
         yield _wrong(key, f"cannot be read: {error}.", hint)
         return folder / "model.onnx", table, None
@@ -101,24 +91,21 @@ def read_folder(
         yield Problem.at(key / "context-length", Kind.INVALID_FOLDER, message, hint)
     named = {name: target for name, target in targets.items() if target is not None}
     changed = yield from _changed(key, table, config, length, named)
-    fixed = [name for name, table in changed.items() if table and table.static_shapes]
-    if fixed or config.cached:
+    if config.cached or any(own.static_shapes for own in changed.values() if own):
         yield from _check_chunks(key, table, content, config, length)
     beside = _files(folder)
     for name in (*changed, SOURCE):
         if any(other.startswith(f"{name}/") for other in beside):
-            message = (
-                f"has a folder {show(name)}, where the package has what belongs to that target."
-            )
+            message = f"has a folder {show(name)}, which is the place of the target in the package."
             yield Problem.at(key / "path", Kind.INVALID_FOLDER, message, "Rename one of them.")
-    main = next(iter(config.files.values()))
+    main, *_ = config.files.values()
     others = tuple(name for name in beside if name != main)
     genai = Genai(others, table.context_length, table.chunk)
     return folder / main, dataclasses.replace(table, targets=changed), genai
 
 
 def stages(model: Model) -> tuple[Model, ...]:
-    """``model``, and before it the stages of a pipeline for the targets with fixed sizes.
+    """``model``, and the stages of a pipeline for the targets with fixed sizes.
 
     These are the stages with a cache of the folder's own pipeline; or the whole model for a chunk of a
     prompt, and for one token, with the lengths of the cache as inputs.
@@ -128,36 +115,31 @@ def stages(model: Model) -> tuple[Model, ...]:
     _, config = read_config(folder)
     fixed = tuple(target for target in model.targets if target.settings.static_shapes)
     still_open = tuple(target for target in model.targets if not target.settings.static_shapes)
-    shapes = {} if config.cached else config.shapes
+    shapes = config.dummy_shapes
     plain = dataclasses.replace(model, targets=still_open, static_shapes=False, shapes=shapes)
     if not fixed:
         return (plain,)
     names = config.cached or tuple(dict.fromkeys((str(genai.chunk), "1")))
-    shape_set = ShapeSet(
-        model.name,
-        tuple(f"{model.name}.{name}" for name in names),
-        tuple(target.name for target in model.targets),
-    )
-    length = genai.context_length or config.context_length
-    members = []
-    for name, member in zip(names, shape_set.members, strict=True):
-        stage = dataclasses.replace(
-            model,
-            name=member,
-            targets=fixed,
-            fallback="none",
-            genai=dataclasses.replace(genai, stage=name),
-            shape_set=shape_set,
-            share_weights=f"{model.name}.shared" if len(names) > 1 else None,
-        )
+    members = tuple(f"{model.name}.{name}" for name in names)
+    common: dict[str, Any] = {
+        "targets": fixed,
+        "fallback": "none",
+        "shape_set": ShapeSet(model.name, members, tuple(target.name for target in model.targets)),
+        "share_weights": f"{model.name}.shared" if len(names) > 1 else None,
+    }
+    made = []
+    for name, member in zip(names, members, strict=True):
+        own: dict[str, Any] = {"genai": dataclasses.replace(genai, stage=name)}
         if config.cached:
-            stage = dataclasses.replace(stage, path=folder / config.files[name])
+            own["path"] = folder / config.files[name]
         else:
-            cut = Cut((config.inputs["input_ids"], *config.past), lengths=True)
-            shapes = config.fixed_shapes(int(name), length)
-            stage = dataclasses.replace(stage, cut=cut, shapes=shapes)
-        members.append(stage)
-    return (*members, plain)
+            inputs = (config.inputs["input_ids"], *config.past)
+            length = genai.context_length or config.context_length
+            shapes = config.shapes(int(name), length, 0)
+            own |= {"cut": Cut(inputs, lengths=True), "shapes": {n: shapes[n] for n in inputs}}
+        made.append(dataclasses.replace(model, name=member, **common, **own))
+    # Apps try the targets in the order of the models.
+    return (*made, plain) if model.targets[0] in fixed else (plain, *made)
 
 
 def check_slots(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Problem]:
@@ -166,17 +148,13 @@ def check_slots(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Problem
         return
     _, config = read_config(model.path.parent)
     length = model.genai.context_length or config.context_length
-    sizes = [
-        value.sizes[2] for value in inputs if value.name in config.past and len(value.sizes) > 2
-    ]
-    slots = min((size for size in sizes if isinstance(size, int)), default=length)
-    if slots < length:
-        message = (
-            f"must be at most {slots}, the slots in the cache of {model.path.name}, not {length}."
-        )
-        yield Problem.at(
-            model.key / "context-length", Kind.INVALID_FOLDER, message, f"Set {slots}."
-        )
+    for value in inputs:
+        slots = value.sizes[2] if value.name in config.past and len(value.sizes) > 2 else None
+        if isinstance(slots, int) and slots < length:
+            message = f"is {length}, and {model.path.name} has a cache of {slots} slots."
+            hint, place = "Set it to that.", model.key / "context-length"
+            yield Problem.at(place, Kind.INVALID_FOLDER, message, hint)
+            return
 
 
 def read_config(folder: Path) -> tuple[Any, GenaiConfig]:

@@ -178,7 +178,7 @@ class Resolver:
 
             path, table, genai = yield from read_folder(key, table, path, self._targets)
             fallback = "source"
-        elif table.context_length is not None:
+        elif table.context_length is not None and not self._finder.pending:
             message = "is for a folder of onnxruntime-genai, and this is a single model."
             yield Problem.at(key / "context-length", Kind.NOT_APPLICABLE, message, "Remove it.")
         validate = yield from self._validate(key / "validate", table.validate)

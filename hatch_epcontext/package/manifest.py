@@ -214,7 +214,7 @@ def make(
 def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dict[str, Variant]:
     """The variants of a model in the order of its targets; ``file``: where its source is, if it is one."""
     model, facts, shape_set = source.model, source.facts, source.model.shape_set
-    names = {model.name, model.configured_name}
+    names = {model.name} if model.genai else {model.name, model.configured_name}
     order = shape_set.targets if shape_set else tuple(target.name for target in model.targets)
     compiled = {
         result.job.target.name: _variant(result, member.name)

@@ -351,7 +351,7 @@ def _language_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
         return {}
     from hatch_epcontext.config.genai import read_config
 
-    return read_config(folder)[1].shapes
+    return read_config(folder)[1].dummy_shapes
 
 
 def validate_package(
