@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeVar
 
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.text import is_device, show, show_size
+from hatch_epcontext.text import is_device, show_size
 
 T = TypeVar("T")
 
@@ -229,8 +229,11 @@ def _remove(folder: Path, marker: int) -> None:
     """
     try:
         for entry in folder.iterdir():
-            if entry.name != _MARKER:
-                _remove_tree(entry)
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != _MARKER:
+                with contextlib.suppress(OSError):
+                    entry.unlink()
         is_empty = [entry.name for entry in folder.iterdir()] == [_MARKER]
     except OSError:
         is_empty = False
@@ -294,29 +297,6 @@ def _move_all(moves: list[tuple[Path, Path]]) -> None:
                 own = target if _PREFIX_BESIDE in str(source) else source
                 error.filename, error.filename2 = str(own), None
             raise
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a file or a folder, even a read-only one; files in use stay."""
-    if path.is_symlink() or not path.is_dir():
-        with contextlib.suppress(OSError):
-            path.unlink()
-        return
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        _make_writable(path)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _make_writable(folder: Path) -> None:
-    """Let this user remove everything below ``folder``; the targets of links stay as they are."""
-    with contextlib.suppress(OSError):
-        folder.chmod(0o700)
-        for inside, folders, files in os.walk(folder):
-            # On Windows the mode of the file itself prevents its removal.
-            for path in (Path(inside, name) for name in (*folders, *files)):
-                if not path.is_symlink():
-                    path.chmod(0o700)
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> str:
@@ -431,15 +411,6 @@ def unreadable(path: Path) -> Rejection | None:
     if not os.access(path, os.R_OK):
         return Rejection("cannot be read: Permission denied.", _CHECK)
     return None
-
-
-def for_windows(path: str, root: Path = Path()) -> Rejection | None:
-    """Why ``path``, relative to ``root``, is right on Windows only; None if it is not, or if it exists."""
-    if os.sep == "\\" or "\\" not in path or not is_missing(root / path):
-        return None
-    slashes = path.replace("\\", "/")
-    hint = f"Write {show(slashes)}, which is right on every system."
-    return Rejection("has a backslash, which separates folders on Windows only.", hint)
 
 
 def too_large(status: os.stat_result, used: int | None = None) -> str | None:

@@ -175,33 +175,6 @@ def test_a_removal_that_is_killed_is_gone_on_with(
     assert not left.exists()
 
 
-@posix_only
-def test_a_folder_that_may_not_be_written_is_removed(system_folder: Path, precious: Path) -> None:
-    script = (
-        "import fcntl, os, sys, tempfile\n"
-        "from pathlib import Path\n"
-        "from hatch_epcontext.files import temp_dir\n"
-        "tempfile.tempdir = sys.argv[1]\n"
-        # Root may write everywhere.
-        "os.geteuid() or os.setuid(12345)\n"
-        "with temp_dir() as folder:\n"
-        "    (folder / 'a' / 'b').mkdir(parents=True)\n"
-        "    (folder / 'a' / 'b' / 'link').symlink_to(sys.argv[2])\n"
-        "    for path in (folder / 'a' / 'b', folder / 'a'):\n"
-        "        path.chmod(0o500)\n"
-    )
-    system_folder.chmod(0o777)
-    precious.chmod(0o555)
-    for each in precious.parents:
-        # Another user must get there.
-        if not each.stat().st_mode & 0o001:
-            each.chmod(0o711)
-    arguments = (sys.executable, "-c", script, str(system_folder), str(precious))
-    subprocess.run(arguments, cwd=REPOSITORY, check=True)
-    assert list(system_folder.iterdir()) == []
-    assert precious.stat().st_mode & 0o777 == 0o555
-
-
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root has other users"
 )

@@ -12,7 +12,6 @@ from hatch_epcontext.config.settings import GENAI_CONFIG, OptionFile
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import (
     file_sha256,
-    for_windows,
     is_inside,
     is_missing,
     is_regular,
@@ -176,10 +175,6 @@ class Finder:
                 "Write it relative to the folder of pyproject.toml, without '..': "
                 "an sdist contains only the project.",
             )
-            return False
-        if rejection := for_windows(path, self.root):
-            message = f"{show(path)} {rejection.message}"
-            yield Problem.at(key, Kind.FILE_NOT_FOUND, message, rejection.hint)
             return False
         return True
 

@@ -58,26 +58,6 @@ def test_a_missing_model_has_a_hint(project: Path, path: str, hint: str) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there a backslash separates folders")
-@pytest.mark.parametrize(
-    ("models", "location"),
-    [
-        (r"'models\a.onnx'", "models[0]"),
-        (r"'models\*.onnx'", "models[0]"),
-        (r"{ path = 'models\a.onnx' }", "models[0].path"),
-        (
-            r"{ path = 'models/a.onnx', validate = { inputs = 'samples\a.npz' } }",
-            "models[0].validate.inputs",
-        ),
-    ],
-)
-def test_a_path_for_windows_is_named(project: Path, models: str, location: str) -> None:
-    ((where, found),) = problems(project, f"{CPU}models = [{models}]").items()
-    assert where == location
-    assert "has a backslash, which separates folders on Windows only" in found.message
-    assert "/a" in (found.hint or "") or "/*" in (found.hint or "")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there a backslash separates folders")
 def test_a_name_may_contain_a_backslash(project: Path) -> None:
     (project / "models/a.onnx").rename(project / "models\\a.onnx")
     table = r"{ path = 'models\a.onnx', name = 'a' }"
